@@ -1,4 +1,4 @@
-"""Declares the planner: searching for the best parallel sizes, and everything that simulates steps."""
+"""The planner, an extension of holmes_ext: it searches for the best plan of a job, by simulated steps."""
 
 from holmes_ext.extensions import Extension
 

@@ -23,11 +23,17 @@ ZERO_WEIGHTS = 3
 def limited(limits: Limits, engine: EngineTraits, framework: str) -> Limits:
     """Return the limits of the user and of the framework together.
 
+    Args:
+        limits: Limits of the user on the search space.
+        engine: Properties of the framework, with the values of each size that it allows.
+        framework: Name of the framework, for the error message.
+
     Raises:
         HolmesError: No value of a size is allowed by both.
     """
     allowed = dict(limits.allowed)
     for name, values in engine.limits.items():
+        # Without a limit of the user, all values of the framework are allowed.
         allowed[name] = tuple(
             value for value in limits.allowed.get(name, values) if value in values
         )
@@ -57,13 +63,15 @@ def launches(
     """Return framework -> how to start a candidate.
 
     Args:
+        candidate: Plan to start.
+        model: Model to train.
         global_batch: Sequences of a step.
         overlap: Gradient reductions overlap with the backward pass.
         cluster: File of the cluster description.
         plan: File of the plan; "" if none is written.
     """
     shape = candidate.shape
-    holmes = added(candidate, cluster, plan)
+    holmes = added(candidate, cluster, plan)  # flags of holmes itself
     holmes_without_layers = added(candidate, cluster, plan, layers=False)
     overlap_flags = ["--holmes-overlap", "on" if overlap else "off"]
     lm_flags, lm_lacks = _megatron_lm(candidate, model, global_batch)
@@ -92,9 +100,8 @@ def launches(
         "fsdp2": _fsdp2(candidate, holmes),
         "torch": Launch(
             tuple(holmes_without_layers),
-            {},
-            _unsupported(candidate, "torch"),
-            _torch_script(candidate),
+            lacks=_unsupported(candidate, "torch"),
+            script=_torch_script(candidate),
         ),
         "torchtitan": _torchtitan(candidate, global_batch, holmes_without_layers),
     }
@@ -123,7 +130,11 @@ def added(candidate: Candidate, cluster: str, plan: str, layers: bool = True) ->
 
 
 def _sizes(candidate: Candidate, model: Model, global_batch: int) -> list[str]:
-    """Return the flags that Megatron-LM and Megatron-DeepSpeed have in common."""
+    """Return the flags that Megatron-LM and Megatron-DeepSpeed have in common: sizes and batch.
+
+    Args:
+        global_batch: Sequences of a step.
+    """
     shape = candidate.shape
     values = {
         "--tensor-model-parallel-size": shape.tensor,
@@ -142,7 +153,11 @@ def _sizes(candidate: Candidate, model: Model, global_batch: int) -> list[str]:
 def _megatron_lm(
     candidate: Candidate, model: Model, global_batch: int
 ) -> tuple[list[str], list[str]]:
-    """Return the flags of Megatron-LM, and the properties of the plan that it does not support."""
+    """Return the flags of Megatron-LM, and the properties of the plan that it does not support.
+
+    Args:
+        global_batch: Sequences of a step.
+    """
     shape = candidate.shape
     lacks = []
     flags = _sizes(candidate, model, global_batch)
@@ -183,7 +198,11 @@ def _megatron_lm(
 
 
 def _ds_config(candidate: Candidate, model: Model, global_batch: int) -> dict:
-    """Return DeepSpeed's configuration, without its pipeline."""
+    """Return DeepSpeed's configuration (ds_config.json), without its section on the pipeline.
+
+    Args:
+        global_batch: Sequences of a step.
+    """
     shape = candidate.shape
     config: dict = {
         "train_batch_size": global_batch,
@@ -210,6 +229,7 @@ def _unsupported(candidate: Candidate, name: str) -> tuple[str, ...]:
         value = getattr(shape, axis, None)
         if value is not None and value not in allowed:
             lacks.append(f"{axis} {value} (limit {axis}={','.join(map(str, allowed))})")
+    # Without a limit on the order, the framework supports every order.
     if order == PIPELINES_FIRST and order not in limits.get("order", [order]):
         lacks.append("pipelines one after the other (limit clusters=pipeline)")
     return tuple(lacks)
@@ -218,7 +238,10 @@ def _unsupported(candidate: Candidate, name: str) -> tuple[str, ...]:
 def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
     """Return how FSDP2 runs a plan.
 
+    With several replicas of the sharded model, either holmes makes the hybrid mesh, or the script does.
+
     Args:
+        candidate: Plan to start.
         holmes: Flags of holmes.
     """
     replicas = candidate.shape.replicas
@@ -233,11 +256,16 @@ def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
 
 
 def replicas_of(candidate: Candidate) -> int:
-    """Return the number of clusters over which each stage lies in equal parts; 0 if stages differ."""
+    """Return the number of clusters of each stage, if all stages have as many.
+
+    Returns:
+        Number of clusters; 0 if stages differ, or if a stage has more ranks on one of its clusters than on
+        another.
+    """
     counts = set()
-    for content in candidate.placement.stages:
-        has_equal_parts = len({ranks for _, ranks in content}) == 1
-        counts.add(len(content) if has_equal_parts else 0)
+    for clusters in candidate.placement.stages:  # (cluster, ranks on it)
+        has_equal_parts = len({ranks for _, ranks in clusters}) == 1
+        counts.add(len(clusters) if has_equal_parts else 0)
     return counts.pop() if len(counts) == 1 else 0
 
 
@@ -270,7 +298,11 @@ def _torch_script(candidate: Candidate) -> str:
 def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> Launch:
     """Return how torchtitan 0.3.0 runs a plan.
 
+    A hierarchical reduction becomes hybrid sharding: replicas across clusters, shards inside them.
+
     Args:
+        candidate: Plan to start.
+        global_batch: Sequences of a step.
         holmes: Flags of holmes.
     """
     shape = candidate.shape
@@ -296,7 +328,9 @@ def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> L
     script = ""
     local_batch = shape.micro_batch
     if shape.pipeline > 1:
-        local_batch *= shape.micro_batches
+        local_batch *= (
+            shape.micro_batches
+        )  # torchtitan's local batch is all micro-batches of a pipeline
         values["pipeline_parallel_schedule"] = schedule_of(candidate)
         values["pipeline_parallel_microbatch_size"] = shape.micro_batch
         if len(set(split)) > 1:

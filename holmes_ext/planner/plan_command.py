@@ -1,4 +1,7 @@
-"""Part of `holmes plan` that belongs to the planner: search, choice of nodes, experts, explanations."""
+"""Part of `holmes plan` that belongs to the planner: search, choice of nodes, experts, explanations.
+
+The command itself is in cli/plan.py, and loads this module as an extension.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +45,16 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         HolmesError: the input is bad.
     """
-    if subset.wanted(args):
+    if subset.wanted(args):  # --nodes: choose the nodes
         return subset.run(args)
     spec, job = inputs(args)
     if args.experts:
         site, links = site_from_spec(spec), Links.of_spec(spec)
         return experts.run(args, build_plan(site, job.sizes, workload(args), links=links))
-    search.check_pictures(args, job)
+    search.check_pictures(args, job)  # raises before the search if a picture cannot be drawn
     if search.wanted(args):
         return search.run(args, spec, job)
-    explains = bool(args.explain or args.picture)
+    explains = bool(args.explain or args.picture)  # times and memory of each stage
     if explains and job.model is None and not args.profile:
         advice = "give --model FILE (examples/models has some) or --profile FILE"
         raise HolmesError(f"--explain and --picture need to know the model: {advice}")
@@ -62,9 +65,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
-    """Print the plan of the given sizes with its simulated step, and return the exit status.
+    """Print or write the plan of the given sizes with its simulated step, and return the exit status.
 
     Args:
+        args: Arguments of `holmes plan`.
         given: Plan and costs of the given sizes.
         explains: Print or draw every partition of the layers.
     """
@@ -72,7 +76,7 @@ def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
     plan = given.plan
     costs = given.costs
     layout = None  # result of a search with only the given layout
-    starts = {}
+    starts = {}  # framework -> how to start it
     if job.model is not None and not args.profile and plan.sizes is not None:
         layout = search.alone(plan, given.network, job, job.model)
         plan = replace(plan, predicted=plan.predicted | times(layout, layout.best))

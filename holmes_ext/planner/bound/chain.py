@@ -74,20 +74,26 @@ class ChainBound(StepLowerBound):
         if limits is None:
             return ()
         end_of: dict[int, float] = {0: 0.0}  # layers behind -> end of the last backward pass there
-        choices_of_stages = []
-        room_before = sum(limits)
+        choices_of_stages = []  # from the last stage to the first
+        most_before = sum(limits)  # layers that the stages before can hold
         for stage in reversed(range(self.stage_count)):
-            room_before -= limits[stage]
+            most_before -= limits[stage]
             choices = self._stage_choices(
-                stage, limits[stage], end_of, room_before, step_s, update.least_s
+                stage,
+                limit=limits[stage],
+                end_of=end_of,
+                most_before=most_before,
+                step_s=step_s,
+                update_s=update.least_s,
             )
             end_of = choices.end_s
             choices_of_stages.append(choices)
 
+        # Read the split from the first stage to the last: each choice says how many layers are left behind.
         remaining = self.layer_count
         split = []
         for choices in reversed(choices_of_stages):
-            if remaining not in choices.stage_layers:
+            if remaining not in choices.stage_layers:  # no split is fast enough
                 return ()
             layers = choices.stage_layers[remaining]
             split.append(layers)
@@ -99,7 +105,7 @@ class ChainBound(StepLowerBound):
         stage: int,
         limit: int,
         end_of: dict[int, float],
-        room_before: int,
+        most_before: int,
         step_s: float,
         update_s: float,
     ) -> _StageChoices:
@@ -111,7 +117,7 @@ class ChainBound(StepLowerBound):
         Args:
             limit: Most layers of the stage.
             end_of: Layers behind the stage -> least end of the next stage's last backward pass.
-            room_before: Most layers of all stages before.
+            most_before: Most layers of all stages before.
             step_s: Seconds that the step may take.
             update_s: Least seconds of the longest update of all stages.
         """
@@ -131,7 +137,7 @@ class ChainBound(StepLowerBound):
         ]
         stages_behind = self.stage_count - 1 - stage
         choices = _StageChoices(end_s={}, stage_layers={})
-        least_end_s, stage_layers = choices
+        least_end_s, stage_layers = choices  # both are filled below
         for behind, behind_end_s in end_of.items():
             available = self.layer_count - behind
             more_behind = behind - stages_behind  # besides one layer a stage
@@ -141,7 +147,7 @@ class ChainBound(StepLowerBound):
                 before_backward_s = self.flow_end_s[stage]
             else:
                 before_backward_s = behind_end_s + link_s + self.extra_backward_s[stage]
-            for layers in range(max(1, available - room_before), min(limit, available - stage) + 1):
+            for layers in range(max(1, available - most_before), min(limit, available - stage) + 1):
                 times = passes[layers]
                 more_down_s = layer_down_s * (available - layers - stage)
                 passes_s = max(

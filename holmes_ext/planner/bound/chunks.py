@@ -75,9 +75,11 @@ class _InterleavedBound:
         self.last_backward_end_s = self._last_backward_ends()
 
     def _of_chunk(self, block_s: Sequence[float]) -> list[float]:
+        """Return the seconds of one chunk on each stage, from those of a block."""
         return [self.stage_layers * seconds / self.chunks for seconds in block_s]
 
     def _warm_up(self, stage: int) -> int:
+        """Return the number of forward passes of a stage before its first backward pass."""
         if self.micro_batches <= self.stage_count:
             return self.passes
         stages_behind = self.stage_count - stage - 1
@@ -99,6 +101,7 @@ class _InterleavedBound:
         return self.bounds.interval_s[stage - 1] if stage else 0.0
 
     def _first_forward_starts(self) -> list[float]:
+        """Return the least start of each stage's first forward pass: after those of all stages before."""
         starts_s = [0.0]
         for stage in range(1, self.stage_count):
             before = stage - 1
@@ -109,6 +112,11 @@ class _InterleavedBound:
         return starts_s
 
     def _first_backward_starts(self) -> list[float]:
+        """Return the least start of each stage's first backward pass.
+
+        It follows the first micro-batch's way through all chunks, the forward passes (or their messages) of
+        the warm-up, and the first backward pass of the stage behind.
+        """
         last_stage = self.stage_count - 1
         all_links_s = (
             self.chunks * sum(self.stage_links_s)
@@ -125,10 +133,10 @@ class _InterleavedBound:
         for stage in reversed(range(self.stage_count)):
             interval_s = self._interval_before_s(stage)
             forward_s = self.forward_s[stage]
-            closing = self.cool_down[stage]
-            passes_s = closing * forward_s + self._turns_wait_s(self.forward_turn_s, forward_s)
+            passes_first = self.cool_down[stage]  # r of the module docstring
+            passes_s = passes_first * forward_s + self._turns_wait_s(self.forward_turn_s, forward_s)
             messages_s = (
-                (closing - 1) * interval_s
+                (passes_first - 1) * interval_s
                 + self._turns_wait_s(self.forward_turn_s, interval_s)
                 + forward_s
             )
@@ -139,12 +147,14 @@ class _InterleavedBound:
                 behind_s = self.backward_s[stage + 1] + self.output_backward_s * is_before_last
                 start_s = max(start_s, starts_s[stage + 1] + behind_s + self.stage_links_s[stage])
             starts_s[stage] = start_s
+            # On to the stage before, for the next iteration.
             link_before_s = self.stage_links_s[stage - 1] if stage else 0.0
             first_returns_s += self.backward_s[stage] + link_before_s
             first_returns_s += self.output_backward_s * (stage == last_stage)
         return starts_s
 
     def _last_forward_ends(self) -> list[float]:
+        """Return the least end of each stage's last forward pass; see the module docstring."""
         bounds = self.bounds
         ends_s = [0.0] * self.stage_count
         for stage in range(self.stage_count):
@@ -177,6 +187,7 @@ class _InterleavedBound:
         return ends_s
 
     def _last_backward_ends(self) -> list[float]:
+        """Return the least end of each stage's last backward pass; see the module docstring."""
         bounds = self.bounds
         last_stage = self.stage_count - 1
         # The last micro-batch returns through all chunks.
@@ -206,7 +217,11 @@ class _InterleavedBound:
     def _ends_after_stage_behind(self, stage: int, behind_end_s: float) -> list[float]:
         """Return moments that a stage's last backward pass cannot precede because of the stage behind.
 
+        They are, in this order: after all messages from the stage behind (`behind`, stage + 1), its last
+        backward pass, its last r messages, and all messages of its NIC.
+
         Args:
+            stage: The stage.
             behind_end_s: End of the last backward pass of stage + 1.
         """
         bounds = self.bounds
@@ -244,14 +259,16 @@ class _InterleavedBound:
         for stage in range(self.stage_count):
             # The gradient norm is a barrier: the longest update counts for every stage.
             update_s = max(updates_s) if self.bounds.has_norm_barrier else updates_s[stage]
-            steps_s += self._steps_by_stage(stage, self.bounds.tied_s[stage] + update_s)
+            after_reduction_s = self.bounds.tied_s[stage] + update_s
+            steps_s += self._steps_by_stage(stage, after_reduction_s)
         return max(steps_s)
 
-    def _steps_by_stage(self, stage: int, rest_s: float) -> list[float]:
+    def _steps_by_stage(self, stage: int, after_reduction_s: float) -> list[float]:
         """Return lower bounds on the step time that one stage sets.
 
         Args:
-            rest_s: Tied embedding's reduction, optimizer step and weight gather.
+            stage: The stage.
+            after_reduction_s: Seconds of the tied embedding's reduction, optimizer step and weight gather.
         """
         bounds = self.bounds
         after = bounds.after_backward[stage]
@@ -268,7 +285,10 @@ class _InterleavedBound:
             + self.passes * sent_s
             + layers * after.shared_nic_block_s
         )
-        steps_s = [last_backward_end_s + rest_s + exposed_s, nic_done_s + rest_s]
+        steps_s = [
+            last_backward_end_s + after_reduction_s + exposed_s,
+            nic_done_s + after_reduction_s,
+        ]
         if not after.overlapped:
             return steps_s
 
@@ -297,5 +317,5 @@ class _InterleavedBound:
                 layers * after.shared_nic_block_s * reduced / self.chunks
                 + passes_after * sent_s / 2
             )
-            steps_s.append(backward_start_s + max(reduction_s, carried_s) + rest_s)
+            steps_s.append(backward_start_s + max(reduction_s, carried_s) + after_reduction_s)
         return steps_s

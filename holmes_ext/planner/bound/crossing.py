@@ -39,7 +39,7 @@ class SharedHop(NamedTuple):
     beside_first: tuple[int, ...] = ()
 
     def blocks(self, seconds: float) -> float:
-        """Return for how many blocks the hop carries the gradients in `seconds`.
+        """Return the number of blocks whose gradients the hop carries in `seconds`; a fraction is possible.
 
         The number is negative if the time is too short for embedding and output layer.
         """
@@ -57,14 +57,16 @@ class SharedHop(NamedTuple):
         """
         if 0 not in self.stages:
             return inf
+        # Layers of the stages that compete with the first one, the largest first.
         sharing = sorted((max_layers[stage] for stage in self.beside_first if stage), reverse=True)
         all_layers = sum(max_layers[stage] for stage in self.stages)
-        # stages on the hop that do not compete with the first stage
+        # layers of the stages on the hop that do not compete with the first stage
         independent = all_layers - max_layers[0] - sum(sharing)
         best = -inf
         for first_blocks in range(1, max_layers[0] + 1):
             first_s = first_blocks * self.block_s + self.embedding_s
-            # `larger` stages have more layers than the first one, and share the hop as long as it needs it.
+            # Stages with more layers than the first one share the hop as long as the first one needs it. How
+            # many there are is open, so every number is tried.
             for larger in range(len(sharing) + 1):
                 remaining_s = seconds - (1 + FAIR * larger) * first_s
                 if remaining_s >= 0:
@@ -76,9 +78,10 @@ class SharedHop(NamedTuple):
 
 
 def shared_hops(bounds: StageBounds) -> list[SharedHop]:
-    """Return the hops whose carried reductions limit the layers, slowest first.
+    """Return the hops between clusters that limit the layers of several stages, slowest first.
 
-    No two of the hops have a stage in common, so the limits of several hops add up.
+    A hop that would share a stage with a slower one is left out. So no two hops have a stage in common, and
+    their limits add up.
     """
     byte_s: dict[Hop, dict[int, float]] = defaultdict(dict)  # hop -> stage -> seconds of a byte
     for stage in range(bounds.stage_count):
@@ -95,12 +98,17 @@ def shared_hops(bounds: StageBounds) -> list[SharedHop]:
 
 
 def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
-    """Return a hop from the seconds that it needs for a byte of each stage's gradients."""
+    """Return the SharedHop of a hop.
+
+    Args:
+        bounds: Lower bounds on the work of the stages.
+        byte_s: Stage -> seconds that the hop needs for a byte of the stage's gradients.
+    """
     embedding_bytes, block_bytes, output_bytes = bounds.prices.job.reduced_bytes
     first_byte_s = byte_s.get(0, 0.0)
     last_byte_s = byte_s.get(bounds.stage_count - 1, 0.0)
-    nodes = bounds.placement.stages
-    beside_first = [
+    nodes = bounds.placement.stages  # of each stage: clusters and the ranks on each
+    beside_first = [  # stages on the same clusters as stage 0
         stage
         for stage, seconds in byte_s.items()
         if nodes[stage] == nodes[0] and seconds == first_byte_s
@@ -122,7 +130,10 @@ def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
     if isinstance(reduction, Hierarchical):
         if bounds.run.direct:
             return {}  # the route depends on the stage's bytes, which are not known yet
-        loads = (reduction.reduce_across, reduction.gather_across)
+        loads = (
+            reduction.reduce_across,
+            reduction.gather_across,
+        )  # to the other clusters, and back
         share *= reduction.compressed_share
     byte_s = defaultdict[Hop, float](float)
     for load in loads:
@@ -147,6 +158,7 @@ def blocks_at_most(
     """
     total: float = sum(max_layers)
     for hop, hop_s in zip(hops, seconds):
+        # The stages on the hop lose the layers whose gradients it cannot carry.
         possible = sum(max_layers[stage] for stage in hop.stages)
         carried = min(hop.blocks(hop_s), hop.blocks_beside_first(max_layers, first_s))
         total -= max(0.0, possible - carried)

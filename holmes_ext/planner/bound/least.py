@@ -74,13 +74,10 @@ class _PassTimes(NamedTuple):
     Each bound excludes the round trips of micro-batches to the last stage and back.
     """
 
-    #: One round trip is waited for.
-    one_trip_s: float
-    #: Two round trips are waited for: of the first and of the last micro-batch.
-    two_trips_s: float
-    #: rounds + 1 round trips are waited for.
-    many_trips_s: float
-    rounds: int
+    one_trip_s: float  # if the stage waits for one round trip
+    two_trips_s: float  # if it waits for two, of the first and of the last micro-batch
+    many_trips_s: float  # if it waits for rounds + 1
+    rounds: int  # k of the module docstring
 
     def seconds(self, round_trip_s: float) -> float:
         """Return the bound for a round trip of so many seconds."""
@@ -105,7 +102,10 @@ class StepLowerBound(StageBounds):
         stages = range(self.stage_count)
         forward_s = map(sum, zip(self.forward_s, self.extra_forward_s))
         backward_s = map(sum, zip(self.backward_s, self.extra_backward_s))
-        both_s = [0.0, *accumulate(map(sum, zip(self.block_s, self.extra_s)))]
+        both_s = [
+            0.0,
+            *accumulate(map(sum, zip(self.block_s, self.extra_s))),
+        ]  # forward and backward
         #: Stage links, forward passes and backward passes of the stages before each stage.
         self.links_before_s = [0.0, *accumulate(self.stage_links_s)]
         self.down_s = [0.0, *accumulate(forward_s)]
@@ -165,7 +165,7 @@ class StepLowerBound(StageBounds):
         if self.has_norm_barrier:
             updates = (after.update for after in self.after_backward)
             groups = tuple(Counter(zip(updates, self.max_layers)).items())
-            known = self.prices.cached_results
+            known = self.prices.cached_results  # a cache that all placements of the shape share
             if ("levels", groups) not in known:
                 known["levels", groups] = self._update_intervals(groups)
             self.update_intervals = known["levels", groups]
@@ -179,31 +179,26 @@ class StepLowerBound(StageBounds):
         the longest update counts for every stage.
 
         Args:
-            groups: ((update of a stage, most layers of the stage), number of stages like it).
+            groups: ((update of a stage, most layers of the stage), number of stages with both equal).
         """
         possible_s = set()
         for (update, max_layers), _ in groups:
             for layers in range(1, max_layers + 1):
                 possible_s.add(layers * update.block_s + update.fixed_s)
         seconds = sorted(possible_s)
-        # the given share of a step that computes on an average stage with the fastest GPUs
-        least_width_s = (
-            INTERVAL_SHARE
-            * self.micro_batches
-            * self.layer_count
-            / self.stage_count
-            * min(self.block_s)
-        )
+        # INTERVAL_SHARE of the seconds that a stage of mean size on the fastest GPUs computes in a step
+        least_width_s = INTERVAL_SHARE * self.micro_batches * self.layer_count / self.stage_count
+        least_width_s *= min(self.block_s)
         result = []
         start = 0
         while start < len(seconds):
             width_s = max(least_width_s, 10 * INTERVAL_SHARE * seconds[start])
             end = bisect_right(seconds, seconds[start] + width_s)
             limit_s = seconds[end] if end < len(seconds) else inf
-            room = 0
+            most_layers = 0  # that all stages can hold if each update ends below limit_s
             for (update, max_layers), stages in groups:
-                room += stages * max(0, update.layers_below(limit_s, max_layers))
-            if room >= self.layer_count:
+                most_layers += stages * max(0, update.layers_below(limit_s, max_layers))
+            if most_layers >= self.layer_count:
                 result.append(UpdateInterval(seconds[start], limit_s))
             start = end
         return result
@@ -266,7 +261,7 @@ class StepLowerBound(StageBounds):
         return min(warm_up, max(fitting, warm_up_1f1b))
 
     def _of_ends(self, stage: int, by_layer: Sequence[float]) -> float:
-        """Return the part of embedding (first stage) and output layer (last stage) in a stage's memory.
+        """Return the bytes of the embedding (first stage) and output layer (last stage) on a stage.
 
         Args:
             by_layer: Bytes of (embedding, block, output layer).
@@ -284,6 +279,7 @@ class StepLowerBound(StageBounds):
         Args:
             known: A step time already reached. A larger bound is not computed; `known` is returned instead.
         """
+        # `low` is always a lower bound. The largest one is searched by doubling, then by bisection.
         if self.run.virtual > 1:
             even = uniform(self.layer_count, self.stage_count)
             return interleaved_s(self) if self.fits(even) else inf
@@ -305,13 +301,17 @@ class StepLowerBound(StageBounds):
         return low
 
     def _simple_bound_s(self) -> float:
-        """Return a lower bound on the step time that needs no bisection, in seconds."""
+        """Return a lower bound on the step time that needs no bisection, in seconds.
+
+        All micro-batches make round trips through the pipeline, and the first stage's reduction and update
+        follow; or the busiest NIC sends all messages.
+        """
         round_trip_s = self._least_work_s(self.max_layers) + 2 * sum(self.stage_links_s)
         rounds = (self.micro_batches - 1) // max(self.warm_up)
         interval_s = max(self.interval_s, default=0.0)
         in_rounds_s = (rounds + 1) * round_trip_s
-        in_flow_s = round_trip_s + (self.micro_batches - 1) * interval_s
-        passes_s = max(in_rounds_s, in_flow_s)
+        one_by_one_s = round_trip_s + (self.micro_batches - 1) * interval_s  # over the slowest link
+        passes_s = max(in_rounds_s, one_by_one_s)
         nic_s = self.micro_batches * max(self.nic_busy_s)
         return max(passes_s + self.first_stage_end_s(), nic_s)
 
@@ -354,7 +354,7 @@ class StepLowerBound(StageBounds):
         return total_s
 
     def _is_possible(self, step_s: float) -> bool:
-        """Return whether the limits that `step_s` sets for each stage leave room for all layers."""
+        """Return whether all layers fit the limits that a step of `step_s` seconds sets for the stages."""
         return self._layer_limits(step_s, self.update_intervals[0].least_s) is not None
 
     def _layer_limits(

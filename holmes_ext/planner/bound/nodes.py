@@ -34,11 +34,15 @@ def is_flat(spec: SiteSpec) -> bool:
 def alike(spec: SiteSpec, model: Model, alone: bool = False) -> list[int]:
     """Return, for each cluster, the index of the first cluster with equal nodes and networks.
 
+    A cluster without an equal one has its own index.
+
     Args:
-        alone: Compare the clusters as the only cluster of a job.
+        spec: Clusters to compare.
+        model: GPUs of the clusters.
+        alone: Compare the clusters as the only cluster of a job, whatever connects them.
     """
     fabrics = [cluster.fabric for cluster in spec.clusters]
-    properties: list[object] = []
+    properties: list[object] = []  # of each cluster: equal for interchangeable ones
     for cluster in spec.clusters:
         has_private_fabric = is_flat(spec) and fabrics.count(cluster.fabric) == 1
         is_interchangeable = alone or has_private_fabric
@@ -46,7 +50,7 @@ def alike(spec: SiteSpec, model: Model, alone: bool = False) -> list[int]:
             gpu = model.gpu_of(cluster.name)
             properties.append((cluster.kind, cluster.rate_bps, cluster.latency_s, gpu))
         else:
-            properties.append(cluster.name)
+            properties.append(cluster.name)  # equal to no other cluster
     return [properties.index(values) for values in properties]
 
 
@@ -58,6 +62,7 @@ def fastest_first(spec: SiteSpec, model: Model, kin: Sequence[int]) -> list[int]
     """
 
     def order(index: int) -> tuple[float, ...]:
+        """Return the sort key: fastest network, then fastest GPUs, then groups of equal clusters."""
         first = spec.clusters[kin[index]]
         fast_rate_bps = first.rate_bps * (first.fabric != ETHERNET)
         return (-fast_rate_bps, -model.gpu_of(first.name).flops, kin[index])
@@ -66,11 +71,14 @@ def fastest_first(spec: SiteSpec, model: Model, kin: Sequence[int]) -> list[int]
 
 
 def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """Return one ideal cluster of `count` nodes, and the model there, for a bound on all subsets.
+    """Return one ideal cluster of `count` nodes, and the model with its GPUs, for a bound on all subsets.
 
     The cluster has the best GPUs of the site, on one network faster than any of the site's.
 
     Args:
+        site: All nodes.
+        count: Nodes of the ideal cluster.
+        model: Model with the GPUs of the site's clusters.
         links: Measured links.
     """
     clusters = {node.name: "best" for node in site.nodes[:count]}
@@ -88,7 +96,7 @@ def ideal_gpus(site: Site, count: int, model: Model, links: Links) -> tuple[Site
     """
     fastest = sorted(site.nodes, key=lambda node: -model.gpu_of(node.cluster).flops)[:count]
     clusters = {}  # node -> cluster, named by its GPU speed
-    flops_of = {}
+    flops_of = {}  # cluster -> FLOP/s of a GPU
     for node in fastest:
         flops = model.gpu_of(node.cluster).flops
         clusters[node.name] = f"{flops:g}"
@@ -102,7 +110,9 @@ def _best_gpu(gpus: Sequence[Gpu]) -> Gpu:
     """Return a GPU with the best value of each property; 0 bytes or bit/s mean "no limit"."""
 
     def best(values: Sequence[float]) -> float:
-        return max(values) if all(values) else 0.0
+        return (
+            max(values) if all(values) else 0.0
+        )  # a 0 among them means no limit, which is the best
 
     return Gpu(
         flops=max(gpu.flops for gpu in gpus),
@@ -119,7 +129,9 @@ def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Sit
     parallel ranks share out the messages of a stage.
 
     Args:
-        clusters: Node -> cluster.
+        site: Nodes and fabrics to take the best values from.
+        clusters: Name of each node of the new site -> name of its cluster.
+        links: Measured links.
     """
     used_fabrics = [
         links.line(fabric)
@@ -139,18 +151,20 @@ def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Sit
 def of_family(
     spec: SiteSpec, family: Family, count: int, model: Model, links: Links, slices: float
 ) -> tuple[Site, Model]:
-    """Return `count` nodes no worse than those of any subset in a family, and the model there.
+    """Return `count` nodes no worse than those of any subset in a family, and the model with their GPUs.
 
-    The network between the clusters must be flat (is_flat).
+    The fixed clusters keep their nodes. The nodes of the open clusters become the ideal cluster OPEN. The
+    network between the clusters must be flat (is_flat).
 
     Args:
+        spec: All clusters.
         family: Number of nodes of each cluster, None for open clusters.
         count: Nodes of every subset.
         links: Measured links.
         slices: Tensor parallel ranks that share out messages over Ethernet, which carries an activation up to
             so many times faster than its rate says. Faster fabrics carry it whole.
     """
-    fixed_names: set[str] = set()
+    fixed_names: set[str] = set()  # nodes of the clusters that are not open
     for cluster, nodes in zip(spec.clusters, family):
         fixed_names.update(cluster.nodes[: nodes or 0])
     site = site_from_spec(spec.only(fixed_names))
@@ -159,15 +173,18 @@ def of_family(
     open_count = count - sum(nodes or 0 for nodes in family)
     open_names = [name for cluster in open_clusters for name in cluster.nodes][:open_count]
     open_spec = replace(spec, clusters=tuple(open_clusters))
+    # Fabrics with their measured rates; Ethernet is the first.
     ethernet, *fast = [links.line(fabric) for fabric in fabrics_of_spec(open_spec)]
 
     fabrics = site.fabrics
     ports = [Port(ETHERNET, rate_bps=ethernet.rate_bps)]
     fast_bps = max((fabric.rate_bps for fabric in fast), default=0)
     if fast_bps:
+        # One ideal fabric: as fast as the fastest one and Ethernet together, or as Ethernet with slices.
         ideal_bps = max(fast_bps + ethernet.rate_bps, int(slices * ethernet.rate_bps))
         latency_s = min(fabric.latency_s for fabric in (ethernet, *fast))
         fabrics = (*fabrics, Fabric(OPEN, open_clusters[0].kind, ideal_bps, latency_s))
+        # Fabrics that reach from the open clusters to the fixed ones stay available, too.
         shared_names = {fabric.name for fabric in fast} & {fabric.name for fabric in site.fabrics}
         ideal_port = Port(OPEN, rate_bps=ideal_bps)
         ports = [ideal_port, *(Port(name) for name in sorted(shared_names)), *ports]

@@ -120,10 +120,18 @@ class OrderBounds:
         )
 
     def _read_chain(self, chain: Sequence[int]) -> None:
-        """Read the links between the clusters of a chain, and its ends, from the bound of its placement."""
+        """Read the costs of a chain from the bound of its placement, and keep them in this object.
+
+        They are the links between neighbouring clusters, the work of the first stage at the end of a step,
+        the tied embedding's all-reduce, and the least time inside clusters.
+
+        Args:
+            chain: All clusters in the order of the pipeline.
+        """
         (placement,) = self.orders.placements_of(self.sizes, tuple((cluster,) for cluster in chain))
         bound = self.bound_of(placement)
         stages_per_cluster = bound.stage_count // len(chain)
+        # Last stages of all clusters but the last one: their stage links leave the cluster.
         borders = range(stages_per_cluster - 1, bound.stage_count - 1, stages_per_cluster)
         for pair, stage in zip(zip(chain, chain[1:]), borders):
             self.links[pair] = _ClusterLink(bound.stage_links_s[stage], bound.interval_s[stage])
@@ -139,22 +147,23 @@ class OrderBounds:
         self.inside_s = min(self.inside_s or inf, compute_s + 2 * inside_links_s)
 
     def below(self, best_s: float) -> OrderSearch:
-        """Return the placements whose lower bound is below `best_s` seconds.
+        """Search for the placements whose lower bound is below `best_s` seconds.
 
         The search ends early after MAX_EXTENDED beginnings or MAX_BOUNDED placements.
         """
         placements = []
-        bounded = 0
+        bounded = 0  # placements so far
         number = count()
         heap: list[_Beginning] = []
+        # The empty beginning, for each size of the groups that divides the clusters.
         for group_size in self.clusters[1:]:
             if len(self.clusters) % group_size == 0 and len(self.clusters) > group_size:
-                heap.append(_Beginning(0.0, next(number), group_size, ()))
+                heap.append(_Beginning(0.0, next(number), group_size, groups=()))
         for _ in range(MAX_EXTENDED):
             if not heap or heap[0].bound_s >= best_s or bounded == MAX_BOUNDED:
                 break
-            beginning = heapq.heappop(heap)
-            if beginning.clusters == len(self.clusters):
+            beginning = heapq.heappop(heap)  # the one with the least bound
+            if beginning.clusters == len(self.clusters):  # a complete order
                 for placement in self.orders.placements_of(self.sizes, beginning.groups):
                     bounded += 1
                     bound_s = max(beginning.bound_s, self.bound_of(placement).seconds(best_s))
@@ -171,16 +180,19 @@ class OrderBounds:
         return OrderSearch(placements, remaining_s)
 
     def _next_groups(self, beginning: _Beginning) -> Iterator[tuple[int, ...]]:
-        """Yield the groups that may follow; of interchangeable clusters the first unused ones only."""
+        """Yield the groups that may follow a beginning.
+
+        Of interchangeable clusters, those with lower numbers are used first, so equal orders appear once.
+        """
         used = {cluster for group in beginning.groups for cluster in group}
-        free = [cluster for cluster in self.clusters if cluster not in used]
-        first_equal_kind = self.orders.first_equal_kind
-        for group in combinations(free, beginning.group_size):
+        unused = [cluster for cluster in self.clusters if cluster not in used]
+        alike = self.orders.first_equal_kind  # equal values for interchangeable clusters
+        for group in combinations(unused, beginning.group_size):
             skips_an_equal_cluster = any(
                 earlier not in group
                 for cluster in group
-                for earlier in free
-                if earlier < cluster and first_equal_kind[earlier] == first_equal_kind[cluster]
+                for earlier in unused
+                if earlier < cluster and alike[earlier] == alike[cluster]
             )
             if not skips_an_equal_cluster:
                 yield group
@@ -189,7 +201,11 @@ class OrderBounds:
         """Return a lower bound on the step time of every order that begins with `groups`, in seconds.
 
         A micro-batch is divided among the chains of a group's clusters: pipeline i runs through the i-th
-        cluster of every group.
+        cluster of every group. A border is a step from a group to the next one.
+
+        Args:
+            groups: Groups of clusters at the beginning of the order.
+            group_size: Number of clusters in each group.
         """
         open_borders = len(self.clusters) // group_size - len(groups)
         least_link_s = min(link.total_s for link in self.links.values())
@@ -223,7 +239,13 @@ class OrderBounds:
         """Return the least seconds to sum the gradients around the clusters of each group.
 
         Each group has a part of all gradients, and at best all groups end at the same time.
+
+        Args:
+            groups: Groups of clusters at the beginning of the order.
+            open_borders: Number of groups that are not chosen yet.
+            group_size: Number of clusters in each group.
         """
+        # A ring around the clusters of a group is as fast as its slowest link.
         rings_bps = (
             min(self.rates_bps[pair] for pair in zip(group, (*group[1:], group[0])))
             for group in groups

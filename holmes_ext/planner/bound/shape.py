@@ -71,7 +71,7 @@ class ShapeBound:
         """
         kinds = range(len(self.ranks))
         times = [self._block_times(kind) for kind in kinds]
-        if not self._has_room(max(kind.limit_bytes for kind in times)):
+        if not self._layers_fit(max(kind.limit_bytes for kind in times)):
             return inf
         stage_counts = [ranks / self.stage_ranks for ranks in self.ranks]
         reductions_s = [self._reduction_s(kind) for kind in kinds]
@@ -85,10 +85,10 @@ class ShapeBound:
         times: Sequence[_BlockTimes],
         reductions_s: Sequence[float],
     ) -> float:
-        """Return the computing bound of a 1F1B schedule.
+        """Return the lower bound of computing_s() for a 1F1B schedule, in seconds.
 
         Args:
-            stage_counts: Stages that each kind of node has room for (a fraction possible).
+            stage_counts: Number of stages that the nodes of each kind can hold; may be a fraction.
             times: Times of a block on each kind of node.
             reductions_s: Least seconds for the gradients of a block on each kind of node.
         """
@@ -97,7 +97,7 @@ class ShapeBound:
         links = self.shape.pipeline - 1
         link_s = self.stage_link_s()
         hides_links = self.prices.hide_stage_links
-        # Layers divide among the kinds so that all take equally long.
+        # Blocks of one micro-batch that all stages compute in a second, if all take equally long.
         blocks_per_s = sum(count / kind.both_s for count, kind in zip(stage_counts, times))
         fastest_s = layers * min(kind.both_s for kind in times)
         # Largest warm-up depth, however long the stage links are.
@@ -116,7 +116,7 @@ class ShapeBound:
         with_round_trip_s = round_trip_s + exposed_passes * layers / blocks_per_s
         compute_s = micro_batches * layers / blocks_per_s
         in_rounds_s = rounds * round_trip_s
-        messages_s = micro_batches * link_interval_s
+        messages_s = micro_batches * link_interval_s  # all activations over one stage link
         with_reduction_s = self._with_reduction_s(
             stage_counts, times, reductions_s, warm_up, link_s
         )
@@ -133,6 +133,9 @@ class ShapeBound:
         """Return the least seconds until each stage has computed and reduced its share of the layers.
 
         Args:
+            stage_counts: Number of stages that the nodes of each kind can hold; may be a fraction.
+            times: Times of a block on each kind of node.
+            reductions_s: Least seconds for the gradients of a block on each kind of node.
             warm_up: Largest number of micro-batches that a stage begins before its first backward pass.
             link_s: Least seconds of a stage link.
         """
@@ -144,7 +147,7 @@ class ShapeBound:
             block_s.append(passes_s + exposed_s - kind.forward_s)
         fastest_forward_s = self.job.blocks * min(kind.forward_s for kind in times)
         down_s = fastest_forward_s + (self.shape.pipeline - 1) * link_s
-        if min(block_s) <= 0:
+        if min(block_s) <= 0:  # few micro-batches: no bound beyond the first one's way down
             return down_s
         blocks_per_s = sum(count / seconds for count, seconds in zip(stage_counts, block_s))
         return down_s + self.job.blocks / blocks_per_s
@@ -155,7 +158,15 @@ class ShapeBound:
         times: Sequence[_BlockTimes],
         reductions_s: Sequence[float],
     ) -> float:
-        """Return the computing bound of an interleaved schedule, in which all stages have equal layers."""
+        """Return the lower bound of computing_s() for an interleaved schedule, in seconds.
+
+        All stages have the same number of layers.
+
+        Args:
+            stage_counts: Number of stages that the nodes of each kind can hold; may be a fraction.
+            times: Times of a block on each kind of node.
+            reductions_s: Least seconds for the gradients of a block on each kind of node.
+        """
         micro_batches = self.shape.micro_batches
         chunks = self.shape.virtual
         stages = self.shape.pipeline
@@ -178,7 +189,7 @@ class ShapeBound:
         # The gradients of the last chunk are reduced first, under the last micro-batch's backward pass.
         backward_s = min(kind.both_s - kind.forward_s for kind in times)
         forward_s = micro_batches * min(kind.forward_s for kind in times)
-        early_passes = (stages * (chunks - 1) + 1) / chunks
+        early_passes = (stages * (chunks - 1) + 1) / chunks  # in micro-batches
         late_backward_s = max(0.0, micro_batches - early_passes) * backward_s
         with_reduction_s = stage_blocks * (forward_s + late_backward_s + min(reductions_s))
         return max(compute_s, messages_s, with_reduction_s)
@@ -189,7 +200,8 @@ class ShapeBound:
         block = self.job.block
 
         def collective_s() -> float:
-            # one stage (or the stages of one node) on nodes of this kind
+            """Return the seconds of a block's collectives, forward and backward."""
+            # priced on a placement with one stage (or the stages of one node) on nodes of this kind
             processes = self.network.processes
             stages = max(1, processes // self.stage_ranks)
             nodes = max(1, self.stage_ranks // processes)
@@ -210,18 +222,19 @@ class ShapeBound:
             limit_bytes=min(gpu.memory_bytes or inf, self.prices.rules.memory_bytes or inf),
         )
 
-    def _has_room(self, limit_bytes: float) -> bool:
+    def _layers_fit(self, limit_bytes: float) -> bool:
         """Return whether all layers fit if every GPU has `limit_bytes`, without embedding and output."""
         if limit_bytes == inf:
             return True
         shape = self.shape
-        room_bytes = max(0.0, limit_bytes - self.job.working_bytes)
-        state_bytes = self.job.state_bytes[1]
+        available_bytes = max(0.0, limit_bytes - self.job.working_bytes)
+        state_bytes = self.job.state_bytes[1]  # of a block: weights, gradients and optimizer
         layers = 0
         for stage in range(shape.pipeline):
+            # Micro-batches whose activations the stage holds at the same time.
             kept = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
             activation_bytes = kept * self.job.block.kept_bytes
-            layers += int(room_bytes // (state_bytes + activation_bytes))
+            layers += int(available_bytes // (state_bytes + activation_bytes))
             if layers >= self.job.blocks:
                 return True
         return False
@@ -237,17 +250,20 @@ class ShapeBound:
         shape = self.shape
         processes = self.network.processes
         pipeline_ranks = shape.pipeline * shape.tensor * shape.context
+        # Each cluster can hold whole pipelines, whose stages then need not fill nodes.
         whole_pipelines = all(ranks % pipeline_ranks == 0 for ranks in self.ranks)
         splits_nodes = any(ranks // shape.pipeline % processes for ranks in self.ranks)
         may_share_node = (whole_pipelines and splits_nodes) or self.stage_ranks % processes
         if shape.pipeline == 1 or may_share_node:
             return 0.0
         message_bytes = self.job.block.activation_bytes
+        # Over Ethernet, tensor parallel ranks send a slice of the message each, and it may be compressed.
         slices = self.prices.slices(Placement(self.sizes, processes, ()))
         share = self.job.compressed_share(self.prices.rules.compression) / slices
         kinds = range(len(self.ranks))
 
         def least_s() -> float:
+            """Return the seconds on the fastest network between any two kinds of nodes."""
             fabrics = {self.network.fabric((kind, other)) for kind in kinds for other in kinds}
             seconds = []
             for fabric in fabrics:
@@ -272,15 +288,17 @@ class ShapeBound:
         if shape.zero > 1 or self.stage_ranks % processes or network.wan:
             return 0.0
         kinds = range(len(self.ranks))
-        shards = shape.data * shape.context
+        shards = shape.data * shape.context  # ranks of a data parallel group
         shards_per_node = max(1, min(processes, self.stage_ranks) // shape.tensor)
         groups_per_node = processes // shards_per_node
 
         def byte_s(fabric: Fabric, ranks: int) -> float:
+            """Return the seconds for each byte of gradients in a ring all-reduce of so many ranks."""
             traffic = 2 * (ranks - 1) / ranks if ranks > shards_per_node else 0.0  # of a ring
             return 8 * traffic * groups_per_node / network.line(fabric).rate_bps
 
         def least_byte_s() -> float:
+            """Return the same for the cheaper way: inside the cluster, or among all ranks."""
             inside_s = byte_s(network.fabric([kind]), max(1, shards // len(kinds)))
             across_s = byte_s(network.fabric(kinds), shards)
             return min(inside_s, across_s)
@@ -320,17 +338,25 @@ class ShapeBound:
         )
 
     def _group_crossing_s(self, group_size: int, links: BestLinks) -> float:
-        """Return the crossing bound if groups of `group_size` clusters share stages."""
+        """Return the bound of crossing_s() if groups of `group_size` clusters share stages, in seconds.
+
+        Args:
+            group_size: Number of clusters on which each stage lies.
+            links: Best rates that any choice of links between clusters reaches.
+        """
         shape = self.shape
         job = self.job
         cluster_count = len(self.ranks)
         seconds = 0.0
         if group_size > 1:
+            # The gradients of each stage are summed over the clusters of its group.
             shards = shape.data * shape.context
-            gradient_bits = 0.0
-            if not job.layers[1].expert_parameters:
+            gradient_bits = 0.0  # no bound with experts
+            if not job.layers[1].expert_parameters:  # [1]: a block
                 gradient_bits = 8 * shape.tensor * job.total_bytes
             gradient_bits *= (1 - 1 / shards) * SHARES[self.prices.rules.compress]
+            # Even the slowest of the group's clusters receives the sums from group_size - 1 others. Its rate
+            # is at best the group_size-th fastest of all clusters.
             into_bps = links.into_bps[group_size - 2][group_size - 1]
             sums_s = gradient_bits * group_size / cluster_count / into_bps
             # No link of a ring around the clusters is faster than the spanning tree's.
@@ -338,10 +364,11 @@ class ShapeBound:
             ring_s = ring_bits / links.tree_bps[group_size - 2]
             seconds = max(sums_s, ring_s)
         if group_size < cluster_count:
-            # Hidden stage links overlap their latency with computation.
+            # The pipeline passes from group to group. Hidden stage links overlap their latency with passes.
             latency_s = links.latency_s * (not self.prices.hide_stage_links)
             activation_bits = 8 * shape.micro_batches * job.block.activation_bytes / shape.tensor
             activation_bits *= job.compressed_share(self.prices.rules.compression)
+            # Slowest link of a forest: of the tree without its group_size - 1 slowest links.
             slowest_bps = links.tree_bps[cluster_count - group_size - 1]
             latencies_s = shape.micro_batches * latency_s
             bytes_s = self.stage_ranks / group_size * activation_bits / slowest_bps
@@ -382,21 +409,21 @@ def _hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
 
 
 def best_links(network: Network) -> BestLinks:
-    """Return the best rates between clusters of the network that any choice of links reaches."""
+    """Return the best rates between the clusters of a network that any choice of links can reach."""
     kinds = range(len(network.kinds))
     rates_bps = rates_between(network)
     paths = [_hops(network, pair) if rates_bps[pair] < inf else () for pair in rates_bps]
 
-    # maximum spanning tree (Prim 1957)
-    joined = {0}
+    # Maximum spanning tree (Prim 1957): always add the fastest link to a cluster not yet in the tree.
+    in_tree = {0}
     tree_bps = []
-    while len(joined) < len(kinds):
-        border = (pair for pair in rates_bps if pair[0] in joined and pair[1] not in joined)
+    while len(in_tree) < len(kinds):
+        border = (pair for pair in rates_bps if pair[0] in in_tree and pair[1] not in in_tree)
         inside, outside = max(border, key=rates_bps.__getitem__)
-        joined.add(outside)
+        in_tree.add(outside)
         tree_bps.append(rates_bps[inside, outside])
 
-    # Links into a cluster end at its uplink, if it has one.
+    # Rate at which each cluster receives from its `count` fastest peers, at most that of its uplink.
     links_into = []
     for target in kinds:
         links = [rates_bps[source, target] for source in kinds if source != target]

@@ -3,6 +3,9 @@
 A placement fixes which nodes hold which stage; the number of layers of each stage is still open. Every value
 here holds for each number of layers, so the bounds on the step time (least.py, chunks.py) can rest on it.
 
+A "fold" (plan/cost/price.py) is a smaller placement with only the nodes of some stages. It has the same
+costs, and many placements share it. Pipelines whose ranks are on equal nodes are of one kind.
+
 A resource that several stages share is counted once: a NIC carries the messages of one kind of pipeline at a
 time, and a link between clusters carries the reductions of one stage.
 """
@@ -52,7 +55,7 @@ class LinearCost(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Lower bounds on sending one activation to the next stage, in seconds."""
+    """An activation sent to the next stage: lower bounds on its times, in seconds."""
 
     #: From the first byte sent to the last byte received.
     total_s: float
@@ -112,17 +115,18 @@ class StageBounds:
         self.max_layers = self._max_layers()
 
     def _max_layers(self) -> list[int]:
+        """Return the most layers that fit the memory of each stage; all layers without a memory limit."""
         block_bytes, extra_bytes = _block_and_extra(self.costs.memory)
         result = []
-        for room, block, extra in zip(self.costs.room_bytes, block_bytes, extra_bytes):
+        for available, block, extra in zip(self.costs.room_bytes, block_bytes, extra_bytes):
             layers = self.layer_count
-            if room != inf:
-                layers = min(layers, floor((room - extra) / block * (1 + ROUNDING)))
+            if available != inf:
+                layers = min(layers, floor((available - extra) / block * (1 + ROUNDING)))
             result.append(layers)
         return result
 
     def fits(self, split: Sequence[int]) -> bool:
-        """Return whether the memory of every stage has room for its layers of `split`."""
+        """Return whether the layers of `split` fit the memory of every stage."""
         return all(layers <= most for layers, most in zip(split, self.max_layers))
 
     def bound_communication(self) -> None:
@@ -137,6 +141,7 @@ class StageBounds:
         self.last_to_first = messages[-1]
         #: Seconds from sending an activation on stage s to its arrival on stage s + 1.
         self.stage_links_s = [message.total_s for message in messages[:-1]]
+        # POSTED: the framework itself sends without waiting for the receiver.
         sends_block = not self.async_stage_links and run.engine.sends != POSTED
         self.sender_blocked_s = [
             message.sender_blocked_s if sends_block else 0.0 for message in messages[:-1]
@@ -153,8 +158,9 @@ class StageBounds:
             for stage, (busy, message) in enumerate(zip(self.nic_busy_s, messages))
         ]
         scatter_share = REDUCE_SCATTER_SHARE if run.engine.scatters else 1.0
-        #: Share of an all-reduce's traffic that summing the gradients causes once a step, by ZeRO stage.
-        self.all_reduce_share = (1.0, scatter_share, 0.0, 0.0)[run.zero]
+        #: Share of an all-reduce's traffic that summing the gradients causes once a step. ZeRO 2 and 3 sum
+        #: them for every micro-batch instead.
+        self.all_reduce_share = (1.0, scatter_share, 0.0, 0.0)[run.zero]  # of ZeRO 0, 1, 2 and 3
         self.after_backward = [self._after_backward(stage) for stage in range(count)]
         stages_per_node = max(1, self.prices.network.processes // self.placement.stride)
         first_stages = range(0, count, stages_per_node) if stages_per_node > 1 else ()
@@ -178,13 +184,17 @@ class StageBounds:
         as many as the messages of the stages below take passes (plan/cost/pipeline.py, in_flight). The
         number is largest at the fastest pace that any split of the layers allows.
         """
-        result = [self.stage_count - stage for stage in range(self.stage_count)]
-        if self.costs.link_load_s is None:
+        result = [self.stage_count - stage for stage in range(self.stage_count)]  # 1F1B
+        if self.costs.link_load_s is None:  # the framework's schedule
             return result
+        # Seconds of a block's activation on each stage link; [1] is the block among embedding, block, output.
         stage_links_s = tuple(row[1] for row in self.costs.transfer_s[: self.stage_count - 1])
         mean_stage_s = (sum(self.extra_s) + self._least_block_work_s()) / self.stage_count
+        # Twice (seconds of a message on each stage link, seconds for which it occupies the link): if a NIC
+        # carries one stage link at a time, and if it carries both of its stage's links.
         exclusive = (stage_links_s, self.costs.link_load_s)
         shared = both_ways(*exclusive, self.costs.shared_nic_stages, mean_stage_s)
+        # A pace is the seconds between two micro-batches: the slowest of computation and stage links.
         paces = [(links_s, max(mean_stage_s, *loads_s)) for links_s, loads_s in (exclusive, shared)]
         for stage in reversed(range(self.stage_count - 1)):
             passes_in_transit = 0.0
@@ -217,6 +227,7 @@ class StageBounds:
         Pipelines differ if they lie on different kinds of nodes. The list has the message of every stage to
         the next one; the last stage sends to the first.
         """
+        # The positions at which the kinds of nodes change on some stage: one for each pipeline that differs.
         positions = self.placement.borders[:-1]
         messages_of = {
             position: [self._message(stage, position) for stage in range(self.stage_count)]
@@ -248,18 +259,20 @@ class StageBounds:
         )
 
     def _priced_message(self, stage: int, next_stage: int, position: int) -> Message:
+        """Return the message from `stage` to `next_stage` while only the pipelines at `position` send."""
         prices = self.prices
         network = prices.network
         fold, ends = prices.fold(self.placement, stage, next_stage)
         stage_link = fold.stage_link(fold.kind_at(position), *ends)
         message_bytes = prices.job.block.activation_bytes
         load = network.message(stage_link, prices.link_bps(stage_link.kinds))
-        if load.fabric is None:
+        if load.fabric is None:  # both stages are on one node
             seconds = load.price.seconds(message_bytes)
             return Message(
                 total_s=seconds, sender_blocked_s=seconds, interval_s=0.0, nic_s=0.0, fabric=""
             )
         if load.fabric.name == ETHERNET:
+            # Over Ethernet, tensor parallel ranks send a slice of the message each, and it may be compressed.
             compressed_share = prices.job.compressed_share(prices.rules.compression)
             message_bytes *= compressed_share / prices.slices(self.placement)
         interval_s = message_bytes * load.price.byte_s
@@ -292,7 +305,8 @@ class StageBounds:
     # ------------------------------------------------------------------- reductions
 
     def _after_backward(self, stage: int) -> AfterBackward:
-        tied = self.placement.stages_per_component
+        """Return the lower bounds on a stage's reduction and update, computed once for equal stages."""
+        tied = self.placement.stages_per_component  # number of neighbouring stages that share nodes
         nodes = (self.placement.parts[stage // tied], stage % tied)
         is_first = stage == 0
         is_last = stage == self.stage_count - 1
@@ -308,16 +322,19 @@ class StageBounds:
         return self.prices.remember("after", key, lambda: self._priced_after_backward(stage))
 
     def _priced_after_backward(self, stage: int) -> AfterBackward:
+        """Return the lower bounds on a stage's reduction and update, from the prices of its groups."""
         prices = self.prices
         run = self.run
         job = prices.job
-        reduction, family = self.reduction(stage)
+        reduction, family = self.reduction(
+            stage
+        )  # family: the data parallel groups that are summed over
         ring = prices.network.ring(family, 0, prices.link_bps(family.kinds)).price
         reduction_price = self._reduction_price(reduction, ring)
         gather_price = self._weight_gather_price(ring)
         shards = family.ranks if run.zero else 1
 
-        update_s = []
+        update_s = []  # of embedding, block and output layer
         reduction_s = []
         for layer, gradient_bytes in zip(job.layers, job.reduced_bytes):
             optimizer_s = run.parameter_s * layer.parameters / shards
@@ -363,13 +380,14 @@ class StageBounds:
             return FREE
         if run.zero == 1 and run.gather_overlap:
             return FREE
-        half_ring = ring.scaled(0.5)
+        half_ring = ring.scaled(0.5)  # an all-gather is half of an all-reduce
         return Price(self.prices.job.weights * half_ring.byte_s, half_ring.latency_s)
 
     def reduction(self, stage: int) -> tuple[PricedReduction, GroupFamily]:
         """Return the reduction that the simulation uses on a stage, and the groups that it sums over.
 
-        The groups are those with the slowest pipelines (`slowest_position`).
+        The groups are those that contain the slowest pipelines (`slowest_position`). They are data parallel
+        groups with equal nodes (a "family"), so they share one price.
         """
         prices = self.prices
         run = self.run
@@ -380,7 +398,7 @@ class StageBounds:
             for candidate in fold.families(folded_stage)
             if pipeline_kind in candidate.pipelines
         )
-        if family.ranks == 1:
+        if family.ranks == 1:  # nothing to sum
             return PricedReduction(), family
         link_bps = prices.link_bps(family.kinds)
         if run.is_hierarchical(stage):
@@ -407,7 +425,7 @@ class StageBounds:
         else:
             passes = 1
             loads = (reduction.load,)
-        byte_s = []
+        byte_s = []  # of each load on `fabric`; the least is the bound
         for load in loads:
             if load.fabric is not None and load.fabric.name == fabric:
                 flows_per_nic = max(flows for _, flows in load.nics)
@@ -425,9 +443,11 @@ class StageBounds:
         if last_stage * self.placement.stride < prices.network.processes:
             return 0.0
         fold, _ = prices.fold(self.placement, 0, last_stage)
+        # Two ways to reduce: between pairs of ranks, or hierarchically (None if impossible).
         pairs, two_levels = prices.tied_of(fold, fold.kind_at(self.slowest_position), alone=True)
         seconds = [pairs.seconds(tied_bytes)]
         if two_levels is not None:
+            # With a WAN the reduction may take another route, which is faster by the factor OTHER_ROUTE_SHARE at most.
             route_factor = OTHER_ROUTE_SHARE if prices.network.wan else 1.0
             seconds.append(two_levels.seconds(tied_bytes) * route_factor)
         return min(seconds)

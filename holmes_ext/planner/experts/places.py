@@ -54,6 +54,7 @@ def places_of(plan: Plan) -> Places:
             "the plan has no expert parallelism: give the expert-parallel size (--expert N)"
         )
     size = plan.sizes.expert
+    # For each expert parallel group, the node of each rank.
     groups_nodes = [
         [plan.node_of(rank) for rank in ranks] for ranks in groups(plan.sizes, "expert")
     ]
@@ -65,6 +66,7 @@ def places_of(plan: Plan) -> Places:
         if source != target
     }
     fastest_bps = max(rates_bps.values(), default=1.0)
+    # [from rank][to rank], as means over the groups: cost, share across clusters, share across nodes.
     far = [[0.0] * size for _ in range(size)]
     crossing = [[0.0] * size for _ in range(size)]
     moving = [[0.0] * size for _ in range(size)]
@@ -102,7 +104,11 @@ def _first_rank(plan: Plan, cluster: str) -> int:
 
 
 def _joined_ranks(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Return groups of ranks that cost nothing between them and the same to all other ranks."""
+    """Return the places: groups of ranks that cost nothing between them and the same to all other ranks.
+
+    Args:
+        far: [from rank][to rank] cost of a token.
+    """
     ranks_of_row: dict[tuple[float, ...], list[int]] = {}
     for rank, row in enumerate(far):
         ranks_of_row.setdefault(row, []).append(rank)

@@ -1,7 +1,11 @@
-"""Integer program for the placement of experts with the least traffic, with a bound on the optimum.
+"""Search for the placement of experts on ranks with the least traffic, with a bound on the optimum.
 
-Counts of tokens by rank and expert (arXiv 2508.09229, whose servers are places here). x[e, p] is 1 if expert
-e lives at place p, and far[r, p] is the cost of a token from rank r to place p:
+A place is a set of ranks without a network between them, such as a node (places.py). Each rank has slots for
+as many experts. The load of an expert is its number of tokens.
+
+If the tokens are counted by rank and expert, an integer program finds the placement (arXiv 2508.09229, whose
+servers are places here). x[e, p] is 1 if expert e lives at place p, and far[r, p] is the cost of a token from
+rank r to place p:
 
     minimize      sum_e sum_p x[e, p] sum_r counts[r, e] far[r, p]      cost of all tokens to their experts
     subject to    sum_p x[e, p] = 1                                     each expert has one place
@@ -60,7 +64,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Answer:
-    """Placements of one layer's experts, and a bound on the optimum."""
+    """Result for one layer: placements of its experts, and a bound on the optimum."""
 
     #: IDENTITY, EPLB, PLACED.
     placements: tuple[Placed, ...]
@@ -101,7 +105,7 @@ def solve(
     Raises:
         HolmesError: The experts do not fit the ranks, `balance` is below 1, or scipy is missing.
     """
-    ranks = places.ranks
+    ranks = places.ranks  # of an expert parallel group
     experts = counts.experts
     if per_rank and experts > per_rank * ranks:
         raise HolmesError(f"{experts} experts do not fit on {ranks} ranks of {per_rank} each")
@@ -188,6 +192,7 @@ class _Problem:
 
     def _regions(self) -> list[list[int]]:
         """Return the places of each cluster; [] if they overlap, or clusters have a single place."""
+        # For each place, those to which a token crosses no cluster.
         neighbours = [tuple(self.np.flatnonzero(row <= INSIDE)) for row in self.far]
         regions = list(dict.fromkeys(neighbours))
         places = len(self.far)
@@ -197,25 +202,33 @@ class _Problem:
         return [list(region) for region in regions]
 
     def limits(self, regions: list[list[int]]) -> Any:
-        """Return the most load of each region: `balance` times its share, or as much as EPLB needs."""
+        """Return the most load of each region: `balance` times its share, or as much as EPLB needs.
+
+        Args:
+            regions: Groups of places.
+        """
         np = self.np
-        eplb = self.place_of(self.eplb)
-        rooms = np.array([self.room[region].sum() for region in regions])
+        eplb = self.place_of(self.eplb)  # place of each expert
+        slots = np.array([self.room[region].sum() for region in regions])
         loads = np.array([self.load[np.isin(eplb, region)].sum() for region in regions])
-        load_per_slot = max([self.balance * self.load.mean(), *(loads / rooms)])
-        return rooms * load_per_slot
+        load_per_slot = max([self.balance * self.load.mean(), *(loads / slots)])
+        return slots * load_per_slot
 
     # ------------------------------------------------------------------- placements and their cost
 
     def packed(self, experts: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int]]:
-        """Return rank -> experts by EPLB: the fullest expert first, to the emptiest rank with room."""
+        """Distribute experts by EPLB: the one with most tokens first, to the least loaded rank.
+
+        Returns:
+            Rank -> experts.
+        """
         experts_of: dict[int, list[int]] = {rank: [] for rank in ranks}
         loads = dict.fromkeys(ranks, 0.0)
         for expert in sorted(experts, key=lambda expert: (-self.load[expert], expert)):
-            with_room = (rank for rank in ranks if len(experts_of[rank]) < self.slots)
-            emptiest = min(with_room, key=lambda rank: (loads[rank], rank))
-            experts_of[emptiest].append(expert)
-            loads[emptiest] += self.load[expert]
+            with_free_slot = (rank for rank in ranks if len(experts_of[rank]) < self.slots)
+            least_loaded = min(with_free_slot, key=lambda rank: (loads[rank], rank))
+            experts_of[least_loaded].append(expert)
+            loads[least_loaded] += self.load[expert]
         return experts_of
 
     def place_of(self, experts_of: dict[int, list[int]]) -> Any:
@@ -242,9 +255,14 @@ class _Problem:
         return float((self.table * weights[rank_of][:, rank_of]).sum() / 2)
 
     def placed(self, name: str, experts_of: dict[int, list[int]]) -> Placed:
-        """Return a placement with its cost and its shares of traffic."""
+        """Return a placement with its cost and its shares of traffic.
+
+        Args:
+            name: IDENTITY, EPLB or PLACED.
+            experts_of: Rank -> experts.
+        """
         np = self.np
-        pairs_per_token = 1 if self.by_rank else 2
+        pairs_per_token = 1 if self.by_rank else 2  # the table by pairs has each token twice
         tokens = float(self.table.sum()) / pairs_per_token or 1.0
         ranks = sorted(experts_of)
         loads = [self.load[experts_of[rank]].sum() for rank in ranks]
@@ -261,18 +279,23 @@ class _Problem:
     # ------------------------------------------------------------------- solution
 
     def answer(self, seconds: float) -> Answer:
-        """Return the placements and the bound, in so many seconds of HiGHS."""
+        """Find the best placement, and return it with two baselines and a lower bound on the cost.
+
+        Args:
+            seconds: Time limit of HiGHS.
+        """
         ranks = range(self.places.ranks)
         identity = {rank: list(range(rank * self.slots, (rank + 1) * self.slots)) for rank in ranks}
         baselines = [self.placed(IDENTITY, identity), self.placed(EPLB, self.eplb)]
         eplb_places = self.place_of(self.eplb)
+        # Candidates: the place of each expert. EPLB's placement always fits the limits.
         if self.by_rank:
             solution = self.solve_linear(seconds)
             bound = solution.bound
             candidates = [eplb_places]
             if solution.places is not None:
                 candidates.insert(0, solution.places)
-        else:
+        else:  # counts by pairs of experts make the program quadratic, so HiGHS cannot solve it
             candidates = [self.swapped(eplb_places), self.swapped(self.place_of(identity))]
             bound = self.companions_bound()
         fitting = [place_of for place_of in candidates if self.fits(place_of)]
@@ -291,16 +314,19 @@ class _Problem:
     def solve_linear(self, seconds: float) -> _Solution:
         """Solve the program for counts by ranks: first regions, then places within each region.
 
-        The program for regions assumes that each expert gets its best place there, so its bound holds for
-        the whole problem.
+        A region is the places of a cluster. The program for regions assumes that each expert gets its best
+        place there, so its bound holds for the whole problem.
+
+        Args:
+            seconds: Time limit of HiGHS, half of it for the regions.
         """
         np = self.np
         cost = self.table.T @ self.rank_cost[:, self.first_ranks]  # [experts, places]
         if not self.regions:
             return self.program(cost, self.room, self.limits_of_regions, seconds)
         region_cost = np.stack([cost[:, region].min(1) for region in self.regions], 1)
-        rooms = np.array([self.room[region].sum() for region in self.regions])
-        region_of, bound = self.program(region_cost, rooms, self.limits_of_regions, seconds / 2)
+        slots = np.array([self.room[region].sum() for region in self.regions])
+        region_of, bound = self.program(region_cost, slots, self.limits_of_regions, seconds / 2)
         if region_of is None:
             return _Solution(None, bound)
         place_of = np.zeros(len(self.load), int)
@@ -314,18 +340,26 @@ class _Problem:
     def places_within(self, cost: Any, experts: Any, region: list[int], seconds: float) -> Any:
         """Return the place of each of a region's experts, numbered within the region.
 
-        No place gets more load than the fullest place under EPLB.
+        No place gets more load a slot than the fullest place under EPLB, or `balance` times the mean if that
+        is more.
+
+        Args:
+            cost: [experts, places] cost of an expert's tokens at a place.
+            experts: Experts of the region.
+            region: Places of the region.
+            seconds: Time limit of HiGHS.
         """
         np = self.np
         ranks = [rank for place in region for rank in self.places.of[place]]
         eplb = self.place_of(self.packed(list(experts), ranks))
-        packed = np.searchsorted(region, eplb[experts])  # the places of a region ascend
-        room = self.room[region]
+        # EPLB's place of each expert, numbered within the region, whose places ascend.
+        eplb_within = np.searchsorted(region, eplb[experts])
+        slots = self.room[region]
         load = self.load[experts]
-        fullest = (np.bincount(packed, load, len(region)) / room).max()
-        limit = room * max(fullest, self.balance * self.load.mean())
-        solution = self.program(cost[experts][:, region], room, limit, seconds, load)
-        return packed if solution.places is None else solution.places
+        fullest = (np.bincount(eplb_within, load, len(region)) / slots).max()
+        limit = slots * max(fullest, self.balance * self.load.mean())
+        solution = self.program(cost[experts][:, region], slots, limit, seconds, load)
+        return eplb_within if solution.places is None else solution.places
 
     def program(
         self, cost: Any, room: Any, limit: Any, seconds: float, load: Any = None
@@ -343,7 +377,7 @@ class _Problem:
         experts, places = cost.shape
         if load is None:
             load = self.load
-        scale = cost.max() or 1.0
+        scale = cost.max() or 1.0  # costs up to 1 suit the solver's tolerances
         identity = self.sparse.identity
         # Rows of the constraints over the variables x[e, p], in row-major order.
         places_of_expert = self.sparse.kron(identity(experts), np.ones((1, places)))
@@ -354,7 +388,7 @@ class _Problem:
             (cost / scale).ravel(),
             integrality=np.ones(experts * places),
             bounds=self.optimize.Bounds(0, 1),
-            constraints=[
+            constraints=[  # (matrix, least, most)
                 constraint(places_of_expert.tocsr(), 1, 1),
                 constraint(experts_of_place.tocsr(), room, room),
                 constraint(load_of_place.tocsr(), -np.inf, limit),
@@ -370,7 +404,11 @@ class _Problem:
         return _Solution(result.x.reshape(experts, places).argmax(1), bound)
 
     def swapped(self, place_of: Any) -> Any:
-        """Return a placement after swapping pairs of experts, best pair first, as long as the cost falls."""
+        """Return a placement after swapping pairs of experts, best pair first, as long as the cost falls.
+
+        Args:
+            place_of: Place of each expert.
+        """
         np = self.np
         far = self.far
         place_of = place_of.copy()
@@ -379,6 +417,7 @@ class _Problem:
             is_at = np.eye(len(self.room))[place_of]  # [experts, places] 0 or 1
             cost_at = self.table @ is_at @ far  # [experts, places] cost of the expert there
             now = cost_at[experts, place_of]
+            # Gain of swapping experts i and j: the costs of both now, less their costs after it.
             swapped = cost_at[:, place_of]  # [i, j] cost of i at the place of j
             between = (
                 2 * self.table * far[place_of][:, place_of]
@@ -388,7 +427,7 @@ class _Problem:
             growth = (
                 self.load[None, :] - self.load[:, None]
             )  # [i, j] load that the place of i gains
-            free = self.limit - loads
+            free = self.limit - loads  # load that each place can still take
             overfills_i = growth > free[place_of][:, None] + ROUNDING
             overfills_j = -growth > free[place_of][None, :] + ROUNDING
             gain[overfills_i | overfills_j] = 0
@@ -400,8 +439,9 @@ class _Problem:
     def companions_bound(self) -> float:
         """Return a lower bound on the cost for counts by pairs of experts.
 
-        An expert's place, or its cluster, has a number of other slots. Its tokens with all experts beyond
-        that number leave, at best those with the rarest companions.
+        Here a token is shared by two experts, its companions. An expert's place, or its cluster, has a number
+        of other slots. So the tokens that an expert shares with all experts beyond that number leave the
+        place; at best they are those of its rarest companions.
         """
         np = self.np
         far = self.far

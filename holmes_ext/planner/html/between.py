@@ -33,10 +33,10 @@ def draw_clusters(result: SearchResult) -> Any:
     plt = pyplot()
     site = result.network.measured
     names = site.clusters
-    half_height = 0.6 if len(names) <= _FEW else 1.25
+    half_height = 0.6 if len(names) <= _FEW else 1.25  # of the drawing; the circle has radius 1
     side = min(7.0, 4 + 0.5 * len(names))
     figure, axis = plt.subplots(figsize=(side, side * half_height / 1.4), layout="constrained")
-    position = {}
+    position = {}  # cluster -> (x, y)
     for index, name in enumerate(names):
         angle = 2 * pi * index / len(names)
         position[name] = (-cos(angle), sin(angle))
@@ -62,9 +62,12 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
     """Draw a line for each pair of clusters, with the rate and the latency of its path.
 
     Args:
+        axis: Axes to draw on.
+        site: Clusters and the links between them.
         position: Cluster -> (x, y).
     """
     font_size = 8 if len(position) <= _SEVERAL else 6
+    # Links and uplinks on the path between two clusters; the slowest one sets the rate.
     paths = {pair: site.wan.hops(*pair) for pair in combinations(position, 2)}
     rates_bps = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in paths.items()}
     fastest_bps = max((rate for rate in rates_bps.values() if rate < inf), default=1.0)
@@ -90,20 +93,21 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
 
 
 def draw_what_if(result: SearchResult) -> Any:
-    """Return a figure with the step time by the rate and by the latency between clusters.
+    """Return a figure with the step time by the rate (left) and by the latency (right) between clusters.
 
-    It shows the best plan and the job without holmes at equal sizes, simulated if the plan is. Without a WAN,
-    the rate of a node's Ethernet changes.
+    It shows the best plan and the job without holmes ("stock") at equal sizes, simulated if the plan is. If
+    the site does not describe links between clusters (a WAN), the rate of a node's Ethernet changes.
     """
     plt = pyplot()
     site = result.network.measured
     best = result.best
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
+    # Step times of the plan and of stock, for each factor on the rates and for each latency.
     by_rate = [with_ethernet(result, best, factor) for factor in FACTORS]
     by_latency = [with_site(result, best, with_latency(site, seconds)) for seconds in LATENCIES]
 
-    now = format_rate(result.network.site.fabric_by_name[ETHERNET].rate_bps)
-    rates = "the rates of cluster.toml" if site.wan else f"the Ethernet of a node, {now}"
+    nic_rate = format_rate(result.network.site.fabric_by_name[ETHERNET].rate_bps)
+    rates = "the rates of cluster.toml" if site.wan else f"the Ethernet of a node, {nic_rate}"
     _curves(left, FACTORS, by_rate, f"times {rates}")
     left.axvline(1, color="#999999", linestyle=":")
     left.text(

@@ -1,4 +1,4 @@
-"""Picture of a run over time: the duration of every step, and the plans that the job followed."""
+"""Picture of a run over time: the duration of every step, and the plan that was in use at each step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ def over_time_figure(run: Run, plans: tuple[PlanRow, ...]) -> Any:
     """Return a figure with the seconds of each step on its slowest rank.
 
     A colored band marks the steps of each plan, with lines for the predicted and the measured step.
+
+    Args:
+        run: Telemetry of the run.
+        plans: Plans that were in use, in the order of their first steps.
     """
     plt = pyplot()
     steps = run.steps
-    took = run.took(steps)
-    stride = ceil(len(steps) / MAX_POINTS)
+    durations_s = run.took(steps)
+    stride = ceil(len(steps) / MAX_POINTS)  # steps of a point
     points = [
-        statistics.median(took[first : first + stride]) for first in range(0, len(took), stride)
+        statistics.median(durations_s[first : first + stride])
+        for first in range(0, len(durations_s), stride)
     ]
     figure, axis = plt.subplots(figsize=(11, 3.2), layout="constrained")
     axis.plot(
@@ -53,6 +58,7 @@ def _draw_plan(axis: Any, plan: PlanRow, number: int, next_step: int, has_label:
         next_step: First step of the next plan.
         has_label: Add the lines to the legend.
     """
+    # A band reaches from half a step before the plan's first step to half a step after its last.
     begin = plan.step - 0.5
     end = next_step - 0.5
     color = CLUSTERS[number % len(CLUSTERS)]
@@ -63,7 +69,7 @@ def _draw_plan(axis: Any, plan: PlanRow, number: int, next_step: int, has_label:
         xycoords=("data", "axes fraction"),
         fontsize=7,
         va="top",
-        xytext=(2, -3 - 12 * (number % 3)),
+        xytext=(2, -3 - 12 * (number % 3)),  # three heights, so names of neighbours do not overlap
         textcoords="offset points",
         bbox={"fc": PAPER, "ec": color, "pad": 1, "lw": 0.5},
     )

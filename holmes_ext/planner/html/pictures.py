@@ -1,7 +1,8 @@
 """Pictures of a run: placement of ranks, timeline of one step; and helpers of all pictures.
 
-svg() turns a figure into a part of a page (page.py). matplotlib is imported only when a picture is drawn, so
-no other command needs it.
+A span is what a rank did in an interval of time, such as a forward pass or a wait for a message. svg() turns
+a figure into a part of a page (page.py). matplotlib is imported only when a picture is drawn, so no other
+command needs it.
 """
 
 from __future__ import annotations
@@ -84,24 +85,27 @@ def svg(figure: Any) -> str:
     )
     text = re.sub(r'<g id="[^"]*">', "<g>", text)  # the same names in every figure
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "sans-serif", text)
+    # INK and PAPER stand for the colors of the page.
     return _smaller(text.replace(INK, "currentColor").replace(PAPER, "var(--paper)").rstrip())
 
 
 def _smaller(text: str) -> str:
     """Shorten an SVG: one decimal in tags, short rectangles, one path for neighbours of equal style."""
     text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", tag[0]), text)
+    # Rectangles: four lines become vertical and horizontal ones (V, H) with a single coordinate each.
     text = re.sub(
         r'd="M (\S+) (\S+) \nL \1 (\S+) \nL (\S+) \3 \nL \4 \2 \nz\n"',
         r'd="M\1 \2V\3H\4V\2z"',
         text,
     )
-    alike = r'<path d="[^"]*" (clip-path="[^"]*" style="[^"]*")/>(?:\s*<path d="[^"]*" \1/>)+'
+    # Paths that follow each other with the same clip path and style.
+    equal_paths = r'<path d="[^"]*" (clip-path="[^"]*" style="[^"]*")/>(?:\s*<path d="[^"]*" \1/>)+'
 
     def joined(paths: re.Match[str]) -> str:
-        places = "".join(re.findall(r'd="([^"]*)"', paths[0]))
-        return f'<path d="{places}" {paths[1]}/>'
+        drawing_commands = "".join(re.findall(r'd="([^"]*)"', paths[0]))
+        return f'<path d="{drawing_commands}" {paths[1]}/>'
 
-    return re.sub(r"\n\s*", "\n", re.sub(alike, joined, text))
+    return re.sub(r"\n\s*", "\n", re.sub(equal_paths, joined, text))
 
 
 def svg_file(figure: Any) -> str:
@@ -168,7 +172,9 @@ def _placement_panel(
     """Draw the placement of one panel.
 
     Args:
-        nodes: Names of the nodes in rank order.
+        axis: Axes to draw on.
+        site: Clusters, nodes and networks.
+        nodes: Names of the nodes in rank order; the figure assumes one rank on each node.
         chooses: Each group uses its best NIC; else all use Ethernet.
     """
     boxes = _cluster_boxes(site)
@@ -178,24 +184,30 @@ def _placement_panel(
         x = number * _BOX_DISTANCE
         first_fabric = site.node_by_name[members[0]].fabrics[0]
         kind = site.fabric_by_name[first_fabric].kind
-        axis.add_patch(_box(x - 0.95, -0.6, 1.9, height + 0.25, FABRIC_COLORS[kind], 0.08))
+        background = FABRIC_COLORS[kind]
+        axis.add_patch(
+            _box(x - 0.95, -0.6, width=1.9, height=height + 0.25, color=background, alpha=0.08)
+        )
         axis.text(x, height - 0.28, f"{cluster} ({kind})", ha="center", va="bottom", fontsize=9)
         for row, name in enumerate(members):
             position[name] = (x, height - 1 - row)
     uses_best_nic = chooses or len(site.clusters) == 1
     for pairs, width, style in _group_lines(nodes, sizes):
+        # The fastest network that all nodes of the group share.
         kind = site.shared_fabric({name for pair in pairs for name in pair}).kind
         color = FABRIC_COLORS[kind if uses_best_nic else ETHERNET]
         for first, second in pairs:
             same_column = position[first][0] == position[second][0]
-            bend = 0.35 if same_column else 0.0
+            bend = 0.35 if same_column else 0.0  # around the boxes between them
             arrow = dict(
                 arrowstyle="-", color=color, lw=width, ls=style, connectionstyle=f"arc3,rad={bend}"
             )
             axis.annotate("", position[second], position[first], arrowprops=arrow)
     for name, (x, y) in position.items():
         rank = list(nodes).index(name)
-        axis.add_patch(_box(x - 0.62, y - 0.26, 1.24, 0.52, PAPER, 1.0, INK))
+        axis.add_patch(
+            _box(x - 0.62, y - 0.26, width=1.24, height=0.52, color=PAPER, alpha=1.0, outline=INK)
+        )
         text = f"{name}: rank {rank}\nstage {sizes.stage(rank)}"
         axis.text(x, y, text, ha="center", va="center", fontsize=8)
     axis.set_xlim(-1.3, _BOX_DISTANCE * len(boxes) - 1.7)
@@ -224,7 +236,7 @@ def _box(
     alpha: float,
     outline: str = "none",
 ) -> Any:
-    """Return a rounded box; a box with an outline is drawn in front."""
+    """Return a rounded box with its lower left corner at (x, y); a box with an outline is drawn in front."""
     from matplotlib.patches import FancyBboxPatch
 
     return FancyBboxPatch(
@@ -253,6 +265,7 @@ def _group_lines(nodes: Sequence[str], sizes: Sizes) -> list[_GroupLines]:
     for rank in range(len(nodes)):
         data = sizes.group(rank, "dp")
         stages = sizes.group(rank, "pp")
+        # Each group is drawn once, for its first rank.
         if data[0] == rank and len(data) > 1:
             pairs = [(nodes[a], nodes[b]) for a, b in zip(data, data[1:])]
             result.append(_GroupLines(pairs, width=4.0, style="-"))
@@ -273,7 +286,11 @@ def load_traces(directory: Path) -> list[dict[str, Any]]:
 def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Return start and end of the last whole step in monotonic seconds.
 
-    Traces without a "step" are divided by the ends of the optimizer.
+    Traces without a "step" are divided by the ends of the optimizer. The last of these may be of a step that
+    is not complete, so the step between the two before it is returned.
+
+    Args:
+        traces: Trace of each rank; its events are (kind, start, end, ...).
     """
     if "step" in traces[0]:
         begin, end = traces[0]["step"]
@@ -297,6 +314,7 @@ def timeline_figure(
         begin, end = last_step(traces)
         rows = []
         for trace in traces:
+            # Events that overlap the step, cut off at its start and end. event: (kind, start, end, ...)
             within = (event for event in trace["events"] if event[2] > begin and event[1] < end)
             spans = [
                 (kind, max(start, begin) - begin, min(stop, end) - begin)
@@ -332,6 +350,7 @@ def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
             if len(spans) > MANY:
                 _draw_shares(axis, number, spans, seconds)
                 continue
+            # In the order of KINDS: later kinds cover earlier ones.
             for kind, (color, _) in KINDS.items():
                 bars = [(start, end - start) for name, start, end in spans if name == kind]
                 if bars:
@@ -354,7 +373,16 @@ def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
 def _draw_shares(
     axis: Any, row: int, spans: Sequence[tuple[str, float, float]], seconds: float
 ) -> None:
-    """Draw spans that are too short to be seen as the share of each kind in each piece of the time."""
+    """Draw a row of very many short spans as stacked shares of the kinds of span, over the time.
+
+    The time is divided into PIECES, and each piece into MOMENTS samples.
+
+    Args:
+        axis: Axes to draw on.
+        row: Number of the row.
+        spans: (kind, start, end)
+        seconds: Duration of the step.
+    """
     import numpy as np
     from matplotlib.colors import to_rgba
 
@@ -365,7 +393,8 @@ def _draw_shares(
         for name, start, end in spans:
             if name == kind:
                 samples[round(start * samples_per_s) : round(end * samples_per_s)] = number
-    shares = np.sort(samples.reshape(PIECES, MOMENTS), axis=1).T  # a column for each piece
+    # A column for each piece; sorted, the samples of a kind are next to each other.
+    shares = np.sort(samples.reshape(PIECES, MOMENTS), axis=1).T
     colors = np.array([to_rgba("none"), *(to_rgba(color) for color, _ in KINDS.values())])
     axis.imshow(
         colors[shares],

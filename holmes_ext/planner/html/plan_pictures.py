@@ -70,10 +70,10 @@ def placement(result: SearchResult) -> Any:
     stage_ranks = network.world // best.shape.pipeline
     height = max(2.2, 0.4 * len(best.split) + 1.4)
     figure, axis = plt.subplots(figsize=(9, height), layout="constrained")
-    in_legend = set()
-    for stage, content in enumerate(best.placement.stages):
+    in_legend = set()  # indices of clusters
+    for stage, clusters in enumerate(best.placement.stages):
         left = 0
-        for kind, ranks in content:
+        for kind, ranks in clusters:  # kind: number of the cluster in the network
             name = network.cluster(kind)
             index = network.site.clusters.index(name)
             label = None if index in in_legend else name
@@ -87,7 +87,7 @@ def placement(result: SearchResult) -> Any:
         axis.text(left + margin, stage, text, va="center", fontsize=8)
         nodes = _nodes_of(result, stage)
         axis.text(margin, stage, nodes, va="center", fontsize=8, color="#111111")
-    axis.set_xlim(0, stage_ranks * 1.6)
+    axis.set_xlim(0, stage_ranks * 1.6)  # space for the text behind the bar
     name_rows(axis, [f"stage {stage}" for stage in range(len(best.split))])
     ticks = plt.MaxNLocator(integer=True).tick_values(0, stage_ranks)
     axis.set_xticks([tick for tick in ticks if tick <= stage_ranks])
@@ -108,7 +108,10 @@ def _nodes_of(result: SearchResult, stage: int) -> str:
 
 
 def step(result: SearchResult) -> Any:
-    """Return a figure with the simulated step of each stage, of this plan and of the job without holmes."""
+    """Return a figure with the timeline of a simulated step, with a row for each stage.
+
+    One panel is of this plan, one of the same job without holmes ("stock").
+    """
     stock, stock_plan = stock_like(result, result.best)
     panels = {}
     for name, job, candidate in (
@@ -131,9 +134,9 @@ def _timeline_rows(result: SearchResult, candidate: Candidate) -> tuple[list[Row
     Communication is shown by network: inside a cluster, or between clusters.
     """
     simulated_step = simulated(result, candidate)
-    rows: dict[int, Row] = {}
+    rows: dict[int, Row] = {}  # stage -> row
     for line in simulated_step.ranks:
-        if line.stage in rows:
+        if line.stage in rows:  # other ranks of the stage
             continue
         shown = []
         for span in line.spans:
@@ -156,7 +159,7 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]]) -> Any:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 0.45 * len(by_plan) + 1.5), layout="constrained")
     longest_s = max(sum(causes.values()) for causes in by_plan.values())
-    left = [0.0] * len(by_plan)
+    left = [0.0] * len(by_plan)  # where the next part of each bar begins
     for cause, label in CAUSES.items():
         values = [causes[cause] for causes in by_plan.values()]
         if max(values) > SMALL_CAUSE * longest_s:
@@ -196,6 +199,11 @@ def draw_partitions(costs: StageCosts, estimates: Mapping[str, Estimate], path: 
     """Write a figure with a panel for each partition method and a bar for each stage.
 
     A bar is as long as the step: computation, communication and idle time.
+
+    Args:
+        costs: Times and memory of the stages.
+        estimates: Partition method -> predicted step.
+        path: File to write.
     """
     plt = pyplot("--picture needs")
     panel_height = max(1.6, 0.3 * costs.stages + 0.9)

@@ -28,7 +28,7 @@ def document(job: Run, summary: Summary, step: int) -> str:
     if summary.joined:
         lines.append(joined_line(summary.joined))
     lines.append(verdict(summary))
-    table_parts = []
+    table_parts = []  # HTML
     for title, columns, rows in tables(summary):
         table_parts.append(heading(title) + table([column.name for column in columns], rows))
     sections = []  # of extensions

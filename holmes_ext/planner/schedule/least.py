@@ -32,19 +32,28 @@ from holmes_ext.plan.schedule import Times
 
 
 def least_s(times: Times) -> float:
-    """Return a lower bound on the seconds from the first forward pass to the end of the last pass."""
+    """Return a lower bound on the seconds from the first forward pass to the end of the last pass.
+
+    The letters and terms are those of the module docstring: f, i, w are the passes of each stage, x its link
+    to the next stage, m the micro-batches.
+
+    Args:
+        times: Seconds of the passes, and most micro-batches of each stage.
+    """
     f, i, w, x = times.forward, times.inputs, times.weights, times.transfer
     m = times.micro_batches
     result = 0.0
     down = 0.0
     up = 0.0
     for stage, most in enumerate(times.most):
-        in_flight = min(most, m)
+        in_flight = min(most, m)  # K
         behind = range(stage + 1, len(f))
         trip = f[stage] + sum(f[later] + i[later] + 2 * x[later - 1] for later in behind)
         idle = max(0.0, trip - in_flight * f[stage])
         all_work = m * (f[stage] + i[stage] + w[stage])
-        tail = up + w[0]
+        tail = (
+            up + w[0]
+        )  # way of the last gradient to the first stage, and its gradient of the weights
 
         by_work = down + idle + all_work
         by_memory = down + idle + m * (f[stage] + i[stage]) + (m - in_flight) * w[stage] + tail

@@ -1,7 +1,7 @@
-"""Search for a short order of passes within the memory: list scheduling under local search.
+"""Search for a short order of the passes of a pipeline: list scheduling under local search.
 
-A backward pass is split into the gradient of the input (I) and of the weights (W), which may be delayed. A
-free stage chooses its next pass by its rule:
+A backward pass is split into the gradient of the input (I) and of the weights (W), which may be delayed as
+far as the memory allows. A stage that has ended a pass chooses its next one by its rule:
 
     1. W, if more than `late` of them are undone, or the memory is full
     2. I, unless fewer than `ahead` micro-batches are under way and a forward pass (F) is ready
@@ -84,10 +84,12 @@ def quickest(
         return None
     in_flight = quickest_in_flight(forward, backward, transfer, micro_batches, sent, most)
     step_1f1b_s = max(walked_ends(forward, backward, transfer, micro_batches, in_flight))
-    fullest = max(in_flight)
-    room = []
+    largest_in_flight = max(in_flight)
+    room = []  # micro-batches that each stage can hold
     for count, limit in zip(in_flight, most):
-        room.append(max(count, fullest if limit == inf else limit))
+        if limit == inf:  # memory of unknown size
+            limit = largest_in_flight
+        room.append(max(count, limit))
     inputs = tuple(backward_s - weights_s for backward_s, weights_s in zip(backward, weights))
     times = Times(forward, inputs, weights, transfer, micro_batches, tuple(room))
     pass_order = solved(times, in_flight, one_order)
@@ -111,12 +113,13 @@ class _LocalSearch:
     """Iterated local search over the rules of all stages."""
 
     def __init__(self, times: Times, ahead: Sequence[int], one_order: bool):
+        """Start a search; the arguments are those of solved()."""
         self.times = times
         self.ahead = ahead
         self.one_order = one_order
         #: Micro-batches that fit the memory of each stage.
         self.room = [int(min(most, times.micro_batches)) for most in times.most]
-        passes = 3 * times.micro_batches * len(times.forward)
+        passes = 3 * times.micro_batches * len(times.forward)  # F, I and W of a try
         if one_order:
             passes *= ONE_ORDER_WORK
         self.max_tries = max(1, MAX_PASSES // passes)
@@ -126,13 +129,14 @@ class _LocalSearch:
     def best_order(self) -> PassOrder:
         """Run the search until its budget is spent or the lower bound is reached."""
         bound_s = least_s(self.times)
-        dice = Random(0)
+        dice = Random(0)  # always the same changes
         starts = sorted(self._starts(), key=self._seconds)
         best = min(map(self._descend, starts[:STARTS]), key=self._seconds)
         for _ in range(RESTARTS):
             is_optimal = self._seconds(best) <= bound_s * (1 + BETTER)
             if len(self.tried) >= self.max_tries or is_optimal:
                 break
+            # Leave the local minimum by random changes, and descend again.
             changed = best
             for _ in range(RANDOM_CHANGES):
                 changed = dice.choice([*_neighbours(changed, self.room)])
@@ -141,10 +145,10 @@ class _LocalSearch:
         return self._ordered([_merged(stage, order) for stage, order in enumerate(orders)])
 
     def _starts(self) -> Iterator[list[Rule]]:
-        """Yield starting points: several warm-up depths, with W delayed and not."""
+        """Yield starting points: a rule for each stage, with several warm-up depths, and W delayed or not."""
         stages = len(self.ahead)
         one_more = [depth + 1 for depth in self.ahead]
-        wide = [min(2 * depth, depth + stages) for depth in self.ahead]
+        wide = [min(2 * depth, depth + stages) for depth in self.ahead]  # about twice as deep
         equal = [max(self.ahead)] * stages
         for depths in (self.ahead, one_more, wide, equal, self.room):
             for late in (0, 1, 2, ANY_NUMBER):
@@ -165,6 +169,7 @@ class _LocalSearch:
         return self.tried[key]
 
     def _ordered(self, orders: Sequence[Sequence[OnePass]]) -> PassOrder:
+        """Return the PassOrder of the passes of each stage, with a common order of messages if needed."""
         pass_order = PassOrder(tuple(tuple(order) for order in orders))
         return pass_order.in_one_order(self.times) if self.one_order else pass_order
 
@@ -174,8 +179,9 @@ class _LocalSearch:
         improved = True
         while improved:
             improved = False
+            # The neighbours are those of the rules at the beginning of the round.
             for neighbour in _neighbours(rules, self.room):
-                if len(self.tried) >= self.max_tries:
+                if len(self.tried) >= self.max_tries:  # the budget is spent
                     continue
                 if self._seconds(neighbour) < best_s * (1 - BETTER):
                     rules = neighbour
@@ -185,10 +191,11 @@ class _LocalSearch:
 
 
 def _neighbours(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Rule]]:
-    """Yield the rules with one stage's rule changed.
+    """Yield the rules with one stage's rule changed in one of its three numbers.
 
     Args:
-        in_flight: Most micro-batches of each stage.
+        rules: Rule of each stage.
+        in_flight: Most micro-batches that each stage can hold.
     """
     for stage, rule in enumerate(rules):
         changes = [replace(rule, ahead=rule.ahead + step) for step in (1, -1, 2, -2)]
@@ -205,7 +212,11 @@ def _neighbours(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Ru
 def _merged(stage: int, order: list[OnePass]) -> tuple[OnePass, ...]:
     """Return an order with I and an immediate W merged into a whole backward pass (B) on the first stage.
 
-    No stage waits for the gradient of the first stage's input.
+    No stage waits for the gradient of the first stage's input, so both can be one pass there.
+
+    Args:
+        stage: The stage; the order of other stages than the first is unchanged.
+        order: Passes of the stage: (letter, micro-batch).
     """
     if stage > 0:
         return tuple(order)
@@ -254,7 +265,12 @@ class _StageState:
     def choose(self, rule: Rule, now: float, weights_s: float) -> str:
         """Return the letter of the pass to begin now; "" to wait for a message.
 
+        F is a forward pass, I a gradient of the input, W a gradient of the weights. The order of precedence
+        is in the module docstring.
+
         Args:
+            rule: Rule of the stage.
+            now: Moment, in seconds from the start of the step.
             weights_s: Seconds of a gradient of the weights.
         """
         next_forward_s = self.next_forward_s()
@@ -262,10 +278,11 @@ class _StageState:
         prefers_forward = self.forwards - self.inputs < rule.ahead and next_forward_s <= now
         if next_input_s <= now and not prefers_forward:
             return "I"
-        undone = self.inputs - self.weights
+        undone = self.inputs - self.weights  # W that could begin
         if undone > rule.late and undone:
             return "W"
         if undone and next_forward_s > now:
+            # Nothing else is ready. W fills the time unless a message is worth waiting for.
             wait_s = min(next_forward_s, next_input_s) - now
             if wait_s >= rule.patience * weights_s or self.is_full:
                 return "W"

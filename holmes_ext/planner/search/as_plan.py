@@ -1,8 +1,8 @@
 """Conversion between candidates of a search and plans or layouts of a job.
 
-plan_of() turns a candidate into the Plan that a job loads. layout_candidate() turns the parallel sizes that
-the user gave into a candidate: its nodes in the order that the job would choose (plan/arrange/place.py), its
-layers as the framework splits them.
+plan_of() turns a candidate of a search into the Plan that a job loads. layout_candidate() turns the parallel
+sizes that the user gave into a candidate: unless the user says otherwise, the nodes are in the order that the
+job would choose (plan/arrange/place.py), and every stage has the same number of layers.
 """
 
 from __future__ import annotations
@@ -46,30 +46,37 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
     )
     options = replace(options, schedule="auto" if candidate.schedule else "1f1b")
     if not result.rules.hide_stage_links:
-        options = replace(options, inflight="off")
+        options = replace(
+            options, inflight="off"
+        )  # the framework's own number of micro-batches in flight
     engine = result.engine
     if HIERARCHICAL in candidate.reductions:
-        # The command line will ask the framework for its hierarchical reduction.
+        # The command line will make the framework itself reduce hierarchically, so any stage may do it.
         engine = replace(engine, hierarchical_zero=None)
     workload = model.workload(sizes)
+    # Adds the network of each communication group to the plan.
     return derive_traffic(
         plan, network.site, options, network.links, workload, model.source, engine
     )
 
 
 def times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Return the predicted times of a candidate in seconds, as in Plan.predicted (plan/build.py)."""
+    """Return the predicted times of a candidate in seconds, as in Plan.predicted (plan/build.py).
+
+    Names that begin with "stock_" are of the same job without holmes.
+    """
     stock, stock_candidate = stock_like(result, candidate)
     by_cause = causes(result, candidate)
-    predicted = _times(result, candidate)
+    predicted = _step_and_reduction(result, candidate)
     exposed_s = by_cause["reduce_inside"] + by_cause["reduce_across"]
     predicted["exposed_reduction_seconds"] = exposed_s
-    for name, seconds in _times(stock, stock_candidate).items():
+    for name, seconds in _step_and_reduction(stock, stock_candidate).items():
         predicted[f"stock_{name}"] = seconds
     return predicted
 
 
-def _times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
+def _step_and_reduction(result: SearchResult, candidate: Candidate) -> dict[str, float]:
+    """Return the seconds of the step and of the longest gradient reduction of a stage, by name."""
     reduction_s = estimate(result.costs(candidate), candidate.split).reduction_s
     return {"step_seconds": candidate.step_s, "reduction_seconds": max(reduction_s)}
 
@@ -103,10 +110,11 @@ def layout_candidate(
     if nodes:
         placement = result.network.placement(nodes, sizes)
     else:
+        # The same inputs as at the start of the job, so that its order of nodes comes out.
         workload = shape.model(result.model).workload(sizes)
         rules = replace(result.rules, overlap=False)
         if flat:
             rules = replace(rules, reductions=(FLAT,))
         job = RankModel.of_workload(workload, sizes)
         placement = place(Prices(result.network, job, rules), sizes)
-    return result.candidate(shape, placement, split or uniform(layers, shape.pipeline), flat)
+    return result.candidate(shape, placement, split or uniform(layers, shape.pipeline), flat=flat)

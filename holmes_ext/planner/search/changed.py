@@ -1,4 +1,7 @@
-"""Step time of a plan on a changed site: other networks, GPUs or nodes ("what if")."""
+"""Step time of a plan on a changed site ("what if"): with other networks, GPUs or nodes.
+
+A site is the clusters, nodes and networks of a job. "Stock" is the same job without holmes.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,10 @@ def with_site(
     """Return the step times of a candidate's plan and of stock on a site with other networks.
 
     The steps are simulated if the candidate is.
+
+    Args:
+        site: The same nodes and clusters with other networks.
+        links: Measured links to use; None for those of the result.
     """
     links = replace(links or result.network.links, pairs=())  # the rates of pairs are in `site`
     changed = result.on(Network(site, links))
@@ -61,26 +68,26 @@ def with_site(
 
 
 def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> StepTimes:
-    """Return the step times with `factor` times the rates between clusters.
+    """Return the step times of a plan and of stock with `factor` times the rates between clusters.
 
-    Without a WAN, Ethernet's rate on every node changes.
+    If the site does not describe the links between clusters (its WAN), Ethernet's rate on every node changes.
     """
     site = result.network.measured
     links = result.network.links
     if site.wan:
         return with_site(result, candidate, replace(site, wan=site.wan.scaled(factor)))
-    faster = with_fabric(result.network.site, ETHERNET, factor)
-    return with_site(result, candidate, faster, links.scaled(ETHERNET, factor))
+    scaled = with_fabric(result.network.site, ETHERNET, rate=factor)
+    return with_site(result, candidate, scaled, links.scaled(ETHERNET, factor))
 
 
 def ethernet_s(result: SearchResult, candidate: Candidate) -> float:
     """Return the seconds of a step that depend on Ethernet's rate.
 
-    The seconds follow from the step with a slower Ethernet: t seconds of traffic at full rate take
-    t / LESS then, so the step grows by t (1 / LESS - 1).
+    They are found from a step with a slower Ethernet, of LESS times the rate: t seconds of traffic at full
+    rate then take t / LESS seconds, so the step grows by t (1 / LESS - 1).
     """
     network = result.network
-    site = with_fabric(network.site, ETHERNET, LESS)
+    site = with_fabric(network.site, ETHERNET, rate=LESS)
     links = network.links.scaled(ETHERNET, LESS)
     if candidate.simulated_s:
         slower = result.on(Network(site, links))
@@ -103,11 +110,14 @@ def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) 
 
 
 def with_latency(site: Site, seconds: float) -> Site:
-    """Return a site with a latency of so many seconds, one way, between any two clusters."""
+    """Return a site with a latency of so many seconds, one way, between any two clusters.
+
+    The rates stay.
+    """
     links = []
     for pair in combinations(site.clusters, 2):
         link = site.wan.pair_of.get(pair)
-        rate_bps = link.rate_bps if link else 0
+        rate_bps = link.rate_bps if link else 0  # 0: no limit
         links.append(Between(pair, rate_bps, seconds))
     return replace(site, wan=replace(site.wan, between=tuple(links)))
 
@@ -122,16 +132,16 @@ def what_if(result: SearchResult) -> list[SiteChange]:
     network or GPU never makes the step longer. Changes for which no plan fits are left out.
     """
     changes = []
-    for description, changed in _changes(result):
+    for description, changed in _changed_requests(result):
         try:
             changes.append(SiteChange(description, _best_step_s(result, changed)))
-        except HolmesError:
+        except HolmesError:  # no plan fits
             continue
     return changes
 
 
 def _best_step_s(result: SearchResult, changed: SearchResult) -> float:
-    """Return the best step on a changed site.
+    """Return the best step on a changed site: of plans found there, and of plans for the site as it is.
 
     Args:
         result: Result for the site as it is.
@@ -143,6 +153,7 @@ def _best_step_s(result: SearchResult, changed: SearchResult) -> float:
     plans = simulated_plans[:MAX_SHAPES]
     shapes = list(dict.fromkeys(plan.shape for plan in plans))
     best_s = search(changed, only=shapes, prove=False).best.step_s
+    # Plans can be kept as they are only if no node moved to another cluster.
     has_same_nodes = changed.network.names == result.network.names
     kept_s = [_kept_plan_s(changed, plan) for plan in plans if has_same_nodes]
     return min([best_s, *kept_s])
@@ -156,21 +167,25 @@ def _kept_plan_s(changed: SearchResult, candidate: Candidate) -> float:
     same_plan = changed.candidate(candidate.shape, candidate.placement, candidate.split)
     if not same_plan.fits:
         return inf
-    step_s = timed(changed, same_plan).step_s
-    if not candidate.in_flight:
+    step_s = timed(changed, same_plan).step_s  # with new warm-up depths
+    if not candidate.in_flight:  # the framework's schedule, which does not depend on the site
         return step_s
     same_schedule = job_of(changed, same_plan, in_flight=candidate.in_flight)
     return min(step_s, folded_s(same_schedule))
 
 
-def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
-    """Yield the changes of the site, as (noun phrase, request for the changed site)."""
+def _changed_requests(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
+    """Yield the changes of the site, as (description, request for the changed site)."""
     yield from _network_changes(result)
     yield from _gpu_changes(result)
     yield from _moved_nodes(result)
 
 
 def _network_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
+    """Yield better networks: twice the rate or half the latency, of a fabric or between clusters.
+
+    Each is (description, request for the changed site).
+    """
     site = result.network.site
     links = result.network.links
     for fabric in site.fabrics:
@@ -178,7 +193,7 @@ def _network_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]
             faster = with_fabric(site, fabric.name, rate=2.0)
             network = Network(faster, links.scaled(fabric.name, 2.0))
             yield f"twice the rate of {fabric.name}", result.on(network)
-    if ETHERNET not in links.measured:
+    if ETHERNET not in links.measured:  # a measured latency would replace the changed one
         nearer = with_fabric(site, ETHERNET, latency=0.5)
         yield "half the latency of ethernet", result.on(Network(nearer, links))
     wan = result.network.wan
@@ -191,36 +206,43 @@ def _network_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]
 
 
 def _gpu_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
+    """Yield better GPUs of one cluster: as fast as the fastest, or with twice the memory.
+
+    Each is (description, request for the changed site). Memory changes only if it excluded plans.
+    """
     site = result.network.site
     model = result.model
     fastest_flops = max(gpu.flops for gpu in result.gpus)
     for name in site.clusters:
         gpu = model.gpu_of(name)
-        changed = {}
+        better_gpus = {}  # description -> GPU
         if gpu.flops < fastest_flops:
             description = f"GPUs of {name} as fast as the fastest"
-            changed[description] = replace(gpu, flops=fastest_flops)
+            better_gpus[description] = replace(gpu, flops=fastest_flops)
         if gpu.memory_bytes and result.misfits:
             description = f"twice the memory on GPUs of {name}"
-            changed[description] = replace(gpu, memory_bytes=2 * gpu.memory_bytes)
-        for description, better_gpu in changed.items():
+            better_gpus[description] = replace(gpu, memory_bytes=2 * gpu.memory_bytes)
+        for description, better_gpu in better_gpus.items():
             better_model = replace(model, gpus={**model.gpus, name: better_gpu})
             network = Network(site, result.network.links)
             yield description, result.on(network, better_model)
 
 
 def _moved_nodes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
+    """Yield one node moved from a cluster to another, as (description, request for the changed site)."""
     site = result.network.site
     if len(site.clusters) > MAX_CLUSTERS:
         return
     for source, target in permutations(site.clusters, 2):
-        if sum(node.cluster == source for node in site.nodes) > 1:
+        if (
+            sum(node.cluster == source for node in site.nodes) > 1
+        ):  # a cluster keeps at least one node
             moved = Network(_with_moved_node(site, source, target), result.network.links)
             yield f"one node moved from {source} to {target}", result.on(moved)
 
 
 def _with_moved_node(site: Site, source: str, target: str) -> Site:
-    """Return a site with the last node of cluster `source` in `target`, with the ports of the nodes there."""
+    """Return a site whose last node of cluster `source` is in `target`, with the ports of the nodes there."""
     leaving = [node for node in site.nodes if node.cluster == source][-1]
     peer = [node for node in site.nodes if node.cluster == target][-1]
     moved = replace(leaving, cluster=target, ports=peer.ports)

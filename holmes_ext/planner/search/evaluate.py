@@ -1,4 +1,8 @@
-"""Work on one item of the search: list a shape's placements, tighten a bound, simulate a placement."""
+"""Work on one item of the search: list a shape's placements, tighten a bound, simulate a placement.
+
+An item is an entry of the search tree (search.py): a shape, or a shape with a placement of its stages on
+cluster nodes. A split is the number of layers (transformer blocks) of each stage.
+"""
 
 from __future__ import annotations
 
@@ -88,12 +92,16 @@ class Evaluator:
     def process(self, item: Item, bound_s: float, best_s: float) -> Outcome:
         """Divide or simulate an item.
 
+        A shape is divided into its placements. A placement with several splits first gets a closer bound, and
+        then, as an item of its own, it is simulated.
+
         Args:
+            item: Shape, or shape with a placement.
             bound_s: Lower bound on the step time of the item's plans, in seconds.
             best_s: Best simulated step time so far; plans that cannot be faster are left out.
         """
         if isinstance(item, Shape):
-            return self._place(item, bound_s, best_s)
+            return self._list_placements(item, bound_s, best_s)
         has_splits = item.shape.virtual == 1 and item.shape.pipeline > 1
         if has_splits and not item.closer:
             return self._tighten(item, bound_s, best_s)
@@ -103,10 +111,11 @@ class Evaluator:
         """Return the placements of a shape that the user's limits allow."""
         network = self.result.network
         sizes = shape.sizes().complete(network.world)
-        every, complete = network.remember(
+        # Shapes with the same sizes share their placements.
+        listed, complete = network.remember(
             ("placements", sizes), lambda: self.orders.placements(sizes)
         )
-        allowed = [placement for placement in every if is_allowed(self.result.limits, placement)]
+        allowed = [placement for placement in listed if is_allowed(self.result.limits, placement)]
         return Placements(allowed, complete)
 
     def stage_bounds(self, shape: Shape, placement: Placement) -> StageBounds:
@@ -122,11 +131,12 @@ class Evaluator:
         run = execution_of(self.result, shape, split=(), reductions=reductions)
         return ChainBound(prices, placement, costs, run)
 
-    def _place(self, shape: Shape, ideal_s: float, best_s: float) -> Outcome:
+    def _list_placements(self, shape: Shape, ideal_s: float, best_s: float) -> Outcome:
         """Return the placements of a shape whose lower bound is below the best step time.
 
         Args:
-            ideal_s: Lower bound of the shape.
+            ideal_s: Lower bound on the step time of the shape's plans, in seconds.
+            best_s: Best simulated step time so far.
         """
         prices = self.result.prices(shape)
 
@@ -138,6 +148,7 @@ class Evaluator:
         remaining_s = inf if complete else ideal_s
         sizes = shape.sizes().complete(self.result.network.world)
         if not complete and shape.virtual == 1 and OrderBounds.applies_to(self.orders, sizes):
+            # Not all orders of the clusters are listed: search the others by their lower bounds.
             ring_bits = ShapeBound(self.result.network, prices, shape).ring_bits
             order_bounds = OrderBounds(self.orders, sizes, bound_of, ring_bits)
             found = order_bounds.below(best_s)
@@ -150,24 +161,31 @@ class Evaluator:
             for bound_s, placement in bounds
             if bound_s < best_s * (1 - EQUAL)
         ]
-        return Outcome(items, [], max(ideal_s, remaining_s))
+        return Outcome(items, candidates=[], remaining_s=max(ideal_s, remaining_s))
 
     def _tighten(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
-        """Return the item with the closer bound of its chain of stages, if a split may beat the best step."""
+        """Return the item with a closer bound, which follows the passes from stage to stage (bound/chain.py).
+
+        If the closer bound shows that no split can beat the best step, the outcome is empty.
+
+        Args:
+            bound_s: Lower bound of the item so far, in seconds.
+            best_s: Best simulated step time so far.
+        """
         costs = self.result.prices(item.shape).costs(item.placement)
         chain_bound = self.lower_bound(item.shape, item.placement, costs)
         closer_s, split = chain_bound.chained(bound_s, best_s)
         if not split:
-            return Outcome([], [], inf)
+            return Outcome(items=[], candidates=[], remaining_s=inf)
         walked_s = predict(costs, split).step_s
         closer = replace(item, closer=True, split=split, walked_s=walked_s)
-        return Outcome([BoundedItem(closer_s, closer)], [], inf)
+        return Outcome([BoundedItem(closer_s, closer)], candidates=[], remaining_s=inf)
 
     def _simulate(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
         """Simulate a placement with good splits of its layers.
 
-        A placement with a single split (no pipeline, or chunks) is settled by its simulation; otherwise
-        some splits are not simulated, and the item's bound remains.
+        Without a pipeline, or with chunks, a placement has a single split, so its simulation settles it.
+        Otherwise some splits are not simulated, and the item's bound remains in the optimality gap.
         """
         result = self.result
         shape = item.shape
@@ -176,6 +194,7 @@ class Evaluator:
         simulated: dict[Split, Candidate] = {}
 
         def seconds_of(split: Split) -> float:
+            """Return the simulated step of a split; inf if it does not fit the memory."""
             if split not in simulated and stages.fits(split):
                 candidate = result.candidate(shape, placement, split)
                 simulated_s = folded_s(job_of(result, candidate))
@@ -185,19 +204,22 @@ class Evaluator:
 
         step_passes = passes(shape, result.model.layers)
         if step_passes > MAX_PASSES:
-            return Outcome([], [], bound_s)
+            return Outcome(items=[], candidates=[], remaining_s=bound_s)
         if shape.virtual > 1 or shape.pipeline == 1:
-            seconds_of(uniform(stages.layer_count, stages.stage_count))
-            return Outcome([], [*simulated.values()], inf)
+            seconds_of(uniform(stages.layer_count, stages.stage_count))  # adds it to `simulated`
+            return Outcome(items=[], candidates=[*simulated.values()], remaining_s=inf)
         splits = (self.levelled_split(stages), self.good_split(stages), item.split)
-        first = min(filter(None, splits), key=seconds_of)
+        first = min(filter(None, splits), key=seconds_of)  # () is no split
         if seconds_of(first) < best_s * NEAR:
 
             def moves(split: Split) -> Iterator[tuple[int, int]]:
+                """Yield some (from stage, to stage) for a block, from much to little work."""
                 return islice(full_to_empty(_work_s(stages, split)), MAX_MOVES // 3)
 
-            improved(first, seconds_of, moves, min(MAX_MOVES, MAX_MOVED_PASSES // step_passes))
-        return Outcome([], [*simulated.values()], bound_s)
+            # The local search adds all splits that it tries to `simulated`.
+            max_tries = min(MAX_MOVES, MAX_MOVED_PASSES // step_passes)
+            improved(first, seconds_of, moves, max_tries)
+        return Outcome(items=[], candidates=[*simulated.values()], remaining_s=bound_s)
 
     def levelled_split(self, stages: StageBounds) -> Split:
         """Return the split whose slowest stage is as fast as possible; () if none fits the memory."""
@@ -219,11 +241,15 @@ class Evaluator:
         def seconds_of(split: Split) -> float:
             return estimate(stages.costs, split).step_s if stages.fits(split) else inf
 
+        # A row has the seconds for the embedding, a block and the output layer; [1] is a block's.
         reduction_s = [row[1] / stages.micro_batches for row in stages.costs.reduction_s]
         start = min(levelled, levelled_blocks(stages, reduction_s), key=seconds_of)
-        return improved(
-            start, seconds_of, lambda split: full_to_empty(_work_s(stages, split)), MAX_TRIES
-        )
+
+        def moves(split: Split) -> Iterator[tuple[int, int]]:
+            """Yield (from stage, to stage) for a block, from much to little work."""
+            return full_to_empty(_work_s(stages, split))
+
+        return improved(start, seconds_of, moves, MAX_TRIES)
 
 
 def levelled_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
@@ -233,6 +259,8 @@ def levelled_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
     time that all stages would take if blocks were divisible.
 
     Args:
+        stages: For each stage, the seconds of a block and of the embedding or output layer (`extra_s`), and
+            the number of blocks that fit its memory.
         more_s: For each stage, seconds of a block besides its passes.
     """
     max_layers = stages.max_layers
@@ -242,16 +270,17 @@ def levelled_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
         block_s = [seconds + more for seconds, more in zip(stages.block_s, more_s)]
     if min(max_layers) < 1 or sum(max_layers) < layers:
         return ()
-    counts = [1] * stages.stage_count
+    counts = [1] * stages.stage_count  # blocks of each stage
     if min(block_s) > 0:
         blocks_per_s = sum(1 / seconds for seconds in block_s)
+        # Embedding and output layer, as so many blocks of their stage.
         extra_blocks = sum(extra / seconds for extra, seconds in zip(stages.extra_s, block_s))
         level_s = (layers + extra_blocks) / blocks_per_s
         for stage, most in enumerate(max_layers):
             remaining_s = level_s * (1 - ROUNDING) - stages.extra_s[stage]
             counts[stage] = max(1, min(most, floor(remaining_s / block_s[stage])))
 
-    # One block is the least of a stage, which may be more than its share.
+    # Every stage got at least one block, which may be more than its share, so the sum may be too large.
     while sum(counts) > layers:
         slowest = max(
             (stage for stage in range(stages.stage_count) if counts[stage] > 1),
@@ -262,6 +291,7 @@ def levelled_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
     def with_one_more(stage: int) -> tuple[float, int]:
         return stages.extra_s[stage] + (counts[stage] + 1) * block_s[stage], stage
 
+    # The remaining blocks, one by one, to the stage that is fastest with one more.
     heap = [
         with_one_more(stage)
         for stage in range(stages.stage_count)
@@ -283,6 +313,7 @@ def _work_s(stages: StageBounds, split: Split) -> list[float]:
 
 def is_allowed(limits: Limits, placement: Placement) -> bool:
     """Return whether the user's limits on order and on traffic between clusters allow a placement."""
+    # of() returns those of the values that are allowed: [] if the only one is not.
     order = limits.of("order", [placement.sizes.order])
     clusters = limits.of("clusters", [crossing_groups(placement)])
     return bool(order and clusters)
@@ -290,7 +321,7 @@ def is_allowed(limits: Limits, placement: Placement) -> bool:
 
 def crossing_groups(placement: Placement) -> str:
     """Return which groups span clusters: "pipeline", "data" (data parallel groups) or "both"."""
-    contents = placement.stages
-    if all(len(content) == 1 for content in contents):
+    stages = placement.stages  # of each: the clusters that it lies on, with the ranks on each
+    if all(len(clusters) == 1 for clusters in stages):
         return "pipeline"
-    return "data" if len(set(contents)) == 1 else "both"
+    return "data" if len(set(stages)) == 1 else "both"

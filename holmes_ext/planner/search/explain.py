@@ -1,6 +1,7 @@
 """Explanation of the best plan in sentences: thin stages, gains over other plans, effects of site changes.
 
-All numbers are seconds of a step, simulated if the plan was simulated.
+A stage is thin if it has far fewer layers than the mean. All numbers are seconds of a step, simulated if
+the plan was simulated.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def thin_stages(result: SearchResult, candidate: Candidate) -> list[str]:
     Returns:
         A sentence for each reason and one for the even split; [] if no stage is thin.
     """
-    split = candidate.split
+    split = candidate.split  # layers of each stage
     mean = sum(split) / len(split)
     if mean < MIN_MEAN_LAYERS:
         return []
@@ -79,6 +80,7 @@ def thin_stages(result: SearchResult, candidate: Candidate) -> list[str]:
 
 
 def _even_split_line(result: SearchResult, candidate: Candidate) -> str:
+    """Return a sentence on the step with the same number of layers on every stage."""
     even_split = uniform(sum(candidate.split), len(candidate.split))
     even = result.candidate(candidate.shape, candidate.placement, even_split)
     even_s = timed(result, even).step_s if candidate.simulated_s else even.step_s
@@ -88,6 +90,7 @@ def _even_split_line(result: SearchResult, candidate: Candidate) -> str:
 
 
 def _thin_line(candidate: Candidate, costs: StageCosts, stages: list[int], reasons: str) -> str:
+    """Return the sentence "stages 0, 3 (a, b) have 1 layer: reasons"."""
     numbers = ", ".join(map(str, stages))
     places = ", ".join(dict.fromkeys(costs.places[stage] for stage in stages))
     layers = " and ".join(dict.fromkeys(str(candidate.split[stage]) for stage in stages))
@@ -102,9 +105,13 @@ def _thin_line(candidate: Candidate, costs: StageCosts, stages: list[int], reaso
 def _thin_reasons(
     costs: StageCosts, result: SearchResult, candidate: Candidate, stage: int
 ) -> Iterator[str]:
-    """Yield the costs that keep layers away from a stage, in words."""
+    """Yield the costs because of which a stage has few layers, in words.
+
+    The rows of `costs` have numbers for the embedding, a block and the output layer. A "layer" is a block.
+    """
     forward_s = costs.forward_s
     backward_s = costs.backward_s
+    # Seconds of one micro-batch in one block, on each stage.
     layer_s = [forward[1] + backward[1] for forward, backward in zip(forward_s, backward_s)]
     yield from _memory_reason(costs, candidate, stage)
     yield from _slow_layer_reason(layer_s, result, candidate, stage)
@@ -112,7 +119,7 @@ def _thin_reasons(
     is_first = stage == 0
     is_last = stage == costs.stages - 1
     if is_first or is_last:
-        layer_kind = 0 if is_first else 2  # embedding, block, output layer
+        layer_kind = 0 if is_first else 2  # 0: embedding, 2: output layer
         extra_s = forward_s[stage][layer_kind] + backward_s[stage][layer_kind]
         if extra_s > LARGE_EXTRA * layer_s[stage]:
             name = "the embedding" if is_first else "the output"
@@ -124,13 +131,13 @@ def _thin_reasons(
     if is_long and exposed_s[stage] >= EXPOSED_OF_LARGEST * max(exposed_s):
         yield f"with even layers {exposed_s[stage]:.3g} s of its reduction would be exposed"
 
-    transfers = []
+    transfers = []  # of a block's activation, over the links to the neighbours
     if not is_first:
-        transfers.append(_Transfer(costs.transfer_s[stage - 1][1], stage - 1))
+        transfers.append(_Transfer(costs.transfer_s[stage - 1][1], neighbour=stage - 1))
     if not is_last:
-        transfers.append(_Transfer(costs.transfer_s[stage][1], stage + 1))
-    longest = max(transfers, default=_Transfer(0.0, 0))
-    round_trip_s = 2 * longest.seconds
+        transfers.append(_Transfer(costs.transfer_s[stage][1], neighbour=stage + 1))
+    longest = max(transfers, default=_Transfer(0.0, neighbour=0))
+    round_trip_s = 2 * longest.seconds  # activation forward, gradient back
     if round_trip_s > layer_s[stage]:
         yield (
             f"a micro-batch's activation and gradient take {round_trip_s:.3g} s between it and stage "
@@ -139,15 +146,19 @@ def _thin_reasons(
 
 
 def _memory_reason(costs: StageCosts, candidate: Candidate, stage: int) -> Iterator[str]:
-    """Yield a sentence if the stage's memory has no room for another layer."""
+    """Yield a sentence if another layer does not fit the stage's memory."""
     embedding_bytes, block_bytes, *_ = costs.memory[stage]
     output_bytes = costs.memory[stage][-1]
     is_first = stage == 0
     is_last = stage == costs.stages - 1
-    extra_bytes = is_first * embedding_bytes + is_last * output_bytes
-    room_bytes = costs.room_bytes[stage]
+    extra_bytes = 0.0
+    if is_first:
+        extra_bytes += embedding_bytes
+    if is_last:
+        extra_bytes += output_bytes
+    available_bytes = costs.room_bytes[stage]  # for layers; inf without a limit
     needed_bytes = block_bytes * (candidate.split[stage] + 1)
-    if room_bytes < inf and needed_bytes > room_bytes - extra_bytes:
+    if available_bytes < inf and needed_bytes > available_bytes - extra_bytes:
         layer_gb = block_bytes / BYTES_PER_GB
         yield f"its memory has no room for another layer ({layer_gb:.3g} GB)"
 
@@ -165,6 +176,7 @@ def _slow_layer_reason(
     if stage_layer_s <= SLOW_LAYER * least_s:
         return
     prices = result.prices(candidate.shape)
+    # fold(): the stage in a smaller placement with the same costs, which many placements share.
     fold, (folded_stage,) = prices.fold(candidate.placement, stage)
     collective_share = prices.collective_s(fold, folded_stage) / stage_layer_s
     collectives = ""
@@ -206,10 +218,10 @@ def explain(result: SearchResult) -> list[str]:
 
 
 def _change_lines(result: SearchResult) -> list[str]:
-    """Return a sentence for each change of the site with an effect, and one for all without."""
+    """Return a sentence for each change of the site that changes the step, and one for all that do not."""
     best_s = result.best.step_s
     gap = result.optimality_gap.gap if result.optimality_gap else 0.0
-    least_effect = max(NEGLIGIBLE, gap)
+    least_effect = max(NEGLIGIBLE, gap)  # smaller changes may be due to the search
     effects = []
     unchanged = []
     for change in sorted(what_if(result), key=lambda change: change.step_s):
@@ -218,7 +230,7 @@ def _change_lines(result: SearchResult) -> list[str]:
             effects.append(f"with {change.description}: {change.step_s:.4g} s ({effect:+.1%})")
         else:
             unchanged.append(change.description)
-    lines = effects[: MAX_CHANGES - bool(unchanged)]
+    lines = effects[: MAX_CHANGES - bool(unchanged)]  # the line on the unchanged counts, too
     if unchanged:
         within = f" (within {least_effect:.1%})" if least_effect > NEGLIGIBLE else ""
         lines.append(f"unchanged{within} with {some_of(unchanged, MAX_UNCHANGED)}")
@@ -235,6 +247,7 @@ def _comparison(name: str, best_causes: dict[str, float], other: dict[str, float
     """
     best_s = sum(best_causes.values())
     other_s = sum(other.values())
+    # (seconds that the other plan takes longer, name of the cause), the largest difference first
     differences = [(other[cause] - best_causes[cause], CAUSES[cause]) for cause in best_causes]
     differences.sort(key=lambda difference: -abs(difference[0]))
     parts = [

@@ -7,8 +7,8 @@ Fewer nodes can be faster if the traffic to a cluster takes longer than its GPUs
     fewer nodes      (7, 8, 0)    the best set without a cluster, or a node of a cluster, while that is faster
 
 A set is not searched if its GPUs need longer to compute the batch than the best step so far, or if no shape's
-lower bound (bound/shape.py) is below that step. The result is for starting a job; a running job keeps its
-nodes.
+lower bound (bound/shape.py) is below that step. Each set gets a first look (sketch.py): a quick search
+without a proof. The result is for starting a job; a running job keeps its nodes.
 """
 
 from __future__ import annotations
@@ -70,14 +70,17 @@ def best_use(
         far, with `interrupted` set.
     """
     begin = time.monotonic()
-    on_all = with_spread(on_all)
+    on_all = with_spread(
+        on_all
+    )  # with a WAN: nodes of clusters spread over the stages, if that is faster
     fewer_end = begin + FEWER_NODES_SHARE * (end - begin)
-    fewer, interrupted = _on_fewer(on_all, spec, fewer_end, rows)
+    fewer, interrupted = _search_fewer_nodes(on_all, spec, fewer_end, rows)
     if fewer is None:
         if interrupted:
             return replace(on_all, interrupted=True)
         return proven(on_all, end, progress)
     if not interrupted and on_all.best.step_s < NEAR * fewer.best.step_s:
+        # The full search may still find a faster plan on all nodes. It gets half of the remaining time.
         half_end = (time.monotonic() + end) / 2
         on_all = proven(on_all, half_end, progress)
         interrupted = on_all.interrupted
@@ -89,12 +92,20 @@ def best_use(
     return replace(fewer, on_all=on_all, interrupted=interrupted)
 
 
-def _on_fewer(result: SearchResult, spec: SiteSpec, end: float, rows: int) -> _FewerNodes:
-    """Search subsets of the nodes until the moment `end` for one on which the job is faster."""
+def _search_fewer_nodes(result: SearchResult, spec: SiteSpec, end: float, rows: int) -> _FewerNodes:
+    """Search subsets of the nodes for one on which the job is faster than on all.
+
+    Args:
+        result: First look at all nodes.
+        spec: Clusters and nodes available.
+        end: Moment of time.monotonic() at which to stop.
+        rows: Number of shapes that a table shows.
+    """
     search_of_sets = _NodeSets(result, spec, end, rows)
     interrupted = False
     try:
         search_of_sets.examine(search_of_sets.cluster_sets())
+        # Take away nodes from the best set as long as that makes the step shorter.
         while search_of_sets.examine(search_of_sets.one_less()):
             pass
     except KeyboardInterrupt:
@@ -121,9 +132,11 @@ class _NodeSets:
         self.spec = spec
         self.end = end
         self.rows = rows
-        #: For each cluster, the first cluster with equal nodes and networks.
+        #: For each cluster, the first cluster with equal nodes and networks: in a job on several clusters,
+        #: and in a job on one cluster, where the networks between clusters do not matter.
         self.kin = alike(spec, result.model)
         self.kin_alone = alike(spec, result.model, alone=True)
+        #: Sets examined, in canonical form.
         self.seen = {self._canonical(self.counts)}
         self.batch_flops = result.batch_flops
         #: FLOP/s of a node of each cluster.
@@ -132,29 +145,41 @@ class _NodeSets:
         ]
 
     def _canonical(self, counts: Counts) -> Counts:
-        """Return equal counts for sets that differ in interchangeable clusters only."""
+        """Return a key that is equal for sets that differ in interchangeable clusters only.
+
+        The counts are sorted within each group of interchangeable clusters.
+        """
         is_one_cluster = sum(map(bool, counts)) == 1
         kin = self.kin_alone if is_one_cluster else self.kin
         return tuple(count for _, count in sorted(zip(kin, counts)))
 
     def cluster_sets(self) -> Iterator[Counts]:
-        """Yield sets of whole clusters: all, or of many clusters those that links above a rate connect."""
+        """Yield sets of whole clusters.
+
+        Of few clusters, they are all subsets. Of many, they are those that fast links connect: for each rate
+        of a link, the connected components of the graph of all links that are at least as fast.
+        """
         indices = range(len(self.counts))
         if len(indices) <= MAX_ALL_SETS:
             yield from product(*((0, count) for count in self.counts))
             return
         names = [cluster.name for cluster in self.spec.clusters]
         network = self.best.network
+        # The network numbers the clusters in an order of its own.
         kind_of = {names.index(network.cluster(kind)): kind for kind in range(len(network.kinds))}
-        rates_bps = rates_between(network)
+        rates_bps = rates_between(
+            network
+        )  # (cluster, cluster), as numbered by the network -> bits/s
         for least_bps in sorted({*rates_bps.values()}):
             component = {index: index for index in indices}  # cluster -> label of its component
             for low, high in combinations(indices, 2):
                 if rates_bps[kind_of[low], kind_of[high]] >= least_bps:
-                    kept, joined = component[low], component[high]
+                    # The link joins two components: one label replaces the other.
+                    kept_label = component[low]
+                    replaced_label = component[high]
                     for index, label in component.items():
-                        if label == joined:
-                            component[index] = kept
+                        if label == replaced_label:
+                            component[index] = kept_label
             for chosen in {*component.values()}:
                 yield tuple(
                     count if component[index] == chosen else 0
@@ -162,22 +187,22 @@ class _NodeSets:
                 )
 
     def one_less(self) -> Iterator[Counts]:
-        """Yield the best set without a cluster, and without a node of a cluster."""
+        """Yield the best set without one of its clusters, and without one node of a cluster."""
         for index, count in enumerate(self.counts):
             for fewer in {0, max(0, count - 1)}:
                 yield (*self.counts[:index], fewer, *self.counts[index + 1 :])
 
     def examine(self, sets: Iterable[Counts]) -> bool:
         """Search each set that may be faster, most FLOP/s first; return whether the best set changed."""
-        before = self.best
+        previous_best = self.best
 
-        def order(counts: Counts) -> tuple[float, list[int]]:
+        def most_flops_first(counts: Counts) -> tuple[float, list[int]]:
             return self._compute_s(counts), [-count for count in counts]
 
-        for counts in sorted({*sets}, key=order):
-            best_s = self.best.best.step_s
+        for counts in sorted({*sets}, key=most_flops_first):
+            best_s = self.best.best.step_s  # step of the best plan on the best set
             if self._compute_s(counts) >= best_s or time.monotonic() > self.end:
-                break
+                break  # the following sets compute even longer
             canonical = self._canonical(counts)
             if canonical in self.seen:
                 continue
@@ -186,7 +211,7 @@ class _NodeSets:
             if result is not None and result.best.step_s < best_s * (1 - EQUAL):
                 self.best = result
                 self.counts = counts
-        return self.best is not before
+        return self.best is not previous_best
 
     def _compute_s(self, counts: Counts) -> float:
         """Return the seconds in which the GPUs of a set compute the batch, a lower bound on its step."""
@@ -200,18 +225,18 @@ class _NodeSets:
             names.update(cluster.nodes[:count])
         spec = self.spec.only(names)
         request = self.best.on(Network(site_from_spec(spec), Links.of_spec(spec)))
-        best_s = self.best.best.step_s
+        best_s = self.best.best.step_s  # step of the best plan on the best set
         all_shapes = shapes(request.network, request.model, request.global_batch, request.limits)
-        only = [
+        promising = [  # shapes whose lower bound is below the best step
             shape
             for shape in all_shapes
             if ShapeBound(request.network, request.prices(shape), shape).seconds < best_s
         ]
-        if not only:
+        if not promising:
             return None
         remaining_s = max(0.0, self.end - time.monotonic())
         try:
-            result = search(request, remaining_s, rows=self.rows, only=only, prove=False)
+            result = search(request, remaining_s, rows=self.rows, only=promising, prove=False)
             return with_spread(result)
         except HolmesError:  # no plan fits the memory
             return None

@@ -1,4 +1,8 @@
-"""Request and result of a search for the best plan: candidates, optimality gap, counts."""
+"""Request and result of a search for the best plan: candidates, optimality gap, counts.
+
+The closed form is a formula for the step time of a plan: quick, but less exact than a simulated step.
+"Stock" is the same job without holmes.
+"""
 
 from __future__ import annotations
 
@@ -109,6 +113,7 @@ def worst_error() -> float:
 
     docs/generate.py writes the file that is read here.
     """
+    # The second argument is the advice in the error message if the file cannot be read.
     table = load_json(Path(__file__).with_name("model_error.json"), "install holmes_ext again")
     worst: float = table.take("worst_error", float)
     return worst
@@ -185,13 +190,16 @@ class SearchResult:
         Args:
             flat: Without hierarchical all-reduce.
         """
-        return self._prices(shape, flat)
+        return self._cached_prices(shape, flat)
 
     @cached_property
-    def _prices(self) -> Callable[[Shape, bool], Prices]:
-        return lru_cache(maxsize=64)(self._prices_of)
+    def _cached_prices(self) -> Callable[[Shape, bool], Prices]:
+        """_compute_prices() with a cache of this result, not of the class."""
+        return lru_cache(maxsize=64)(self._compute_prices)
 
-    def _prices_of(self, shape: Shape, flat: bool) -> Prices:
+    def _compute_prices(self, shape: Shape, flat: bool) -> Prices:
+        """Return the times of computation and communication for a shape; see prices()."""
+        # ZeRO stages with hierarchical reductions of the framework itself; None if each stage may choose.
         hierarchical_zero = self.limits.hierarchical
         reductions = self.limits.of("reduction", self.rules.reductions)
         is_unsupported = hierarchical_zero is not None and shape.zero not in hierarchical_zero
@@ -203,11 +211,13 @@ class SearchResult:
             zero=shape.zero,
             virtual=shape.virtual,
             memory_bytes=self.limits.memory_bytes,
-            same_reductions=hierarchical_zero is not None,
-            hybrid=shape.replicas > 1,
+            same_reductions=hierarchical_zero is not None,  # all stages use the same reduction
+            hybrid=shape.replicas > 1,  # ZeRO 3 shards inside each cluster only
         )
         sizes = shape.sizes()
-        remember = self.network.remember
+        remember = (
+            self.network.remember
+        )  # (key, function) -> the function's value, computed once a key
         # Shapes with equal keys share the costs of their layers.
         key = (id(self.model), shape.micro_batch, shape.recompute)
         model_key = (*key, shape.micro_batches, shape.zero)
@@ -250,19 +260,19 @@ class SearchResult:
         )
 
     def __getstate__(self) -> dict[str, object]:
-        # worker processes rebuild the cache of prices
-        return {name: value for name, value in self.__dict__.items() if name != "_prices"}
+        # Worker processes rebuild the cache of prices: it cannot be pickled.
+        return {name: value for name, value in self.__dict__.items() if name != "_cached_prices"}
 
     def stock(
         self, shape: Shape, split: Sequence[int] = (), order: str = DEFAULT_ORDER
     ) -> tuple[SearchResult, Candidate]:
-        """Return the job without holmes ("stock"), and its plan for a shape.
+        """Return the request for the job without holmes ("stock"), and the job's plan for a shape.
 
         The ranks are in the launcher's order, all traffic uses the network that all nodes share, and
         reductions overlap as in the framework.
 
         Args:
-            split: Layers of each stage; () for even ones.
+            split: Layers of each stage; () for the same number on every stage.
             order: Order of the parallel axes in the ranks.
         """
         site = self.network.site
@@ -275,10 +285,14 @@ class SearchResult:
         return stock, stock.candidate(shape, placement, layers)
 
     def with_known(self, candidate: Candidate) -> SearchResult:
-        """Return the result with a candidate from another search, if it is in the space and the fastest."""
+        """Return the result with a candidate from another search first, if it is faster than all.
+
+        The result is unchanged unless the candidate was simulated, fits, and its shape is in this search.
+        """
         is_faster = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
         if not is_faster or candidate.shape not in self.ideals or self.optimality_gap is None:
             return self
+        # A copy: callers tell by identity whether the best plan is the user's layout.
         return self.ranked([replace(candidate), *self.candidates], self.optimality_gap.bound_s)
 
     def ranked(self, candidates: list[Candidate], bound_s: float) -> SearchResult:

@@ -5,9 +5,11 @@
          `- placement        the same with a closer bound, and a split that the bound allows
              `- splits           layers of every stage, simulated
 
+Each entry of this tree is an item. It has a lower bound on the step time of all its plans.
+
 1. A first look (sketch.py) finds good plans by the closed form and simulates the fastest.
-2. The item with the least lower bound is divided or simulated next. Before all others come the shapes that
-   differ from the best plan's in recomputation and ZeRO only.
+2. The item with the least lower bound is divided or simulated next. Before all others come the "early" items:
+   shapes that differ from the best plan's in recomputation and ZeRO only, and their placements.
 3. The search ends when the least remaining bound is no better than the best simulated step: no other plan
    can be faster. With a time limit, a WAN, or if some cluster orders were left out, the optimality gap says
    how much faster another plan could be.
@@ -117,6 +119,7 @@ _evaluator: Evaluator | None = None  # of a worker process
 
 
 def _start_worker(result: SearchResult) -> None:
+    """Prepare a worker process for the search that `result` requests."""
     global _evaluator
     gc.disable()  # nothing here has reference cycles; saves a tenth of the time
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
@@ -180,13 +183,17 @@ class _BranchAndBound:
         self.running: dict[Future[Outcome], _Task] = {}
 
     def run(self) -> None:
-        """Process items until none can beat the best plan, the time is over, or patience is exhausted."""
+        """Process items until none can beat the best plan, or the time is over.
+
+        With a WAN, also stop after PATIENCE items without a better plan.
+        """
         self._push_shapes()
         evaluator = Evaluator(self.result)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         processes = min(cores, MAX_PROCESSES)
         patience = PATIENCE if self.result.network.wan else inf
         while time.monotonic() < self.end and self.processed - self.improved_at < patience:
+            # Worker processes take a while to start, which a short search does not need.
             if processes > 1 and time.monotonic() > self.begin + ALONE_S:
                 has_worked = self._process_in_workers(processes)
             else:
@@ -199,7 +206,7 @@ class _BranchAndBound:
         best = self.result.best.shape
         for shape, ideal_s in self.result.ideals.items():
             if ideal_s >= self.best_s * (1 - EQUAL):
-                continue
+                continue  # no plan of the shape can be faster
             same_sizes = replace(shape, recompute=best.recompute, zero=best.zero) == best
             if same_sizes and best.virtual == 1 and best.pipeline > 1:
                 self._push_early(phase=0, order=ideal_s, bound_s=ideal_s, item=shape)
@@ -215,12 +222,20 @@ class _BranchAndBound:
             outcome = evaluator.process(task.item, task.bound_s, self.best_s)
             self._record(outcome, task.early)
         except KeyboardInterrupt:
+            # The item is in no queue any more, but its plans still count in the optimality gap.
             self.remaining_s = min(self.remaining_s, task.bound_s)
             raise
         return True
 
     def _process_in_workers(self, processes: int) -> bool:
-        """Give each worker process a task and a spare one, and record an outcome; False if none is left."""
+        """Give each worker process a task and a spare one, and wait for an outcome to record.
+
+        Args:
+            processes: Number of worker processes.
+
+        Returns:
+            False if no task is left or running.
+        """
         if self.pool is None:
             request = replace(self.result, candidates=[], ideals={})
             self.pool = ProcessPoolExecutor(
@@ -248,6 +263,7 @@ class _BranchAndBound:
             if self.early_left[entry.phase] and entry.bound_s < self.best_s * (1 - EQUAL):
                 self.early_left[entry.phase] -= 1
                 return _Task(entry.bound_s, entry.item, early=True)
+            # Enough early items of this phase were processed: this one waits in the main queue.
             self._push(entry.bound_s, entry.item)
         if not self._may_improve():
             return None
@@ -269,13 +285,16 @@ class _BranchAndBound:
         """Queue the new items of an outcome, and keep its candidates and its bound.
 
         Args:
+            outcome: Result of the work on one item.
             early: The outcome is of an early item, so its placements are early too.
         """
         by_bound = sorted(outcome.items, key=lambda entry: entry.bound_s)
         for rank, (bound_s, item) in enumerate(by_bound):
             if early and isinstance(item, PlacedShape):
-                phase = 2 if item.closer else 1
-                self._push_early(phase, item.walked_s or rank, bound_s, item)
+                phase = 2 if item.closer else 1  # see _EarlyEntry
+                # With a closer bound: by the step of its split. Before: by rank among its siblings.
+                order = item.walked_s or rank
+                self._push_early(phase, order, bound_s, item)
             else:
                 self._push(bound_s, item)
         self.remaining_s = min(self.remaining_s, outcome.remaining_s)
@@ -296,12 +315,16 @@ class _BranchAndBound:
         if self.progress:
             waiting = len(self.queue) if self._may_improve() else 0
             left = waiting + len(self.early_queue) + len(self.running)
-            self.progress(self.processed, left, self.best_s, 1 - self._bound_s() / self.best_s)
+            gap = 1 - self._bound_s() / self.best_s
+            self.progress(self.processed, left, self.best_s, gap)
 
     def _bound_s(self) -> float:
-        """Return a lower bound on the step time of every plan, in seconds."""
+        """Return a lower bound on the step time of every plan, in seconds.
+
+        It is the least bound of all items that are neither simulated nor excluded.
+        """
         bounds_s = [self.best_s, self.remaining_s]
-        bounds_s += [entry.bound_s for entry in self.queue[:1]]
+        bounds_s += [entry.bound_s for entry in self.queue[:1]]  # the first of a heap is the least
         bounds_s += [task.bound_s for task in self.running.values()]
         bounds_s += [entry.bound_s for entry in self.early_queue]
         return min(bounds_s)
@@ -325,5 +348,5 @@ class _BranchAndBound:
         return replace(
             self.result.ranked(ranked, self._bound_s()),
             interrupted=self.interrupted,
-            pruned=self.result.pruned + len(self.queue),
+            pruned=self.result.pruned + len(self.queue),  # the rest of the queue is not examined
         )

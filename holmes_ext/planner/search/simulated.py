@@ -1,4 +1,9 @@
-"""Simulated step times of the search's candidates, and variants of their pipeline schedules."""
+"""Simulated step times of the search's candidates, and variants of their pipeline schedules.
+
+Variants are other orders of the forward and backward passes: breadth-first, or an order that is optimized for
+the plan and then written out ("listed"). Under 1F1B a plan may also start more micro-batches before the first
+backward pass than the framework does (the warm-up depth), which hides slow links between stages.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +47,13 @@ def execution_of(
     """
     is_hierarchical = "hierarchical" in reductions
     if listed:
-        overlap = "off"
+        overlap = "off"  # a listed order has no overlapped reductions
+    elif result.overlap:
+        overlap = result.overlap
     else:
-        overlap = result.overlap or ("on" if result.rules.overlap else "off")
-    # Hierarchical ZeRO scatters inside clusters, sums across and gathers inside: a hierarchical all-reduce.
+        overlap = "on" if result.rules.overlap else "off"
+    # Hierarchical ZeRO scatters inside clusters, sums across and gathers inside: a hierarchical all-reduce,
+    # so it is simulated as one, without ZeRO.
     is_all_reduce = is_hierarchical and result.engine.scatters
     return Execution(
         result.engine,
@@ -79,13 +87,14 @@ def job_of(
 
     Args:
         hide_stage_links: Use the plan's schedule, which hides the stage links; False for the framework's.
-        in_flight: Warm-up depths to use instead of the plan's.
+        in_flight: Warm-up depth of each stage, to use instead of the plan's; () for the plan's.
     """
     shape = candidate.shape
-    costs = result.costs(candidate, sharded=False)
+    costs = result.costs(candidate, sharded=False)  # the simulation adds ZeRO's collectives itself
     warm_up = tuple(in_flight)
     listed = candidate.schedule if hide_stage_links else ()
-    if not warm_up and hide_stage_links and not candidate.breadth_first and not listed:
+    has_own_order = candidate.breadth_first or listed
+    if not warm_up and hide_stage_links and not has_own_order:
         warm_up = costs.in_flight(candidate.split)
     run = execution_of(
         result,
@@ -114,7 +123,7 @@ def passes(shape: Shape, layers: int) -> int:
 
 
 def timed(result: SearchResult, candidate: Candidate) -> Candidate:
-    """Return a candidate with its simulated step, warm-up depths and memory.
+    """Simulate a candidate, and return it with the simulated step, its warm-up depths and memory.
 
     A candidate of more than MAX_PASSES passes is not simulated.
     """
@@ -129,7 +138,7 @@ def with_flight(result: SearchResult, candidate: Candidate) -> Candidate:
     costs = result.costs(candidate)
     memory_bytes = candidate.memory_bytes
     warm_up = costs.in_flight(candidate.split)
-    if warm_up:
+    if warm_up:  # () under the framework's own schedule
         memory_bytes = tuple(map(StageLoad.bytes_of, costs.loads(candidate.split), warm_up))
     return replace(candidate, in_flight=warm_up, memory_bytes=memory_bytes)
 
@@ -141,7 +150,9 @@ def step_without(result: SearchResult, candidate: Candidate) -> float:
     """
     if candidate.simulated_s:
         return folded_s(job_of(result, candidate, hide_stage_links=False))
-    return estimate(replace(result.costs(candidate), link_load_s=None), candidate.split).step_s
+    # Without `hidden`, sends between stages block as in the framework.
+    framework_costs = replace(result.costs(candidate), link_load_s=None)
+    return estimate(framework_costs, candidate.split).step_s
 
 
 def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
@@ -151,10 +162,10 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
     sizes = candidate.placement.sizes
     layers_held = [job.block] * candidate.split[stage]
     if stage == 0:
-        layers_held.append(job.layers[0])
+        layers_held.append(job.layers[0])  # embedding
     if stage == shape.pipeline - 1:
-        layers_held.append(job.layers[-1])
-    shards = sizes.data * sizes.context // shape.replicas
+        layers_held.append(job.layers[-1])  # output layer
+    shards = sizes.data * sizes.context // shape.replicas  # ranks that share the state under ZeRO
     expert_shards = max(1, shards // sizes.expert)
     kept = _kept_micro_batches(candidate, stage)
     return stage_memory(
@@ -173,14 +184,15 @@ def _kept_micro_batches(candidate: Candidate, stage: int) -> float:
 def with_passes(result: SearchResult) -> SearchResult:
     """Return the result with a candidate in an optimized pass order first, if it beats the best.
 
-    The optimality gap stays that of 1F1B schedules.
+    Only the MAX_SOLVED fastest simulated candidates are tried. The optimality gap stays that of 1F1B
+    schedules.
     """
-    simulated_ones = [
+    simulated_plans = [
         candidate
         for candidate in result.candidates
         if candidate.simulated_s and not candidate.breadth_first
     ]
-    variants = (in_passes(result, candidate) for candidate in simulated_ones[:MAX_SOLVED])
+    variants = (in_passes(result, candidate) for candidate in simulated_plans[:MAX_SOLVED])
     return _with_fastest(result, variants)
 
 
@@ -196,29 +208,29 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
     """Return a candidate with an optimized order of passes on each stage.
 
     Returns:
-        None if no order makes the candidate faster, or the search for it would take too long.
+        None if no order makes the candidate faster, if the search for it would take too long, or if the
+        candidate has no pipeline, an interleaved one, or ZeRO 2 or 3.
     """
     shape = candidate.shape
     step_passes = passes(shape, result.model.layers)
-    has_stages = shape.pipeline > 1 and shape.virtual == 1
-    if not has_stages or shape.zero > 1 or step_passes > MAX_SOLVED_PASSES:
+    has_plain_pipeline = shape.pipeline > 1 and shape.virtual == 1
+    if not has_plain_pipeline or shape.zero > 1 or step_passes > MAX_SOLVED_PASSES:
         return None
     costs = result.costs(candidate)
-    loads = costs.loads(candidate.split)
+    loads = costs.loads(candidate.split)  # of each stage: pass times and memory
     stage_links_s = costs.stage_links_s(candidate.split)
-    pass_order = quickest(
-        loads,
-        stage_links_s,
-        costs.link_load_s or stage_links_s,
-        shape.micro_batches,
-        not result.rules.direct,
-    )
+    # Of the seconds of a message, those in which its stage link carries nothing else.
+    occupied_links_s = costs.link_load_s or stage_links_s
+    one_order = (
+        not result.rules.direct
+    )  # NCCL needs a common order of a link's messages, gloo does not
+    pass_order = quickest(loads, stage_links_s, occupied_links_s, shape.micro_batches, one_order)
     if pass_order is None:
         return None
     memory_bytes = tuple(map(StageLoad.bytes_of, loads, pass_order.in_flight))
     listed = replace(candidate, schedule=pass_order.texts, in_flight=(), memory_bytes=memory_bytes)
-    listed = replace(listed, simulated_s=folded_s(job_of(result, listed)))
-    return listed if listed.simulated_s < candidate.step_s else None
+    timed_listed = replace(listed, simulated_s=folded_s(job_of(result, listed)))
+    return timed_listed if timed_listed.simulated_s < candidate.step_s else None
 
 
 def with_breadth_first(result: SearchResult) -> SearchResult:
@@ -241,6 +253,7 @@ def _in_breadth_first(result: SearchResult, candidate: Candidate) -> Candidate |
     memory_bytes = []
     for stage, used_bytes in enumerate(candidate.memory_bytes):
         activation_bytes = memory_of(result, candidate, stage).activations
+        # All micro-batches of a step are held at once, instead of those that 1F1B has in flight.
         growth = shape.micro_batches / _kept_micro_batches(candidate, stage) - 1
         memory_bytes.append(used_bytes + activation_bytes * growth)
     variant = replace(candidate, breadth_first=True, in_flight=(), memory_bytes=tuple(memory_bytes))

@@ -1,7 +1,8 @@
 """First look of the search: rank the shapes by the closed form, and simulate the fastest.
 
-The closed form takes microseconds for a plan, a simulation milliseconds to seconds. So the first look finds
-good plans soon, and their step times let branch and bound (search.py) exclude most of the space.
+The closed form, a formula for the step time, takes microseconds for a plan; a simulation takes milliseconds
+to seconds. So the first look finds good plans soon, and their step times let branch and bound (search.py)
+exclude most of the space.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ Progress = Callable[[int, int, float, float], None]
 
 
 class _PlacedSplit(NamedTuple):
-    """A placement with its levelled split, ordered by step time."""
+    """A placement with the split that makes its slowest stage as fast as possible; ordered by step time."""
 
     step_s: float  # by the closed form
     number: int  # decides between equal steps
@@ -135,11 +136,19 @@ class Sketch:
             ideal_s = ShapeBound(result.network, result.prices(shape), shape).seconds
             if ideal_s < inf:
                 result.ideals[shape] = ideal_s
-            else:
+            else:  # inf: the layers fit no memory
                 self._count_misfit(shape)
 
     def _rank_shapes(self, end: float, progress: Progress | None) -> None:
-        """Place the shapes by the closed form until the time or the patience is over."""
+        """Add the best plan of each shape by the closed form to the candidates, until the time is over.
+
+        With a WAN, also stop after PATIENCE shapes without a better plan. Shapes that cannot be faster than
+        the best plan are left out, once there are candidates for all rows of the table.
+
+        Args:
+            end: Moment of time.monotonic() at which to stop.
+            progress: Called from time to time.
+        """
         result = self.result
         patience = PATIENCE if result.network.wan else inf
         without_gain = 0  # shapes since the last improvement
@@ -151,31 +160,33 @@ class Sketch:
             is_over = time.monotonic() > end or without_gain > patience
             if result.candidates and is_over:
                 break
-            before_s = self.best_s
-            self._place(shape)
-            if self.best_s < before_s * (1 - GAIN):
+            previous_best_s = self.best_s
+            self._add_candidates(shape)
+            if self.best_s < previous_best_s * (1 - GAIN):
                 without_gain = 0
             else:
                 without_gain += 1
             if progress and number % PROGRESS_EVERY == 0:
-                progress(number, len(result.ideals) - number, self.best_s, 1.0)
+                gap = 1.0  # no step was simulated yet
+                progress(number, len(result.ideals) - number, self.best_s, gap)
 
     def _by_bound(self) -> Iterator[Shape]:
         """Return the shapes by lower bound; of many, the best of each pipeline size first."""
         ideals = self.result.ideals
         ordered = sorted(ideals, key=ideals.__getitem__)
-        best_of_depth: dict[int, Shape] = {}
+        best_of_depth: dict[int, Shape] = {}  # pipeline size -> shape with the least bound
         if len(ordered) > MANY_SHAPES:
             for shape in ordered:
                 if shape.virtual == 1 and shape.pipeline > 1:
                     best_of_depth.setdefault(shape.pipeline, shape)
-        return iter(dict.fromkeys((*best_of_depth.values(), *ordered)))
+        return iter(dict.fromkeys((*best_of_depth.values(), *ordered)))  # each once
 
-    def _place(self, shape: Shape) -> None:
+    def _add_candidates(self, shape: Shape) -> None:
         """Add the shape's best placement by the closed form to the candidates.
 
-        With a WAN the closed form knows less of the traffic between clusters. Then the best placement with
-        pipelines, with data parallel groups, and with both across clusters are added, if they are good.
+        With a WAN the closed form is less exact about the traffic between clusters. Then more placements are
+        added, if they are good: the best one in which pipelines cross clusters, the best one in which data
+        parallel groups do, and the best one in which both do.
         """
         result = self.result
         placed: list[_PlacedSplit] = []
@@ -193,24 +204,30 @@ class Sketch:
         chosen = [fastest]
         if result.network.wan:
             limit_s = NEAR * self.best_s
-            for groups in CLUSTERS:
-                crossing_so = [entry for entry in placed if entry.crossing == groups]
-                best = min(crossing_so, default=None)
+            for groups in CLUSTERS:  # groups that span clusters: "pipeline", "data" or "both"
+                with_these_groups = [entry for entry in placed if entry.crossing == groups]
+                best = min(with_these_groups, default=None)
                 if best and best is not fastest and best.step_s < limit_s:
                     chosen.append(best)
         result.pruned += len(placed) - len(chosen)
         for step_s, _, split, stages in chosen:
             if step_s < NEAR * self.best_s:
-                split = self.evaluator.good_split(stages)
+                split = self.evaluator.good_split(stages)  # by a local search, which takes longer
             candidate = result.candidate(shape, stages.placement, split)
             result.candidates.append(candidate)
             self.best_s = min(self.best_s, candidate.formula_s)
 
     def _count_misfit(self, shape: Shape) -> None:
-        """Count a shape or placement that fits no memory, and remember the shape nearest to fitting."""
+        """Count a shape or placement that fits no memory, and remember the shape nearest to fitting.
+
+        That shape is named in the error message if no plan fits. Nearest is the one that needs the fewest
+        bytes on its first stage, which holds the most micro-batches.
+        """
         self.result.misfits += 1
         job = self.result.prices(shape).job
+        # Micro-batches whose activations stage 0 holds at the same time.
         kept = in_flight(0, shape.pipeline, shape.virtual, shape.micro_batches)
+        # state: weights, gradients and optimizer; kept_bytes: activations of a micro-batch
         embedding, block, output = job.layers
         embedding_state, block_state, output_state = job.state_bytes
         embedding_bytes = embedding_state + embedding.kept_bytes
@@ -223,6 +240,7 @@ class Sketch:
             self.nearest = (needed_bytes, shape)
 
     def _no_sizes_message(self) -> str:
+        """Return the error message for a job without any possible parallel sizes."""
         result = self.result
         network = result.network
         job = (
@@ -233,7 +251,11 @@ class Sketch:
         return f"no parallel sizes are possible: {job}{_limits_text(result.limits)}; {advice}"
 
     def _misfit_message(self) -> str:
-        """Return the stage and the term of its memory that keep the nearest shape from fitting."""
+        """Return the error message for a job that does not fit the memory.
+
+        It names the shape that comes nearest to fitting, the stage of it that lacks most memory, and the
+        largest term of that stage's memory.
+        """
         result = self.result
         if self.nearest is None:
             limits = _limits_text(result.limits)
@@ -249,7 +271,7 @@ class Sketch:
         largest = max(terms, key=terms.__getitem__)
 
         def text(size: float) -> str:
-            return format_bytes(size, 4)
+            return format_bytes(size, 4)  # 4 digits: small differences should show
 
         limit = limit_bytes[stage]
         needed = used_bytes[stage]
@@ -264,7 +286,8 @@ class Sketch:
 def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int = 1) -> SearchResult:
     """Simulate the fastest candidates, and return the result with these first.
 
-    The optimality gap is computed from the lower bounds of the shapes.
+    The budget of all simulations together is MAX_PASSES passes. The optimality gap is computed from the lower
+    bounds of the shapes.
 
     Args:
         result: Candidates ranked by the closed form.
@@ -277,21 +300,22 @@ def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int =
     simulated: list[Candidate] = []
     others: list[Candidate] = []
     for number, candidate in enumerate(result.candidates):
-        # The closed form seldom exceeds the simulated step.
+        # The closed form seldom exceeds the simulated step, so a candidate above the limit is not faster. Nor
+        # are the following ones.
         limit_s = best_s if len(simulated) >= rows else FAR * best_s
         if len(simulated) == count or candidate.formula_s >= limit_s:
             others += result.candidates[number:]
             break
         shape = candidate.shape
-        needed = passes(shape, layers)
+        needed_passes = passes(shape, layers)
         if result.network.wan:
-            needed *= WAN_PASS_FACTOR
+            needed_passes *= WAN_PASS_FACTOR
         if "hierarchical" in candidate.reductions:
-            needed += HIERARCHICAL_PASSES * shape.pipeline * shape.virtual
-        if needed > passes_left:
+            needed_passes += HIERARCHICAL_PASSES * shape.pipeline * shape.virtual
+        if needed_passes > passes_left:
             others.append(candidate)
             continue
-        passes_left -= needed
+        passes_left -= needed_passes
         simulated.append(timed(result, candidate))
         best_s = min(best_s, simulated[-1].step_s)
     simulated.sort(key=lambda plan: plan.simulated_s)

@@ -1,6 +1,6 @@
 """Search space: every shape (parallel sizes, micro-batch, recomputation, ZeRO stage) of a job on a site.
 
-A shape must divide its job. The left number must be a multiple of the right one:
+A shape must divide its job: in each row, the left number must be a multiple of the right one.
 
     ranks                 tensor x context x pipeline
     global batch          micro-batch x data
@@ -11,7 +11,8 @@ A shape must divide its job. The left number must be a multiple of the right one
     experts               expert
     data x context        expert
 
-Groups of ranks fill nodes evenly. ZeRO 2 and 3 need a single pipeline stage (DeepSpeed's rule).
+Groups of ranks fill nodes evenly. ZeRO 2 and 3 need a single pipeline stage (DeepSpeed's rule). The user can
+limit the values of each size (--limit).
 """
 
 from __future__ import annotations
@@ -93,12 +94,18 @@ class Limits:
             raise HolmesError(f"limit memory: {self.memory_bytes} bytes; it must be above 0")
 
     def of(self, name: str, values: Iterable[T]) -> list[T]:
-        """Return the allowed ones among `values`."""
+        """Return the values of the limit `name` that are allowed, out of `values`; all without a limit."""
         return [value for value in values if value in self.allowed.get(name, (value,))]
 
 
 def _check_value(name: str, value: Any) -> None:
-    """Raise HolmesError if a limit's value is none of its choices, or no whole number."""
+    """Raise HolmesError if a limit's value is not allowed.
+
+    Limits with named choices allow these only; all others allow whole numbers from 1.
+
+    Args:
+        name: Name of the limit, one of NAMES.
+    """
     choices = {
         "recompute": RECOMPUTE,
         "reduction": REDUCTIONS,
@@ -115,10 +122,16 @@ def _check_value(name: str, value: Any) -> None:
 
 
 def parse_limits(texts: list[str]) -> Limits:
-    """Parse the values of --limit: "tensor=1,2", "memory=60GB" or "pipeline=2,tensor=1"."""
+    """Parse the values of --limit: "tensor=1,2", "memory=60GB" or "pipeline=2,tensor=1".
+
+    Raises:
+        HolmesError: A name or a value is not known.
+    """
     allowed: dict[str, tuple[Any, ...]] = {}
-    texts = [part for text in texts for part in _BETWEEN_LIMITS.split(text)]
-    named = named_values(texts, (*NAMES, "memory"), "--limit")
+    limit_texts: list[str] = []  # one limit each
+    for text in texts:
+        limit_texts += _BETWEEN_LIMITS.split(text)
+    named = named_values(limit_texts, (*NAMES, "memory"), "--limit")  # name -> text of the values
     memory = named.pop("memory", "")
     number = memory.removesuffix("B").removesuffix("G")
     is_number = number.replace(".", "", 1).isdecimal()
@@ -144,7 +157,7 @@ def shapes(network: Network, model: Model, global_batch: int, limits: Limits) ->
         global_batch: Sequences of a step.
     """
     world = network.world
-    processes = network.processes
+    processes = network.processes  # ranks on a node
     clusters = equal_clusters(network)
     for tensor in limits.of("tensor", divisors(world)):
         if not _tensor_fits(model, tensor) or not _fill_nodes(processes, tensor):
@@ -170,10 +183,14 @@ def _tensor_fits(model: Model, tensor: int) -> bool:
 
 
 def _context_fits(model: Model, context: int, limits: Limits) -> bool:
-    """Return whether context parallelism divides the sequence into pieces that are not too short."""
+    """Return whether context parallelism divides the sequence into pieces that are not too short.
+
+    A limit on the context size allows short pieces.
+    """
     if context == 1:
         return True
     is_long = "context" in limits.allowed or model.sequence >= MIN_TOKENS * context
+    # Each rank gets two pieces, an early and a late one, so that causal attention is balanced.
     return is_long and model.sequence % (2 * context) == 0
 
 
@@ -191,13 +208,14 @@ def _inner_shapes(
     data: int,
     clusters: int,
 ) -> Iterator[Shape]:
-    """Yield the shapes of given parallel sizes: micro-batch, chunks, recomputation, ZeRO and replicas.
+    """Yield all shapes with given parallel sizes; they differ in micro-batch, chunks, recomputation and ZeRO.
 
     Args:
         sequences: Sequences of a step on each data parallel rank.
         sizes: (pipeline, tensor, context)
         data: Data parallel size.
-        clusters: Number of equal clusters, over which ZeRO 3 may keep replicas.
+        clusters: Number of clusters if they are equal, else 1. ZeRO 3 may keep a replica of the model in
+            each of them.
     """
     pipeline, _, context = sizes
     experts = model.experts or 1
@@ -205,7 +223,7 @@ def _inner_shapes(
     zero_stages = limits.of("zero", (0, 1) if pipeline > 1 else ZERO_STAGES)
     micro_batches_allowed = limits.allowed.get("micro_batch", MICRO_BATCHES)
     for expert, micro_batch in product(expert_sizes, micro_batches_allowed):
-        count = sequences // micro_batch
+        count = sequences // micro_batch  # micro-batches of a step
         if experts % expert or sequences % micro_batch:
             continue
         may_interleave = pipeline > 1 and model.layers % pipeline == 0 and count % pipeline == 0
@@ -215,8 +233,9 @@ def _inner_shapes(
         for virtual, recompute, zero in product(virtuals, recomputes, zero_stages):
             shape = Shape(*sizes, expert, data, virtual, micro_batch, count, recompute, zero)
             shards = data * context
-            is_hybrid = zero == ZERO_WEIGHTS and clusters > 1 and shards % clusters == 0
-            for replicas in limits.of("replicas", (1, clusters) if is_hybrid else (1,)):
+            may_replicate = zero == ZERO_WEIGHTS and clusters > 1 and shards % clusters == 0
+            replica_counts = (1, clusters) if may_replicate else (1,)
+            for replicas in limits.of("replicas", replica_counts):
                 yield replace(shape, replicas=replicas)
 
 

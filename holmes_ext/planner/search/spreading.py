@@ -1,7 +1,7 @@
 """Spreads the nodes of clusters over the stages of a pipeline so that less traffic crosses a WAN.
 
 The search itself keeps clusters whole. Here the nodes of its fastest plans are moved between stages by local
-search (plan/arrange/spread.py), by the seconds of traffic on the fullest link between clusters.
+search (plan/arrange/spread.py), so that the busiest link between clusters carries its traffic sooner.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class ClusterPair(NamedTuple):
 def with_spread(result: SearchResult) -> SearchResult:
     """Return the result with spread variants of its fastest plans, where these are faster.
 
-    Variants are simulated if the closed form says that they beat the best plan. The optimality gap stays
-    that of whole clusters. Without a WAN the result does not change.
+    In a spread variant of a plan, a stage may have nodes of several clusters. Variants are simulated if they
+    beat the best plan by the closed form. The optimality gap stays that of whole clusters. Without a WAN the
+    result does not change.
     """
     has_clusters = len(result.network.kinds) > 1
     if not result.network.wan or not has_clusters or result.optimality_gap is None:
@@ -55,7 +56,7 @@ def with_spread(result: SearchResult) -> SearchResult:
     known_stages = {plan.placement.stages for plan in result.candidates}
     improved = []
     for candidate in islice(fastest.values(), MAX_SHAPES):
-        variant = _spread(result, candidate)
+        variant = _spread_nodes(result, candidate)
         if variant is None or variant.placement.stages in known_stages:
             continue
         if variant.formula_s < result.best.step_s:
@@ -65,15 +66,18 @@ def with_spread(result: SearchResult) -> SearchResult:
 
 
 def _may_gain(result: SearchResult, shape: Shape) -> bool:
-    """Return whether less traffic could make a plan of a shape the fastest: its computation allows it."""
-    if shape.pipeline == 1 or shape.virtual > 1:
+    """Return whether less traffic could make a plan of a shape the fastest.
+
+    It cannot if the computation alone takes longer than the best step.
+    """
+    if shape.pipeline == 1 or shape.virtual > 1:  # nodes are spread over plain pipelines only
         return False
     bound = ShapeBound(result.network, result.prices(shape), shape)
     return bound.computing_s() < result.best.step_s
 
 
-def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
-    """Return a candidate with its nodes spread over the stages.
+def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | None:
+    """Return a candidate with its nodes spread over the stages so that less traffic crosses clusters.
 
     Returns:
         None if stages do not hold whole nodes, no arrangement has less traffic, or the memory is too small.
@@ -83,20 +87,23 @@ def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
     job = result.prices(shape).job
     processes = network.processes
     stage_ranks = network.world // shape.pipeline
+    # tied: number of neighbouring stages that share nodes
     has_whole_nodes = stage_ranks % processes == 0 and candidate.placement.stages_per_component <= 1
     if not has_whole_nodes or processes % (shape.tensor * shape.context):
         return None
+    # Traffic of a step: what a node sends to the next stage, and what a stage's ranks reduce.
     sent_bytes = shape.micro_batches * job.block.activation_bytes * processes / shape.tensor
     scatter_share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
     reduced_bytes = shape.tensor * scatter_share * job.total_bytes / shape.pipeline
     crossing = Crossing(network, sent_bytes, reduced_bytes)
 
     parts = candidate.placement.parts  # for each stage: (cluster, nodes)
-    current = tuple(tuple(sorted(_repeat(part))) for part in parts)
+    current = tuple(tuple(sorted(_cluster_of_nodes(part))) for part in parts)
+    # Clusters in the order in which the pipeline visits them.
     chain = tuple(dict.fromkeys(cluster for part in parts for cluster, _ in part))
     nodes_of_clusters = list(map(len, network.names))
     stages, seconds = spread(nodes_of_clusters, shape.pipeline, crossing.seconds, MAX_TRIES, chain)
-    if seconds >= crossing.seconds(current) * (1 - EQUAL):
+    if seconds >= crossing.seconds(current) * (1 - EQUAL):  # not better than whole clusters
         return None
     placement = laid(stages, candidate.placement.sizes, processes)
     variant = result.candidate(shape, placement, candidate.split)
@@ -125,8 +132,9 @@ class Crossing:
         Args:
             stages: For each stage, the cluster of every node.
         """
-        messages: dict[tuple[int, int], float] = defaultdict(float)
-        all_reduces: dict[tuple[int, int], float] = defaultdict(float)
+        # (cluster, cluster) -> loads of the link from the first to the second
+        messages: dict[tuple[int, int], float] = defaultdict(float)  # in units of sent_bits
+        all_reduces: dict[tuple[int, int], float] = defaultdict(float)  # in units of reduced_bits
         for stage in stages:
             clusters = set(stage)
             for pair in permutations(clusters, 2):
@@ -141,7 +149,12 @@ class Crossing:
         return pipeline_s + data_parallel_s
 
     def _fullest_s(self, loads: Mapping[tuple[int, int], float], bits: float) -> float:
-        """Return the seconds of the fullest link, for loads in units of `bits`."""
+        """Return the seconds of the link whose traffic takes longest; 0 without traffic.
+
+        Args:
+            loads: (source, target) cluster -> traffic on the link between them, in units of `bits`.
+            bits: Unit of the loads.
+        """
         return max(
             (bits * load / self.rates_bps[pair] for pair, load in loads.items()), default=0.0
         )
@@ -154,7 +167,11 @@ def _crossing_messages(sender: tuple[int, ...], receiver: tuple[int, ...]) -> li
     Args:
         sender: Cluster of each node of the sending stage.
         receiver: Cluster of each node of the receiving stage.
+
+    Returns:
+        (source, target) cluster of each message.
     """
+    # Nodes of the same cluster are matched; only the surplus nodes of each cluster send to another one.
     sends = Counter(sender)
     receives = Counter(receiver)
     sources = (sends - receives).elements()
@@ -162,7 +179,7 @@ def _crossing_messages(sender: tuple[int, ...], receiver: tuple[int, ...]) -> li
     return [ClusterPair(source, target) for source, target in zip(sources, targets)]
 
 
-def _repeat(counts: Iterable[tuple[int, int]]) -> list[int]:
+def _cluster_of_nodes(counts: Iterable[tuple[int, int]]) -> list[int]:
     """Return the cluster of every node, from pairs of (cluster, number of nodes)."""
     return [cluster for cluster, nodes in counts for _ in range(nodes)]
 
@@ -170,25 +187,25 @@ def _repeat(counts: Iterable[tuple[int, int]]) -> list[int]:
 def laid(stages: Stages, sizes: Sizes, processes: int) -> Placement:
     """Return the placement in which most nodes send to a node of the same cluster.
 
-    The clusters of each stage are ordered so that as many nodes as possible stand behind a node of the same
-    cluster in the stage before.
+    A node sends to the node at the same position of the next stage. So the clusters of each stage are ordered
+    such that at as many positions as possible, the previous stage has a node of the same cluster.
 
     Args:
         stages: For each stage, the cluster of every node.
         sizes: Complete parallel sizes.
         processes: Ranks on each node.
     """
-    parts: list[list[int]] = []
-    before: list[int] = []
+    parts: list[list[int]] = []  # for each stage: the cluster of the node at each position
+    previous: list[int] = []
 
-    def same_cluster(line: list[int]) -> int:
-        return sum(a == b for a, b in zip(line, before))
+    def matches(arranged: list[int]) -> int:
+        return sum(a == b for a, b in zip(arranged, previous))
 
     for stage in stages:
-        counts = Counter(stage)
-        lines = []
+        counts = Counter(stage)  # cluster -> nodes
+        arrangements = []
         for order in islice(permutations(counts), MAX_ORDERS):
-            lines.append(_repeat((cluster, counts[cluster]) for cluster in order))
-        before = max(lines, key=same_cluster)
-        parts.append(before)
+            arrangements.append(_cluster_of_nodes((cluster, counts[cluster]) for cluster in order))
+        previous = max(arrangements, key=matches)
+        parts.append(previous)
     return Placement.of_parts(sizes, processes, parts)

@@ -1,4 +1,4 @@
-"""The same job without holmes ("stock"), and the causes of the seconds of a step."""
+"""The same job without holmes ("stock"), as a baseline, and the seconds of a step by cause."""
 
 from __future__ import annotations
 
@@ -30,41 +30,44 @@ def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
     The sum of all causes is the step time: the simulated one if the candidate was simulated.
     """
     seconds = dict.fromkeys(CAUSES, 0.0)
-    contents = candidate.placement.stages
-    stages = len(contents)
+    stages = candidate.placement.stages  # of each: the clusters that it lies on
+    stage_count = len(stages)
     if candidate.simulated_s:
         seconds |= simulated(result, candidate).causes
     else:
         step = estimate(result.costs(candidate), candidate.split)
-        seconds["compute"] = sum(step.compute_s) / stages
-        seconds["bubble"] = sum(step.idle_s) / stages
-        for content, exposed_s in zip(contents, step.exposed_s):
-            cause = "reduce_across" if len(content) > 1 else "reduce_inside"
-            seconds[cause] += exposed_s / stages
+        seconds["compute"] = sum(step.compute_s) / stage_count
+        seconds["bubble"] = sum(step.idle_s) / stage_count
+        for clusters, exposed_s in zip(stages, step.exposed_s):
+            cause = "reduce_across" if len(clusters) > 1 else "reduce_inside"
+            seconds[cause] += exposed_s / stage_count
     micro_batches = candidate.shape.micro_batches
-    collectives_s = micro_batches * _collectives_s(result, candidate) / stages
+    collectives_s = micro_batches * _collectives_s(result, candidate) / stage_count
+    # The computation of a pass contains its collectives; here they are a cause of their own.
     seconds["collectives"] = collectives_s
-    seconds["compute"] = seconds["compute"] - collectives_s  # passes contain the collectives
+    seconds["compute"] -= collectives_s
     return seconds
 
 
 def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
-    """Return the seconds of all stages in tensor, context and expert collectives of one micro-batch."""
+    """Return the seconds of one micro-batch's tensor, context and expert collectives, summed over stages."""
     prices = result.prices(candidate.shape)
     total_s = 0.0
     for stage, layers in enumerate(candidate.split):
+        # fold(): the stage in a smaller placement with the same costs, which many placements share.
         fold, (folded_stage,) = prices.fold(candidate.placement, stage)
         total_s += layers * prices.collective_s(fold, folded_stage)
     return total_s
 
 
 def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
-    """Return the job without holmes, and its plan with the candidate's parallel sizes.
+    """Return the request for the job without holmes, and the job's plan with the candidate's parallel sizes.
 
-    The plan keeps the layers and the order of a layout that the user gave. It is simulated if the candidate
-    is.
+    If the candidate is a layout that the user gave, the plan keeps its layers of the stages; otherwise they
+    are even. The plan is simulated if the candidate is.
     """
-    split = candidate.split if candidate.placement.names else ()
+    is_user_layout = bool(candidate.placement.names)  # only a given layout names its nodes
+    split = candidate.split if is_user_layout else ()
     stock, same_sizes = result.stock(candidate.shape, split, candidate.placement.sizes.order)
     if candidate.simulated_s:
         same_sizes = replace(same_sizes, simulated_s=folded_s(job_of(stock, same_sizes)))
@@ -77,14 +80,19 @@ def best_stock(result: SearchResult) -> Candidate | None:
     If the best plan with holmes is simulated, the plans that are fastest by the closed form are simulated.
     """
     user_layout = result.user_layout
-    examined = [*result.candidates, *([user_layout] if user_layout else [])]
-    shapes = dict.fromkeys(candidate.shape for candidate in examined)
-    stock_plans = [result.stock(shape)[1] for shape in shapes]
+    examined = list(result.candidates)
+    if user_layout:
+        examined.append(user_layout)
+    shapes = dict.fromkeys(candidate.shape for candidate in examined)  # each once, in order
+    stock_plans = []
+    for shape in shapes:
+        _, stock_plan = result.stock(shape)
+        stock_plans.append(stock_plan)
     fitting = [candidate for candidate in stock_plans if candidate.fits]
     ranked = sorted(fitting, key=lambda candidate: candidate.formula_s)
     if not result.best.simulated_s:
         return next(iter(ranked), None)
-    chosen: dict[Candidate, None] = {}
+    chosen: dict[Candidate, None] = {}  # to simulate; an ordered set
     # The closed form underestimates interleaved schedules, so each schedule has its own fastest plans.
     for interleaved in (False, True):
         same_schedule = [plan for plan in ranked if (plan.shape.virtual > 1) == interleaved]
@@ -92,5 +100,8 @@ def best_stock(result: SearchResult) -> Candidate | None:
     if user_layout:
         shape = user_layout.shape
         chosen |= dict.fromkeys(plan for plan in ranked if plan.shape == shape)
-    simulated_plans = [timed(result.stock(plan.shape)[0], plan) for plan in chosen]
+    simulated_plans = []
+    for plan in chosen:
+        stock_request, _ = result.stock(plan.shape)
+        simulated_plans.append(timed(stock_request, plan))
     return min(simulated_plans, key=lambda plan: plan.step_s, default=None)

@@ -1,4 +1,6 @@
-"""Branch and bound over subsets of idle nodes: how many nodes of each cluster train fastest.
+"""Search for the subset of idle nodes that trains fastest: how many nodes to take of each cluster.
+
+The method is branch and bound:
 
     idle        a: 8   b: 6   c: 6                    nodes of a cluster are equal, so a subset is
                                                       a number of nodes of each cluster
@@ -114,7 +116,16 @@ def best_subset(
         )
     unit = max(1, unit)
     clusters = range(len(idle))
-    search = _SubsetSearch(idle, count, price, floor, alike or clusters, order or clusters, end)
+    search = _SubsetSearch(
+        idle,
+        count,
+        price,
+        floor,
+        alike=alike or clusters,
+        order=order or clusters,
+        end=end,
+    )
+    # Good subsets first: the better the best price, the more families their floors exclude.
     search.price_all(_likely_subsets(idle, count, unit), search.moment(LIKELY_SHARE))
     search.move_nodes(unit, search.moment(LIKELY_SHARE))
     search.price_all(_of_two_clusters(idle, count), search.moment(TWO_CLUSTERS_SHARE))
@@ -139,7 +150,7 @@ class _Found(NamedTuple):
 
 
 class _SubsetSearch:
-    """State of one search."""
+    """State of one search; the arguments are those of best_subset()."""
 
     def __init__(
         self,
@@ -159,10 +170,12 @@ class _SubsetSearch:
         self.end = end
         #: Groups of interchangeable clusters, those with most idle nodes first.
         self.groups = []
-        for first in dict.fromkeys(alike):
-            group = [index for index, kin in enumerate(alike) if kin == first]
+        for representative in dict.fromkeys(alike):
+            group = [index for index, kin in enumerate(alike) if kin == representative]
             self.groups.append(sorted(group, key=lambda index: -idle[index]))
+        #: Subsets that were priced, whether or not a plan fits.
         self.seen: set[Counts] = set()
+        #: Heap of the subsets on which a plan fits: the fastest is the first.
         self.found: list[_Found] = []
         #: Error of the last subset on which no plan fits.
         self.misfit: HolmesError | None = None
@@ -170,8 +183,9 @@ class _SubsetSearch:
         self.left_out = False
         #: Floors of families with a single fixed cluster.
         self.floors: dict[Family, float] = {}
-        all_open: Family = (None,) * len(idle)
+        all_open: Family = (None,) * len(idle)  # the family of all subsets
         self.number = count_from(0, -1)
+        #: Heap of the families that are neither divided nor excluded: the least floor is the first.
         self.families = [_OpenFamily(floor(all_open), next(self.number), all_open)]
 
     @property
@@ -185,8 +199,8 @@ class _SubsetSearch:
         return not self.families or self.best_s <= self.families[0].floor_s * (1 + EQUAL)
 
     def moment(self, share: float) -> float:
-        """Return the moment at which a share of the remaining time is over."""
-        if self.end == inf:
+        """Return the moment of time.monotonic() at which a share of the remaining time is over."""
+        if self.end == inf:  # no time limit
             return self.end
         now = time.monotonic()
         return now + share * (self.end - now)
@@ -196,7 +210,7 @@ class _SubsetSearch:
         return bool(self.found) and (self.proven or time.monotonic() > end)
 
     def price_all(self, subsets: Iterator[Counts], end: float) -> None:
-        """Price each subset whose floor is below the best price, until the moment `end`."""
+        """Price each subset whose lower bound ("floor") is below the best price, until the moment `end`."""
         for counts in subsets:
             if self.is_over(end):
                 return
@@ -206,10 +220,13 @@ class _SubsetSearch:
                 self.left_out = True
 
     def divide_families(self) -> None:
-        """Divide the families that are left, the least floor first."""
+        """Divide the families that are left, the least floor (lower bound) first, and price single subsets.
+
+        A part whose floor is no better than the best price is left out.
+        """
         while self.families and not self.is_over(self.end):
             floor_s, _, family = heapq.heappop(self.families)
-            for part in self._parts(family):
+            for part in self._divide(family):
                 if self.found and time.monotonic() > self.end:
                     # Some parts are not examined, so the whole family stays open.
                     self._push(floor_s, family)
@@ -217,7 +234,7 @@ class _SubsetSearch:
                 part_floor_s = max(floor_s, self._floor_s(part))
                 if part_floor_s >= self.best_s * (1 - EQUAL):
                     self.left_out = True
-                elif None in part:
+                elif None in part:  # an open cluster: still a family
                     self._push(part_floor_s, part)
                 else:
                     self._price(tuple(nodes or 0 for nodes in part))
@@ -228,37 +245,47 @@ class _SubsetSearch:
     def _floor_s(self, family: Family) -> float:
         """Return a lower bound on the step time of a family, in seconds.
 
-        Larger families that contain it have valid floors too: those that fix a single cluster are few, so
-        they are computed once. The family's own floor is computed only if these do not exclude it.
+        The floor of a larger family that contains this one is valid too. Families that fix a single cluster
+        are few, so their floors are computed once and kept. This family's own floor is computed only if those
+        do not exclude it.
+
+        Args:
+            family: Number of nodes of each cluster; None for an open cluster.
         """
         fixed = [index for index, nodes in enumerate(family) if nodes is not None]
         floor_s = 0.0
         if len(family) > TWO_CLUSTERS:
             for index in fixed:
-                single = [None if other != index else family[index] for other in range(len(family))]
+                single: list[int | None] = [None] * len(family)  # only cluster `index` is fixed
+                single[index] = family[index]
                 larger = tuple(single)
                 if larger not in self.floors:
                     self.floors[larger] = self.floor(larger)
                 floor_s = max(floor_s, self.floors[larger])
                 if floor_s >= self.best_s:
                     return floor_s
+        # A single subset (no open cluster) has no floor of its own: it is priced instead.
         if None in family and len(fixed) > 1:
             return max(floor_s, self.floor(family))
         return floor_s
 
-    def _parts(self, family: Family) -> Iterator[Family]:
+    def _divide(self, family: Family) -> Iterator[Family]:
         """Divide a family by the number of nodes of its first open cluster, most nodes first.
 
         Of interchangeable clusters, an earlier one never has fewer nodes, so equal subsets appear once.
+
+        Args:
+            family: Number of nodes of each cluster; None for an open cluster.
         """
         first, *others = [index for index in self.order if family[index] is None]
         remaining = self.count - sum(nodes or 0 for nodes in family)
         most = min(self.idle[first], remaining)
+        # The other open clusters must have enough nodes for the rest.
         least = max(0, remaining - sum(self.idle[index] for index in others))
         for nodes in range(most, least - 1, -1):
             part = list(family)
             part[first] = nodes
-            if len(others) == 1:
+            if len(others) == 1:  # the last open cluster gets the rest
                 part[others[0]] = remaining - nodes
             if all(self._never_rises([part[index] for index in group]) for group in self.groups):
                 yield tuple(part)
@@ -299,14 +326,16 @@ class _SubsetSearch:
             end: Moment of time.monotonic() at which to stop.
         """
         while not self.is_over(end) and self.found:
-            before_s, best, _ = self.found[0]
-            for giver, taker in permutations(range(len(best)), 2):
-                for nodes in dict.fromkeys((unit, 1)):
-                    is_possible = best[giver] >= nodes and best[taker] + nodes <= self.idle[taker]
+            before_s, best, _ = self.found[0]  # the fastest subset
+            for source, target in permutations(range(len(best)), 2):
+                for nodes in dict.fromkeys((unit, 1)):  # once, if they are equal
+                    is_possible = (
+                        best[source] >= nodes and best[target] + nodes <= self.idle[target]
+                    )
                     if is_possible and not self.is_over(end):
                         moved = list(best)
-                        moved[giver] -= nodes
-                        moved[taker] += nodes
+                        moved[source] -= nodes
+                        moved[target] += nodes
                         self._price(tuple(moved))
             if self.best_s >= before_s:
                 return
@@ -330,13 +359,21 @@ class _SubsetSearch:
 
 
 def _likely_subsets(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
-    """Yield subsets that are mostly good: few clusters, whole stages in each, equal parts."""
+    """Yield subsets that are mostly good: few clusters, whole stages in each, equal parts.
+
+    Args:
+        idle: Idle nodes of each cluster.
+        count: Nodes of a subset.
+        unit: Nodes of a stage.
+    """
     clusters = range(len(idle))
+    # Clusters filled one after the other, in every order; of many clusters, every choice of the first two.
     ordered = len(idle) if len(idle) <= MAX_ALL_ORDERS else TWO_CLUSTERS
     for order in permutations(clusters, ordered):
         others = sorted(set(clusters) - set(order), key=lambda index: -idle[index])
         for multiple in dict.fromkeys((1, unit)):
-            yield _filled(idle, count, (*order, *others), multiple)
+            yield _fill_clusters(idle, count, (*order, *others), multiple)
+    # Equal parts of 2, 3, ... clusters.
     for size in range(2, len(idle) + 1):
         part, remainder = divmod(count, size)
         if remainder:
@@ -346,11 +383,14 @@ def _likely_subsets(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
                 yield tuple(part if index in chosen else 0 for index in clusters)
 
 
-def _filled(idle: Counts, count: int, order: Sequence[int], multiple: int) -> Counts:
-    """Return a subset that fills the clusters in order.
+def _fill_clusters(idle: Counts, count: int, order: Sequence[int], multiple: int) -> Counts:
+    """Return a subset of `count` nodes that fills the clusters in order.
 
     Args:
-        multiple: Each cluster gets a multiple of so many nodes; the remaining nodes go where there is room.
+        idle: Idle nodes of each cluster.
+        order: Indices of the clusters.
+        multiple: Each cluster gets a multiple of so many nodes; the remaining nodes are then taken from the
+            first clusters that have idle nodes left.
     """
     counts = [0] * len(idle)
     remaining = count

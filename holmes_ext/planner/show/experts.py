@@ -1,4 +1,8 @@
-"""Command `holmes plan --experts FILE`: a placement of experts on ranks with little traffic."""
+"""Command `holmes plan --experts FILE`: place the experts of a mixture-of-experts model on ranks.
+
+FILE has the traffic: for each layer, how many tokens go to each expert, and from where. The placement found
+sends few tokens across clusters and nodes, and keeps the load of the clusters even.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, plan: Plan) -> int:
     """Place the experts of every layer, and print or write their order; return the exit status 0.
 
+    Args:
+        args: Arguments of `holmes plan`.
+        plan: Plan with the nodes of the ranks, and the parallel sizes.
+
     Raises:
         HolmesError: The input is bad.
     """
-    places = places_of(plan)
-    answers = _answers(args, places)
+    places = places_of(plan)  # expert-parallel ranks, grouped by where they are
+    answers = _solve_layers(args, places)  # number of the layer -> placements
     orders = {number: answer.best.order for number, answer in answers.items()}
     if args.experts_output:
         ExpertOrder(places.ranks, orders).save(args.experts_output)
@@ -71,12 +79,12 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
         print(json.dumps({"ranks": places.ranks, "layers": layers}))
         return 0
     screen = Screen()
-    experts = len(next(iter(orders.values())))
+    experts = len(next(iter(orders.values())))  # every layer has as many
     spread = f"{experts // places.ranks} on each of {places.ranks} expert-parallel ranks"
     screen.line(f"{experts} experts, {spread}, at {len(places.of)} places that differ")
     rows = []
     for number, answer in sorted(answers.items()):
-        rows += _rows(number, answer)
+        rows += _table_rows(number, answer)
     screen.table(COLUMNS, rows)
     if args.experts_output:
         screen.line(
@@ -85,15 +93,19 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
     return 0
 
 
-def _answers(args: argparse.Namespace, places: Places) -> dict[int, Answer]:
+def _solve_layers(args: argparse.Namespace, places: Places) -> dict[int, Answer]:
     """Return the placement of each layer's experts: number of the layer -> Answer.
 
+    The number ALL_LAYERS stands for all layers together, if the file does not tell them apart.
+
     Raises:
-        HolmesError: The traffic does not fit the places; the message names the layer.
+        HolmesError: The traffic does not fit the ranks, such as too few ranks for the experts; the message
+            names the layer.
     """
     answers = {}
     for number, counts in load_traffic(args.experts).items():
         try:
+            # Limits: a cluster's tokens relative to the mean, seconds to solve, experts that a rank holds.
             answers[number] = solve(
                 counts, places, args.experts_balance, args.experts_seconds, args.experts_per_rank
             )
@@ -103,21 +115,27 @@ def _answers(args: argparse.Namespace, places: Places) -> dict[int, Answer]:
     return answers
 
 
-def _rows(number: int, answer: Answer) -> list[tuple[str, ...]]:
-    """Return a row for each placement of a layer's experts; the first has the layer's number."""
+def _table_rows(number: int, answer: Answer) -> list[tuple[str, ...]]:
+    """Return a row for each placement of a layer's experts, in the order of COLUMNS.
+
+    Only the first row has the layer's number, and only the best placement has a proven distance from the
+    optimum.
+    """
     rows: list[tuple[str, ...]] = []
     for placed in answer.placements:
         layer = ""
         if placed is answer.placements[0]:
-            layer = "all" if number == ALL_LAYERS else str(number)
+            layer = (
+                "all" if number == ALL_LAYERS else str(number)
+            )  # ALL_LAYERS: the traffic is of all layers
         proven = f"{answer.gap:.2%}" if placed is answer.best else ""
         rows.append(
             (
                 layer,
                 placed.name,
-                f"{placed.crossing:.1%}",
-                f"{placed.moving:.1%}",
-                f"{placed.fullest:.2f}",
+                f"{placed.crossing:.1%}",  # share of tokens that cross clusters
+                f"{placed.moving:.1%}",  # share of tokens that cross nodes
+                f"{placed.fullest:.2f}",  # tokens of the rank with most of them, relative to the mean
                 proven,
             )
         )

@@ -1,7 +1,7 @@
 """Command `holmes plan --explain`: layers, times and memory of each stage, for every partition method.
 
-All partitions use the same order of nodes. Times are predictions by the closed form (plan/cost/stages.py), in
-seconds of one step.
+A partition method (plan/partition.py) splits the layers into pipeline stages. All partitions use the same
+order of nodes. Times are predictions by the closed form (plan/cost/stages.py), in seconds of one step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def outcomes(costs: StageCosts, alpha: float) -> dict[str, Estimate]:
-    """Return the predicted step of every partition method (plan/partition.py): name -> Estimate."""
+    """Return the predicted step of every partition method (plan/partition.py): name -> Estimate.
+
+    Args:
+        alpha: Parameter of the partition methods (--alpha).
+    """
     return {method: predict(costs, partition(method, costs, alpha)) for method in METHODS}
 
 
@@ -74,7 +78,12 @@ def document(costs: StageCosts, estimates: Mapping[str, Estimate]) -> dict[str, 
 
 
 def show(costs: StageCosts, estimates: Mapping[str, Estimate]) -> None:
-    """Print a table of the stages for each partition method, then the steps of all methods."""
+    """Print a table of the stages for each partition method, then the steps of all methods.
+
+    Args:
+        costs: Times and memory of the stages.
+        estimates: Partition method -> predicted step.
+    """
     screen = Screen()
     for name, estimate in estimates.items():
         styles = ["" if fits else "red" for fits in estimate.fits]
@@ -94,7 +103,7 @@ def _rows(costs: StageCosts, estimate: Estimate) -> list[tuple[str, ...]]:
     """Return a row for each stage, in the order of COLUMNS."""
     rows = []
     transfers_s = (*estimate.transfer_s, 0.0)  # the last stage sends no activation
-    for stage, place in enumerate(costs.places):
+    for stage, place in enumerate(costs.places):  # place: names of the stage's clusters
         seconds = (
             estimate.compute_s[stage],
             transfers_s[stage],

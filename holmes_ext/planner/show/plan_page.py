@@ -29,15 +29,16 @@ def document(
 
     Args:
         starts: Framework -> how to start the plan.
-        besides: Forecasts of extensions by name.
+        besides: Name -> forecast that an extension shows beside the plan.
     """
     best = result.best
-    is_layout_only = result.user_layout is best
+    is_layout_only = result.user_layout is best  # without a search, the layout is the only plan
     why_title, head, rows = shown.why_table(result)
     optimality_gap = []
     if not is_layout_only:
         optimality_gap.append(f"{best.step_s:.4g} s a step: {result.optimality_gap}.")
     placement = f"Stages on {result.describe(best)}; layers {shown.split_text(best.split)}."
+    # "placement", "clusters", "timeline", "ethernet" -> the picture as HTML
     drawn = {name: picture(svg(paint(result)), name) for name, paint in pictures.PAINTED.items()}
     seconds_by_cause = svg(pictures.seconds(shown.named_reasons(result)))
     plan_count = 0 if is_layout_only else args.rows
@@ -57,7 +58,7 @@ def document(
         drawn["timeline"],
         heading(why_title.capitalize()),
         picture(seconds_by_cause, "seconds by cause"),
-        table(head, rows, strong=-1),
+        table(head, rows, strong=-1),  # the last row, the sum of all causes, is bold
         heading("What if the network between the clusters were another"),
         drawn["ethernet"],
         *(part for beside in besides.values() for part in beside.page_parts()),
@@ -70,18 +71,21 @@ def document(
 def _launches(
     result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]
 ) -> list[str]:
-    """Return the commands to copy for each framework, then the frameworks that cannot run the plan."""
+    """Return the commands to copy for each framework, then the frameworks that cannot run the plan.
+
+    If the user gave a layout, the flags of holmes for it come first.
+    """
     parts = []
     unsupported = []
     layout = result.user_layout
     if layout:
         plan_file = ""
         if layout is result.best and args.output:
-            plan_file = args.output
+            plan_file = args.output  # the file has the best plan
         flags = shlex.join(added(layout, args.cluster, plan_file))
         parts += [heading("your layout: add to your command line", 3), command(flags)]
     for name, lines in shown.launch_lines(starts).items():
-        if lines[0].startswith(shown.CANNOT):
+        if lines[0].startswith(shown.CANNOT):  # the line is the reason, not a command
             unsupported.append(f"{name} {' '.join(lines)}")
         else:
             parts += [heading(name, 3), command("\n".join(lines))]

@@ -1,4 +1,7 @@
-"""Command `holmes plan` without parallel sizes: search for the best plan, explain it, show its start."""
+"""Command `holmes plan` without parallel sizes: search for the best plan, print it, and say how to start it.
+
+An extension can show a forecast of its own beside the plans (a "companion", planner/companion.py).
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,7 @@ INTERRUPTED_STATUS = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the search, and those of extensions that forecast beside it."""
+    # `add` is add_argument() of the search's group; extensions add their own options to the same group.
     title = "search (when no sizes are given, and --model or a command line says what to train)"
     add = parser.add_argument_group(title).add_argument
     add(
@@ -106,10 +110,11 @@ def wanted_companions(args: argparse.Namespace) -> list[Contribution]:
 def wanted(args: argparse.Namespace) -> bool:
     """Return whether the arguments ask for a search.
 
-    They do if they name a model, a command or a global batch, and no parallel sizes, or by --search, --limit
-    or an option of a forecast.
+    They do if they name a model, a command or a global batch, and no parallel sizes. They do too if they
+    contain --search, --limit or an option of an extension's forecast. --picture never searches; --explain
+    without a model or an option of the search explains given sizes instead.
     """
-    is_of_search = (
+    has_search_option = (
         args.global_batch is not None
         or args.limit
         or args.framework
@@ -117,7 +122,7 @@ def wanted(args: argparse.Namespace) -> bool:
         or args.html
         or args.command
     )
-    if args.picture or (args.explain and not is_of_search and not args.model):
+    if args.picture or (args.explain and not has_search_option and not args.model):
         return False
     if args.search or wanted_companions(args) or args.limit:
         return True
@@ -127,6 +132,11 @@ def wanted(args: argparse.Namespace) -> bool:
 
 def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     """Search for the best plan and print or write it.
+
+    Args:
+        args: Arguments of `holmes plan`.
+        spec: Clusters and nodes available.
+        job: What to train.
 
     Returns:
         Exit status: 0, or 130 after Ctrl-C with the best so far.
@@ -142,20 +152,24 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     more: dict[str, Any] = {}  # additional keys of --json
     with _Bar(quiet=args.json) as bar:
         end = time.monotonic() + args.seconds
+        # A quick first look; best_use() or proven() goes on until the best plan is proven.
         result = search(request, args.seconds, bar.on_progress, args.rows, prove=False)
-        result, job = beside(result, job)
+        result, job = beside(result, job)  # adds the user's layout, if there is one
         if not result.interrupted:
             if args.nodelist:  # the user wants just these nodes
                 result = proven(with_spread(result), end, bar.on_progress)
             else:
                 result = best_use(result, spec, end, bar.on_progress, args.rows)
-            if result.on_all is not None:
+            if result.on_all is not None:  # the job is faster on fewer nodes
                 lines, more["leave_out"] = leave_out(result, result.on_all, args, job)
                 job = replace(job, lines=(*lines, *job.lines))
-                result = result if job.sizes is None else result.on_all
-            if job.engine.breadth_first:
+                if (
+                    job.sizes is not None
+                ):  # given sizes are for all nodes, so show the plan for these
+                    result = result.on_all
+            if job.engine.breadth_first:  # the framework supports that order of passes
                 result = with_breadth_first(result)
-            if request.rules.splits:
+            if request.rules.splits:  # the framework can split backward passes and list their order
                 result = with_passes(result)
     forecasts = _forecasts(args, result)
     for name, forecast in forecasts.items():
@@ -191,13 +205,14 @@ def _check(args: argparse.Namespace, job: Training) -> None:
 
 
 def _forecasts(args: argparse.Namespace, result: SearchResult) -> dict[str, PlanCompanion]:
-    """Return the forecasts of extensions that the arguments ask for: name -> forecast."""
+    """Return the forecasts of extensions that the arguments ask for: name -> forecast; {} after Ctrl-C."""
     if result.interrupted:
         return {}
     forecasts = {}
     for companion in wanted_companions(args):
         seconds = COMPANION_SHARE * args.seconds
-        forecasts[companion.name] = companion.load().beside(result.on_all or result, seconds)
+        module = companion.load()
+        forecasts[companion.name] = module.beside(result.on_all or result, seconds)
     return forecasts
 
 
@@ -209,13 +224,15 @@ def leave_out(
     Args:
         fewer: Result for fewer nodes.
         on_all: Result for all nodes.
+        args: Arguments of `holmes plan`.
+        job: What to train.
 
     Returns:
         Lines to print, with flags if the job's command line has sizes for all nodes; and a dictionary for
         --json.
     """
     nodes = [node.name for node in fewer.network.site.nodes]
-    left_out = grouped(
+    left_out = grouped(  # cluster -> names of its nodes
         (node.cluster, node.name) for node in on_all.network.site.nodes if node.name not in nodes
     )
     remaining_clusters = fewer.network.site.clusters
@@ -231,7 +248,7 @@ def leave_out(
         f"{LEAVE_OUT}{', '.join(parts)}: a job on {folded(nodes)} takes {fewer_s:.4g} s a step, on all "
         f"nodes {all_s:.4g} s, {all_s / fewer_s:.2f} times as long"
     ]
-    starts = search_table.launches_of(fewer, args, job, "")
+    starts = search_table.launches_of(fewer, args, job, plan="")
     if job.sizes is not None:
         for name, flags in search_table.launch_lines(starts).items():
             lines.append(f"  {name}: {' '.join(flags)}")
@@ -248,31 +265,37 @@ def leave_out(
 def asked_for(
     network: Network, job: Training, batch: int, limits: Limits = Limits()
 ) -> SearchResult:
-    """Return the request of a search for a job on a network, without candidates.
+    """Return the request of a search for a job on a network: a SearchResult without candidates.
 
     Args:
         batch: Sequences of a step.
         limits: Limits of the search space.
     """
     rules = rules_of(job.engine, job.options, job.direct, overlap=job.overlap)
-    if job.engine.hierarchical_zero is not None:  # the framework's flags can ask for all reductions
+    if job.engine.hierarchical_zero is not None:
+        # The framework has hierarchical reductions of its own, so its flags can name any kind of reduction.
         rules = replace(rules, reductions=REDUCTIONS)
-    asked = SearchResult(
+    request = SearchResult(
         network,
         job.known_model,
-        batch,
-        limits,
-        rules,
-        job.engine,
+        global_batch=batch,
+        limits=limits,
+        rules=rules,
+        engine=job.engine,
         stock_overlap=job.engine.overlaps,
     )
-    if not job.said.framework:
-        return asked
-    return replace(asked, stock_overlap=job.said.overlap, gather_overlap=job.said.gather_overlap)
+    command_line = job.said  # what the job's command line sets; framework "" without one
+    if not command_line.framework:
+        return request
+    return replace(
+        request,
+        stock_overlap=command_line.overlap,
+        gather_overlap=command_line.gather_overlap,
+    )
 
 
 def limits_of(args: argparse.Namespace, job: Training) -> Limits:
-    """Return the limits of the search: those of --limit and those of the framework."""
+    """Return the limits of the search: those of --limit and those of the framework, if one is named."""
     limits = parse_limits(args.limit)
     framework = args.framework or job.said.framework
     return limited(limits, job.engine, framework) if framework else limits
@@ -297,31 +320,41 @@ def draw(
     starts: Mapping[str, Launch],
     besides: Mapping[str, PlanCompanion] = MappingProxyType({}),
 ) -> None:
-    """Write the page of --html and the pictures of --pictures.
+    """Write the page of --html and the pictures of --pictures, and print the paths of these files.
 
     Args:
         starts: Framework -> how to start the best plan.
-        besides: Forecasts of extensions by name.
+        besides: Name -> forecast that an extension shows beside the plan.
     """
-    written = draw_search(search_result, Path(args.pictures)) if args.pictures else []
-    for name, forecast in besides.items():
-        if args.pictures:
+    written: list[Path] = []
+    if args.pictures:
+        written += draw_search(search_result, Path(args.pictures))
+        for name, forecast in besides.items():
             path = Path(args.pictures) / f"{name}.png"
             written.append(write(forecast.figure(), path, "name another directory"))
     if args.html:
-        save(args.html, plan_page.document(search_result, args, job, starts, besides), "the page")
+        page = plan_page.document(search_result, args, job, starts, besides)
+        save(args.html, page, "the page")
         written.append(Path(args.html))
+    # With --json, stdout has only the JSON.
     for path in written:
         print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)
 
 
 def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Training]:
-    """Return the result with the user's layout; if that is impossible, the job with a line on the reason."""
+    """Simulate the user's layout, to compare it with the plans of a search.
+
+    Returns:
+        The result with the layout (as user_layout, and as a candidate if it is the fastest), and the job.
+        If the layout is impossible: the result as it is, and the job with a line on the reason. Without
+        given sizes: both as they are.
+    """
     if job.sizes is None:
         return search_result, job
     try:
+        # complete(): computes the sizes that the user left out from the number of ranks.
         sizes = job.sizes.complete(search_result.network.world, search_result.network.processes)
-        layout = timed(search_result, _candidate(search_result, job, sizes))
+        layout = timed(search_result, _candidate_of_layout(search_result, job, sizes))
     except HolmesError as error:
         return search_result, replace(
             job, lines=(*job.lines, f"not possible: your layout: {error}")
@@ -330,18 +363,23 @@ def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Tr
 
 
 def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchResult:
-    """Return a result with only the layout of a given plan, simulated in the plan's order of nodes."""
+    """Return a result with only the layout of a given plan, simulated in the plan's order of nodes.
+
+    Args:
+        plan: Plan with complete parallel sizes.
+    """
     assert plan.sizes is not None
+    # A fixed number of micro-batches, from which the batch follows below.
     model = replace(model, global_batch=0, micro_batches=model.micro_batches_of(plan.sizes.data))
     batch = model.micro_batches * model.micro_batch * plan.sizes.data
-    asked = asked_for(network, replace(job, model=model), batch)
-    layout = timed(asked, _candidate(asked, job, plan.sizes, plan))
-    if asked.rules.splits:
-        layout = in_passes(asked, layout) or layout
-    return replace(asked, user_layout=layout, candidates=[layout])
+    request = asked_for(network, replace(job, model=model), batch)
+    layout = timed(request, _candidate_of_layout(request, job, plan.sizes, plan))
+    if request.rules.splits:  # the framework can split backward passes and list their order
+        layout = in_passes(request, layout) or layout
+    return replace(request, user_layout=layout, candidates=[layout])
 
 
-def _candidate(
+def _candidate_of_layout(
     result: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None
 ) -> Candidate:
     """Return the candidate of the job's layout; raise HolmesError if the framework refuses it.
@@ -353,6 +391,7 @@ def _candidate(
     command = job.said
     options = job.options
     is_partitioned = bool(options.plan) or options.partition != "uniform"
+    # refusals() yields the reasons why Megatron cannot run the command line; the first ends the planning.
     for refusal in refusals(command, sizes, result.network.world, is_partitioned):
         raise HolmesError(refusal)
     shape = shape_of(result.model, sizes, *job.zero_and_chunks)
@@ -361,15 +400,25 @@ def _candidate(
     if plan is not None:
         layers = plan.stage_layers or layers
         nodes = plan.nodes
+    # The framework's own hierarchical reduction is off unless its flags ask for several optimizer instances.
     is_flat = job.engine.hierarchical_zero is not None and command.instances <= 1
-    return layout_candidate(result, sizes, shape, layers, nodes, is_flat)
+    return layout_candidate(result, sizes, shape, split=layers, nodes=nodes, flat=is_flat)
 
 
 def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
-    """Return the sequences of a step on all nodes of `site`; raise HolmesError if no source names them."""
+    """Return the sequences of a step on all nodes of `site`.
+
+    They come from --global-batch, the model, or the command line's micro-batches, in this order.
+
+    Raises:
+        HolmesError: None of these names them.
+    """
     model = job.known_model
-    if args.global_batch is not None or model.global_batch:
-        return model.global_batch if args.global_batch is None else args.global_batch
+    given: int | None = args.global_batch
+    if given is not None:
+        return given
+    if model.global_batch:
+        return model.global_batch
     if job.said.model is not None and job.sizes is not None:
         sizes = job.sizes.complete(site.world_size, site.processes)
         return model.micro_batches * model.micro_batch * sizes.data
@@ -381,23 +430,35 @@ class _Bar(Progress):
     """Progress bar on stderr, shown after SILENCE_S seconds and only on a terminal."""
 
     def __init__(self, quiet: bool):
-        text = TextColumn("{task.completed:.0f} of {task.total:.0f}")
+        """Create the bar, still hidden.
+
+        Args:
+            quiet: Never show it.
+        """
+        count = TextColumn("{task.completed:.0f} of {task.total:.0f}")
         console = Console(stderr=True)
-        shown = console.is_terminal and not quiet
+        may_show = console.is_terminal and not quiet
         super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
-            text,
+            count,
             TimeElapsedColumn(),
             console=console,
-            transient=True,
-            disable=not shown,
+            transient=True,  # the bar disappears at the end
+            disable=not may_show,
         )
         self.begin = time.monotonic()
         self.task = self.add_task("searching", visible=False)
 
     def on_progress(self, done: int, left: int, best: float, gap: float) -> None:
-        """Update the bar (Progress of the search); `gap` is 1 before a step was simulated."""
+        """Update the bar; the search calls this from time to time.
+
+        Args:
+            done: Items of the search that were examined.
+            left: Items that are left.
+            best: Best step so far, in seconds; inf before the first.
+            gap: Largest fraction of that step that another plan could save; 1 before a step was simulated.
+        """
         text = "searching" if best == inf else f"best so far {best:.4g} s"
         text += f", simulated; at most {gap:.1%} can be saved" if gap < 1 else ""
         visible = time.monotonic() - self.begin > SILENCE_S

@@ -1,6 +1,7 @@
 """Output of a search by `holmes plan`: table of plans, seconds by cause, commands to start, and JSON.
 
-A step time is the simulated one if available; the time by the closed form is in a column beside it.
+A plan has a step time by simulation (if it was simulated) and one by the closed form, a formula that is
+quicker but less exact. The output shows the simulated time if available, and the closed form's beside it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from holmes_ext.planner.search.simulated import memory_of, step_without
 from holmes_ext.planner.search.stock import CAUSES, best_stock, causes, stock_like
 from holmes_ext.units import format_bytes
 
-#: Those that a narrow screen does not get have a number: the greatest goes first.
+#: Columns of the table of plans. A column with a `drop` is left out on a narrow screen, the greatest first.
 COLUMNS = (
     Column("", right=True),
     Column("sizes"),
@@ -113,27 +114,29 @@ def show(
     """Print the result of a search: table of plans, optimality gap, reasons, and how to start the best.
 
     Args:
+        job: What to train, with lines on it that are printed first.
         starts: Framework -> how to start the best plan.
     """
     screen = Screen()
     best = result.best
     job.show(screen)
-    _table(screen, result, ranked(result, args.rows))
+    _show_table(screen, result, ranked(result, args.rows))
     _show_counts(screen, result)
     if best.breadth_first:
+        # The candidates are sorted by step, so this is the fastest plan in another order of passes.
         other = next(candidate for candidate in result.candidates if not candidate.breadth_first)
         text = f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {other.step_s:.4g} s without"
         screen.line(f"{text}; the optimality gap is of 1F1B's orders", "bold")
-    order = result.describe(best)
+    order = result.describe(best)  # clusters along the pipeline
     screen.line(f"best plan: {order}; layers of the stages: {split_text(best.split)}")
-    _show_why(screen, result)
+    _show_seconds_by_cause(screen, result)
     if args.explain:
         for line in explain(result):
             screen.line(line)
     if result.user_layout:
         screen.line("your layout: add to your command line", "bold")
-        flags = added(result.user_layout, args.cluster, "")
-        screen.line(f"  {shlex.join(flags)}")
+        holmes_flags = added(result.user_layout, args.cluster, plan="")  # without a plan file
+        screen.line(f"  {shlex.join(holmes_flags)}")
     _show_launches(screen, starts)
     if not args.output:
         screen.line(
@@ -168,13 +171,14 @@ def show_given(
     """
     screen = Screen()
     layout = result.best
-    _table(screen, result, [RankedPlan("yours", layout, result)])
-    _show_why(screen, result)
-    # A command line already has the sizes.
+    _show_table(screen, result, [RankedPlan(name="yours", candidate=layout, result=result)])
+    _show_seconds_by_cause(screen, result)
+    # A training command on our command line already has the framework's flags; only those of holmes are new.
     has_sizes_only = sizes_given(args) or not args.command
     title = "flags of holmes:" if has_sizes_only else "your layout: add to your command line"
     screen.line(title, "bold")
-    screen.line(f"  {shlex.join(added(layout, args.cluster, args.output or ''))}")
+    holmes_flags = added(layout, args.cluster, plan=args.output or "")
+    screen.line(f"  {shlex.join(holmes_flags)}")
     if has_sizes_only:
         _show_launches(screen, starts)
 
@@ -187,10 +191,13 @@ def _show_launches(screen: Screen, starts: Mapping[str, Launch]) -> None:
 
 
 def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
-    """Return framework -> lines: flags, additions to config file and script, or why it cannot do the plan."""
+    """Return framework -> lines to print: how it starts the plan, or why it cannot.
+
+    Lines on a start are the flags, then additions to the config file and to the script, if needed.
+    """
     result = {}
     for name, launch in starts.items():
-        if launch.lacks:
+        if launch.lacks:  # properties of the plan that the framework does not support
             result[name] = [f"{CANNOT}: {'; '.join(launch.lacks)}; or search with --for {name}"]
             continue
         lines = [shlex.join(launch.flags)]
@@ -202,8 +209,8 @@ def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
     return result
 
 
-def _table(screen: Screen, result: SearchResult, rows: Sequence[RankedPlan]) -> None:
-    """Print the table of plans with its legend."""
+def _show_table(screen: Screen, result: SearchResult, rows: Sequence[RankedPlan]) -> None:
+    """Print the table of plans with its legend; plans that do not fit the memory are red."""
     styles = ["" if row.candidate.fits else "red" for row in rows]
     screen.table(COLUMNS, [row_cells(*row) for row in rows], title(result), styles)
     legend = LEGEND
@@ -225,8 +232,8 @@ def row_cells(name: str, candidate: Candidate, result: SearchResult) -> tuple[st
     """Return the cells of a plan's row, in the order of COLUMNS."""
     shape = candidate.shape
     tflops = result.flops_per_gpu(candidate) / 1e12
-    estimated = "" if candidate.simulated_s else "~"
-    misfit = "" if candidate.fits else " !"
+    closed_form_mark = "" if candidate.simulated_s else "~"
+    misfit_mark = "" if candidate.fits else " !"
     return (
         name,
         sizes_text(shape),
@@ -234,19 +241,22 @@ def row_cells(name: str, candidate: Candidate, result: SearchResult) -> tuple[st
         shape.recompute,
         str(shape.zero),
         result.describe(candidate),
-        ", ".join(dict.fromkeys(candidate.reductions)),
-        f"{estimated}{candidate.step_s:.4g}",
+        ", ".join(dict.fromkeys(candidate.reductions)),  # each name once
+        f"{closed_form_mark}{candidate.step_s:.4g}",
         f"{candidate.formula_s:.4g}",
         f"{result.tokens_per_s(candidate):.0f}",
         f"{tflops:.3g}",
-        format_bytes(candidate.peak_bytes) + misfit,
+        format_bytes(candidate.peak_bytes) + misfit_mark,
     )
 
 
 def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
-    """Return the seconds by cause of "holmes" (the best plan), "yours" and "stock".
+    """Return the seconds of a step by cause, for up to three plans.
 
-    Stock is the job without holmes: with the user's layout if there is one, else with the best plan's sizes.
+    Returns:
+        "holmes" (the best plan), "yours" (the user's layout, if it is another plan) and "stock" (the job
+        without holmes, in the user's layout if there is one, else with the best plan's sizes) ->
+        cause (a key of CAUSES) -> seconds.
     """
     layout = result.user_layout
     by_plan = {"holmes": causes(result, result.best)}
@@ -257,21 +267,22 @@ def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     return by_plan
 
 
-def _show_why(screen: Screen, result: SearchResult) -> None:
+def _show_seconds_by_cause(screen: Screen, result: SearchResult) -> None:
+    """Print the best plan's schedule and thin stages, the table of seconds by cause, gains and memory."""
     for line in (*stage_link_lines(result, result.best), *thin_stages(result, result.best)):
         screen.line(line)
     title, head, rows = why_table(result)
     columns = [Column(head[0], wrap=20), *(Column(name, right=True) for name in head[1:])]
-    styles = ["", *[""] * (len(rows) - 2), "bold"]
+    styles = ["", *[""] * (len(rows) - 2), "bold"]  # the last row is the sum
     screen.table(columns, rows, title, styles)
     for line in why_lines(result):
         screen.line(line, "red" if line.startswith(DOES_NOT_FIT) else "")
 
 
 def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
-    """Return the seconds by cause of each plan, under the names that a reader sees."""
+    """Return the seconds by cause of each plan as reasons() does, under the names that a reader sees."""
     layout = result.user_layout
-    is_alone = layout is result.best
+    is_alone = layout is result.best  # without a search, the layout is the only plan
     names = {
         "holmes": "your layout" if is_alone else "this plan",
         "yours": "your layout",
@@ -281,17 +292,17 @@ def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
 
 
 def why_table(result: SearchResult) -> WhyTable:
-    """Return the table of a step's seconds by cause, with a column for each plan."""
+    """Return the table of a step's seconds by cause: a column a plan, no rows for negligible causes."""
     best = result.best
     by_plan = named_reasons(result)
-    seconds_of = {
-        text: [seconds[cause] for seconds in by_plan.values()] for cause, text in CAUSES.items()
-    }
-    seconds_of["step"] = [sum(column) for column in zip(*seconds_of.values())]
+    seconds_of_cause = {}  # name of the cause -> its seconds in each plan
+    for cause, text in CAUSES.items():
+        seconds_of_cause[text] = [seconds[cause] for seconds in by_plan.values()]
+    seconds_of_cause["step"] = [sum(column) for column in zip(*seconds_of_cause.values())]
     rows = []
-    for text, seconds in seconds_of.items():
-        if max(seconds) > SMALL_CAUSE * best.step_s:
-            rows.append((text, *(f"{value:.4g}" for value in seconds)))
+    for text, seconds_by_plan in seconds_of_cause.items():
+        if max(seconds_by_plan) > SMALL_CAUSE * best.step_s:
+            rows.append((text, *(f"{value:.4g}" for value in seconds_by_plan)))
     if best.simulated_s:
         origin = "simulated, mean of all ranks"
     else:
@@ -300,10 +311,14 @@ def why_table(result: SearchResult) -> WhyTable:
 
 
 def why_lines(result: SearchResult) -> list[str]:
-    """Return the speedup of the best plan over the job without holmes, and its use of memory."""
+    """Return sentences on the best plan's speedup over other plans, and on its memory.
+
+    The other plans are the job without holmes ("stock") and the user's layout, if there is one.
+    """
     best = result.best
     layout = result.user_layout
-    is_alone = layout is best
+    is_alone = layout is best  # without a search, the layout is the only plan
+    # The causes of a step add up to its time.
     steps_s = {plan: sum(seconds.values()) for plan, seconds in reasons(result).items()}
     best_s = steps_s["holmes"]
     baseline = "your layout as stock runs it" if layout and not is_alone else "stock"
@@ -320,34 +335,41 @@ def why_lines(result: SearchResult) -> list[str]:
             lines.append(f"{ratio:.2f} x stock with the sizes that suit it best ({sizes})")
     stage = _fullest_stage(best)
     used = of_limit(best.memory_bytes[stage], best.limit_bytes[stage])
-    lines.append(f"memory of the fullest stage: {used} ({_terms(memory_terms(result, best))})")
+    terms = _terms_text(memory_terms(result, best))
+    lines.append(f"memory of the fullest stage: {used} ({terms})")
     if layout and not layout.fits:
         stage = _fullest_stage(layout)
         needed = of_limit(layout.memory_bytes[stage], layout.limit_bytes[stage])
-        terms = _terms(memory_terms(result, layout))
+        terms = _terms_text(memory_terms(result, layout))
         lines.append(f"{DOES_NOT_FIT}: stage {stage} needs {needed} ({terms})")
     return lines
 
 
-def _terms(bytes_of: dict[str, float]) -> str:
+def _terms_text(bytes_of: dict[str, float]) -> str:
     return ", ".join(f"{name} {format_bytes(value)}" for name, value in bytes_of.items() if value)
 
 
 def _fullest_stage(candidate: Candidate) -> int:
-    """Return the stage that uses the largest share of its memory."""
+    """Return the stage that uses the largest share of its memory; without a limit, the most bytes."""
     shares = []
     for used, limit in zip(candidate.memory_bytes, candidate.limit_bytes):
-        shares.append(used / (limit if limit < inf else 1.0))
+        shares.append(used / limit if limit < inf else used)
     return shares.index(max(shares))
 
 
 def memory_terms(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Return the memory of a plan's fullest stage: term -> bytes."""
+    """Return the memory of the stage that uses most of its memory: term ("weights", ...) -> bytes."""
     return memory_of(result, candidate, _fullest_stage(candidate)).terms
 
 
 def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
-    """Return a line on the gain of the plan's pipeline schedule over the framework's, and its memory."""
+    """Return a line on the gain of the plan's pipeline schedule over the framework's, and its memory.
+
+    The plan's schedule either lists all passes of each stage, or changes only how many micro-batches a stage
+    has in flight (started forward, not yet backward).
+
+    It is [] if the plan uses the framework's schedule, or gains next to nothing.
+    """
     if not candidate.schedule and not candidate.in_flight:
         return []
     framework_s = step_without(result, candidate)
@@ -367,6 +389,7 @@ def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
     extra_bytes = []  # of each stage, for micro-batches that 1F1B would not have in flight
     for stage, (in_flight, load) in enumerate(zip(candidate.in_flight, loads)):
         in_flight_1f1b = min(stages - stage, candidate.shape.micro_batches)
+        # kept_bytes: activations that a micro-batch leaves on the stage until its backward pass
         extra_bytes.append((in_flight - in_flight_1f1b) * load.kept_bytes)
     most_bytes = max(extra_bytes)
     memory = ""
@@ -381,10 +404,12 @@ def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
 def launches_of(
     result: SearchResult, args: argparse.Namespace, job: Training, plan: str | None = None
 ) -> dict[str, Launch]:
-    """Return how to start the best plan: framework -> Launch, or only the framework of the job.
+    """Return how to start the best plan: framework -> Launch.
+
+    If the arguments or the job's command line name a framework, it is the only entry.
 
     Args:
-        plan: File of the plan, "" for none; None for --output.
+        plan: Plan file that the commands load; "" for none; None for the file of --output, if given.
     """
     framework = args.framework or job.said.framework
     if plan is None:
@@ -415,17 +440,19 @@ def document(
     """
     expanded = {candidate.shape for candidate in result.candidates}
     proof = result.optimality_gap
-    content = {
-        "gpus": result.network.world,
-        "clusters": list(result.network.site.clusters),
-        "global_batch": result.global_batch,
-        "optimality_gap": proof
-        and {
+    optimality_gap = None  # no step was simulated
+    if proof:
+        optimality_gap = {
             "proven": proof.proven,
             "gap": proof.gap,
             "step_seconds": proof.step_s,
             "bound_seconds": proof.bound_s,
-        },
+        }
+    content = {
+        "gpus": result.network.world,
+        "clusters": list(result.network.site.clusters),
+        "global_batch": result.global_batch,
+        "optimality_gap": optimality_gap,
         "interrupted": result.interrupted,
         "seconds": result.seconds,
         "counts": {
@@ -442,7 +469,7 @@ def document(
             for shape, bound_s in result.ideals.items()
             if shape not in expanded
         ],
-        "where": reasons(result),
+        "where": reasons(result),  # seconds of a step by cause
         "memory_bytes": memory_terms(result, result.best),
         "framework_schedule_seconds": step_without(result, result.best),
         "launch": {name: asdict(launch) for name, launch in starts.items()},

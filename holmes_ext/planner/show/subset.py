@@ -1,4 +1,9 @@
-"""Command `holmes plan --nodes N --from-cluster FILE`: the nodes to request from the scheduler."""
+"""Command `holmes plan --nodes N --from-cluster FILE`: choose the N nodes on which the job trains fastest.
+
+The nodes of a cluster are equal, so a choice ("subset") is a number of nodes of each cluster. Its price is
+the step time of the best plan on it by the closed form. search/subset.py finds the best subset; the fastest
+ones are then simulated, and printed as a request to the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -138,11 +143,19 @@ class AvailableNodes:
         return Priced(step_s, bound_s=step_s, plan=result)
 
     def floor(self, family: Family) -> float:
-        """Return a lower bound on the step time of all subsets in a family, in seconds; inf if none fits."""
+        """Return a lower bound on the step time of all subsets in a family, in seconds; inf if none fits.
+
+        The bound is the best step on an ideal site that is at least as good as every subset of the family.
+
+        Args:
+            family: Number of nodes of each cluster; None for any number.
+        """
         is_all_open = set(family) == {None}
+        # An ideal site is defined only if all clusters reach each other at the same rate.
         if not is_flat(self.spec) or is_all_open:
             return self.floor_s
         links = Links.of_spec(self.spec)
+        # Largest factor by which tensor ranks (a slice each) and compression speed up sends between stages.
         slices = 0.0
         if any(shape.pipeline > 1 for shape in self.shapes):
             tensor = max(shape.tensor for shape in self.shapes)
@@ -163,6 +176,7 @@ class AvailableNodes:
             site_from_spec(self.spec), self.count, self.job.known_model, Links.of_spec(self.spec)
         )
         job = replace(self.job, model=model)
+        # No time for plans: only the lower bounds of the shapes (`ideals`) are needed.
         result = in_closed_form(
             Network(site), job, self.batch, self.limits, self.shapes, seconds=0.0
         )
@@ -171,15 +185,15 @@ class AvailableNodes:
     def best(self, end: float) -> Subsets:
         """Search for the best subset until the moment `end` of time.monotonic()."""
         model = self.job.known_model
-        kin = alike(self.spec, model)
+        interchangeable = alike(self.spec, model)  # for each cluster, the first one that equals it
         return best_subset(
-            tuple(len(cluster.nodes) for cluster in self.spec.clusters),
-            self.count,
-            self.price,
-            self.floor,
-            unit=self.count // self.shapes[0].pipeline,
-            alike=kin,
-            order=fastest_first(self.spec, model, kin),
+            idle=tuple(len(cluster.nodes) for cluster in self.spec.clusters),
+            count=self.count,
+            price=self.price,
+            floor=self.floor,
+            unit=self.count // self.shapes[0].pipeline,  # nodes of a stage
+            alike=interchangeable,
+            order=fastest_first(self.spec, model, interchangeable),
             end=end,
         )
 
@@ -199,8 +213,8 @@ def in_closed_form(
         shapes: Shapes to examine; () for all.
         seconds: Time limit.
     """
-    asked = asked_for(network, job, batch, limits)
-    return search(asked, seconds, rows=1, only=shapes, prove=False, simulate=False)
+    request = asked_for(network, job, batch, limits)
+    return search(request, seconds, rows=1, only=shapes, prove=False, simulate=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -225,15 +239,16 @@ def run(args: argparse.Namespace) -> int:
             f"--nodes {args.nodes}: {spec.source} has {total} nodes{idle}; ask for 1 to {total}"
         )
     available = _available_nodes(args, spec, job)
+    # Part of the time limit is kept for the simulation of the best subsets.
     reserved_share = SIZES_SHARE if len(available.shapes) > 1 else TABLE_SHARE
     subsets = available.best(end - reserved_share * args.seconds)
-    ranked = _simulated(subsets, available, end)
-    parts = [_parts(spec, all_nodes, subset.counts) for subset in ranked]
+    ranked = _simulate_best(subsets, available, end)
+    parts = [_chosen_nodes(spec, all_nodes, subset.counts) for subset in ranked]
     if args.output:
         result = ranked[0].result
         plan_of(result, result.best, job.options).save(args.output)
     if args.form:
-        print(_written(args.form, parts[0], features), end="")
+        print(_formatted(args.form, parts[0], features), end="")
     elif args.json:
         print(json.dumps(_document(subsets, ranked, parts, features), indent=2))
     else:
@@ -259,14 +274,15 @@ def _idle_nodes(
 def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) -> AvailableNodes:
     """Return the nodes to choose from, with the shapes to price subsets with and their lower bound.
 
-    Free parallel sizes are searched on ideal nodes: as good as the best of all clusters.
+    If the user gave no parallel sizes, good ones are searched on ideal nodes, each of them as good as the
+    best of all clusters.
     """
     links = Links.of_spec(spec)
     model = job.known_model
     ideal_site, ideal_model = ideal(site_from_spec(spec), args.nodes, model, links)
     batch = global_batch(args, job, ideal_site)
     limits = limits_of(args, job)
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[Shape, ...] = ()  # all
     if job.sizes is not None:
         sizes = job.sizes.complete(ideal_site.world_size, ideal_site.processes)
         shapes = (shape_of(model, sizes, *job.zero_and_chunks),)
@@ -279,47 +295,52 @@ def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) ->
         seconds=SIZES_SHARE * args.seconds,
     )
     shapes = shapes or _shapes_of_depths(ideal_result)
-    available = AvailableNodes(spec, job, batch, limits, shapes, args.nodes)
+    available = AvailableNodes(spec, job, batch, limits, shapes=shapes, count=args.nodes)
+    # No subset is faster than ideal nodes, and none computes faster than the fastest GPUs.
     floor_s = max(floor(ideal_result), available.computing_s())
     return replace(available, floor_s=floor_s)
 
 
 def floor(result: SearchResult) -> float:
-    """Return a lower bound on the step time of every plan of a search by the closed form, in seconds."""
+    """Return a lower bound on the step time of every plan of a search by the closed form, in seconds.
+
+    Shapes that the search did not examine count with their own lower bounds.
+    """
     examined = {candidate.shape for candidate in result.candidates}
     bounds_s = [ideal_s for shape, ideal_s in result.ideals.items() if shape not in examined]
     return min([result.best.formula_s, *bounds_s])
 
 
 def _shapes_of_depths(result: SearchResult) -> tuple[Shape, ...]:
-    """Return the best shape, and the shape with the least bound of each of some pipeline sizes."""
-    best_of_depth: dict[int, Shape] = {}
+    """Return the best shape, and for up to MAX_SHAPES pipeline sizes the shape with the least bound."""
+    best_of_depth: dict[int, Shape] = {}  # pipeline size -> shape
     for shape in sorted(result.ideals, key=result.ideals.__getitem__):
-        if shape.virtual == 1:
+        if shape.virtual == 1:  # not interleaved
             best_of_depth.setdefault(shape.pipeline, shape)
     others = list(best_of_depth.values())[:MAX_SHAPES]
     return tuple(dict.fromkeys([result.best.shape, *others]))
 
 
-def _simulated(subsets: Subsets, available: AvailableNodes, end: float) -> list[RankedSubset]:
-    """Return the fastest subsets by simulated step time.
+def _simulate_best(subsets: Subsets, available: AvailableNodes, end: float) -> list[RankedSubset]:
+    """Simulate the best plans of the fastest subsets, and return these subsets, the fastest first.
 
-    If the parallel sizes are free, each subset is searched again with all sizes, until the moment `end`.
+    If the user gave no parallel sizes, each subset is searched again with all sizes, until the moment `end`.
     """
     ranked = []
-    first = subsets.found[:MAX_SIMULATED]
-    for number, (counts, priced) in enumerate(first):
+    fastest = subsets.found[:MAX_SIMULATED]
+    for number, (counts, priced) in enumerate(fastest):
         result = priced.plan
         if len(available.shapes) > 1:
-            seconds = max(0.0, end - time.monotonic()) / (len(first) - number)
+            # An equal part of the remaining time for each subset that is left.
+            seconds = max(0.0, end - time.monotonic()) / (len(fastest) - number)
             with_all_sizes = replace(available, shapes=()).search(counts, seconds)
             result = min(with_all_sizes, result, key=lambda found: found.best.formula_s)
         ranked.append(RankedSubset(counts, simulate_first(result, count=1)))
     return sorted(ranked, key=lambda subset: subset.result.best.step_s)
 
 
-def _parts(spec: SiteSpec, all_nodes: SiteSpec, counts: Counts) -> list[request.ChosenNodes]:
-    """Return the chosen nodes of each cluster.
+def _chosen_nodes(spec: SiteSpec, all_nodes: SiteSpec, counts: Counts) -> list[request.ChosenNodes]:
+    """Return the chosen nodes of each cluster: the first ones, as all nodes of a cluster are equal.
 
     Args:
         spec: Clusters with the nodes to choose from.
@@ -331,15 +352,23 @@ def _parts(spec: SiteSpec, all_nodes: SiteSpec, counts: Counts) -> list[request.
     for cluster, count in zip(spec.clusters, counts):
         if count:
             chosen = cluster.nodes[:count]
-            every = nodes_of[cluster.name]
-            parts.append(request.ChosenNodes(cluster.name, chosen, cluster.processes, every))
+            all_of_cluster = nodes_of[cluster.name]  # with those that are not idle
+            parts.append(
+                request.ChosenNodes(cluster.name, chosen, cluster.processes, all_of_cluster)
+            )
     return parts
 
 
-def _written(
+def _formatted(
     form: str, parts: Sequence[request.ChosenNodes], features: request.Features | None
 ) -> str:
-    """Return the chosen nodes in one of FORMS."""
+    """Return the chosen nodes as text for a scheduler or launcher.
+
+    Args:
+        form: Format, one of FORMS.
+        parts: Chosen nodes of each cluster.
+        features: Features of the nodes in Slurm; None if not known.
+    """
     if form == "hostfile":
         return request.hostfile(parts)
     if form == "kubernetes":
@@ -357,13 +386,20 @@ def _document(
     parts: Sequence[Sequence[request.ChosenNodes]],
     features: request.Features | None,
 ) -> dict[str, Any]:
-    """Return the result for --json: the best subset, some others, and the best one in all formats."""
+    """Return the result for --json: the best subset, some others, and the best one in all formats.
+
+    Args:
+        subsets: All subsets that were priced.
+        ranked: Those that were simulated, the fastest first.
+        parts: For each of `ranked`, the chosen nodes of each cluster.
+        features: Features of the nodes in Slurm; None if not known.
+    """
     rows = []
     for subset, chosen_nodes in zip(ranked, parts):
         nodes = {part.cluster: list(part.nodes) for part in chosen_nodes}
         rows.append({"nodes": nodes, "step_seconds": subset.result.best.step_s})
     chosen = parts[0]
-    forms = {form: _written(form, chosen, features) for form in FORMS if form != "kubernetes"}
+    forms = {form: _formatted(form, chosen, features) for form in FORMS if form != "kubernetes"}
     return {
         "version": 1,
         "best": rows[0],
@@ -387,7 +423,15 @@ def _show(
     parts: Sequence[Sequence[request.ChosenNodes]],
     features: request.Features | None,
 ) -> None:
-    """Print the table of subsets, and the best one as lines for sbatch."""
+    """Print the table of subsets, and the best one as lines for sbatch.
+
+    Args:
+        spec: Clusters with the nodes to choose from.
+        subsets: All subsets that were priced.
+        ranked: Those that were simulated, the fastest first.
+        parts: For each of `ranked`, the chosen nodes of each cluster.
+        features: Features of the nodes in Slurm; None if not known.
+    """
     screen = Screen()
     job.show(screen)
     idle = " that are idle" if args.idle else ""
@@ -399,27 +443,32 @@ def _show(
         Column("stages", wrap=10, drop=1),
     )
     title = f"{args.nodes} of the {len(spec.owner)} nodes{idle} in {spec.source}"
-    screen.table(columns, _rows(ranked, parts), title)
-    screen.line(_verdict(subsets), "dim")
+    screen.table(columns, _table_rows(ranked, parts), title)
+    screen.line(_proof_text(subsets), "dim")
     screen.line("\nfor sbatch, as one job:", "bold")
     chosen = parts[0]
-    print(_written("sbatch", chosen, features), end="")
+    print(_formatted("sbatch", chosen, features), end="")
     if len(chosen) > 1:
         screen.line(
             f"or as a heterogeneous job (srun --het-group=0-{len(chosen) - 1} starts one step on all "
             "of it):",
             "bold",
         )
-        print(_written("hetjob", chosen, features), end="")
+        print(_formatted("hetjob", chosen, features), end="")
     screen.line("for mpirun and deepspeed: --as hostfile; for Kubernetes: --as kubernetes", "dim")
     if args.output:
         print(f"written: {args.output}")
 
 
-def _rows(
+def _table_rows(
     ranked: Sequence[RankedSubset], parts: Sequence[Sequence[request.ChosenNodes]]
 ) -> list[tuple[str, ...]]:
-    """Return the rows of the table of subsets."""
+    """Return the rows of the table of subsets.
+
+    Args:
+        ranked: Simulated subsets, the fastest first.
+        parts: For each of them, the chosen nodes of each cluster.
+    """
     first_s = ranked[0].result.best.step_s
     rows: list[tuple[str, ...]] = []
     for subset, chosen_nodes in zip(ranked, parts):
@@ -437,8 +486,8 @@ def _rows(
     return rows
 
 
-def _verdict(subsets: Subsets) -> str:
-    """Return how many subsets were priced, and how much faster another one could be."""
+def _proof_text(subsets: Subsets) -> str:
+    """Return how many subsets were priced, and how much faster another one could be, in words."""
     complete = ", all that there are" if subsets.complete else ""
     if subsets.proven:
         gap = "the first is the best of all"

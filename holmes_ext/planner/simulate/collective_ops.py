@@ -30,6 +30,7 @@ class CollectiveOps(Collectives):
     """
 
     def _post(self, tag: Tag) -> list[Op]:
+        """Return the posts (starts) of a collective: of the first transfer of each of its chains."""
         return [("post", name) for name in self.starts.get(tag, [tag])]
 
     @staticmethod
@@ -50,6 +51,10 @@ class CollectiveOps(Collectives):
         """Return the operations of one pass: gathers awaited before layers, buckets sent after layers.
 
         Args:
+            kind: Kind of the rank's pipeline.
+            stage: The rank's stage.
+            chunk: Chunk of the pass.
+            micro_batch: Micro-batch of the pass.
             letter: "F" for a forward pass, "B" or "W" for a backward pass.
             final: The pass is the last micro-batch's backward pass.
         """
@@ -63,9 +68,10 @@ class CollectiveOps(Collectives):
         for number, buckets in enumerate(self.leaving.get((kind, stage), [])):
             layers = [layer for part, layer in buckets.places if part == chunk]
             if layers and letter == "F":
+                # The first of the layers waits for the weights of all of them.
                 gather = self._tag(kind, stage, "gather", number)
                 needs.setdefault(min(layers), []).append(("wait", gather, "gather", 0))
-            if final and buckets.after:
+            if final and buckets.after:  # the buckets are full after this layer's backward pass
                 last_chunk, last_layer = buckets.after
                 if last_chunk == chunk:
                     reduction = self._tag(kind, stage, "reduce", number)
@@ -110,7 +116,7 @@ class CollectiveOps(Collectives):
         last = len(layers) - 1
         for index, layer in enumerate(layers):
             if prefetch:
-                first = post("weights", 0) if index == 0 else []
+                first = post("weights", 0) if index == 0 else []  # no layer before it has sent them
                 needs[layer] = [*first, *wait("weights", index), *post("weights", index + 1)]
             else:
                 needs[layer] = [*post("weights", index), *wait("weights", index)]
@@ -118,6 +124,7 @@ class CollectiveOps(Collectives):
                 continue
             ops = post("scatter", index)
             if prefetch:
+                # The layer before, and after the last layer that layer itself, have had time to arrive.
                 scattered = [index - 1, index] if index == last else [index - 1]
                 for earlier in scattered:
                     ops += [*wait("scatter", earlier), *post("across", earlier)]
@@ -132,7 +139,7 @@ class CollectiveOps(Collectives):
 
     def after(self, kind: int, stage: int) -> Iterator[Op]:
         """Yield the operations after the last pass: remaining reductions, optimizer, weight gather."""
-        reductions = [self._reduce(kind, stage), self._tie(kind, stage)]
+        reductions = [self._reduce(kind, stage), self._reduce_tied(kind, stage)]
         if self.run.engine.tied_first:
             reductions.reverse()
         for ops in reductions:
@@ -146,11 +153,12 @@ class CollectiveOps(Collectives):
 
     def _optimizer_s(self, kind: int, stage: int) -> float:
         """Return the seconds of the optimizer for a rank's parameters, or for its shard of them."""
-        shards = 1
+        shards = 1  # ranks that share the parameters
         if self.run.zero:
             groups = self.shards or self.groups
             if (kind, stage) in groups:
                 shards = groups[kind, stage].ranks
+        # All chunks of the stage: chunk c is at c x stages + stage.
         parameters = sum(
             self.parameters[layer]
             for low, high in self.ranges[stage :: self.stages]
@@ -171,11 +179,12 @@ class CollectiveOps(Collectives):
                 yield from self._post_and_wait(self._tag(kind, stage, "sum", number), "reduce")
 
     def _loss(self, kind: int, stage: int) -> list[Op]:
-        """Return the operations that send the loss from the last stage to the others."""
+        """Return a rank's operations for the loss, which the last stage sends to all others."""
         last = self.stages - 1
         if stage < last and ("loss", kind, stage) in self.transfers:
             tag = ("loss", kind, stage)
-            return [("post", tag, True), ("wait", tag, "send", -1)]
+            return [("post", tag, True), ("wait", tag, "send", -1)]  # True: as the receiver
+        # On the last stage: a message to each of the others.
         tags = [("loss", kind, other) for other in range(last)]
         tags = [tag for tag in tags if tag in self.transfers]
         posts: list[Op] = [("post", tag) for tag in tags]
@@ -183,7 +192,7 @@ class CollectiveOps(Collectives):
         return posts + waits
 
     def _reduce(self, kind: int, stage: int) -> list[Op]:
-        """Return the posts of reductions that did not start under a pass, and waits for all."""
+        """Return the posts (starts) of reductions that did not start under a pass, and waits for all."""
         if self.run.zero >= ZERO_GRADIENTS:
             return []
         tags = self._tags(kind, stage, "reduce")
@@ -193,7 +202,7 @@ class CollectiveOps(Collectives):
                 ops += self._post(tag)
         return ops + [("wait", tag, "reduce", -1) for tag in tags]
 
-    def _tie(self, kind: int, stage: int) -> list[Op]:
+    def _reduce_tied(self, kind: int, stage: int) -> list[Op]:
         """Return the operations of the tied embedding's reduction between first and last stage."""
         if kind not in self.tied or stage not in (0, self.stages - 1):
             return []

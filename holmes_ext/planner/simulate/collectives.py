@@ -10,6 +10,9 @@ ZeRO 2, 3       in each micro-batch a layer's gradients are scattered after its 
                 gathers its weights before both passes, ZeRO 2 once a step
 single numbers  the gradient norm among a pipeline's stages before the optimizer; the loss, averaged over
                 the last stage's ranks and sent to the other stages at the step's end; sums of the script
+
+A family is all groups of a stage with equal nodes; they act as one. Pipelines on equal nodes are of one kind.
+A tag is the key of a transfer: (name of the collective, stage, kinds of pipelines that take part, number).
 """
 
 from __future__ import annotations
@@ -89,8 +92,9 @@ def leaving(
         exceed: A bucket may exceed its size by its last gradient.
         first_bytes: Size of the first bucket; 0 for the same as the others.
     """
-    buckets_of: dict[Place | None, list[list[Gradient]]] = {}  # last layer -> buckets
-    for late in (False, True):
+    # Layer after which they are sent (None: after the whole pass) -> buckets
+    buckets_of: dict[Place | None, list[list[Gradient]]] = {}
+    for late in (False, True):  # late gradients have buckets of their own
         candidates = [gradient for gradient in gradients if gradient.late == late]
         sizes = [gradient.size for gradient in candidates]
         for indices in cut(sizes, limit_bytes, exceed=exceed, first_bytes=first_bytes):
@@ -100,6 +104,7 @@ def leaving(
     result = []
     for after, buckets in buckets_of.items():
         sizes = [sum(gradient.size for gradient in bucket) for bucket in buckets]
+        # Each layer once, in order.
         places = dict.fromkeys(gradient.place for bucket in buckets for gradient in bucket)
         result.append(Leaving(tuple(sizes), tuple(places), after))
     return result
@@ -185,6 +190,7 @@ class Collectives:
         """
         late: set[tuple[int, int]] = set()  # (layer, number of the gradient)
         if self.tied_bytes and self.run.engine.tied_first:
+            # The tied weight (embedding's first, output layer's last) is summed between the stages first.
             last_layer = len(self.reduced) - 1
             late = {(0, 0), (last_layer, len(self.reduced[-1]) - 1)}
         result = []
@@ -196,13 +202,16 @@ class Collectives:
         return result
 
     def _add_family(self, family: GroupFamily) -> None:
-        """Add all collectives of the groups that sum a stage's gradients."""
+        """Add all collectives of the groups that sum a stage's gradients.
+
+        They are the reductions of all buckets, with ZeRO the weight gathers, and sums of single numbers.
+        """
         run = self.run
         stage = family.stage
-        parties = len(family.pipelines)
+        parties = len(family.pipelines)  # actors that take part
         gradients = self.gradients(stage)
         ring = self._ring(family)
-        two_levels = None
+        two_levels = None  # hierarchical all-reduce, if used
         if run.is_hierarchical(stage):
             total_bytes = sum(gradient.size for gradient in gradients)
             link_bps = self._link_bps(family.kinds)
@@ -227,7 +236,7 @@ class Collectives:
         reduction = two_levels if two_levels and not scatters else PricedReduction(ring)
         for number, buckets in enumerate(all_buckets):
             tag = ("reduce", stage, family.pipelines, number)
-            if scatters:
+            if scatters:  # a reduce-scatter, with run.scatter of an all-reduce's traffic
                 self._add_ring(family, ring.scaled(run.scatter), tag, buckets.sizes)
             else:
                 max_chunks = MAX_CHUNKS // len(all_buckets)
@@ -235,7 +244,8 @@ class Collectives:
             if run.zero:
                 weight_bytes = [self.weights * size for size in buckets.sizes]
                 gather = ("gather", *tag[1:])
-                self._add_ring(family, ring.scaled(0.5), gather, weight_bytes)
+                all_gather = ring.scaled(0.5)  # half of an all-reduce's traffic
+                self._add_ring(family, all_gather, gather, weight_bytes)
 
     def _buckets(
         self, family: GroupFamily, gradients: Sequence[Gradient], chunk_bytes: float
@@ -243,13 +253,15 @@ class Collectives:
         """Divide a stage's gradients into buckets: a single one if its reduction does not overlap.
 
         Args:
+            family: Groups that sum the gradients.
+            gradients: In the order in which they become final.
             chunk_bytes: Size of a hierarchical all-reduce's chunks; 0 without.
         """
         run = self.run
         total_bytes = sum(gradient.size for gradient in gradients)
         if not run.buckets_on(family.stage):
             places = dict.fromkeys(gradient.place for gradient in gradients)
-            return [Leaving((total_bytes,), tuple(places), None)]
+            return [Leaving(sizes=(total_bytes,), places=tuple(places), after=None)]
         fabric = self.network.fabric(family.kinds)
         default_bytes = chunk_bytes or bucket_bytes(fabric, family.ranks, total_bytes)
         limit_bytes = run.bucket_bytes or default_bytes
@@ -267,7 +279,17 @@ class Collectives:
         parties: int,
         max_chunks: int,
     ) -> None:
-        """Add the chains of transfers of a reduction; the first of each chain is posted by the ranks."""
+        """Add the chains of transfers of a reduction.
+
+        The ranks post (start) the first transfer of each chain; each transfer posts the next one.
+
+        Args:
+            reduction: All-reduce to add.
+            tag: Tag of the reduction.
+            sizes: Bytes of each bucket.
+            parties: Actors that take part.
+            max_chunks: Most chunks into which a bucket is divided.
+        """
         chains = reduction.flows(sizes, tag, max(1, max_chunks))
         self.starts[tag] = [chain[0].tag for chain in chains]
         for chain in chains:
@@ -276,8 +298,16 @@ class Collectives:
                 self.transfers[flow.tag] = self.maker.flow(flow, posts)
 
     def _add_ring(self, family: GroupFamily, load: Load, tag: Tag, sizes: Sequence[float]) -> None:
-        """Add a ring collective; the collectives of one name and group follow each other."""
+        """Add a ring collective; the collectives of one name and group follow each other.
+
+        Args:
+            family: Groups that take part.
+            load: Traffic of the ring for each byte.
+            tag: Tag of the collective, whose first item is the name.
+            sizes: Bytes of collectives that follow each other as one transfer.
+        """
         links = self.network.links
+        # CPU seconds of a byte, relative to those of an all-reduced byte.
         host_of = {
             "gather": links.host_gather,
             "weights": links.host_gather,
@@ -288,11 +318,17 @@ class Collectives:
         self.transfers[tag] = replace(transfer, channel=tag[:3])
 
     def _add_shards(self, family: GroupFamily) -> None:
-        """Add the transfers of ZeRO 2 and 3 for every layer, which recur in each micro-batch."""
+        """Add the transfers of ZeRO 2 and 3 for every layer, which recur in each micro-batch.
+
+        They are a reduce-scatter of the gradients, with ZeRO 3 an all-gather of the weights before each pass,
+        and with hybrid sharding an all-reduce of the shards between clusters.
+        """
         run = self.run
         stage = family.stage
+        # Hybrid sharding: the groups of each cluster shard the model by themselves.
         hybrid = inside_clusters(self.network, family) if run.replicas == "clusters" else []
         sharding_groups = [self._of_cluster(shards) for shards in hybrid] or [family]
+        # owners(): ranks of different clusters with the same shard
         across = owners(self.network, family) if hybrid else None
         for shards in sharding_groups:
             for kind in shards.pipelines:
@@ -306,7 +342,7 @@ class Collectives:
                 scatter = ("scatter", *name)
                 self._add_ring(shards, ring.scaled(run.scatter), scatter, [gradient_bytes])
                 if run.zero == ZERO_WEIGHTS:
-                    for letter in "FB":
+                    for letter in "FB":  # forward and backward pass
                         weights = ("weights", *name, letter)
                         self._add_ring(shards, ring.scaled(0.5), weights, [weight_bytes])
             if across is not None:
@@ -338,7 +374,7 @@ class Collectives:
         for kind in range(len(self.fold.kinds)):
             pair = self._tied_pair(kind)
             tag: Tag = ("tied", 0, (kind,), 0)
-            parties = 2
+            parties = 2  # first and last stage
             reduction: PricedReduction = pair
             if kind in two_levels_of:
                 two_levels, family = two_levels_of[kind]
@@ -348,6 +384,7 @@ class Collectives:
                     reduction = two_levels
             if tag not in self.transfers:
                 self._add_reduction(reduction, tag, [self.tied_bytes], parties, MAX_CHUNKS)
+                # A reduction of one transfer (here for one byte in one chunk) needs no order.
                 is_single = len(reduction.flows([1.0], tag, 1)[0]) == 1
                 if is_single:
                     self.transfers[tag].channel = None
@@ -364,15 +401,19 @@ class Collectives:
         """Return the hierarchical all-reduce of the tied embedding for each kind of pipeline that has it.
 
         It needs the first and the last stage to be on different clusters.
+
+        Returns:
+            Kind of pipeline -> its all-reduce, and the groups that take part.
         """
         result: dict[int, tuple[Hierarchical, GroupFamily]] = {}
+        # tied_weight_families(): groups of the ranks that hold the tied weight, on the first and the last stage
         for family in tied_weight_families(self.fold):
             link_bps = self._link_bps(family.kinds)
             two_levels = tied_hierarchical(
                 self.network, family, self.tied_bytes, self.run.direct, 0, link_bps
             )
             for kind in family.pipelines:
-                result.pop(kind, None)
+                result.pop(kind, None)  # the last family with the kind counts
                 if two_levels:
                     result[kind] = two_levels, family
         return result
@@ -393,16 +434,20 @@ class Collectives:
         stages = self.stages
         hops = [self._number(kind, stage, (stage + 1) % stages) for stage in range(stages)]
         hops_s = [hop.fixed_s + hop.latency_s for hop in hops]
-        around_s = sum(hops_s) - min(hops_s)
+        around_s = sum(hops_s) - min(hops_s)  # the number passes all links of the ring but one
         notice_s = max(hop.latency_s for hop in hops)
         is_across = any(hop.across for hop in hops)
-        return Transfer(stages, 2 * around_s + notice_s, across=is_across)
+        return Transfer(parties=stages, fixed_s=2 * around_s + notice_s, across=is_across)
 
     def _number_summed(self, family: GroupFamily, ring: Load) -> Transfer:
         """Return the all-reduce of one number over gloo's ring (gloo/allreduce.cc).
 
         The number goes from the last rank down to the first, and from there down to the second. The last
         rank first learns that the rank below it waits.
+
+        Args:
+            family: Groups that sum the number.
+            ring: Traffic of a ring over their ranks.
         """
         parties = len(family.pipelines)
         if ring.fabric is None:
@@ -411,10 +456,11 @@ class Collectives:
         clusters = [
             self.network.cluster(kind) for kind, nodes in family.ring for _ in range(min(nodes, 2))
         ]
+        # Last to first, then from the first back to the last.
         senders = [*clusters[:0:-1], clusters[0]]
         receivers = [*clusters[-2::-1], clusters[-1]]
         fabric = self.network.fabric(family.kinds)
-        extra_s = []
+        extra_s = []  # latency of each hop between clusters
         for pair in zip(senders, receivers):
             source, target = pair
             extra_s.append(self.network.longer_s(fabric, pair) if source != target else 0.0)

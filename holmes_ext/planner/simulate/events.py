@@ -162,7 +162,8 @@ class Simulation:
         self.flows: dict[Hashable, dict[Hashable, Transfer]] = {}  # NIC -> tag -> flow
         self.channels: dict[Hashable, deque[Hashable]] = {}  # channel -> tags in order
         self.carried: dict[Hashable, float] = {}  # NIC -> bits
-        self.looks: dict[Hashable, int] = {}  # (uses, limit) of flows -> number
+        # (uses, limit) of flows -> number; flows with equal numbers get equal rates
+        self.looks: dict[Hashable, int] = {}
         # Numbers of flows that share NICs -> number -> bits/s. The same mix of flows recurs often.
         self.rates: dict[tuple[int, ...], dict[int, float]] = {}
 
@@ -189,14 +190,19 @@ class Simulation:
         heappush(self.events, (moment, self.event_count, action, argument))
 
     def _advance(self, actor: int) -> None:
-        """Execute an actor's operations until it computes or has to wait."""
+        """Execute an actor's operations until it computes or has to wait.
+
+        The formats of operations are in the module docstring. An actor goes on when its computation ends
+        (an event) or when the transfer that it waits for releases it.
+        """
         program = self.programs[actor]
         while self.position[actor] < len(program):
             op = program[self.position[actor]]
             if op[0] == "wait":
                 transfer = self.transfers[op[1]]
+                # A sender waits until all bytes have left, a receiver until they have arrived.
                 end = transfer.gone if len(op) > _WAIT_LENGTH else transfer.ended
-                if end < 0:
+                if end < 0:  # not yet
                     transfer.waiting.append((actor, self.now, op))
                     return
                 self.position[actor] += 1
@@ -206,7 +212,7 @@ class Simulation:
                     self._post(op[1])
                 else:
                     self._post_receiver(op)
-            else:
+            else:  # compute
                 self.position[actor] += 1
                 _, kind, seconds, micro_batch, chunk = op
                 if seconds > 0:
@@ -216,7 +222,11 @@ class Simulation:
                     return
 
     def _post_receiver(self, op: Op) -> None:
-        """Execute the post of a receiver, whose notice may have to wait for a message before it."""
+        """Execute the post of a receiver; its notice to the sender may have to wait for an earlier message.
+
+        Args:
+            op: ("post", tag, True, tags of messages that the receiver sent to the same peer before).
+        """
         _, tag, _, *sent_before = op
         for sent_tag in sent_before:
             sent = self.transfers[sent_tag]
@@ -234,9 +244,10 @@ class Simulation:
             self._post(tag)
 
     def _post(self, tag: Hashable, ready: float | None = None) -> None:
-        """Count a party's post, and begin the transfer if all parties have posted it.
+        """Note that a party is ready for a transfer, and begin it if all parties are and its channel is free.
 
         Args:
+            tag: Tag of the transfer.
             ready: Moment at which the transfer counts as ready, if not now (transfers in a chain).
         """
         transfer = self.transfers[tag]
@@ -244,7 +255,7 @@ class Simulation:
         if transfer.posts < transfer.parties:
             return
         transfer.ready = self.now if ready is None else ready
-        if transfer.buffered:
+        if transfer.buffered:  # the sender need not wait any longer
             transfer.gone = self.now
             self._release_senders(transfer)
         if transfer.channel is None:
@@ -252,14 +263,20 @@ class Simulation:
             return
         queue = self.channels.setdefault(transfer.channel, deque())
         queue.append(tag)
-        if len(queue) == 1:
+        if (
+            len(queue) == 1
+        ):  # the channel was free; otherwise _end() of the transfer before begins this one
             self._begin(tag)
 
     def _begin(self, tag: Hashable) -> None:
         self._at(self.now + self.transfers[tag].fixed_s, self._start_flow, tag)
 
     def _start_flow(self, tag: Hashable) -> None:
-        """Start to send the bits of a transfer, and reduce the rates of flows on the same NICs."""
+        """Start to send the bits of a transfer, and reduce the rates of flows on the same NICs.
+
+        A transfer without bits ends at once. A flow alone on its NICs gets its rate at once, too; otherwise
+        all flows connected through NICs get new rates.
+        """
         transfer = self.transfers[tag]
         if transfer.bits <= 0:
             self._end(tag)
@@ -281,7 +298,7 @@ class Simulation:
             transfer.version += 1
             self._at(self.now + transfer.bits / rate, self._end_flow, (tag, transfer.version))
         else:
-            self._share({tag: transfer})
+            self._update_rates({tag: transfer})
 
     def _end_flow(self, flow: tuple[Hashable, int]) -> None:
         """End a flow, unless its rate has changed since this event was scheduled.
@@ -294,19 +311,22 @@ class Simulation:
             self._end(tag)
 
     def _end(self, tag: Hashable) -> None:
-        """Free the NICs and the channel of a transfer whose bytes have all left."""
+        """Free the NICs and the channel of a transfer whose bytes have all left.
+
+        The next transfer of the channel begins, and the transfer itself arrives a latency later.
+        """
         transfer = self.transfers[tag]
         transfer.gone = self.now
         transfer.has_left = True
-        for notice in transfer.behind:
+        for notice in transfer.behind:  # receivers' notices that waited for this transfer to leave
             self._notice(notice)
-        neighbours: dict[Hashable, Transfer] = {}
+        neighbours: dict[Hashable, Transfer] = {}  # flows on the same NICs
         for nic, _ in transfer.uses if transfer.bits > 0 else ():
             others = self.flows[nic]
             del others[tag]
             neighbours.update(others)
         if neighbours:
-            self._share(neighbours)
+            self._update_rates(neighbours)
         if transfer.channel is not None:
             queue = self.channels[transfer.channel]
             queue.popleft()
@@ -337,7 +357,14 @@ class Simulation:
         transfer.waiting = receivers
 
     def _release(self, transfer: Transfer, waiting: Sequence[_Waiter]) -> None:
-        """Let actors go on, and record for how long each was idle and communicated."""
+        """Let actors go on, and record for how long each was idle and communicated.
+
+        An actor is idle until the transfer is ready, and communicates from then on.
+
+        Args:
+            transfer: Transfer that the actors wait for.
+            waiting: (actor, moment since when it waits, its operation)
+        """
         for actor, since, op in waiting:
             _, _, kind, micro_batch = op[:_WAIT_LENGTH]
             ready = min(max(since, transfer.ready), self.now)
@@ -349,8 +376,12 @@ class Simulation:
             self.position[actor] += 1
             self._at(self.now, self._advance, actor)
 
-    def _share(self, seeds: dict[Hashable, Transfer]) -> None:
-        """Set new rates for `seeds` and for all flows connected to them through common NICs."""
+    def _update_rates(self, seeds: dict[Hashable, Transfer]) -> None:
+        """Set new rates for `seeds` and for all flows connected to them through common NICs.
+
+        Args:
+            seeds: Tag -> flow that began, or that shared a NIC with a flow that ended.
+        """
         connected = dict(seeds)
         unvisited = list(seeds.values())
         nics: set[Hashable] = set()
@@ -362,6 +393,7 @@ class Simulation:
                         if tag not in connected:
                             connected[tag] = flow
                             unvisited.append(flow)
+        # Equal mixes of flows have equal rates, which are computed once.
         key = tuple(sorted([flow.look for flow in connected.values()]))
         if key not in self.rates:
             fair = _fair_rates(connected, nics, self.capacities)
@@ -371,10 +403,10 @@ class Simulation:
             rate = rates[flow.look]
             if rate == flow.rate:
                 continue
-            flow.left -= flow.rate * (self.now - flow.since)
+            flow.left -= flow.rate * (self.now - flow.since)  # bits sent at the old rate
             flow.since = self.now
             flow.rate = rate
-            flow.version += 1
+            flow.version += 1  # the end scheduled for the old rate is void
             end = self.now + max(0.0, flow.left) / rate
             self._at(end, self._end_flow, (tag, flow.version))
 
@@ -404,6 +436,7 @@ def _fair_rates(
     rates: dict[Hashable, float] = {}
     growing = dict(flows)
     while growing:
+        # `level`: rate of all growing flows at which the next NIC is full or the next flow at its limit
         used = [nic for nic in nics if weights[nic] > _NO_WEIGHT]
         level = min((free_bps[nic] / weights[nic] for nic in used), default=inf)
         level = min(level, min(flow.limit_bps for flow in growing.values()))

@@ -35,19 +35,25 @@ _PASSES = ("forward", "backward")
 
 
 def folded_s(job: JobStep) -> float:
-    """Return the step time in seconds, equal to that of a full simulation but for rounding."""
+    """Simulate a step with few of its micro-batches, and return the step time with all, in seconds.
+
+    The time equals that of a full simulation but for rounding. If the middle of the step does not repeat,
+    more micro-batches are simulated, and in the end all.
+    """
     stages = job.costs.stages
     total = job.costs.micro_batches
     if job.run.schedule:  # a written order of passes, for just so many micro-batches
         return job.step().step_s
     is_interleaved = job.run.virtual > 1
-    unit = stages if is_interleaved else 1
+    unit = (
+        stages if is_interleaved else 1
+    )  # an interleaved schedule takes `stages` micro-batches in a row
     warm_up = max((*job.run.in_flight, stages))
     depths = FEW_DEPTHS_INTERLEAVED if unit > 1 else FEW_DEPTHS
     few = depths * warm_up + FEW_MORE
     while few < MAX_SHARE * total:
         step_s = _from_few_s(job, few, unit)
-        if step_s:
+        if step_s:  # 0: the middle did not repeat
             return step_s
         few *= GROWTH
     return end_of(job.simulation(total).run())
@@ -57,11 +63,13 @@ def _from_few_s(job: JobStep, few: int, unit: int) -> float:
     """Return the step time from a simulation of `few` micro-batches or a little more; 0 if nothing repeats.
 
     Args:
+        job: The step.
+        few: Number of micro-batches to simulate.
         unit: Micro-batches of a round; periods are multiples of it.
     """
     stages = job.costs.stages
     total = job.costs.micro_batches
-    count = total - (total - few) // unit * unit
+    count = total - (total - few) // unit * unit  # so that whole rounds are omitted
     omitted = total - count
     spans = job.simulation(count).run()
     periods = [
@@ -70,6 +78,7 @@ def _from_few_s(job: JobStep, few: int, unit: int) -> float:
     omitted_s = _omitted_s(spans, stages, periods, omitted)
     if omitted_s:
         return end_of(spans) + omitted_s
+    # Kinds of pipelines that share nothing may repeat with different periods.
     groups = job.apart()
     if len(groups) == 1:
         return 0.0
@@ -82,6 +91,7 @@ def _from_few_s(job: JobStep, few: int, unit: int) -> float:
         if not delay_s:
             return 0.0
         begins |= dict.fromkeys(kinds, delay_s)
+    # Each kind starts later by its omitted micro-batches, so all arrive at their reductions in time.
     delayed = job.simulation(count, [begins[kind] for kind in sorted(begins)])
     return end_of(delayed.run())
 
@@ -89,7 +99,14 @@ def _from_few_s(job: JobStep, few: int, unit: int) -> float:
 def _omitted_s(
     spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int], omitted: int
 ) -> float:
-    """Return the seconds that the omitted micro-batches would take; 0 if the middle does not repeat."""
+    """Return the seconds that the omitted micro-batches would take; 0 if the middle does not repeat.
+
+    Args:
+        spans: Spans of every actor; the actors of a kind of pipeline follow each other, stage by stage.
+        stages: Number of stages.
+        periods: Periods to try, in micro-batches.
+        omitted: Number of micro-batches that are not simulated, a multiple of each period.
+    """
     for period in periods:
         period_s = _period_s(spans, stages, period)
         if period_s:
@@ -102,7 +119,10 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
 
     Args:
         spans: Spans of every actor; the actors of a kind of pipeline follow each other, stage by stage.
+        stages: Number of stages.
+        period: Period to test, in micro-batches.
     """
+    # End of every pass.
     ends = {
         (actor, span.kind, span.chunk, span.micro_batch): span.end
         for actor, actor_spans in enumerate(spans)
@@ -118,10 +138,11 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
         if not actor_lifetime_s:
             return 0.0
         lifetime_s = max(lifetime_s, actor_lifetime_s)
+    # Compare all passes of the last two lifetimes with those one period before.
     since = last_forward_end_s - 2 * lifetime_s
     if since <= 0:
         return 0.0
-    period_s = 0.0
+    period_s = 0.0  # set by the first pass; all others must agree
     rounding_s = ROUNDING * last_forward_end_s
     for (actor, kind, chunk, micro_batch), end in ends.items():
         if since < end <= last_forward_end_s:

@@ -1,4 +1,4 @@
-"""Order of passes, sends and receives on a stage, as each framework posts and awaits them.
+"""Order of passes, sends and receives on a stage, as each framework starts and awaits them.
 
 An operation is one of
 
@@ -39,11 +39,15 @@ def schedule(
 ) -> Iterator[Op]:
     """Return the operations of a stage in one step.
 
-    Receives are posted at the step's start if chunks are interleaved or breadth-first, or if a warm-up depth
-    is given. A written order of passes says itself when they are posted. Otherwise the framework decides.
+    Receives are posted (started) at the step's start if chunks are interleaved or breadth-first, or if a
+    warm-up depth is given. A written order of passes says itself when they are posted. Otherwise the
+    framework decides.
 
     Args:
         sends: How the framework sends (plan/engine.py, SENDS).
+        stage: The stage.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
         virtual: Chunks of a stage.
         in_flight: Warm-up depth; 0 for the framework's own 1F1B.
         breadth_first: Pass all micro-batches through a chunk before the next one.
@@ -51,14 +55,18 @@ def schedule(
     """
     neighbours = _Neighbours(stage, stages, last_place=stages * virtual - 1)
     if planned:
-        listed = [(letter, micro_batch, 0) for letter, micro_batch in planned.stages[stage]]
-        return _posted(listed, neighbours, planned if planned.activations_before else None)
+        chunk = 0  # the only one
+        listed = [(letter, micro_batch, chunk) for letter, micro_batch in planned.stages[stage]]
+        # `activations_before`: the order says after which send each receive is posted.
+        return _with_early_receives(
+            listed, neighbours, planned if planned.activations_before else None
+        )
     order = passes(stage, stages, micro_batches, virtual, in_flight, breadth_first)
     if virtual > 1 or in_flight or breadth_first or sends not in (AWAITED, PAIRED):
-        return _posted(order, neighbours)
+        return _with_early_receives(order, neighbours)
     if sends == PAIRED:
-        return _paired(order, neighbours, warm_up=min(stages - stage - 1, micro_batches))
-    return _awaited(neighbours, micro_batches)
+        return _megatron_1f1b(order, neighbours, warm_up=min(stages - stage - 1, micro_batches))
+    return _deepspeed_1f1b(neighbours, micro_batches)
 
 
 class _Neighbours:
@@ -70,7 +78,10 @@ class _Neighbours:
         self.last_place = last_place
 
     def needs(self, stage_pass: Pass) -> list[Message]:
-        """Return the message that a pass must have received: none or one."""
+        """Return the message that a pass must have received: none or one.
+
+        The first chunk receives no activation, the last one no gradient, and a pass "W" nothing.
+        """
         letter, micro_batch, chunk = stage_pass
         place = chunk * self.stages + self.stage
         if letter == "F":
@@ -90,13 +101,18 @@ class _Neighbours:
         return [(GRADIENT, place - 1, micro_batch)]
 
 
-def _posted(
+def _with_early_receives(
     order: Sequence[Pass], neighbours: _Neighbours, planned: PassOrder | None = None
 ) -> Iterator[Op]:
-    """Yield passes whose receives are posted early: at the step's start, or after a planned send."""
-    posts_after: dict[Message | None, list[Op]] = defaultdict(
-        list
-    )  # message sent -> receives to post
+    """Yield passes whose receives are posted (started) early: at the step's start, or after a planned send.
+
+    Args:
+        order: Passes of the stage.
+        neighbours: Messages of the stage.
+        planned: Order that says after which send each receive is posted; None for the step's start.
+    """
+    # Message sent -> receives to post then; None for the step's start.
+    posts_after: dict[Message | None, list[Op]] = defaultdict(list)
     for stage_pass in order:
         for message in neighbours.needs(stage_pass):
             letter, place, micro_batch = message
@@ -104,6 +120,7 @@ def _posted(
             if planned:
                 after = planned.posted_after(place, _PASS_OF[letter], micro_batch)
                 if after:
+                    # The send to the same neighbour: for an activation received, it is a gradient.
                     _, sent_micro_batch = after
                     opposite = GRADIENT if letter == ACTIVATION else ACTIVATION
                     sent = (opposite, place, sent_micro_batch)
@@ -118,8 +135,14 @@ def _posted(
             yield from posts_after[message]
 
 
-def _paired(order: Sequence[Pass], neighbours: _Neighbours, warm_up: int) -> Iterator[Op]:
-    """Yield megatron-core's 1F1B: in the steady state a pass sends its output and receives the next input."""
+def _megatron_1f1b(order: Sequence[Pass], neighbours: _Neighbours, warm_up: int) -> Iterator[Op]:
+    """Yield megatron-core's 1F1B: in the steady state a pass sends its output and receives the next input.
+
+    Args:
+        order: Passes of the stage.
+        neighbours: Messages of the stage.
+        warm_up: Forward passes before the steady state.
+    """
     steady = range(warm_up, len(order) - warm_up)
     for index, stage_pass in enumerate(order):
         follows_pair = index in steady and index - 1 in steady
@@ -131,22 +154,22 @@ def _paired(order: Sequence[Pass], neighbours: _Neighbours, warm_up: int) -> Ite
         yield from _exchange(neighbours.makes(stage_pass), received)
 
 
-def _awaited(neighbours: _Neighbours, micro_batches: int) -> Iterator[Op]:
-    """Yield deepspeed.runtime.pipe.schedule.TrainSchedule: even and odd steps alternate between stages.
+def _deepspeed_1f1b(neighbours: _Neighbours, micro_batches: int) -> Iterator[Op]:
+    """Yield deepspeed.runtime.pipe.schedule.TrainSchedule: forward and backward steps alternate.
 
-    The output of a pass is sent at the next step. A forward step sends the last gradient before it receives,
-    a backward step receives before it sends.
+    Even steps are forward on even stages and backward on odd ones. The output of a pass is sent at the next
+    step. A forward step sends the last gradient before it receives, a backward step receives before it sends.
     """
     stage = neighbours.stage
     stages = neighbours.stages
-    to_send: list[Message] = []
+    to_send: list[Message] = []  # output of the step before
     for step in range(2 * (micro_batches + neighbours.last_place)):
         is_forward = step % 2 == stage % 2
         if is_forward:
             micro_batch = (step - stage) // 2
         else:
             micro_batch = (step - 2 * stages + stage + 1) // 2
-        current: list[Pass] = []
+        current: list[Pass] = []  # none at the beginning and at the end
         if 0 <= micro_batch < micro_batches:
             current = [("F" if is_forward else "B", micro_batch, 0)]
         to_receive = [message for stage_pass in current for message in neighbours.needs(stage_pass)]

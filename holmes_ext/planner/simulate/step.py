@@ -139,7 +139,7 @@ def simulate(
 
 
 class _Actor(NamedTuple):
-    """All ranks of a stage in pipelines of one kind, which do the same at the same time."""
+    """All ranks of a stage in pipelines of one kind (on equal nodes): they do the same at the same time."""
 
     pipeline_kind: int
     stage: int
@@ -165,6 +165,10 @@ class JobStep:
     ):
         """Prepare the transfers of a step.
 
+        Args:
+            run: Schedule and overlap.
+            costs: Times and memory of the stages.
+
         Raises:
             HolmesError: ZeRO 2 or 3 with a pipeline, or layers that do not fit the stages.
         """
@@ -179,7 +183,7 @@ class JobStep:
         self.fold = network.remember(("fold", placement), lambda: Fold(placement))
         layers = model.layers_of(sizes)
         maker = TransferMaker(network, run.message_s)
-        blocks = _blocks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual)
+        blocks = _blocks_of_chunks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual)
         #: First layer and end of every chunk; chunk c of stage s is at c x stages + s.
         self.ranges = costs.ranges(blocks)
         self.passes = PassOrder.parse(run.schedule) if run.schedule else None
@@ -196,9 +200,14 @@ class JobStep:
         self.capacities = {**maker.capacities, CORES: shared_cores_bps}
 
     def _messages(self, maker: TransferMaker, size: float) -> dict[Hashable, Transfer]:
-        """Return the messages between neighbouring chunks: (letter, chunk's place, kind) -> transfer.
+        """Return the messages between neighbouring chunks: (letter, place, kind of pipeline) -> transfer.
 
-        Letter "a" is the activation from the chunk at `place` to the next chunk, "g" its gradient back.
+        Letter "a" is the activation from the chunk at `place` to the next chunk, "g" its gradient back. The
+        place of a chunk is its number in the order of the forward pass, over all stages.
+
+        Args:
+            maker: Factory of transfers.
+            size: Bytes of an activation.
         """
         transfers: dict[Hashable, Transfer] = {}
         stages = len(self.fold.stages)
@@ -219,6 +228,12 @@ class JobStep:
 
         On Ethernet between nodes, the tensor parallel ranks send a slice each, and gather the slices on the
         receiving node.
+
+        Args:
+            kind: Kind of pipeline.
+            stage: Sending stage.
+            other: Receiving stage.
+            size: Bytes of the whole message, uncompressed.
         """
         fold = self.fold
         is_buffered = size <= self.run.buffer_bytes
@@ -226,8 +241,8 @@ class JobStep:
         receiver_bps = self._gpu_link_bps(kind, other)
         stage_link = fold.stage_link(kind, stage, other)
         load = self.network.message(stage_link, min(sender_bps, receiver_bps))
-        if stage == other:
-            return Transfer(2, buffered=is_buffered)
+        if stage == other:  # between chunks of one stage: no time
+            return Transfer(parties=2, buffered=is_buffered)
         gathered_s = 0.0
         if load.fabric is not None and load.fabric.name == ETHERNET:
             slices = self._slices
@@ -235,6 +250,7 @@ class JobStep:
                 gathered_s = 8 * (slices - 1) / slices * size / receiver_bps
             size *= self._compressed_share / slices
         transfer = maker.message(load, size, gathered_s)
+        # Messages of one channel follow each other.
         channel = (kind, stage, other) if load.fabric else None
         return replace(transfer, channel=channel, buffered=is_buffered)
 
@@ -265,6 +281,7 @@ class JobStep:
         """Return a simulation of so many micro-batches, not yet run.
 
         Args:
+            micro_batches: Number of micro-batches.
             begins: Seconds until each kind of pipeline begins; () for all at once.
         """
         transfers = Transfers(self.templates)
@@ -272,19 +289,25 @@ class JobStep:
         for actor in self.actors:
             ops = self._program(actor.pipeline_kind, actor.stage, micro_batches)
             if begins:
+                # An operation: (name, kind of span, seconds, micro-batch, chunk).
                 idle = ("compute", "idle", begins[actor.pipeline_kind], -1, 0)
                 ops = chain([idle], ops)
             programs.append(list(self._with_software(ops, transfers, actor)))
         return Simulation(programs, transfers, self.capacities)
 
     def apart(self) -> list[set[int]]:
-        """Return groups of kinds of pipelines that share nothing before their gradients are reduced."""
+        """Divide the kinds of pipelines into groups that share nothing before their gradients are reduced.
+
+        Two kinds share something if their messages use the same NIC or link, or if a collective of both runs
+        before the reduction.
+        """
         all_kinds = range(len(self.fold.kinds))
         has_early_collectives = (
             (self.run.zero == 1 and self.run.gather_overlap) or self.run.zero > 1 or self.run.cores
         )
         if has_early_collectives:
             return [set(all_kinds)]
+        # Kind of pipeline -> NICs and links of limited rate that its messages use.
         resources_of: list[set[Hashable]] = [set() for _ in all_kinds]
         for tag, transfer in self.templates.items():
             if isinstance(tag, tuple) and tag[0] in (_ACTIVATION, _GRADIENT):
@@ -295,6 +318,7 @@ class JobStep:
         groups: list[_LinkedKinds] = []
         for kind, resources in enumerate(resources_of):
             joined = _LinkedKinds({kind}, resources)
+            # Join the groups that use any of the same resources.
             for other in [group for group in groups if group.resources & joined.resources]:
                 groups.remove(other)
                 joined = _LinkedKinds(
@@ -306,12 +330,14 @@ class JobStep:
     def step(self) -> Step:
         """Simulate the step with all micro-batches."""
         simulation = self.simulation(self.costs.micro_batches)
-        lines = []
+        timelines = []
         for (kind, stage), spans in zip(self.actors, simulation.run()):
             cluster = self.network.cluster(self.fold.kind_on(kind, stage))
-            lines.append(Timeline(stage, self.fold.ranks(kind, stage), cluster, tuple(spans)))
-        carried = {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES}
-        return Step(end_of(line.spans for line in lines), tuple(lines), carried)
+            ranks = self.fold.ranks(kind, stage)
+            timelines.append(Timeline(stage, ranks, cluster, spans=tuple(spans)))
+        carried_bytes = {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES}
+        step_s = end_of(timeline.spans for timeline in timelines)
+        return Step(step_s, ranks=tuple(timelines), carried=carried_bytes)
 
     def _program(self, kind: int, stage: int, micro_batches: int) -> Iterator[Op]:
         """Yield all operations of a rank (events.py), and of software: ("software", kind, seconds, ...).
@@ -362,28 +388,44 @@ class JobStep:
         yield from collectives.report(kind, stage)
 
     def _exchange(self, op: Op, kind: int, stage: int) -> Op:
-        """Return the simulation's operation for a schedule's post or wait of a message."""
+        """Return the simulation's operation for a schedule's post or wait of a message.
+
+        A post says that the sender or the receiver is ready for the message.
+
+        Args:
+            op: Operation of schedules.py; the result is one of events.py.
+            kind: Kind of the rank's pipeline.
+            stage: The rank's stage.
+        """
         operation, message, *sent_before = op
         letter, place, micro_batch = message
         tag = ((letter, place, kind), micro_batch)
+        # The activation leaves the chunk at `place`; its gradient leaves the chunk after it.
         sending_place = place + 1 if letter == _GRADIENT else place
         is_sender = sending_place % self.costs.stages == stage
         if operation == "wait":
-            return ("wait", tag, "send", micro_batch, *((True,) if is_sender else ()))
+            if is_sender:  # a fifth item marks the sender's wait
+                return ("wait", tag, "send", micro_batch, True)
+            return ("wait", tag, "send", micro_batch)
         if is_sender:
             return ("post", tag)
-        if not self.run.notices:
+        if not self.run.notices:  # a third item marks the receiver's post
             return ("post", tag, True)
+        # The receiver's notice travels behind these messages, if they are still leaving.
         sent_tags = [((sent, at, kind), number) for sent, at, number in sent_before]
         return ("post", tag, True, *sent_tags)
 
     def _with_software(
         self, ops: Iterator[Op], transfers: dict[Hashable, Transfer], actor: _Actor
     ) -> Iterator[Op]:
-        """Replace the operations of software by computing, or by flows if ranks share CPU cores.
+        """Yield a rank's operations with those of software replaced by others that the simulation has.
 
-        A flow through the shared cores is at most one core a rank. A second counts as many bits as a core
-        can send in it, so software and bytes sent get equal shares of the cores.
+        Software becomes computation, or a flow of bits through the CPU cores if ranks share these. A flow
+        uses at most one core a rank. A second counts as many bits as a core can send in it, so software and
+        bytes sent get equal shares of the cores.
+
+        Args:
+            transfers: Transfers of the simulation; the flows are added to them.
         """
         ranks = self.fold.count[actor.pipeline_kind]
         core_bps = self.network.links.core_bps
@@ -408,8 +450,13 @@ def end_of(spans: Iterable[Sequence[Span]]) -> float:
     return max(span[-1].end for span in spans if span)
 
 
-def _blocks(blocks: Sequence[int], layers: int, parts: int) -> Sequence[int]:
-    """Return the blocks of every chunk, even ones by default.
+def _blocks_of_chunks(blocks: Sequence[int], layers: int, parts: int) -> Sequence[int]:
+    """Return the number of blocks of every chunk.
+
+    Args:
+        blocks: Blocks of every chunk; () for the same number on each.
+        layers: Blocks of the model.
+        parts: Number of chunks, of all stages together.
 
     Raises:
         HolmesError: `blocks` is no split of the layers.
@@ -433,7 +480,7 @@ def _pieces(
     """Divide a pass where weights are needed or gradients are sent.
 
     Args:
-        sums: Running sums of the seconds over the layers.
+        sums: Running sums of the seconds over the layers: sums[n] is of the first n layers.
         low: First layer of the pass.
         high: End of its layers.
         forward: The pass goes from `low` to `high`, else from `high` to `low`.
@@ -441,9 +488,9 @@ def _pieces(
         launches: Layer -> operations after it.
 
     Yields:
-        Seconds, and the operations that follow them.
+        Seconds of a part of the pass, and the operations that follow it.
     """
-    done_s = sums[low if forward else high]
+    done_s = sums[low if forward else high]  # running sum up to which the pass is yielded
     for layer in sorted({*needs, *launches}, reverse=not forward):
         begin, end = (layer, layer + 1) if forward else (layer + 1, layer)
         for ops, border in ((needs.get(layer), begin), (launches.get(layer), end)):

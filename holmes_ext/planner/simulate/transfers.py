@@ -1,4 +1,8 @@
-"""Transfers of the simulation from the loads that the cost model puts on NICs and links."""
+"""Transfers of the simulation from the loads that the cost model puts on NICs and links.
+
+A load (plan/cost/network.py) is what one byte of a message or collective sends over each NIC and each hop. A
+hop is a link or an uplink between clusters.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ class TransferMaker:
         """Set the network.
 
         Args:
+            network: Fabrics and rates.
             message_s: Seconds that software adds to each message.
         """
         self.network = network
@@ -30,13 +35,15 @@ class TransferMaker:
         """Return a message of `size` bytes between two ranks.
 
         Args:
+            load: Traffic of the message.
+            size: Bytes.
             gathered_s: Seconds that the receiving node needs to gather the slices of its ranks.
         """
-        if load.fabric is None:
-            return Transfer(2, self.message_s + load.price.seconds(size))
-        curve = self.network.curve(load)
+        if load.fabric is None:  # inside a node
+            return Transfer(parties=2, fixed_s=self.message_s + load.price.seconds(size))
+        curve = self.network.curve(load)  # startup time by size, and the rate of one flow
         return Transfer(
-            2,
+            parties=2,
             fixed_s=curve.fixed_s(size) + self.message_s + gathered_s,
             bits=8 * size,
             limit_bps=curve.rate_bps,
@@ -51,15 +58,18 @@ class TransferMaker:
         """Return collectives of `sizes` bytes, one after the other, as a single transfer.
 
         Args:
+            load: Traffic of the collective for each byte.
+            sizes: Bytes of each collective.
             parties: Actors that take part.
             host: CPU seconds of a byte, relative to those of an all-reduced byte.
         """
         total_bytes = sum(sizes)
-        if load.fabric is None:
-            return Transfer(parties, load.price.seconds(total_bytes))
+        if load.fabric is None:  # inside a node
+            return Transfer(parties, fixed_s=load.price.seconds(total_bytes))
         curve = self.network.curve(load)
+        # Startup time of one message of each collective, which is `part` of the collective's bytes.
         message_s = [curve.fixed_s(load.part * size) + self.message_s for size in sizes]
-        way_s = len(sizes) * load.longer_s
+        way_s = len(sizes) * load.longer_s  # latency between clusters
         return Transfer(
             parties,
             fixed_s=load.messages * sum(message_s) + way_s,
@@ -70,16 +80,18 @@ class TransferMaker:
         )
 
     def flow(self, flow: Flow, parties: int) -> Transfer:
-        """Return a step of a gradient reduction.
+        """Return the transfer of one step of a gradient reduction.
 
         Args:
+            flow: Messages one after the other; or, if chained, a step in several clusters at once, which is
+                followed by the transfer `flow.then`.
             parties: Actors that take part.
         """
-        if not flow.chained:
+        if not flow.chained:  # it has a single load
             transfer = self.collective(flow.loads[0], flow.sizes, parties)
             return replace(transfer, channel=flow.channel)
         (size,) = flow.sizes
-        fixed_s = 0.0
+        fixed_s = 0.0  # startup of the slowest of all groups that act together
         for load in flow.loads:
             if load.fabric is None:
                 fixed_s = max(fixed_s, load.price.seconds(size))
@@ -114,7 +126,10 @@ class TransferMaker:
     ) -> tuple[tuple[Hashable, float], ...]:
         """Return the resources that a load uses, with its weight there: hops, NICs and CPU cores.
 
+        The rates of NICs and hops are kept in `capacities`.
+
         Args:
+            load: Traffic of a message or collective.
             size: Bytes.
             host: CPU seconds of a byte, relative to those of an all-reduced byte.
         """

@@ -408,11 +408,13 @@ def test_sizes_given_means_no_search(capsys):
 
 def test_ctrl_c_prints_the_best_so_far():
     code = "import os, signal, sys\nfrom holmes_ext.planner.search.sketch import Sketch\n"
-    code += "real = Sketch._place\n"
+    code += "real = Sketch._add_candidates\n"
     code += (
         "def once(self, *given):\n    real(self, *given)\n    os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    code += "Sketch._place = once\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += (
+        "Sketch._add_candidates = once\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    )
     code += f"from holmes_ext.cli.main import main\nsys.exit(main({SEARCH!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code],
