@@ -25,7 +25,7 @@ def mark_late(state: RunState, member: Member, number: int) -> None:
     member.missed += 1  # delays of the job in all
     member.in_vain += 1  # delays in a row, since its last committed round
     doublings = max(0, min(member.in_vain - _FREE_DELAYS, _MOST_DOUBLINGS))
-    rest_rounds = min(2**doublings - 1, _LONGEST_REST)  # rounds to sit out
+    rest_rounds = min(2**doublings - 1, _LONGEST_REST)  # rounds to sit out: 0, then 1, 3, 7, ...
     if rest_rounds:
         member.rests_until = number + 1 + rest_rounds
         state.events.append(

@@ -93,6 +93,11 @@ class LockStepRounds:
     def _enlist(self, member: Member, report: ReadyReport, now: float) -> RoundState:
         """Add a job to the round that it is ready for; the first job opens the round.
 
+        Args:
+            member: The job.
+            report: Its `ready` report, which names the round and the fragment.
+            now: Current time, in seconds.
+
         Raises:
             HolmesError: The round exchanges another fragment than the job is ready for.
         """
@@ -162,7 +167,8 @@ class LockStepRounds:
     def _begin_if_complete(self, round_state: RoundState, now: float) -> None:
         """Begin the round if all expected jobs are ready, or its deadline has passed.
 
-        Jobs that are not ready by the deadline are marked late.
+        Expected are the jobs in training that are not late and not catching up. Those that are not ready by
+        the deadline are marked late: the next rounds do not wait for them.
         """
         state = self._state
         expected = [
@@ -173,6 +179,7 @@ class LockStepRounds:
         missing = [member for member in expected if member.name not in round_state.ready_reports]
         if round_state.half_ready is None and 2 * len(missing) <= len(expected):
             round_state.half_ready = now
+        # After a restart of the coordinator, other jobs of the run may not have reconnected yet.
         must_wait = bool(missing) or self._awaited.may_arrive(now)
         if must_wait and now < self._deadline(round_state):
             return

@@ -147,7 +147,7 @@ class Membership:
         Raises:
             NotInRun: Job `asking` is not in the run.
         """
-        self._state.member(asking)
+        self._state.member(asking)  # raises NotInRun
         member = self._state.members.get(name)
         if member is None:
             return {"verdict": "void", "why": f"there is no job {name} any more"}

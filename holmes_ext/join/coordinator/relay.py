@@ -199,7 +199,8 @@ class PeerRelay:
                 refusal = {"error": "the relay takes no more pairs, or no more bytes"}
                 caller.send(refusal, Deadline(_TELL_S, "an answer"))
                 return
-        calling_end = _start_forwarding(caller)  # sockets without TLS
+        # Both get "go", and TLS with them ends: what follows are sockets without TLS.
+        calling_end = _start_forwarding(caller)
         called_end = _start_forwarding(line.channel)
         pair = (calling_end, called_end)
         with self._changed:

@@ -330,6 +330,8 @@ class CoordinatorServer:
     def _decide(self, identity: JobIdentity, request: dict[str, Any]) -> dict[str, Any]:
         """Return the coordinator's decision; "wait" if there is none in time ("idle" with rounds=async).
 
+        Another request, a heartbeat or the clock may change the decision, so it is tried again until then.
+
         Raises:
             HolmesError: The request is malformed or cannot be true.
             NotInRun: The job has to say hello first.
@@ -354,6 +356,8 @@ class CoordinatorServer:
         self, identity: JobIdentity, request: dict[str, Any]
     ) -> Callable[[float], dict[str, Any] | None]:
         """Return a function of the time that returns the reply, or None while nothing is decided.
+
+        The request is parsed once, here; the function may be called several times.
 
         Raises:
             HolmesError: The request is malformed.

@@ -140,9 +140,8 @@ class PeerLinks:
         }
         # failed: job -> reason. Half of the patience is left for the transfers.
         channels_of, failed = self._connect(sizes, patience_s / 2)
-        transfers_of_lane: dict[int, list[PeerTransfer]] = defaultdict(
-            list
-        )  # one thread for each lane
+        # Each lane has a thread for its transfers with all peers.
+        transfers_of_lane: dict[int, list[PeerTransfer]] = defaultdict(list)
         for peer, channels in channels_of.items():
             deadline = self._speed.deadline(peer, sizes[peer], patience_s)
             out = split(outgoing.get(peer, []), len(channels))

@@ -121,7 +121,7 @@ class RollingRunner(RoundRunner):
     def _request_round(self) -> None:
         """Ask the coordinator for a round, and run it if there is one; collective.
 
-        Without a round there is a pause, if training has not applied the last aggregates yet.
+        If training has not applied the last MOST_PENDING aggregates of a fragment, wait a moment instead.
         """
         most_pending = max(len(fragment.pending) for fragment in self.state.fragments)
         training_lags = self.job_ranks.broadcast_from_rank_0(most_pending >= MOST_PENDING)

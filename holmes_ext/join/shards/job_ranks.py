@@ -162,7 +162,7 @@ class Replicas:
             for rank in self._replicas
         ]
         lengths = [sum(stop - start for start, stop in ranges) for ranges in ranges_of_replicas]
-        # An all-gather needs equal lengths.
+        # An all-gather needs equal lengths: row r has the elements of the r-th replica, padded with zeros.
         padded = torch.zeros(max(lengths), dtype=torch.float32, device=self._device)
         padded[: mine.numel()].copy_(mine)
         rows = torch.empty(

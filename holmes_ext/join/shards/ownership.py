@@ -163,9 +163,8 @@ def _moved_out(cut: int, whole: Sequence[Range]) -> int:
         cut: Index of the first element after the cut.
         whole: Ranges that must not be divided, in order.
     """
-    index = (
-        bisect_right(whole, cut, key=lambda span: span[0]) - 1
-    )  # of the last range that begins before
+    # Index of the last range that does not begin after the cut.
+    index = bisect_right(whole, cut, key=lambda span: span[0]) - 1
     if index < 0:
         return cut
     first, last = whole[index]
@@ -211,9 +210,8 @@ def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) 
     starts_of = {name: [span.start for span in owned] for name, owned in maps.items()}
     cuts = {start, stop}
     for name, owned in maps.items():
-        first_inside = bisect_right(
-            starts_of[name], start
-        )  # index of the first range after `start`
+        # Index of the first range that begins after `start`.
+        first_inside = bisect_right(starts_of[name], start)
         for span in owned[first_inside:]:
             if span.start >= stop:
                 break

@@ -90,7 +90,7 @@ class Fragment:
         Raises:
             KeyError: They are not all in one range of this rank.
         """
-        offset = 0
+        offset = 0  # of the range in the anchor, which has one range after the other
         for range_start, range_stop in self.ranges:
             if range_start <= start <= stop <= range_stop:
                 return slice(offset + start - range_start, offset + stop - range_start)

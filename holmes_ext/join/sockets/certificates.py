@@ -117,7 +117,7 @@ def _contexts(file: str, authority: str) -> TlsContexts:
     server = _context(ssl.PROTOCOL_TLS_SERVER, file, authority)
     client = _context(ssl.PROTOCOL_TLS_CLIENT, file, authority)
     server.num_tickets = 0  # sessions are not resumed
-    # The file begins with this process's certificate; its chain and key follow.
+    # The first certificate in the file is this process's own; its chain follows.
     with open(file, encoding="ascii") as pem:
         first_certificate = pem.read().partition(_END)[0] + _END
     der = ssl.PEM_cert_to_DER_cert(first_certificate[first_certificate.index(_BEGIN) :])
