@@ -191,11 +191,16 @@ class LockStepRounds:
         self._begin(round_state, now)
 
     def _begin(self, round_state: RoundState, now: float) -> None:
-        """Begin the exchange between the ready jobs whose weights agree with the majority's."""
+        """Begin the exchange between the ready jobs whose weights agree with the majority's.
+
+        The other ready jobs are `behind`: they have to take the weights from another job first. The round is
+        void if too few pseudo-gradients count.
+        """
         state = self._state
         reported = [state.members[name] for name in round_state.ready_reports]
         ready = [member for member in reported if member.state == "in"]
         ready.sort(key=lambda member: member.order)
+        # Versions and checksums of the fragment; a salted checksum cannot be copied from another job.
         claims = {member.name: self._salted_claim(round_state, member) for member in ready}
         valid = self._valid_salted_claim(round_state, ready, claims)
         if valid is not None:

@@ -399,7 +399,7 @@ class CoordinatorServer:
         is. It is made of the other job's secret, which only that job and the coordinator have.
         """
         reply = self._coordinator.maps_of(caller.job, other_job)
-        incarnation = str(reply.get("incarnation"))
+        incarnation = str(reply.get("incarnation"))  # of the current start of the other job
         secret = self._secrets.get(JobIdentity(other_job, incarnation), "")
         if not secret:
             return reply

@@ -218,11 +218,11 @@ class Settlement:
         for name, why in round_state.excluded.items():
             self._state.events.append(f"round {round_state.number}: job {name} is left out: {why}")
         if len(counting) < self._state.least_jobs(members) or not counting:
-            why = "; ".join(
+            reasons = "; ".join(
                 f"{name} is left out: {why}" for name, why in round_state.excluded.items()
             )
             round_state.left_out |= round_state.excluded
-            self._rounds.void(round_state, why or "no job counts")
+            self._rounds.void(round_state, reasons or "no job counts")
 
     def _lost_members(
         self, round_state: RoundState, reported: set[str], now: float

@@ -80,7 +80,11 @@ class Versions:
         }
 
     def accept_claims(self, member: Member, claims: Iterable[Claim]) -> None:
-        """Store the versions that a job claims, and check the weights it took from donors.
+        """Store the versions that a job claims, and check the weights that it took from other jobs (donors).
+
+        Args:
+            member: The job.
+            claims: Version and checksum of each fragment.
 
         Raises:
             HolmesError: A version cannot exist. A job that returns from another run is not refused
@@ -97,7 +101,7 @@ class Versions:
                     f"it was last stepped in round {last}"
                 )
         self._judge_donors(member)
-        if not member.current and self.correction(member) is None:
+        if not member.current and self.correction(member) is None:  # there is nothing to take
             member.current = True
 
     def _donors(self, member: Member) -> dict[str, list[int]]:
