@@ -45,7 +45,8 @@ from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime.measure.profile_file import merge
 from holmes_ext.runtime.session import Session
 
-# Least distance between rank 0's decision and the change.
+# Least time between rank 0's decision and the step that begins with the change: all ranks must have voted by
+# then.
 LEAD = 2  # steps
 LEAD_S = 0.5  # seconds
 #: Changes that the ranks vote on.
@@ -89,7 +90,9 @@ class Deciding:
         self._will_restart = False  # all ranks have agreed on a restart
 
     def propose(self, step: int, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """Return a proposal for a change.
+        """Return a proposal for a change of the plan, on which all ranks then vote.
+
+        With --holmes-adapt report, the change is only printed.
 
         Args:
             step: Step that rank 0 trains now.
@@ -102,15 +105,16 @@ class Deciding:
         no_change = {"at": 0, "next": step + 1}
         answered = [report for report in reports if report is not None]
         answered.sort(key=lambda report: report["rank"])
-        if len(answered) < self.current.process.world_size:
+        if len(answered) < self.current.process.world_size:  # all ranks would have to vote yes
             return no_change
-        step_s = max(report["totals"]["step"] for report in answered)
+        step_s = max(report["totals"]["step"] for report in answered)  # of the slowest rank
         change = self._next_change(answered, step_s)
         if change is None:
             return no_change
         if self.current.options.value("adapt") == "report":
             self._tell_change(change)
             return no_change
+        # The votes need time, so the change begins at least LEAD steps and LEAD_S seconds later.
         steps_ahead = max(LEAD, 1 + ceil(LEAD_S / step_s))
         at = step + steps_ahead
         kind = next(
@@ -125,23 +129,27 @@ class Deciding:
     def _next_change(self, reports: list[dict[str, Any]], step_s: float) -> Changes | None:
         """Return the change to propose, or None. Only one change is on trial at a time.
 
+        In order of preference: another number of micro-batches in flight, another algorithm to sum gradients,
+        a restart. While a change is on trial, its evaluator measures the effect, and may take it back.
+
         Args:
             reports: Measurements of all ranks.
             step_s: Seconds of the slowest rank's step.
         """
         plan = self.current.plan_for(self.sizes)
-        measured_plan: Plan | None = None
+        measured_plan: Plan | None = None  # None if passes were not measured
         if all("forward" in report for report in reports):
-            profile, measured_plan = self._measured(plan, reports)
-            self._compare_layers(profile, measured_plan)
+            profile, measured_plan = self._plan_with_measured_times(plan, reports)
+            self._compare_layers(profile, measured_plan)  # may find a restart to propose
             if self.sums.trials.running is None and wants_in_flight(self.current):
                 change = self.evaluator.next(measured_plan, step_s)
                 self._tell_ended(self.evaluator.trials)
                 if change is not None:
+                    # To be called if all ranks adopt the change: its trial begins.
                     self._on_taken = partial(self.evaluator.taken, change, measured_plan)
                     return change
         if self.evaluator.trials.running is None:
-            summed = self._summed(reports, measured_plan)
+            summed = self._measured_sums(reports, measured_plan)  # one for each stage
             if summed:
                 sum_change = self.sums.next(plan, summed, step_s)
                 self._tell_ended(self.sums.trials)
@@ -155,21 +163,31 @@ class Deciding:
         return None
 
     def _note_restart(self) -> None:
+        """Note that all ranks have agreed on a restart."""
         self._restart = None
         self._will_restart = True
 
-    def _measured(self, plan: Plan, reports: list[dict[str, Any]]) -> tuple[Profile, Plan]:
+    def _plan_with_measured_times(
+        self, plan: Plan, reports: list[dict[str, Any]]
+    ) -> tuple[Profile, Plan]:
         """Return the profile of the reports, and the plan with its times.
 
-        The reports get the transfer times of their stage links.
+        The reports get the transfer times of their stage links: of the messages to the next pipeline stage.
+
+        Args:
+            plan: Current plan of the job.
+            reports: Measurements of all ranks.
         """
+        # A link for which no program waited in this window keeps its earlier time.
         self._stage_links |= stage_links_of(reports)
         for report in reports:
             report["stage_link_s"] = self._stage_links.get(report["stage"], 0.0)
         profile = replace(merge(self.current, reports), sizes=self.sizes)
         return profile, measured(plan, profile, memory_of(reports, profile))
 
-    def _summed(self, reports: list[dict[str, Any]], measured_plan: Plan | None) -> list[Summed]:
+    def _measured_sums(
+        self, reports: list[dict[str, Any]], measured_plan: Plan | None
+    ) -> list[Summed]:
         """Return the measurements of the sums of gradients of each stage.
 
         The shortest time of a stage's ranks counts: its rank came last to the sum, and waited for no other.
@@ -188,6 +206,7 @@ class Deciding:
         summed = []
         for stage, end_s in enumerate(end_s_of_stage):
             windows = [report["sums"] for report in reports if report["stage"] == stage]
+            # "way": the algorithm of the sums, the fields of a ReductionSpec.
             reductions = {json.dumps(window["way"]) for window in windows}
             if len(reductions) != 1:
                 return []
@@ -195,8 +214,9 @@ class Deciding:
             for window in windows:
                 for network, seconds in window["busy"].items():
                     busy_s[network] = min(seconds, busy_s.get(network, seconds))
+            first = windows[0]
             stage_sums = Summed(
-                reduction=Table(windows[0]["way"], "report").into(ReductionSpec),
+                reduction=Table(first["way"], "report").into(ReductionSpec),
                 size=max(window["bytes"] for window in windows),
                 seconds=min(window["seconds"] for window in windows),
                 exposed_s=min(window["exposed"] for window in windows),
@@ -207,12 +227,18 @@ class Deciding:
         return summed
 
     def _ends_of_backward(self, measured_plan: Plan | None) -> list[float]:
-        """Return the seconds at which each stage ends its last backward pass; zeros if unknown."""
+        """Return the seconds at which each stage ends its last backward pass; zeros if unknown.
+
+        The passes of all stages are simulated, with the measured times.
+
+        Args:
+            measured_plan: Plan with measured times; None if passes were not measured.
+        """
         if measured_plan is None:
             return [0.0] * self.sizes.pipeline
         loads = measured_plan.loads
         in_flight = measured_plan.traffic_of(self.network_api).in_flight
-        in_flight_of_1f1b = tuple(range(len(loads), 0, -1))
+        in_flight_of_1f1b = tuple(range(len(loads), 0, -1))  # the engine's own schedule
         ends = walked_ends(
             [load.forward_s for load in loads],
             [load.backward_s for load in loads],
@@ -243,7 +269,7 @@ class Deciding:
 
         A stage link that no program waited for gets the time that follows from the networks' rates.
         """
-        stage_link_s = (*self._decided_stage_links(measured_plan), 0.0)
+        stage_link_s = (*self._decided_stage_links(measured_plan), 0.0)  # the last stage has none
         stages = [
             replace(stage, stage_link_s=seconds)
             for stage, seconds in zip(profile.stages, stage_link_s)
@@ -258,7 +284,8 @@ class Deciding:
         """
         options = self.current.options
         plan = self.current.plan_for(self.sizes)
-        layers = [len(stage.blocks) for stage in profile.stages]
+        layers = [len(stage.blocks) for stage in profile.stages]  # of each stage now
+        # The measured costs of all layers on each stage.
         network = Network(site_of(plan, self.network_api))
         rules = rules_of(self.current.engine, options, self.network_api == SOCKETS)
         prices = Prices(network, RankModel.of_workload(profile.workload(), self.sizes), rules)
@@ -268,8 +295,9 @@ class Deciding:
         better = better_split(costs, layers, profile.step_s)
         if better is None or self._will_restart:
             return
-        consequence = better.brings
+        consequence = better.brings  # predicted effect, in words
         if options.value("restart") == "auto" and options.value("adapt") == "on":
+            # "" if the launcher and the framework can restart the job with other layers.
             obstacle = why_not(self.current.process, options, self.current.engine, os.environ)
             if not obstacle:
                 self._restart = better
@@ -317,7 +345,12 @@ def change_of(proposal: dict[str, Any]) -> Changes:
 
 
 def memory_of(reports: list[dict[str, Any]], profile: Profile) -> list[Room]:
-    """Return the memory of the rank with the least room in each stage; Room() if it is not measured."""
+    """Return the memory of each stage: that of the rank with the least free memory; Room() if not measured.
+
+    Args:
+        reports: Measurements of all ranks.
+        profile: Its stages are those of the job.
+    """
     tightest = []
     for stage in range(len(profile.stages)):
         rooms = [Room(*report["memory"]) for report in reports if report["stage"] == stage]

@@ -100,11 +100,12 @@ class Learning:
     def begin_step(self) -> None:
         """Adopt an agreed change that begins with the next step; all ranks call this method before a step."""
         if self._restart_after is not None and restart.checkpoints() > self._restart_after:
+            # A checkpoint is complete since all ranks agreed on a restart: this process ends here.
             restart.leave(self.current.store, self.current.round, self.current.process.world_size)
-        change = self.boundary.begin()
+        change = self.boundary.begin()  # that begins with this step
         if isinstance(change, Restart):
             self._restart_after = restart.checkpoints()
-            if self.current.rank == 0:
+            if self.current.rank == 0:  # store the layers for the next start of the job
                 leave_layers(self.current.store, change.partition, self.sizes)
                 self.tell(
                     f"the job starts again after its next checkpoint: {change.text} {change.brings}"
@@ -113,7 +114,11 @@ class Learning:
             self._adopt(change)
 
     def _adopt(self, change: Change | SumChange) -> None:
-        """Change the plan of this rank; rank 0 writes the change to the telemetry file."""
+        """Change the plan of this rank; rank 0 writes the change to the telemetry file.
+
+        Args:
+            change: Change of the micro-batches in flight, or of the algorithms that sum gradients.
+        """
         changes_sums = isinstance(change, SumChange)
         plan = self.current.plan_for(self.sizes)
         in_flight = list(plan.traffic_of(self.network_api).in_flight)
@@ -121,6 +126,7 @@ class Learning:
         if self.current.rank != 0:
             return
         document: dict[str, Any] = {"step": self.recorder.step}
+        # "before", "in_flight": micro-batches in flight of each stage, also if they stay the same.
         if isinstance(change, SumChange):
             document |= {"before": in_flight, "in_flight": in_flight, "sums": change.text}
         else:
@@ -138,7 +144,17 @@ class Learning:
         spans: Any,
         reduction: Any,
     ) -> None:
-        """Pass the measurements of a step to the thread; the recorder calls this method after each step."""
+        """Pass the measurements of a step to the thread; the recorder calls this method after each step.
+
+        Args:
+            step: Number of the step, by the recorder; the thread uses that of the boundary.
+            begin: Begin of the step, in seconds.
+            end: End of the step, in seconds.
+            tokens: Not used.
+            done: Operations of the step: messages and sums.
+            spans: (kind, begin, end in seconds) of the parts of the step.
+            reduction: Measurements of the gradient reducer in the step; None without a reducer.
+        """
         self._steps.put((self.boundary.step, begin, end, done, spans, reduction))
 
     def stop(self) -> None:
@@ -162,22 +178,27 @@ class Learning:
     # The thread of votes
 
     def _serve(self) -> None:
-        """Run rounds of votes until the job ends."""
+        """Run rounds of votes until the job ends.
+
+        In each round, this rank measures some steps, rank 0 proposes a change, and all ranks vote on it.
+        """
         world = self.current.process.world_size
 
         def propose(reports: list[dict[str, Any] | None]) -> dict[str, Any]:
+            """Choose a change from the reports of all ranks; called on rank 0."""
             return self.deciding.propose(self.boundary.step, reports)
 
         try:
             store = self._open_store()
             prefix = f"{self.current.round}/adapt/{self._start}"
             self._vote = Vote(store, prefix, self.current.rank, world, self.stopped)
-            number = 0
-            first_step = FIRST
+            number = 0  # of the round
+            first_step = FIRST  # that is measured
             while True:
                 report = self._measure(first_step)
                 proposal, verdict = self._vote.round(number, report, propose, self._agree)
-                if verdict:
+                if verdict:  # a change was proposed
+                    # The training thread follows the verdict when it reaches the step of the change.
                     self.boundary.settle(number, verdict)
                     if verdict == TAKE and self.current.rank == 0:
                         self.deciding.taken()
@@ -196,19 +217,22 @@ class Learning:
                 )
 
     def _measure(self, first_step: int) -> dict[str, Any]:
-        """Return the measurements of LENGTH steps, beginning with a step.
+        """Wait for LENGTH steps from `first_step` on, and return their measurements.
+
+        Returns:
+            The report of Window, and "sums", that of SumWindow.
 
         Raises:
             Stopped: the job ends.
         """
         planned = self.current.plan_for(self.sizes).traffic_of(self.network_api).in_flight
-        in_flight = planned[self.stage.stage] if planned else 0
+        in_flight = planned[self.stage.stage] if planned else 0  # 0: the engine's own schedule
         window = Window(self.stage, self.recorder, in_flight)
         sums = SumWindow(self.current, self.recorder)
         count = 0
         while count < LENGTH:
             measured_step = self._steps.get()
-            if measured_step is None:
+            if measured_step is None:  # put by stop()
                 raise Stopped
             step, begin, end, done, spans, reduction = measured_step
             if step >= first_step:
@@ -218,15 +242,23 @@ class Learning:
         return {**window.report(), "sums": sums.report()}
 
     def _agree(self, number: int, proposal: dict[str, Any]) -> bool:
-        """Return whether this rank can adopt the change that was proposed in a round."""
+        """Return whether this rank can adopt the change that was proposed in a round.
+
+        If so, the rank is bound to the verdict: it will adopt the change if all ranks vote yes.
+
+        Args:
+            number: Number of the round.
+            proposal: What Deciding.propose() returned on rank 0.
+        """
         change = change_of(proposal)
         current = self.current
-        if isinstance(change, SumChange) and not fits(change, self.recorder):
+        if isinstance(change, SumChange) and not fits(change, self.recorder):  # GPU memory
             return False
         if isinstance(change, Restart):
             obstacle = restart.why_not(current.process, current.options, current.engine, os.environ)
             if obstacle:
                 return False
+        # False if this rank has already reached the first step with the change.
         return self.boundary.agree(number, proposal["at"], change)
 
 
@@ -271,9 +303,12 @@ def _begin_step(
     network_api: str,
     describe: Callable[[], Stage],
 ) -> None:
-    """Begin a training step of any job; see begin_step() for the arguments."""
+    """Begin a training step of any job; see begin_step() for the arguments.
+
+    The first step, and the first step with other sizes or micro-batches, starts re-planning anew.
+    """
     recorder = telemetry.recorder
-    if recorder is None:
+    if recorder is None:  # nothing is measured
         return
     if _Running.key != (sizes, micro_batches):
         if _Running.learning is None:
@@ -282,9 +317,9 @@ def _begin_step(
             _Running.learning.stop()
         _Running.key = (sizes, micro_batches)
         _Running.starts += 1
-        if _Running.starts > MOST_STARTS:
+        if _Running.starts > MOST_STARTS:  # the sizes change too often
             return
-        recorder.on_gpu(network_api == VERBS)
+        recorder.on_gpu(network_api == VERBS)  # NCCL: spans are measured on the GPU
         _Running.learning = Learning(
             current,
             sizes,
@@ -314,15 +349,17 @@ def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reduc
         reducer: The reducer.
     """
     world = current.plan.world_size
-    data_parallel_sizes = Sizes().complete(world)
+    data_parallel_sizes = Sizes().complete(world)  # no other kind of parallelism
     sizes = current.plan.sizes or data_parallel_sizes
     if len(ranks) != world or sizes != data_parallel_sizes:
         return
+    # The first reducer marks the steps, as long as it exists (weakref).
     if _Running.reducer is None or _Running.reducer() is None:
         _Running.reducer = weakref.ref(reducer)
     if _Running.reducer() is reducer:
 
         def describe() -> Stage:
+            """Return the only stage, which has all of the model."""
             return Stage("torch", 0, 1, 1, {}, {current.rank: 0})
 
         _begin_step(current, sizes, 1, network_api, describe)

@@ -40,7 +40,7 @@ MEASURED = "measured"
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of the rank of a stage that has the least; zeros if it is not measured."""
+    """Memory of the rank of a stage with the least free memory; zeros if it is not measured."""
 
     fixed_bytes: float = 0.0  # independent of the micro-batches in flight
     kept_bytes: float = 0.0  # for each micro-batch in flight
@@ -110,7 +110,7 @@ class Restart:
 
 
 def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
-    """Return a plan with the measured times of its stages.
+    """Return a plan with the measured times of its stages instead of the predicted ones.
 
     Args:
         plan: The plan.
@@ -123,12 +123,12 @@ def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
         forward_before_s, backward_before_s = stage.before_s  # of modules before the blocks
         forward_after_s, backward_after_s = stage.after_s  # of modules after the blocks
         load = StageLoad(
-            sum(stage.forward_s) + forward_before_s + forward_after_s,
-            sum(stage.backward_s) + backward_before_s + backward_after_s,
-            room.fixed_bytes,
-            room.kept_bytes,
-            room.limit_bytes,
-            stage.stage_link_s,
+            forward_s=sum(stage.forward_s) + forward_before_s + forward_after_s,
+            backward_s=sum(stage.backward_s) + backward_before_s + backward_after_s,
+            fixed_bytes=room.fixed_bytes,
+            kept_bytes=room.kept_bytes,
+            limit_bytes=room.limit_bytes,
+            stage_link_s=stage.stage_link_s,
         )
         loads.append(load)
     return replace(plan, loads=tuple(loads), workload=profile.workload(), basis=MEASURED)
@@ -161,17 +161,19 @@ def quickest(
         in_flight: Micro-batches in flight, by stage; () for the engine's own schedule.
     """
     micro_batches = plan.workload.micro_batches
+    # With many micro-batches, the pipeline's beginning and end hardly matter.
     if not in_flight or micro_batches > SETTLED * in_flight[0]:
         return in_flight
     seconds = pipeline_s(plan, stage_links, in_flight)
     while True:
+        # One more on each stage but the last, as far as the stage's memory (load.most) allows.
         deeper = []
         for count, load in zip(in_flight[:-1], plan.loads):
             allowed = int(min(count + 1, load.most, micro_batches))
             deeper.append(max(count, allowed))
         candidate = (*deeper, in_flight[-1])
         candidate_s = pipeline_s(plan, stage_links, candidate)
-        if candidate_s >= seconds * (1 - WORTH_MORE):
+        if candidate_s >= seconds * (1 - WORTH_MORE):  # the gain is too small
             return in_flight
         in_flight = candidate
         seconds = candidate_s
@@ -185,7 +187,7 @@ def better_split(costs: StageCosts, layers: Sequence[int], step_s: float) -> Res
         layers: Layers of each stage now.
         step_s: Measured seconds of a step.
     """
-    now_s = partition_s(costs, layers)
+    now_s = partition_s(costs, layers)  # of the pipeline's passes; step_s has more than them
     try:
         split = partition.partition("balanced", costs)
     except HolmesError:  # no split fits the memory
@@ -239,7 +241,8 @@ class Trials:
 
         Args:
             change: The change.
-            deciding_times: Seconds that the decision was based on.
+            deciding_times: Seconds that the decision was based on. If the change is taken back, it is not
+                tried again while these times stay similar.
             unchanged_times: Seconds that the change should not affect.
         """
         self.running = _Trial(change, deciding_times, unchanged_times)
@@ -302,23 +305,34 @@ class PipelineEvaluator:
             step_s: Measured seconds of a step.
         """
         times = _times_of(plan, [load.stage_link_s for load in plan.loads])
+        # If no change was found for equal times before, none will be found now.
         is_unchanged = bool(self._times_without_change) and not differ(
             self._times_without_change, times, SAME
         )
         if self.trials.running is None and is_unchanged:
             self.trials.ended = None
             return None
-        change = self._next(plan, step_s)
+        change = self._decide(plan, step_s)
         self._times_without_change = () if change else times
         return change
 
-    def _next(self, plan: Plan, step_s: float) -> Change | None:
-        """Return the next change, or None, if measured times have changed or a trial runs."""
-        decided = self._decisions(plan)
+    def _decide(self, plan: Plan, step_s: float) -> Change | None:
+        """End the running trial, if there is one, and return the next change, or None.
+
+        The next change takes back the one on trial if that has not saved time. Otherwise it is the one that
+        the rules of the plan choose from the measured times, if it is predicted to save GAIN of a step.
+
+        Args:
+            plan: Plan with measured times.
+            step_s: Measured seconds of a step.
+        """
+        decided = self._decisions(plan)  # by the rules that also made the plan at the start
         stage_links, _ = decided.stage_link_seconds()
-        now = plan.traffic_of(self.network_api).in_flight
+        now = plan.traffic_of(
+            self.network_api
+        ).in_flight  # by stage; () for the engine's own schedule
         times = _times_of(plan, stage_links)
-        rejected = self.trials.end(times, step_s)
+        rejected = self.trials.end(times, step_s)  # the change to take back, or None
         takes_back = rejected is not None
         in_flight = rejected.before if takes_back else decided.in_flight()
         if not takes_back and self.options.inflight == "auto":
@@ -337,7 +351,15 @@ class PipelineEvaluator:
             if not saves_enough or self.trials.refused(in_flight, times):
                 return None
         forward_s, backward_s = passes_s(plan.loads)
-        return Change(now, in_flight, step_s, then_s, forward_s, backward_s, back=takes_back)
+        return Change(
+            before=now,
+            in_flight=in_flight,
+            now_s=step_s,
+            then_s=then_s,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            back=takes_back,
+        )
 
     def taken(self, change: Change, plan: Plan) -> None:
         """Begin the trial of a change that all ranks adopt.

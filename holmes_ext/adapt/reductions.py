@@ -119,7 +119,8 @@ def measured_networks(
 ) -> Plan:
     """Return a plan whose networks have the rates that follow from the measured sums.
 
-    Networks without sums keep their rates.
+    Networks without sums keep their rates. If a network carries the sums of several stages, the slowest one
+    counts.
 
     Args:
         plan: The plan.
@@ -129,9 +130,11 @@ def measured_networks(
         summed: Measurements of each stage.
     """
     slowdown: dict[str, float] = {}  # network -> measured time / predicted time
-    decided = _by_size(plan, network_api, options, engine, summed)
+    # Bytes of gradients -> decisions of the plan's rules, with the prices of sums.
+    decided = _decisions_by_size(plan, network_api, options, engine, summed)
     for stage, stage_sums in enumerate(summed):
-        for name, price in _networks(decided[stage_sums.size], stage, stage_sums):
+        for name, price in _networks_with_prices(decided[stage_sums.size], stage, stage_sums):
+            # A price is a latency and seconds for each byte; only the latter depends on the rate.
             measured_s = stage_sums.busy.get(name, 0.0) - price.latency_s
             predicted_s = stage_sums.size * price.byte_s
             if measured_s > 0 and predicted_s > 0:
@@ -144,32 +147,44 @@ def measured_networks(
     return replace(plan, fabrics=tuple(fabrics), wan=wan)
 
 
-def _networks(decided: Decisions, stage: int, summed: Summed) -> Iterator[tuple[str, Price]]:
-    """Yield (network, price) of the networks that a stage's sums use, for each of its groups."""
+def _networks_with_prices(
+    decided: Decisions, stage: int, summed: Summed
+) -> Iterator[tuple[str, Price]]:
+    """Yield (network, price) of the networks that a stage's sums use, for each of its groups.
+
+    A ring uses one network. A hierarchical all-reduce uses one between clusters and others inside them; it is
+    left out if its algorithm between clusters is not the one that was priced.
+
+    Args:
+        decided: Decisions of the plan's rules, with the prices of sums.
+        stage: Number of the stage.
+        summed: Measurements of the stage.
+    """
     for sums in decided.prices.sums(decided.placement, stage):
         if not summed.hierarchical:
             if sums.flat.load.fabric is not None:
-                yield sums.flat.load.fabric.name, _ring(sums, summed.reduction, summed.size)
-        elif sums.hierarchical is not None and summed.reduction.across in (
-            None,
-            sums.hierarchical.route,
-        ):
-            both = replace(sums.hierarchical, chunk_bytes=summed.reduction.chunk_bytes)
-            assert both.reduce_across.fabric is not None
-            yield both.reduce_across.fabric.name, both.across
-            for load in both.inside_loads:
+                yield sums.flat.load.fabric.name, _ring_price(sums, summed.reduction, summed.size)
+        elif sums.hierarchical is not None and summed.reduction.across in (None, sums.hierarchical.route):
+            hierarchical = replace(sums.hierarchical, chunk_bytes=summed.reduction.chunk_bytes)
+            assert hierarchical.reduce_across.fabric is not None
+            yield hierarchical.reduce_across.fabric.name, hierarchical.across
+            for load in hierarchical.inside_loads:
                 if load.fabric is not None:
+                    # Inside clusters: a reduce-scatter before, and an all-gather after.
                     yield load.fabric.name, load.price.scaled(2)
 
 
-def _ring(sums: Sums, reduction: ReductionSpec, size: float) -> Price:
-    """Return the price of a ring all-reduce of gradients of so many bytes, bucket by bucket."""
+def _ring_price(sums: Sums, reduction: ReductionSpec, size: float) -> Price:
+    """Return the price of a ring all-reduce of gradients of so many bytes, bucket by bucket.
+
+    The latency counts once for each bucket.
+    """
     once = sums.flat.once
     bucket_count = max(1, ceil(size / reduction.bucket_bytes))
     return replace(once, latency_s=once.latency_s * bucket_count)
 
 
-def _by_size(
+def _decisions_by_size(
     plan: Plan, network_api: str, options: Options, engine: EngineTraits, summed: Sequence[Summed]
 ) -> dict[float, Decisions]:
     """Return the decisions of the plan's rules for each number of gradient bytes.
@@ -209,7 +224,11 @@ class SumEvaluator:
         self.trials = Trials()
 
     def next(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
-        """Return the next change, or None.
+        """End the running trial, if there is one, and return the next change, or None.
+
+        The next change takes back the one on trial if that has not saved time. Otherwise each stage gets the
+        algorithm that is faster at the measured rates of the networks, if this is predicted to save GAIN of a
+        step.
 
         Args:
             plan: Current plan of the job.
@@ -221,17 +240,28 @@ class SumEvaluator:
         size = max(stage_sums.size for stage_sums in summed)
         rejected = self.trials.end(_times_without_sums(summed, step_s), step_s)
         if rejected is not None:
-            return SumChange(current, rejected.before, size, step_s, rejected.now_s, back=True)
-        decided = _by_size(measured_plan, self.network_api, self.options, self.engine, summed)
-        before = _by_size(plan, self.network_api, self.options, self.engine, summed)
-        choices = []
+            return SumChange(
+                before=current,
+                after=rejected.before,
+                size=size,
+                now_s=step_s,
+                then_s=rejected.now_s,
+                back=True,
+            )
+        # Bytes of gradients of a stage -> decisions, with measured networks and for the current plan.
+        decided = _decisions_by_size(
+            measured_plan, self.network_api, self.options, self.engine, summed
+        )
+        before = _decisions_by_size(plan, self.network_api, self.options, self.engine, summed)
+        choices = []  # by stage
         for stage, stage_sums in enumerate(summed):
             size_of_stage = stage_sums.size
-            choice = self._best(decided[size_of_stage], before[size_of_stage], stage, stage_sums)
+            choice = self._fastest(decided[size_of_stage], before[size_of_stage], stage, stage_sums)
             choices.append(choice)
         after = tuple(choice.reduction for choice in choices)
         if after == current:
             return None
+        # The step ends when the last stage has its sums. Sums that take less time expose less of it.
         ends_now_s = []  # ends of the waits for sums, by stage
         ends_then_s = []
         for stage_sums, choice in zip(summed, choices):
@@ -246,7 +276,7 @@ class SumEvaluator:
             return None
         return change
 
-    def _best(
+    def _fastest(
         self, decided: Decisions, before: Decisions, stage: int, stage_sums: Summed
     ) -> _Choice:
         """Return the algorithm that the plan's rules choose for a stage, or the current one if it is faster.
@@ -262,9 +292,10 @@ class SumEvaluator:
         """
         size = stage_sums.size
         current = _Choice(stage_sums.reduction, stage_sums.seconds)
+        # Overlap and compression are those of the running job.
         planned = decided.reduction(stage, current.reduction.overlap)
         reduction = replace(planned, compress=current.reduction.compress)
-        groups = decided.prices.sums(decided.placement, stage)
+        groups = decided.prices.sums(decided.placement, stage)  # prices; the slowest group counts
         if is_hierarchical(reduction, size):
             groups_before = before.prices.sums(before.placement, stage)
             networks = [_networks_inside(group) for group in groups]
@@ -276,7 +307,7 @@ class SumEvaluator:
                 if group.hierarchical is not None
             )
         else:
-            seconds = max(_ring(group, reduction, size).seconds(size) for group in groups)
+            seconds = max(_ring_price(group, reduction, size).seconds(size) for group in groups)
         if seconds >= current.seconds:
             return current
         return _Choice(reduction, seconds)

@@ -54,7 +54,7 @@ def why_not(
         engine: Abilities of the training framework.
         environ: Environment variables.
     """
-    for name in ("plan", "partition"):
+    for name in ("plan", "partition"):  # options that fix the layers of the stages
         if name in options.given:
             return f"--holmes-{name} is given"
     if not engine.resplits:
@@ -78,6 +78,6 @@ def leave(store: Any, prefix: str, world: int) -> NoReturn:
         prefix: Prefix of the keys of this start of the job.
         world: Number of ranks.
     """
-    append_entry(store, f"{prefix}/leaves", b"", 1, world)
-    wait_for_value(store, f"{prefix}/leaves/all", ALL_S)
+    append_entry(store, f"{prefix}/leaves", b"", count=1, total=world)
+    wait_for_value(store, f"{prefix}/leaves/all", ALL_S)  # set by the last rank's entry
     raise SystemExit(STATUS)

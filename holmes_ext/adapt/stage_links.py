@@ -52,6 +52,9 @@ class Direction(NamedTuple):
 def stage_link_of(forward: Direction, backward: Direction) -> float | None:
     """Return the time of a message in seconds, as the mean of both directions.
 
+    The clocks of the two stages differ. The difference follows from the quickest message of each direction,
+    which are assumed to take equally long.
+
     Args:
         forward: Activations.
         backward: Gradients.
@@ -81,14 +84,16 @@ def _median_seconds(direction: Direction, ahead_s: float) -> float:
     """
     all_times = []
     times_without_queue = []
-    previous_received = float("-inf")
+    previous_received = float("-inf")  # the link is busy until then
     for micro_batch, receive in sorted(direction.received.items()):
+        # By the receiver's clock. Without a known time of sending, the time of posting counts.
         sent_at = direction.sent.get(micro_batch, receive.posted - ahead_s) + ahead_s
+        # A message begins to move when it was sent and its receive was posted.
         start = max(sent_at, receive.posted)
         if receive.was_waited_for and micro_batch in direction.sent:
             seconds = max(receive.received - start, 0.0)
             all_times.append(seconds)
-            if start >= previous_received:
+            if start >= previous_received:  # not behind the previous message
                 times_without_queue.append(seconds)
         previous_received = receive.received
     return statistics.median(times_without_queue or [min(all_times)])
@@ -104,6 +109,7 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
         reports: Reports of all ranks (Window.report).
     """
     stage_of_rank = {report["rank"]: report["stage"] for report in reports}
+    # (sending rank, receiving rank) -> messages of each step, as the sender and the receiver report them.
     sent: _MessagesByRanks = {}
     received: _MessagesByRanks = {}
     for report in reports:
@@ -115,7 +121,7 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     stage_link_s: dict[int, float] = {}
     for sender, receiver in sent:
         stage = stage_of_rank[sender]
-        if stage_of_rank.get(receiver) != stage + 1:
+        if stage_of_rank.get(receiver) != stage + 1:  # gradients: taken with the activations' pair
             continue
         forward = sender, receiver
         backward = receiver, sender

@@ -48,17 +48,23 @@ class SumWindow:
     ) -> None:
         """Add a step.
 
+        Nothing is added if no reduction of this rank follows the plan, or if the end of the step's sums is
+        not measured.
+
         Args:
             done: The operations of the step.
             spans: Parts of the step: (kind, begin, end in seconds).
             reduction: Measurements of the gradient reducer in the step; None without a reducer.
         """
+        # (ranks of the group, record) of the reductions whose algorithm is the planned one.
         planned_reductions = [
             (ranks, record) for ranks, record in self.current.reductions.items() if record.follows
         ]
+        # When DistributedDataParallel had launched the sum of its last bucket.
         launch_ends = [end for kind, _, end in spans if kind == LAST_BUCKET]
         if not planned_reductions or (reduction is None and not launch_ends):
             return
+        # The largest one counts.
         ranks, self._done = max(planned_reductions, key=lambda pair: pair[1].bytes)
         ops = _gradient_sums(done, ranks)
         intervals_on: dict[str, list[tuple[float, float]]] = {}  # network -> (start, end) of sums
@@ -81,12 +87,15 @@ class SumWindow:
         """Return the medians of the window, for Summed of adapt/reductions.py.
 
         Returns:
-            None if no reduction of this rank follows the plan.
+            Algorithm ("way"), bytes of gradients, seconds under way, seconds that the program waited
+            ("exposed"), and seconds for each network ("busy"). None if no reduction of this rank follows the
+            plan.
         """
         if self._done is None:
             return None
+        last_step = self._steps[-1]
         busy_s = {}
-        for network in self._steps[-1].busy_s:
+        for network in last_step.busy_s:
             busy_s[network] = statistics.median(
                 step.busy_s.get(network, 0.0) for step in self._steps
             )
@@ -109,21 +118,27 @@ def _gradient_sums(done: Sequence[Op], ranks: tuple[int, ...]) -> list[Op]:
     all_reduces = [
         op for op in done if op.peer is None and op.group.ranks == ranks and op.name == "all_reduce"
     ]
+    # Much smaller ones sum something else, such as a loss or a norm.
     least_bytes = SMALL * max((op.payload for op in all_reduces), default=0)
     sums = [op for op in all_reduces if op.payload >= least_bytes]
     for op in done:
+        # Holmes describes the groups that carry a hierarchical all-reduce with this word.
         if "hierarchical" in op.group.description and set(op.group.ranks) <= set(ranks):
             sums.append(op)
     return sums
 
 
 def fits(change: SumChange, recorder: Recorder) -> bool:
-    """Return whether this rank's GPU has room for the larger buckets and chunks of a change.
+    """Return whether this rank's GPU has enough memory for the larger buckets and chunks of a change.
 
     If torch reports enough free memory, it is allocated once as a test: it may be in pieces, or another
     program may use the same GPU.
+
+    Args:
+        change: Change of the algorithms that sum gradients.
+        recorder: Telemetry of this rank, which has the GPU's index.
     """
-    if not recorder.spans_on_device:
+    if not recorder.spans_on_device:  # the job runs on CPUs
         return True
     import torch
 

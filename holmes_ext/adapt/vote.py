@@ -86,6 +86,7 @@ class Boundary:
             if pending is None or self.step < pending.at:
                 return None
             self._pending = None
+        # Without the lock: if the verdict is not known yet, the store is asked for it.
         verdict = pending.verdict or self._verdict_of(pending.number)
         return pending.change if verdict == TAKE else None
 
@@ -146,7 +147,7 @@ class Vote:
         propose: Callable[[list[Any]], dict[str, Any]],
         agree: Callable[[int, dict[str, Any]], bool],
     ) -> VoteResult:
-        """Run a round of votes.
+        """Run a round of votes: rank 0 proposes a change, and all ranks agree on it or keep the plan.
 
         Args:
             number: Number of the round.
@@ -159,27 +160,41 @@ class Vote:
             Stopped: the job ends.
         """
         figures_key = self._key(number, "figures")
-        append_entry(self.store, figures_key, json.dumps(figures).encode(), 1, self.world)
+        append_entry(
+            self.store, figures_key, json.dumps(figures).encode(), count=1, total=self.world
+        )
         if self.rank == 0:
+            # Wait for the others' figures, but not for ever: then some are missing.
             self._await(f"{figures_key}/all", until=time.monotonic() + self.patience_s)
-            answers = collect_entries(self.store, figures_key, 0.1)
+            answers = collect_entries(self.store, figures_key, seconds=0.1)
             proposal = propose([json.loads(answer) for answer in answers])
             self.store.set(self._key(number, "proposal"), json.dumps(proposal))
             self._delete_old_keys(number)
         else:
             proposal = json.loads(self._await(self._key(number, "proposal")))
-        if not proposal["at"]:
+        if not proposal["at"]:  # no change
             return VoteResult(proposal, verdict="")
         says_yes = agree(number, proposal)
-        return VoteResult(proposal, self._verdict(number, says_yes))
+        return VoteResult(proposal, self._vote_and_wait(number, says_yes))
 
-    def _verdict(self, number: int, says_yes: bool) -> str:
-        """Vote in a round, and return its verdict."""
+    def _vote_and_wait(self, number: int, says_yes: bool) -> str:
+        """Vote in a round, and return its verdict, TAKE or KEEP.
+
+        The rank with the last yes sets TAKE. A rank that votes no sets KEEP, and so does rank 0 if votes are
+        missing after its patience. The first verdict stands (set_verdict).
+
+        Args:
+            number: Number of the round.
+            says_yes: This rank can adopt the change.
+        """
         if not says_yes:
             return self.set_verdict(self.store, number, KEEP)
-        if self.store.add(self._key(number, "votes"), 1) == self.world:
+        yes_votes = self.store.add(self._key(number, "votes"), 1)
+        if yes_votes == self.world:
             return self.set_verdict(self.store, number, TAKE)
-        until = time.monotonic() + (inf if self.rank else self.patience_s)
+        until = inf
+        if self.rank == 0:
+            until = time.monotonic() + self.patience_s
         verdict = self._await(self._key(number, "verdict"), until)
         return verdict.decode() or self.set_verdict(self.store, number, KEEP)
 
@@ -218,6 +233,7 @@ class Vote:
         """Delete keys of earlier rounds that no rank reads again; rank 0 calls this method."""
         if number == 0:
             return
+        # Figures and votes of the previous round are over. A late rank may still need a proposal or verdict.
         figures_key = self._key(number - 1, "figures")
         keys = [
             f"{figures_key}/entries",

@@ -76,13 +76,14 @@ class Window:
             spans: (kind, begin, end in seconds) of the parts of the step.
             reduction: Measurements of the gradient reducer in the step; None without a reducer.
         """
+        # Kind of work or wait -> seconds in this step.
         seconds_of = dict.fromkeys((*_SPANS, "send", "receive", "reduce", "tied"), 0.0)
         for kind, start, stop in spans:
             if kind in _SPANS:
                 seconds_of[kind] += stop - start
                 self.passes.setdefault(kind, []).append(stop - start)
         for op in done:
-            if op.peer is not None:
+            if op.peer is not None:  # a message, not a collective
                 seconds_of["send" if op.name == "send" else "receive"] += op.waited
         if reduction and "seconds" in reduction:  # a reducer also measures its threads
             reduced_bytes = reduction["bytes"]
@@ -101,10 +102,14 @@ class Window:
         self._add_messages(done)
 
     def _add_messages(self, done: Sequence[Op]) -> None:
-        """Add the messages of a step by direction. All sends of a micro-batch count as one message."""
-        by_direction: dict[str, list[Op]] = {}
+        """Add the messages of a step by direction. All sends of a micro-batch count as one message.
+
+        Args:
+            done: Operations of the step.
+        """
+        by_direction: dict[str, list[Op]] = {}  # "GROUP sender>receiver" -> sends, or receives
         for op in done:
-            if op.peer not in self.stage.neighbours:
+            if op.peer not in self.stage.neighbours:  # not of an adjacent stage
                 continue
             sender, receiver = self.recorder.rank, op.peer
             if op.name != "send":
@@ -113,17 +118,19 @@ class Window:
         for direction, ops in by_direction.items():
             ops.sort(key=lambda op: op.number)
             ops_per_micro_batch, left_over = divmod(len(ops), self.stage.micro_batches)
-            if left_over or not ops_per_micro_batch:
+            if left_over or not ops_per_micro_batch:  # they cannot be assigned to micro-batches
                 continue
             messages: list[Message] = []
             for micro_batch in range(self.stage.micro_batches):
                 first = micro_batch * ops_per_micro_batch
                 parts = ops[first : first + ops_per_micro_batch]
+                posted = parts[0].start
                 if parts[0].name == "send":
-                    messages.append([micro_batch, parts[0].start])
+                    messages.append([micro_batch, posted])
                 else:
+                    received = parts[-1].end
                     was_waited_for = sum(op.waited for op in parts) > WAITED_S
-                    messages.append([micro_batch, parts[0].start, parts[-1].end, was_waited_for])
+                    messages.append([micro_batch, posted, received, was_waited_for])
                     if micro_batch == 0:
                         self.activation_bytes = sum(op.payload for op in parts)
             self.messages.setdefault(direction, []).append(messages)
@@ -143,8 +150,9 @@ class Window:
         kept_bytes = max(0, self.recorder.kept_bytes)  # by each micro-batch
         free_bytes, _ = torch.cuda.mem_get_info(device)
         peak_bytes = torch.cuda.max_memory_allocated(device)
-        in_flight_of_1f1b = len(self.stage.stages) - self.stage.stage
+        in_flight_of_1f1b = len(self.stage.stages) - self.stage.stage  # the engine's own schedule
         in_flight = min(self.in_flight or in_flight_of_1f1b, self.stage.micro_batches)
+        # At the peak, `in_flight` micro-batches are kept at the same time.
         fixed_bytes = max(0, peak_bytes - in_flight * kept_bytes)
         usable_bytes = MARGIN * (torch.cuda.memory_reserved(device) + free_bytes)
         return [float(fixed_bytes), float(kept_bytes), usable_bytes]
@@ -164,6 +172,7 @@ class Window:
         if not (blocks and self.passes.get("forward") and self.passes.get("backward")):
             return common
         reduced_bytes, reduced_s = max(self.reduced, default=(0.0, 0.0))
+        # Single blocks are not measured: each gets an equal share of a pass.
         seconds_per_block = {
             kind: statistics.median(self.passes[kind]) / len(blocks)
             for kind in ("forward", "backward")

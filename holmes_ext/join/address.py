@@ -96,7 +96,7 @@ def parse_address(text: str) -> JoinAddress:
     job, _, coordinator = text.partition("@")
     try:
         if not is_name(job):
-            raise ValueError("no name")
+            raise ValueError("no name")  # becomes the HolmesError below
         host, port = split_address(coordinator, PORT)
         return JoinAddress(job, host, port)
     except ValueError:
@@ -136,8 +136,8 @@ def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRang
     Raises:
         HolmesError: A value is malformed.
     """
-    host = ""
-    advertised = 0
+    host = ""  # that other jobs call, behind NAT; "": the address on which the rank listens
+    advertised = 0  # external port; 0: ports are not mapped
     if address:
         try:
             host, advertised = split_address(address, 0)
@@ -145,18 +145,19 @@ def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRang
             raise HolmesError(f"--holmes-join-address: {error}") from None
     first_port = environ.get("HOLMES_JOIN_PORT")
     if not ports and first_port:
+        # Each rank of the node has one port of its own.
         port = _port(first_port, "HOLMES_JOIN_PORT") + _local_rank(environ)
         if advertised:
             advertised += _local_rank(environ)
         return PortRange((port, port), host, advertised)
     if ports == "none":
-        return PortRange(None)
+        return PortRange(ports=None)
     if ports in ("", "any"):
         if advertised:
             raise HolmesError(
                 f"--holmes-join-address {address}: a port there needs --holmes-join-ports"
             )
-        return PortRange((0, 0), host)
+        return PortRange((0, 0), host)  # 0: any free port
     first, dash, last = ports.partition("-")
     begin = _port(first, "--holmes-join-ports")
     end = _port(last, "--holmes-join-ports") if dash else begin

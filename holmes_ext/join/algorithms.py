@@ -100,7 +100,7 @@ class DiLoCo:
         their joint batch; with different shares, 1 / sqrt(sum of the squared shares) times less.
         Measurements: docs/benchmarks/joined.md.
         """
-        if self.momentum is not None:
+        if self.momentum is not None:  # the setting is a number, not auto
             return self.momentum
         total = math.fsum(shares)
         sum_of_squares = math.fsum((share / total) ** 2 for share in shares)
@@ -138,7 +138,7 @@ class DiLoCo:
         direction = gradient
         if momentum is not None:
             float32_momentum = momentum.float()  # the same object if it is float32
-            direction = self._direction(float32_momentum, gradient, mu, gap)
+            direction = self._direction(float32_momentum, gradient, mu, gap)  # also updates it
             if float32_momentum is not momentum:
                 momentum.copy_(float32_momentum)
         if self.of_matrices:
@@ -169,8 +169,8 @@ class DiLoCo:
         if self.mix == "keep":
             if sent is None:
                 return anchor
-            return anchor + (local - sent)
-        alpha = float(self.mix)
+            return anchor + (local - sent)  # the inner steps since then are kept
+        alpha = float(self.mix)  # share of the local weights
         if alpha == 0:
             return anchor
         return anchor.lerp(local, alpha)

@@ -136,11 +136,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    """Run the coordinator until it is interrupted."""
+    """Run the coordinator until it is interrupted (Ctrl-C); return exit status 0.
+
+    Raises:
+        HolmesError: An argument or the token is invalid, or the port is in use.
+    """
     if not 0 <= args.port < _PORTS:
         raise HolmesError(f"holmes join serve: --port {args.port} is not a port from 0 to 65535")
     relay = PeerRelay(_relay_bytes(args.relay), _log)
-    token, file = served_token(os.environ, args.port)
+    token, file = served_token(os.environ, args.port)  # file: None if the environment has the token
     _raise_file_limit()
     server = CoordinatorServer(
         args.host,
@@ -152,6 +156,7 @@ def _serve(args: argparse.Namespace) -> int:
     )
     location = f"; the token is in {file}" if file is not None else ""
     print(f"holmes: jobs meet at port {server.port} of this host{location}", flush=True)
+    # The token is a secret: it is shown on a terminal, but not written to a log.
     if file is not None and sys.stdout.isatty():
         print(f"holmes: HOLMES_JOIN_TOKEN={token}", flush=True)
     exposure = exposure_of(file) if file is not None else ""
@@ -174,7 +179,11 @@ def _raise_file_limit() -> None:
 
 
 def _relay_bytes(gigabytes: str) -> int | None:
-    """Return the value of --relay in bytes; None: no limit."""
+    """Return the value of --relay in bytes; None: no limit.
+
+    Raises:
+        HolmesError: The text is not a number of gigabytes.
+    """
     if not gigabytes:
         return None
     is_number = gigabytes.replace(".", "", 1).isdecimal()

@@ -66,8 +66,8 @@ class TwoBits(OuterCodec):
         """
         wanted = x.float() if residual is None else torch.add(x, residual)
         wire = self.buffer(x)
-        element = 0
-        byte = 0
+        element = 0  # first one of the block
+        byte = 0  # first one of the encoded block
         for block in self._blocks(x.numel()):
             part = wanted[element : element + block.chunks * block.width]
             zeros = block.chunks * block.width - part.numel()
@@ -75,14 +75,14 @@ class TwoBits(OuterCodec):
             wire[byte : byte + block.wire_bytes].view(block.chunks, -1).copy_(_encoded(rows))
             element += part.numel()
             byte += block.wire_bytes
-        if residual is not None:
+        if residual is not None:  # without NaNs, which would stay in it for ever
             torch.sub(wanted, self.decode(wire, wanted), out=residual).nan_to_num_(0.0, 0.0, 0.0)
         return wire
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return the flat tensor that was encoded, with the size and dtype of `like`."""
         decoded = []
-        byte = 0
+        byte = 0  # first one of the encoded block
         for block in self._blocks(like.numel()):
             rows = wire[byte : byte + block.wire_bytes].view(block.chunks, -1)
             decoded.append(_decoded(rows).view(-1))
@@ -102,8 +102,13 @@ class TwoBits(OuterCodec):
         return blocks
 
     def _block(self, chunks: int, elements: int) -> _Block:
-        codes_bytes = -(-elements // _CODES_PER_BYTE)
-        return _Block(chunks, codes_bytes * _CODES_PER_BYTE, _MAGNITUDE_BYTES + codes_bytes)
+        """Return the block of a number of chunks with so many elements each."""
+        codes_bytes = -(-elements // _CODES_PER_BYTE)  # rounded up
+        return _Block(
+            chunks,
+            width=codes_bytes * _CODES_PER_BYTE,
+            chunk_bytes=_MAGNITUDE_BYTES + codes_bytes,
+        )
 
 
 def _encoded(rows: torch.Tensor) -> torch.Tensor:
@@ -125,6 +130,7 @@ def _encoded(rows: torch.Tensor) -> torch.Tensor:
         high = (magnitudes * is_large).sum(1, keepdim=True) / large_count.clamp(min=1)
         low = (magnitudes * ~is_large).sum(1, keepdim=True) / small_count.clamp(min=1)
         threshold = (low + high) / 2
+    # An encoded chunk: its two magnitudes, then the codes of its elements.
     header = torch.cat([low, high], 1).bfloat16().view(torch.uint8)
     return torch.cat([header, _codes(rows, is_large)], 1)
 
@@ -147,8 +153,9 @@ def _decoded(wire: torch.Tensor) -> torch.Tensor:
         wire: Encoded chunks, uint8 [chunks, bytes]. Any bytes are valid.
     """
     header = wire[:, :_MAGNITUDE_BYTES].clone(memory_format=torch.contiguous_format)
-    magnitudes = header.view(torch.bfloat16).float()  # [chunks, 2]
+    magnitudes = header.view(torch.bfloat16).float()  # [chunks, 2]: the smaller one, the larger one
     packed = wire[:, _MAGNITUDE_BYTES:]
+    # Four codes in a byte. Of a code, the lower bit is the magnitude, the higher one the sign.
     codes_of_byte = [packed >> shift & 3 for shift in (0, 2, 4, 6)]
     codes = torch.stack(codes_of_byte, 2).view(len(wire), -1).long()
     is_large = codes & 1

@@ -34,12 +34,14 @@ class Share:
 
 
 def part_of(dataset: Any) -> Any:
-    """Return this job's part of a map-style data set.
+    """Return this job's part of a map-style data set: samples k, k + K, k + 2 K, ...
+
+    K joined jobs divide the data set (--holmes-outer part=k/K).
 
     Returns:
         The data set itself, if the jobs do not divide it, or if it is a stream: the script must divide that.
     """
-    k, parts = training.data_part()
+    k, parts = training.data_part()  # k and K
     if parts == 1 or dataset is None:
         return dataset
     from torch.utils.data import IterableDataset
@@ -47,7 +49,7 @@ def part_of(dataset: Any) -> Any:
     is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not is_map_style:
         return dataset
-    training.mark_data_divided()
+    training.mark_data_divided()  # otherwise the user is told that the script must divide the data
     if hasattr(dataset, "shard"):  # of Hugging Face, which returns another data set of Hugging Face
         return dataset.shard(num_shards=parts, index=k, contiguous=False)
     return Share(dataset, k, parts)

@@ -92,6 +92,7 @@ def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
     result = {}
     for name, nodes in nodes_of(site).items():
         share = samples * nodes / len(site.nodes)
+        # A micro-batch on every rank, if the share is large enough; otherwise one micro-batch.
         unit_on_all_ranks = unit * nodes * site.processes
         multiple = unit_on_all_ranks if share >= unit_on_all_ranks else unit
         result[name] = max(1, round(share / multiple)) * multiple
@@ -100,6 +101,9 @@ def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
 
 def round_seconds(site: Site, parameters: float, fragments: int, compress: str = "bf16") -> float:
     """Return the seconds of a round without other traffic on the network.
+
+    Each cluster has one job, which sends its pseudo-gradient to every other one. The busiest link or the NICs
+    of the smallest cluster determine the time, plus a few round trips.
 
     Args:
         site: The clusters, and the links between them.
@@ -114,16 +118,16 @@ def round_seconds(site: Site, parameters: float, fragments: int, compress: str =
         for receiver in site.clusters
         if sender != receiver
     }
-    loads = hop_loads(site.wan, bits_of_pair)
+    loads = hop_loads(site.wan, bits_of_pair)  # hop of the WAN -> bits that cross it
     busiest_hop_s = max((load / hop.rate_bps for hop, load in loads.items()), default=0.0)
     ethernet = site.fabric_by_name[ETHERNET]
     sent_bits = (len(site.clusters) - 1) * bits
     smallest_cluster_bps = min(nodes_of(site).values()) * ethernet.rate_bps
     nics_s = sent_bits / smallest_cluster_bps
-    way_s = max(
+    longest_latency_s = max(
         (sum(hop.latency_s for hop in site.wan.hops(*pair)) for pair in bits_of_pair), default=0.0
     )
-    round_trip_s = 2 * (way_s or ethernet.latency_s)
+    round_trip_s = 2 * (longest_latency_s or ethernet.latency_s)
     return max(busiest_hop_s, nics_s) + TRIPS * round_trip_s
 
 
@@ -162,9 +166,11 @@ class RoundPrices:
 
     def _simulated(self, key: _Key) -> Setting:
         """Simulate a round with these values of --holmes-outer, and return the forecast."""
-        period = key.every // key.fragments
+        period = key.every // key.fragments  # inner steps from one round to the next
         bits = _bits(self.parameters, key.fragments, self.compress)
-        times = simulate_round(self.site, self.jobs, bits, period - key.delay, key.delay)
+        times = simulate_round(
+            self.site, self.jobs, bits, alone=period - key.delay, delay=key.delay
+        )
         exposed_s = self._per_step(times.waited_s, period)
         slower_s = self._per_step(times.longer_s, period)
         return Setting(
@@ -220,13 +226,13 @@ def _least_hidden(setting_of: Callable[[int], Setting], first: int, most: int) -
     exposed = 0  # a number at which rounds are exposed, or 0
     hidden = max(1, first)
     result = setting_of(hidden)
-    while result.exposed_s:
+    while result.exposed_s:  # double the number until rounds are hidden
         if hidden == most:
             return None
         exposed = hidden
         hidden = min(2 * hidden, most)
         result = setting_of(hidden)
-    while hidden - exposed > 1:
+    while hidden - exposed > 1:  # bisect between the two numbers
         middle = (exposed + hidden) // 2
         setting = setting_of(middle)
         if setting.exposed_s:
@@ -254,12 +260,16 @@ def settings(rounds: RoundPrices) -> list[Setting]:
 def over_every(rounds: RoundPrices) -> dict[str, list[Setting]]:
     """Return forecasts for values of `every` up to twice the largest one of `settings`.
 
+    There are three series: the default's fragments with the longest delay or the default's delay, and the
+    default's delay with as many fragments as `every` allows.
+
     Returns:
-        How fragments and delay follow from `every` -> forecasts in order.
+        How fragments and delay follow from `every` (name of a series) -> forecasts in order of `every`.
     """
-    fragments = DEFAULT[1]
+    _, fragments, _ = DEFAULT
     longest = 2 * max(setting.every for setting in settings(rounds))
     powers_of_two = {2**power for power in range(longest.bit_length())}
+    # Beside powers of two, the points from which on rounds are hidden.
     hidden = rounds.hidden_after(DELAY)
     hidden_fragments = {hidden.fragments} if hidden else set()
     counts = sorted(powers_of_two | hidden_fragments)

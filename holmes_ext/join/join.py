@@ -172,27 +172,34 @@ class _Layout(NamedTuple):
 def _gather_layouts(
     weights: Weights, settings: OuterSettings, job_ranks: JobRanks
 ) -> list[_Layout]:
-    """Return the layouts of all ranks, in rank order; collective."""
+    """Return which weights each rank of the job holds, in rank order; collective."""
     matrices = weights.matrices if settings.outer_algorithm().of_matrices else []
     layout = _Layout(
-        weights.position,
-        weights.digest,
-        weights.total,
-        weights.holdings,
-        [(matrix.start, matrix.stop) for matrix in matrices],
+        position=weights.position,
+        digest=weights.digest,
+        total=weights.total,
+        holdings=weights.holdings,
+        whole=[(matrix.start, matrix.stop) for matrix in matrices],
     )
     layouts = []
+    # The layouts go through JSON, which has lists instead of tuples.
     for position, digest, total, holdings, whole in job_ranks.all_gather(list(layout)):
-        layouts.append(_Layout(position, digest, total, _ranges(holdings), _ranges(whole)))
+        layouts.append(_Layout(position, digest, total, _as_ranges(holdings), _as_ranges(whole)))
     return layouts
 
 
-def _ranges(pairs: list[list[int]]) -> list[Range]:
+def _as_ranges(pairs: list[list[int]]) -> list[Range]:
     return [(start, stop) for start, stop in pairs]
 
 
 def _links(place: JoinPlace, identity: RankIdentity, state: OuterState) -> PeerLinks:
-    """Return the connections of this rank to other jobs; raise HolmesError if it cannot listen."""
+    """Return the connections of this rank to other jobs; raise HolmesError if it cannot listen.
+
+    Args:
+        place: Coordinator, credentials and ports of this job.
+        identity: This rank.
+        state: Outer state, from which other jobs may take weights.
+    """
     listening = open_port(place, identity.rank)
     address = told_address(place, listening, identity)
 
@@ -205,14 +212,23 @@ def _links(place: JoinPlace, identity: RankIdentity, state: OuterState) -> PeerL
 def _maps(
     job: str, layouts: list[_Layout], settings: OuterSettings, job_ranks: JobRanks
 ) -> dict[str, list[RankRange]]:
-    """Return position -> elements that each rank exchanges with other jobs.
+    """Return which elements each rank exchanges with other jobs, at each position of the model-parallel grid.
+
+    Args:
+        job: Name of this job, for error messages.
+        layouts: Weights that each rank holds, in rank order.
+        settings: The --holmes-outer settings.
+        job_ranks: Raises errors on all ranks.
+
+    Returns:
+        Position -> ranges of elements, each with the rank that exchanges it.
 
     Raises:
         HolmesError: Ranks at one position hold different tensors, or no rank holds some element.
     """
     maps = {}
     for position in dict.fromkeys(layout.position for layout in layouts):
-        layout_of = {
+        layout_of = {  # rank at this position -> its layout
             rank: layout for rank, layout in enumerate(layouts) if layout.position == position
         }
         if len({layout.digest for layout in layout_of.values()}) > 1:
@@ -237,6 +253,13 @@ def _gather_what_is_cut(
     """Make outer steps collective at positions where several ranks exchange parts of a matrix; collective.
 
     All ranks create the process groups of all positions, in the same order, as torch requires.
+
+    Args:
+        state: Outer state of this rank, whose fragments get collective outer steps.
+        maps: Position in the model-parallel grid -> elements that each rank exchanges.
+        layouts: Weights that each rank holds, in rank order.
+        rank: This rank.
+        device: Device on which the default backend moves tensors.
     """
     for position, owned in maps.items():
         ranks = [other for other, layout in enumerate(layouts) if layout.position == position]
@@ -255,11 +278,20 @@ def _refuse_unsupported_shards(
     replicas: list[int],
     job_ranks: JobRanks,
 ) -> None:
-    """Raise HolmesError if shards overlap partly, or replicas hold different weights; collective."""
+    """Raise HolmesError if shards overlap partly, or replicas hold different weights; collective.
+
+    Args:
+        job: Name of this job.
+        weights: Weights of this rank.
+        layouts: Weights that each rank holds, in rank order.
+        replicas: Ranks that should hold the same weights as this rank, with this rank.
+        job_ranks: Collectives over the ranks of the job.
+    """
     rank = _rank_with_partial_overlap(layouts)
     if rank is not None:
         problem = f"rank {rank} of job {job} shares some of its weights, but not all, with others"
         job_ranks.refuse(f"{problem}; {PARALLEL}")
+    # A rank without replicas has nothing to compare, but all ranks take part in the all-gather.
     checksums = job_ranks.all_gather(weights.checksum() if len(replicas) > 1 else 0)
     if any(checksums[rank] != checksums[job_ranks.rank] for rank in replicas):
         ranks = f"ranks {some_of(replicas)} of job {job}"
@@ -276,7 +308,7 @@ def _flat(ranges: list[RankRange]) -> list[int]:
 
 def _rank_with_partial_overlap(layouts: list[_Layout]) -> int | None:
     """Return a rank that holds some, but not all, elements of another rank; None if there is none."""
-    seen: set[str] = set()
+    seen: set[str] = set()  # holdings, of which one rank is enough to find overlaps
     ranges_at: dict[str, list[RankRange]] = {}  # by position, of ranks with different holdings
     for rank, layout in enumerate(layouts):
         if layout.key in seen:

@@ -119,6 +119,8 @@ class OuterLoop:
     def capture(self) -> int:
         """Capture the next fragment's pseudo-gradient: its anchor minus its local weights.
 
+        The anchor is the fragment's weights after its last outer step, equal in all jobs.
+
         Returns:
             Index of the fragment.
 
@@ -131,12 +133,13 @@ class OuterLoop:
                 f" step; a joined job's weights must stay in place"
             )
         self.number += 1
-        index = (self.number - 1) % len(self.state.fragments)
+        index = (self.number - 1) % len(self.state.fragments)  # one fragment after the other
         fragment = self.state.fragments[index]
         local = self.weights.read(fragment.ranges, torch.empty_like(fragment.anchor))
         gradient = fragment.anchor - local
-        if index in self._carried:
+        if index in self._carried:  # the pseudo-gradient of a void round
             gradient += self._carried.pop(index)
+        # If inner steps after the capture are to be kept, the local weights at this time are needed later.
         parts = None
         keeps_later_steps = self.settings.mix == "keep" and self.algorithm.keeps_progress
         if keeps_later_steps and self.settings.delay:
@@ -172,23 +175,26 @@ class OuterLoop:
         """Wait for the end of a fragment's round, and apply the result to anchor and local weights.
 
         If nothing of the fragment was submitted, its local weights are set to the anchor.
+
+        Args:
+            fragment: Index of the fragment.
         """
         sent = self._submitted.pop(fragment, None)
         if sent is None:
-            self._write(fragment, None)
+            self._write(fragment, sent=None)
             return
         in_flight = sent.in_flight
         begin = time.monotonic()
         result = self._result_of(in_flight)
         exposed_s = time.monotonic() - begin
-        self.number += result.round - in_flight.number
-        self.period = result.period or self.period
+        self.number += result.round - in_flight.number  # the run may be in a later round
+        self.period = result.period or self.period  # 0: no change
         self._apply_result(fragment, sent, result)
         is_left_out = self.rounds.job in result.left_out
         if is_left_out and not result.norm:
             # The pseudo-gradient was not finite: the other fragments would spoil the weights again.
             for index in range(len(self.state.fragments)):
-                self._write(index, None)
+                self._write(index, sent=None)  # set the local weights to the anchor
         captured = self._captured.get(fragment)
         if captured is not None and result.verdict != "taken":
             # It was captured before this outer step, and remains valid after it.
@@ -199,26 +205,32 @@ class OuterLoop:
         """Take the outer step of a committed round, or write weights that came from another job.
 
         After a void round, the local weights stay, unless this job's pseudo-gradient was unusable.
+
+        Args:
+            fragment: Index of the fragment.
+            sent: The pseudo-gradient that this job submitted, with the local weights at its capture.
+            result: Result of the round.
         """
         number = sent.in_flight.number
         is_left_out = self.rounds.job in result.left_out
         pending = [step.number for step in self.state.fragments[fragment].pending]
+        # _write() with sent=None sets the local weights to the anchor.
         if result.verdict == "taken":
             for index in result.fragments:
-                self._write(index, None)
+                self._write(index, sent=None)
                 self._carried.pop(index, None)
         elif result.verdict == "commit" and number in pending:
-            self.state.apply(self.state.fragments[fragment])
+            self.state.apply(self.state.fragments[fragment])  # the outer step moves the anchor
             is_counted = not is_left_out and result.members.get(self.rounds.job, 0) != 0
             if is_counted and self.algorithm.keeps_progress:
                 self._write(fragment, sent.parts, follow=False)
             else:  # discard the inner steps that no round has counted
-                self._write(fragment, None)
+                self._write(fragment, sent=None)
         elif is_left_out:
-            self._write(fragment, None)
+            self._write(fragment, sent=None)
         elif not self.algorithm.keeps_progress:
             # The inner steps of the void round leave the weights, and count in the next round.
-            self._write(fragment, None)
+            self._write(fragment, sent=None)
             self._carried[fragment] = sent.in_flight.gradient
 
     def new_period(self) -> None:
@@ -246,12 +258,13 @@ class OuterLoop:
             sent: Local weights at the capture of the pseudo-gradient, so that later inner steps are kept.
             follow: Without `sent`: set the local weights to the anchor. Otherwise mix both (setting mix).
         """
+        # Each rank keeps the anchor of the elements that it exchanges; the replicas have the others.
         for local, anchor in self._gathered(index, self.state.fragments[index].anchor):
             new = anchor
             if sent is not None or not follow:
                 sent_values = None
                 if sent is not None:
-                    sent_values = _cut(sent, local.start, local.stop).to(anchor.device)
+                    sent_values = _values_of(sent, local.start, local.stop).to(anchor.device)
                 new = self.algorithm.mixed(local.values.float(), sent_values, anchor)
             local.values.copy_(new)
         self._written()
@@ -267,6 +280,7 @@ class OuterLoop:
             A part of the local weights, and the gathered values of the same elements on their device.
         """
         for part in self.replicas.gather(self.state.fragments[index], mine):
+            # Views of the local weights with these elements; a rank may hold fewer.
             for local in self.weights.held(part.start, part.stop):
                 first = local.start - part.start
                 last = local.stop - part.start
@@ -342,7 +356,12 @@ class OuterLoop:
             self._load(opened(saved, source), source)
 
     def _load(self, saved: dict[str, Any], source: str) -> None:
-        """Load a state whose digest was checked."""
+        """Load a state whose digest was checked.
+
+        Args:
+            saved: Nested dicts and lists of state_dict().
+            source: Name of the checkpoint in error messages.
+        """
         self.state.load(saved["state"], source)
         self.number = saved["number"]
         self.steps = saved["steps"]
@@ -360,6 +379,7 @@ class OuterLoop:
                 tokens=0.0,
                 step=sent["step"],
             )
+            # The round had ended when the state was saved.
             in_flight.ended.set_result(RoundResult(**sent["outcome"]))
             parts = None
             if sent["parts"] is not None:
@@ -375,7 +395,7 @@ class OuterLoop:
         Raises:
             HolmesError: The coordinator refuses the job, or its ranks loaded different checkpoints.
         """
-        numbers = self.rounds.job_ranks.all_gather([self.number, self.steps])
+        numbers = self.rounds.job_ranks.all_gather([self.number, self.steps])  # of each rank
         if any(others != numbers[0] for others in numbers):
             raise HolmesError(
                 f"the ranks of job {self.rounds.job} loaded outer state of different rounds"
@@ -384,8 +404,8 @@ class OuterLoop:
         versions = [fragment.version for fragment in self.state.fragments]
         result = self.rounds.enter(max(self.number, *versions))
         self.number = result.round
-        for index in result.fragments:
-            self._write(index, None)
+        for index in result.fragments:  # whose anchors came from another job
+            self._write(index, sent=None)
         self.rounds.start()
         self._begun = time.monotonic()
         if result.verdict == "taken":
@@ -397,7 +417,7 @@ class OuterLoop:
         self.rounds.close(2 * self.settings.timeout, why)
 
 
-def _cut(parts: list[Part], start: int, stop: int) -> torch.Tensor:
+def _values_of(parts: list[Part], start: int, stop: int) -> torch.Tensor:
     """Return the values of elements [start, stop), all of which lie in one of the parts."""
     whole = next(part for part in parts if part.start <= start and stop <= part.stop)
     return whole.values[start - whole.start : stop - whole.start]

@@ -93,11 +93,12 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     length = frobenius(matrix)
     if not length:
         return matrix
+    # Every intermediate result is rounded to a grid, so that all sums below are exact on every machine.
     x = _rounded(matrix.double().div_(length))
     is_wide = x.shape[0] <= x.shape[1]
     if not is_wide:
         x = x.T  # so that x @ x.T is the smaller of the two products
-    for _ in range(_STEPS):
+    for _ in range(_STEPS):  # Newton-Schulz: X <- a X + (b X X' + c (X X')^2) X
         square = _rounded(x @ x.T)
         polynomial = _rounded((square @ square).mul_(_C).add_(square * _B))
         x = _rounded((polynomial @ x).add_(x * _A))

@@ -93,22 +93,26 @@ def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
 
 
 def losses_figure(lives: Sequence[Incarnation]) -> Any:
-    """Draw the losses of jobs over time, with a colour for each job and a cross where it was killed."""
+    """Draw the losses of jobs over time, with a colour for each job and a cross where it was killed.
+
+    Args:
+        lives: Each start of each job, until its end.
+    """
     figure, axis = pyplot().subplots(figsize=(9, 4))
     colours: dict[str, str] = {}  # by job
-    for live in lives:
-        label = None if live.job in colours else live.job
-        colour = colours.setdefault(live.job, CLUSTERS[len(colours)])
-        axis.plot(live.ends, live.losses, color=colour, lw=1.2, label=label)
-        if live.killed:
+    for life in lives:
+        label = None if life.job in colours else life.job  # each job once in the legend
+        colour = colours.setdefault(life.job, CLUSTERS[len(colours)])
+        axis.plot(life.ends, life.losses, color=colour, lw=1.2, label=label)
+        if life.killed:
             axis.plot(
-                live.ends[-1:],
-                live.losses[-1:],
+                life.ends[-1:],
+                life.losses[-1:],
                 "x",
                 color=colour,
                 ms=10,
                 mew=2.5,
-                label=f"{live.job} is killed",
+                label=f"{life.job} is killed",
             )
     axis.set_xlabel("seconds")
     axis.set_ylabel("loss")
@@ -138,6 +142,7 @@ def rounds_figure(run: Run) -> Any:
         color=KINDS["across"][0],
         label="of that, training waited",
     )
+    # Drift: distance of this job's pseudo-gradient from the aggregate, as a share of the aggregate's norm.
     numbers_with_drift = []
     drifts = []
     for number, reports in zip(numbers, reports_of_rounds):

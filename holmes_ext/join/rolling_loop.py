@@ -55,6 +55,7 @@ class RollingLoop(OuterLoop):
             Index of the fragment; _NO_FRAGMENT if all fragments wait for a round.
         """
         count = len(self.state.fragments)
+        # From the next fragment on, the first one that does not wait for a round.
         candidates = [(self._next + offset) % count for offset in range(count)]
         free = [index for index in candidates if index not in self._submitted]
         if not free:
@@ -66,6 +67,7 @@ class RollingLoop(OuterLoop):
         self._tokens_of[index] = 0.0
         super().capture()
         step_s = (time.monotonic() - self._begun) / max(1, self.in_period)
+        # Until the aggregate will be applied, `delay` inner steps later.
         self._captured[index].in_flight.slack_s = self.settings.delay * step_s
         return index
 
@@ -98,6 +100,9 @@ class RollingLoop(OuterLoop):
     def _apply(self, contribution: InFlight | None, result: RoundResult) -> None:
         """Apply the result of a round to anchors and local weights; collective over the replicas.
 
+        The local weights move with the anchor. If this job contributed a pseudo-gradient d, the anchor's move
+        contains the progress -d, which the local weights have already; therefore d is added to them.
+
         Args:
             contribution: This job's pseudo-gradient; None: it only received.
             result: Result of the round.
@@ -112,8 +117,8 @@ class RollingLoop(OuterLoop):
             if contribution is not None and result.members.get(self.rounds.job, 0) > 0:
                 move += contribution.gradient
                 self._submitted.pop(index, None)
-            if is_left_out:
-                self._follow_anchor(index)
+            if is_left_out:  # the progress of this job is discarded
+                self._set_to_anchor(index)
                 return
             for local, move_of_part in self._gathered(index, move):
                 local.values.add_(move_of_part)
@@ -121,13 +126,13 @@ class RollingLoop(OuterLoop):
         elif result.verdict == "taken":
             for index in result.fragments:
                 self.state.apply(self.state.fragments[index])
-                self._follow_anchor(index)
+                self._set_to_anchor(index)
         elif is_left_out:
             # The pseudo-gradient was unusable: the other fragments would spoil the weights again.
             for index in range(len(self.state.fragments)):
-                self._follow_anchor(index)
+                self._set_to_anchor(index)
 
-    def _follow_anchor(self, index: int) -> None:
+    def _set_to_anchor(self, index: int) -> None:
         """Set the local weights of a fragment to its anchor, and forget what was submitted of it."""
         self._submitted.pop(index, None)
-        self._write(index, None)
+        self._write(index, sent=None)

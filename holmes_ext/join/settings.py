@@ -84,7 +84,7 @@ class OuterSettings:
 
     def _problems(self) -> Iterator[str]:
         """Yield the problems of the values; only the first one is reliable, as later checks build on it."""
-        for problem in problems_in(self):
+        for problem in problems_in(self):  # values outside the limits in the fields' annotations
             value = repr(problem.value) if isinstance(problem.value, str) else f"{problem.value:g}"
             yield f"{problem.field}={value} is not {problem.allowed}"
         yield from self._problems_of_period()
@@ -102,6 +102,7 @@ class OuterSettings:
 
     def _problems_of_period(self) -> Iterator[str]:
         """Yield the problems of `every`, `fragments` and `delay`."""
+        # Exactly one of them is given: steps, or seconds.
         if (self.every > 0) == (self.seconds > 0):
             given = f"every={self.every or self.seconds:g}"
             yield f"{given} is not above 0; write steps (every=32) or seconds (every=60s)"
@@ -168,8 +169,8 @@ def parse_outer(text: str) -> OuterSettings:
     _refuse_removed(text)
     known = [field.name for field in fields(OuterSettings) if field.name != "seconds"]
     values = named_values(text.split(","), known, "--holmes-outer")
-    given: dict[str, Any] = {name: _read(name, value) for name, value in values.items()}
-    if isinstance(given.get("every"), float):
+    given: dict[str, Any] = {name: _parsed(name, value) for name, value in values.items()}
+    if isinstance(given.get("every"), float):  # every=60s
         given["seconds"] = given["every"]
         given["every"] = 0
     algorithm = ALGORITHMS.get(given.get("algorithm", OuterSettings.algorithm))
@@ -181,6 +182,7 @@ def parse_outer(text: str) -> OuterSettings:
         given["every"] = period * given["fragments"]
     every = given.get("every", OuterSettings.every)
     if isinstance(every, int) and every > 0:
+        # The fragments must divide `every`, and the delay must be shorter than a period.
         default_fragments = next(count for count in (4, 3, 2, 1) if every % count == 0)
         fragments = given.setdefault("fragments", default_fragments)
         longest_delay = max(0, every // max(fragments, 1) - 1)
@@ -199,7 +201,7 @@ def _refuse_removed(text: str) -> None:
             )
 
 
-def _read(name: str, value: str) -> Any:
+def _parsed(name: str, value: str) -> Any:
     """Return the value of a setting: a number or a text, None for "auto", a float for every=SECONDSs.
 
     Raises:
@@ -207,9 +209,9 @@ def _read(name: str, value: str) -> Any:
     """
     if name in _AUTO and value == "auto":
         return None
-    kind = float if name in _AUTO else type(getattr(OuterSettings(), name))
+    kind = float if name in _AUTO else type(getattr(OuterSettings(), name))  # type of the setting
     try:
-        if name == "every" and value.endswith("s"):
+        if name == "every" and value.endswith("s"):  # in seconds
             return float(value[:-1])
         number = kind(value)
     except ValueError:

@@ -106,23 +106,34 @@ class Beside:
         return result
 
     def choices(self) -> list[Choice]:
-        """Return the ways to train whose loss is known."""
+        """Return the ways to train whose loss is known: on one cluster, across all clusters, and joined jobs.
+
+        Joined jobs are left out if their loss was not measured for this number of jobs.
+        """
         jobs = self.rounds.jobs
         fastest = max(jobs, key=lambda job: job.samples / job.step_s)
         fastest_alone = self.tokens * fastest.samples / fastest.step_s
         choices = [
             Choice(
-                f"one job on {fastest.cluster} alone", fastest_alone, "of its batch", "--holmes"
+                name=f"one job on {fastest.cluster} alone",
+                tokens_per_second=fastest_alone,
+                loss="of its batch",
+                flags="--holmes",
             ),
             Choice(
-                "one job across", self.crossing, "of its batch", "--holmes --holmes-cluster FILE"
+                name="one job across",
+                tokens_per_second=self.crossing,
+                loss="of its batch",
+                flags="--holmes --holmes-cluster FILE",
             ),
         ]
         loss = _LOSS_OF_JOINED.get(len(jobs))
         if loss is not None:
             together = self.tokens * self.rounds.of(*joined.DEFAULT).samples_per_s
             flags = f"--holmes --holmes-join {jobs[0].cluster}@HOST:{_PORT}"
-            choices.append(Choice("joined jobs", together, loss, flags))
+            choices.append(
+                Choice(name="joined jobs", tokens_per_second=together, loss=loss, flags=flags)
+            )
         return choices
 
     def advice(self) -> list[str]:
@@ -212,6 +223,7 @@ def beside(result: SearchResult, seconds: float) -> Beside:
     jobs = []
     for name, samples in joined.shares(site, result.global_batch, model.micro_batch).items():
         try:
+            # The best plan of a job on this cluster alone, with its share of the batch.
             alone = result.on(Network(joined.apart(site, name), result.network.links))
             with_its_batch = replace(
                 alone, model=replace(model, global_batch=samples), global_batch=samples

@@ -61,6 +61,7 @@ def simulate_round(
         delay: Inner steps during the round.
     """
     jobs = range(len(joined))
+    first_round, measured_round = _ROUNDS
     network = _Network(site, joined)
     for job in jobs:
         network.add_steps(job, delay)
@@ -69,18 +70,25 @@ def simulate_round(
                 network.add_exchange(job, other, bits)
     network.add_verdicts()
     transfers = Transfers(network.templates)
+    # Each job has two actors, as it has two threads: training, and rounds.
     training_actors = [
         list(_training(index, job, alone, delay)) for index, job in enumerate(joined)
     ]
     round_actors = [list(_rounds(job, jobs)) for job in jobs]
     Simulation([*training_actors, *round_actors], transfers, network.capacities).run()
 
-    def time_of(event: str, job: int, number: int = _ROUNDS[-1]) -> float:
+    def time_of(event: str, job: int, number: int = measured_round) -> float:
+        """Return the time of an event of a job in a round.
+
+        "off": its pseudo-gradient is sent; "there": training needs the aggregate; "end": the aggregate has
+        arrived.
+        """
         return transfers[event, job, number].ended
 
     waited_s = {job: max(0.0, time_of("end", job) - time_of("there", job)) for job in jobs}
+    # The job that waits least is the one for which the others wait.
     slowest = min(jobs, key=lambda job: (waited_s[job], -joined[job].step_s))
-    period_start = max(time_of(event, slowest, _ROUNDS[-2]) for event in ("there", "end"))
+    period_start = max(time_of(event, slowest, first_round) for event in ("there", "end"))
     steps_s = time_of("there", slowest) - period_start
     steps_alone_s = (alone + delay) * joined[slowest].step_s
     round_start = max(time_of("off", job) for job in jobs)
@@ -122,10 +130,12 @@ class _Network:
             job: Index of the job.
             delay: Inner steps during a round.
         """
+        # The nodes of a job do the same at the same time, so one of them stands for all.
         self.capacities[job, "out"] = self.nic_bps
         self.capacities[job, "in"] = self.nic_bps
-        processes = self.site.processes
+        processes = self.site.processes  # of a node, which share its NIC
         nics = tuple(((job, direction), processes) for direction in ("out", "in"))
+        # Each process sends its share of the bits that take `ethernet_s` at the full rate.
         bits = delay * self.joined[job].ethernet_s * self.nic_bps / processes / _PIECES
         self.templates["own", job] = Transfer(1, bits=bits, uses=nics)
 
@@ -139,6 +149,7 @@ class _Network:
         """
         sender = self.joined[job].cluster
         receiver = self.joined[other].cluster
+        # One TCP stream for each rank of the larger job.
         streams = max(self.nodes[sender], self.nodes[receiver]) * self.site.processes
         streams_of_sending_node = streams / self.nodes[sender]
         streams_of_receiving_node = streams / self.nodes[receiver]
@@ -149,7 +160,7 @@ class _Network:
         stream_bps = float(link.stream_bps if link and link.stream_bps else inf)
         way_s = sum(hop.latency_s for hop in hops) or self.ethernet_latency_s
         self.longest_way_s = max(self.longest_way_s, way_s)
-        uses = (
+        uses = (  # capacity -> number of streams that share it
             *((hop.key, streams) for hop in hops),
             ((job, "out"), streams_of_sending_node),
             ((other, "in"), streams_of_receiving_node),
@@ -167,7 +178,20 @@ class _Network:
 
 
 def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op]:
-    """Yield the operations of a job's training thread."""
+    """Yield the operations of a job's training thread.
+
+    In each round: inner steps; the event "off"; inner steps during the round, in pieces that compute and send
+    in turn; the event "there"; and a wait for the event "end".
+
+    The operations are those of planner/simulate/events.py: ("compute", kind of work, seconds, micro-batch,
+    chunk), ("post", transfer), ("wait", transfer, kind of wait, micro-batch).
+
+    Args:
+        index: Number of the job.
+        job: The job.
+        alone: Inner steps before the round.
+        delay: Inner steps during the round.
+    """
     compute_s = delay * (job.step_s - job.ethernet_s) / _PIECES
     for number in _ROUNDS:
         yield ("compute", "forward", alone * job.step_s, -1, 0)
@@ -182,7 +206,18 @@ def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op
 
 
 def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
-    """Yield the operations of a job's rounds thread (rounds/round_runner.py)."""
+    """Yield the operations of a job's rounds thread (rounds/round_runner.py).
+
+    In each round: wait for the pseudo-gradient (event "off"); wait until all jobs are ready; exchange bits
+    with every other job; wait until all jobs are done; the event "end".
+
+    The operations are those of planner/simulate/events.py: ("post", transfer) and ("wait", transfer, kind of
+    wait, micro-batch).
+
+    Args:
+        job: Number of the job.
+        jobs: Numbers of all jobs.
+    """
     others = [other for other in jobs if other != job]
     for number in _ROUNDS:
         yield ("wait", ("off", job, number), "idle", -1)

@@ -49,7 +49,7 @@ def token_from(environ: Mapping[str, str], port: int = 0) -> str:
     if path:
         return _read(Path(path), "HOLMES_JOIN_TOKEN_FILE: ")
     if port:
-        kept = kept_file(environ, port)
+        kept = kept_file(environ, port)  # of `holmes join serve` on this host
         if kept.exists():
             return _read(kept)
     raise HolmesError(
@@ -73,6 +73,7 @@ def served_token(environ: Mapping[str, str], port: int) -> tuple[str, Path | Non
     if not path.exists():
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Only this user may read the file, from its creation on; an existing file is not overwritten.
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "w", encoding="ascii") as file:
                 file.write(secrets.token_urlsafe(_DRAWN_BYTES) + "\n")
@@ -93,7 +94,10 @@ def kept_file(environ: Mapping[str, str], port: int) -> Path:
 
 
 def warning_of(token: str) -> str:
-    """Return a warning if the token can be guessed; "" if it cannot."""
+    """Return a warning if the token can be guessed; "" if it cannot.
+
+    Its entropy is estimated as if each character were drawn from the distinct characters of the token.
+    """
     distinct_characters = max(2, len(set(token)))
     entropy_bits = len(token) * math.log2(distinct_characters)
     if entropy_bits >= _SAFE_BITS:

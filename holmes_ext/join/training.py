@@ -119,6 +119,10 @@ _job: _Job | None = None
 def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Check the flags, and remember that this job joins others at its first step.
 
+    Args:
+        options: Options of the job.
+        environ: Environment variables, one of which may have the token.
+
     Returns:
         Lines for the user; none without --holmes-join.
 
@@ -136,6 +140,7 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     settings = parse_outer(options.value("outer"))
     address = parse_address(options.value("join"))
     token = token_from(environ)
+    # Only to report invalid values at once; the ports are opened at the first step.
     port_range(options.value("join_ports"), options.value("join_address"), environ)
     privacy = _privacy(options, address)
     _job = _Job(address, settings, token, options)
@@ -258,7 +263,7 @@ def load_joined_state_dict(saved: dict[str, Any], source: str = "outer state") -
     """
     if _job is None:
         return
-    if _job.loop is not None:
+    if _job.loop is not None:  # the first step has joined the other jobs
         raise HolmesError(
             f"{source}: outer state can be loaded before the first step only; restart the job to resume"
         )
@@ -282,6 +287,10 @@ def end(why: str = "training is over") -> None:
 def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     """Join the other jobs, with the outer state of a checkpoint if there is one; collective.
 
+    Args:
+        job: The job of this process, which gets the outer loop.
+        adapter: Access to the weights of the training framework.
+
     Raises:
         HolmesError: The job cannot join.
     """
@@ -289,6 +298,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     from holmes_ext.join.join import join, place_of, weights_of
 
     def weights() -> Any:
+        """Return the weights of this rank; raise HolmesError if the framework's settings do not allow it."""
         reason = adapter.refusal(job.settings)
         if reason:
             raise HolmesError(f"--holmes-join: a job of {adapter.name} cannot join: {reason}")
@@ -312,7 +322,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     job.first_step = loop.steps
     origin_of_weights = loop.begin()
     job.loop = loop
-    if not job.shared:
+    if not job.shared:  # no patch makes this job read only its part of the data set
         k, parts = job.settings.data_part
         if parts > 1:
             reason = f"part={k}/{parts}: no sampler that is known was made"
@@ -328,7 +338,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
 
 def _telemetry_of(job: _Job) -> dict[str, Any]:
     """Return the telemetry for a heartbeat, without values that are unknown or not finite."""
-    seconds = max(time.monotonic() - job.began, _SHORTEST_S)
+    seconds = max(time.monotonic() - job.began, _SHORTEST_S)  # since the first step
     steps = 0
     sent_bytes = 0
     if job.loop is not None:

@@ -193,8 +193,8 @@ MUTANTS = [
     Mutant(
         "secrets are kept for ever",
         "join/coordinator/server.py",
-        "if key not in in_run][:-_SECRETS]:",
-        "if key not in in_run][:0]:",
+        "for old in not_in_run[:-_SECRETS]:",
+        "for old in not_in_run[:0]:",
         MEMBERS + " -k secrets",
     ),
     Mutant(
@@ -301,7 +301,7 @@ MUTANTS = [
     Mutant(
         "a round that one job tells is believed",
         "join/coordinator/membership.py",
-        "min(max(state.number, *rounds), statistics.median_low(rounds) + _AHEAD)",
+        "min(max(state.number, *rounds), most_plausible)",
         "max(state.number, *rounds)",
         RULES,
     ),
@@ -358,15 +358,15 @@ MUTANTS = [
     Mutant(
         "after a restart the greatest version is so",
         "join/coordinator/consensus.py",
-        "statistics.median_high(statistics.multimode(claim.version for claim in possible))",
+        "statistics.median_high(most_frequent)",
         "max(claim.version for claim in possible)",
         RULES,
     ),
     Mutant(
         "the first checksum is so",
         "join/coordinator/consensus.py",
-        "Counter(checksums).most_common(1)[0][0] if checksums",
-        "checksums[0] if checksums",
+        "[(checksum, _)] = Counter(checksums).most_common(1)",
+        "checksum = checksums[0]",
         RULES,
     ),
     Mutant(

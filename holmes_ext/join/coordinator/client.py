@@ -71,7 +71,7 @@ class CoordinatorClient:
         self._hello = hello
         self._channel: Channel | None = None
         self._said_hello = False  # on the current connection
-        self._accepted = False  # at least one request was answered
+        self._accepted = False  # the coordinator has accepted at least one request of this job
         self._heartbeat: Heartbeat | None = None
         self.salt = RoundSalt(0, "")  # of the next round, from the latest reply
 
@@ -95,7 +95,7 @@ class CoordinatorClient:
                     self._said_hello = False
                 if not self._said_hello:
                     self._say_hello(deadline)
-                    continue
+                    continue  # the coordinator may want to see the hello again before any other request
                 reply = self._exchange({"op": op, **document}, deadline)
                 verdict = reply.get("verdict")
                 if verdict == "hello":  # the coordinator was restarted, or has given up the job
@@ -103,9 +103,11 @@ class CoordinatorClient:
                 elif verdict != "wait":
                     self._accepted = True
                     return reply
+                # Otherwise nothing is decided yet, and the request is repeated.
             except Refused as error:
                 if not self._accepted:
                     raise
+                # It may come from an impostor at the coordinator's address: it must not end training.
                 reason = str(error)
                 self._reconnect_later(deadline)
             except OSError as error:
@@ -142,6 +144,7 @@ class CoordinatorClient:
         return self._place.call({"purpose": purpose, **identity}, part)
 
     def _say_hello(self, deadline: Deadline) -> None:
+        """Describe this job to the coordinator, once; the verdict "wait" means: not accepted yet."""
         reply = self._exchange({"op": "hello", **self._hello()}, deadline)
         self._said_hello = reply.get("verdict") != "wait"
         if self._said_hello and self._heartbeat is not None:
@@ -150,17 +153,20 @@ class CoordinatorClient:
     def _exchange(self, document: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         """Send a document on the open connection and return the reply to it.
 
+        Each reply may also contain the salt of the next round, which becomes `self.salt`.
+
         Raises:
             Refused: The reply is an error.
             OSError: The connection is lost.
         """
         assert self._channel is not None
+        # The coordinator answers within POLL_S, if only with "wait"; _SLOW_S is for the network.
         part = deadline.part(POLL_S + _SLOW_S, "the coordinator's answer")
         self._channel.send(document, part)
         reply = self._channel.receive(part, _LONGEST)
         if "error" in reply:
             raise Refused(printable(str(reply["error"])))
-        match reply.get("salt_of_next"):
+        match reply.get("salt_of_next"):  # [number of the round, salt]
             case [int(number), str(salt)]:
                 self.salt = RoundSalt(number, salt)
         return reply
@@ -221,6 +227,10 @@ class Heartbeat:
 
     def _beat(self, channel: Channel | None, **more: str) -> Channel | None:
         """Send a heartbeat, on a new connection if there is none.
+
+        Args:
+            channel: Connection of the previous heartbeat, if it still works.
+            more: Further keys of the heartbeat, such as `ends`, the reason why the job ends.
 
         Returns:
             The connection for the next heartbeat; None if sending failed.

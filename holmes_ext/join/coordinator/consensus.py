@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from holmes_ext.join.coordinator.reports import Claim
 
-#: A single accuser is never believed, however few jobs vote.
+#: Number of accusers that never suffices, however few jobs vote: a single job is not trusted.
 _MOST_DISBELIEVED_ACCUSERS = 1
 
 
 def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> Claim | None:
     """Return the version and checksum of a fragment on which the jobs' claims agree best.
 
-    The version of a fragment is the round in which it was last stepped.
+    The version of a fragment is the round of its last outer optimizer step.
 
     - If this coordinator saw the last step, the highest claimed version that can exist wins.
     - If it did not (it was restarted), the most frequent version wins. Of several equally frequent
@@ -28,7 +28,7 @@ def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> C
 
     Args:
         claims: One claim of each job, in the order in which the jobs joined.
-        committed: Round in which this coordinator last saw the fragment stepped; None: not yet.
+        committed: Round of the fragment's last outer step that this coordinator saw; None: it saw none.
         last: Last round of the run, which the jobs report to a restarted coordinator.
 
     Returns:
@@ -39,13 +39,16 @@ def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> C
     if not possible:
         return None
     if committed is None:
-        version = statistics.median_high(statistics.multimode(claim.version for claim in possible))
+        most_frequent = statistics.multimode(claim.version for claim in possible)
+        version = statistics.median_high(most_frequent)
     else:
         version = max(claim.version for claim in possible)
     checksums = [
         claim.checksum for claim in possible if claim.version == version and claim.checksum
     ]
-    checksum = Counter(checksums).most_common(1)[0][0] if checksums else ""
+    if not checksums:
+        return Claim(version, checksum="")
+    [(checksum, _)] = Counter(checksums).most_common(1)  # the earliest one on a tie
     return Claim(version, checksum)
 
 
@@ -77,21 +80,23 @@ def voted_out(votes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
             if accused in votes and accused != voter:
                 accusations[accused][voter] = reason
 
+    # First the jobs that a majority accuses.
     half_of_the_others = (len(votes) - 1) / 2
     excluded: dict[str, str] = {}
     for accused, reasons in accusations.items():
         if len(reasons) > max(_MOST_DISBELIEVED_ACCUSERS, half_of_the_others):
             excluded[accused] = next(iter(reasons.values()))
 
+    # Then the accusations without a majority: one of the two jobs lies.
     conflicts: list[tuple[str, str]] = []  # (voter, accused)
     for accused, reasons in accusations.items():
         for voter in reasons:
             if accused not in excluded and voter not in excluded:
                 conflicts.append((voter, accused))
-    conflicts_of = Counter(name for conflict in conflicts for name in conflict)
+    number_of_conflicts = Counter(name for conflict in conflicts for name in conflict)
     for voter, accused in conflicts:
-        suspects = [name for name in (voter, accused) if conflicts_of[name] > 1]
-        if len(suspects) != 1:
+        suspects = [name for name in (voter, accused) if number_of_conflicts[name] > 1]
+        if len(suspects) != 1:  # nothing tells the liar from the other job
             suspects = [voter, accused]
         reason = accusations[accused][voter]
         for name in suspects:
@@ -122,13 +127,14 @@ def accusations_from_digests(
             for receiver, digest_of in digests.items()
             if sender in digest_of
         }
-        usual_digest = Counter(digest_by_receiver.values()).most_common(1)[0][0]
+        [(usual_digest, _)] = Counter(digest_by_receiver.values()).most_common(1)
         for receiver, digest in digest_by_receiver.items():
             if digest == usual_digest:
                 continue
             if receiver != sender:
                 votes[receiver][sender] = "what it sent to one is not what it sent to others"
                 continue
+            # The sender's own digest is the unusual one, so every job that received its data accuses it.
             for other in digest_by_receiver:
                 votes[other][sender] = "what it sent is not what it says"
     return votes

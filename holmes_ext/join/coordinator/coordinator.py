@@ -58,7 +58,7 @@ class Coordinator:
         return self._membership.enter(name, now)
 
     def next_round(self, question: str, name: str, report: Any, now: float) -> Reply | None:
-        """Return the verdict for a job that asks for its next round.
+        """Return the verdict for a job that asks for its next round; None while nothing is decided.
 
         Args:
             question: The `op` of the request, which selects the round policy.
@@ -70,6 +70,7 @@ class Coordinator:
             HolmesError: The report contradicts the state of the run.
         """
         member = self.state.member(name)
+        # After a restart of the coordinator, decide nothing until the jobs have reconnected.
         if self._awaited.majority_is_unknown(now):
             return None
         self._versions.accept_claims(member, report.claims)

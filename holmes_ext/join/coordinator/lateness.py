@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from holmes_ext.join.coordinator.state import Member, RunState
 
-#: Consecutive delays without consequences for a job.
+#: Delays in a row after which a job does not have to sit out rounds yet.
 _FREE_DELAYS = 2
 #: Rounds that a job sits out at most.
 _LONGEST_REST = 31
@@ -22,10 +22,10 @@ def mark_late(state: RunState, member: Member, number: int) -> None:
     job must also sit out rounds: one round, then three, seven, ...
     """
     member.state = "late"
-    member.missed += 1
-    member.in_vain += 1
+    member.missed += 1  # delays of the job in all
+    member.in_vain += 1  # delays in a row, since its last committed round
     doublings = max(0, min(member.in_vain - _FREE_DELAYS, _MOST_DOUBLINGS))
-    rest_rounds = min(2**doublings - 1, _LONGEST_REST)
+    rest_rounds = min(2**doublings - 1, _LONGEST_REST)  # rounds to sit out: 0, then 1, 3, 7, ...
     if rest_rounds:
         member.rests_until = number + 1 + rest_rounds
         state.events.append(
@@ -37,7 +37,7 @@ def mark_late(state: RunState, member: Member, number: int) -> None:
 def sits_out(state: RunState, member: Member, number: int) -> bool:
     """Return whether a job must sit out round `number`, or the current round if that is later.
 
-    A job never sits out alone: if no other job takes part, it does.
+    Repeated delays make a job sit out (see mark_late). It takes part all the same if no other job does.
     """
     others = [
         other for other in state.members.values() if other is not member and other.state == "in"

@@ -54,12 +54,15 @@ class LockStepRounds:
     def answer(self, name: str, report: ReadyReport, now: float) -> Reply | None:
         """Return the verdict for a job that is ready for a round; None while it must wait for others.
 
+        The round begins in the request that completes it: the last expected job, or the first request
+        after the round's deadline.
+
         Raises:
             HolmesError: The report contradicts the state of the run.
         """
         state = self._state
         member = state.member(name)
-        if sits_out(state, member, report.round):
+        if sits_out(state, member, report.round):  # because it was late repeatedly
             return skip_reply(state.number)
         if member.state == "late":
             state.events.append(f"job {name} is back")
@@ -67,7 +70,8 @@ class LockStepRounds:
         if report.round > state.number + 1:  # the job went on counting while it was disconnected
             return skip_reply(state.number)
         round_state = state.rounds.get(report.round)
-        if round_state is None or name not in round_state.ready_reports:
+        is_first_request = round_state is None or name not in round_state.ready_reports
+        if round_state is None or is_first_request:
             if self._must_catch_up(member, report.round):
                 return self._catch_up(member, report.round, now)
             round_state = self._enlist(member, report, now)
@@ -78,15 +82,21 @@ class LockStepRounds:
 
     def _must_catch_up(self, member: Member, number: int) -> bool:
         """Return whether the job has outdated weights, or is too late for round `number`."""
-        if member.awaits is not None or number < self._state.number:
+        is_catching_up = member.awaits is not None  # it already waits for the end of a round
+        if is_catching_up or number < self._state.number:
             return True
         round_state = self._state.rounds.get(number)
         if round_state is not None and (round_state.attempt or round_state.outcome):
-            return True
+            return True  # the round has begun, or is over, without this job
         return self._versions.correction(member) is not None
 
     def _enlist(self, member: Member, report: ReadyReport, now: float) -> RoundState:
         """Add a job to the round that it is ready for; the first job opens the round.
+
+        Args:
+            member: The job.
+            report: Its `ready` report, which names the round and the fragment.
+            now: Current time, in seconds.
 
         Raises:
             HolmesError: The round exchanges another fragment than the job is ready for.
@@ -111,7 +121,8 @@ class LockStepRounds:
         them outdated again, and the job would never catch up.
 
         Returns:
-            None until the awaited round has ended.
+            The verdict "behind" with the fragments, or "skip" if there are none to take. None until the
+            awaited round has ended.
         """
         if member.awaits is None:
             member.awaits = self._state.number
@@ -132,7 +143,8 @@ class LockStepRounds:
     def _has_ended(self, number: int, member: Member, now: float) -> bool:
         """Return whether round `number`, for which a job waits, is over or given up.
 
-        It is given up if all its jobs are gone, if no other job can open it, or after two patiences.
+        It is given up if all its jobs are gone, if no other job can open it, or after twice the jobs'
+        timeout (their median timeout once the round is open).
         """
         round_state = self._state.rounds.get(number)
         if round_state is not None:
@@ -141,11 +153,13 @@ class LockStepRounds:
             if round_state.outcome or all(other.state == "gone" for other in members):
                 return True
             return now > round_state.opened + 2 * patience_s(members)
+        # The round is not open. Only jobs in training that do not wait themselves can open it.
         others = [
             other
             for other in self._state.members.values()
             if other is not member and other.state == "in" and other.awaits is None
         ]
+        # A later round was opened instead, or nobody is left who could open this one.
         if number <= self._state.number or not others:
             return True
         return now > member.awaits_from + 2 * member.hello.timeout
@@ -153,7 +167,8 @@ class LockStepRounds:
     def _begin_if_complete(self, round_state: RoundState, now: float) -> None:
         """Begin the round if all expected jobs are ready, or its deadline has passed.
 
-        Jobs that are not ready by the deadline are marked late.
+        Expected are the jobs in training that are not late and not catching up. Those that are not ready by
+        the deadline are marked late: the next rounds do not wait for them.
         """
         state = self._state
         expected = [
@@ -164,6 +179,7 @@ class LockStepRounds:
         missing = [member for member in expected if member.name not in round_state.ready_reports]
         if round_state.half_ready is None and 2 * len(missing) <= len(expected):
             round_state.half_ready = now
+        # After a restart of the coordinator, other jobs of the run may not have reconnected yet.
         must_wait = bool(missing) or self._awaited.may_arrive(now)
         if must_wait and now < self._deadline(round_state):
             return
@@ -175,11 +191,16 @@ class LockStepRounds:
         self._begin(round_state, now)
 
     def _begin(self, round_state: RoundState, now: float) -> None:
-        """Begin the exchange between the ready jobs whose weights agree with the majority's."""
+        """Begin the exchange between the ready jobs whose weights agree with the majority's.
+
+        The other ready jobs are `behind`: they have to take the weights from another job first. The round is
+        void if too few pseudo-gradients count.
+        """
         state = self._state
         reported = [state.members[name] for name in round_state.ready_reports]
         ready = [member for member in reported if member.state == "in"]
         ready.sort(key=lambda member: member.order)
+        # Versions and checksums of the fragment; a salted checksum cannot be copied from another job.
         claims = {member.name: self._salted_claim(round_state, member) for member in ready}
         valid = self._valid_salted_claim(round_state, ready, claims)
         if valid is not None:
@@ -189,14 +210,20 @@ class LockStepRounds:
         able = [member for member in ready if member.name not in round_state.behind]
         ranks = {member.name: len(member.hello.addresses) for member in able}
         usual_norms = self._rounds.usual_norms(round_state.fragment)
+        # Also fills round_state.left_out with the jobs whose pseudo-gradients do not count.
         weights = weights_in_sum(round_state, ranks, outer_settings(able), usual_norms)
         least = state.least_jobs(ready) if ready else 1
-        if self._rounds.begin_exchange(round_state, able, weights, least, now):
+        has_begun = self._rounds.begin_exchange(round_state, able, weights, least, now)
+        if has_begun:
             for name, why in round_state.left_out.items():
                 state.events.append(f"round {round_state.number}: job {name} is left out: {why}")
 
     def _deadline(self, round_state: RoundState) -> float:
-        """Return the time after which the round begins without the missing jobs, in seconds."""
+        """Return the time after which the round begins without the missing jobs, in seconds.
+
+        The missing jobs have one median timeout after half of the jobs were ready, or two after the
+        opening of the round until then.
+        """
         patience = patience_s([self._state.members[name] for name in round_state.ready_reports])
         if round_state.half_ready is None:
             return round_state.opened + 2 * patience
@@ -224,6 +251,10 @@ class LockStepRounds:
             round_state: The round.
             ready: Jobs that are ready for it.
             salted_claims: Job -> its claim with the salted checksum.
+
+        Returns:
+            The majority's claim, with the most frequent salted checksum of the jobs that have this version;
+            without a checksum if none of them reports one; None if no job claims a possible version.
         """
         trusted = [member for member in ready if member.current] or ready
         valid = self._versions.valid_claim(round_state.fragment, trusted)
@@ -244,9 +275,9 @@ class LockStepRounds:
         """Return the verdict of the round for a job that is ready; None until the round begins."""
         if round_state.outcome == "void":
             return void_reply(round_state)
-        if member.name in round_state.behind:
+        if member.name in round_state.behind:  # the job has another version than the majority
             return self._catch_up(member, round_state.number, now)
-        if not round_state.attempt:
+        if not round_state.attempt:  # the exchange has not begun
             return None
         if member.name not in round_state.members:
             return skip_reply(round_state.number)

@@ -45,9 +45,15 @@ class Membership:
     def hello(self, name: str, incarnation: str, hello: Hello, now: float) -> Reply | None:
         """Accept a job that is new, or that reconnects after it or the coordinator was lost.
 
+        Args:
+            name: Name of the job.
+            incarnation: Identifies this start of the job.
+            hello: The job's description of itself.
+            now: Current time, in seconds.
+
         Returns:
             The last round and the job's state. None while it is unclear whether another job of this
-            name still lives: its next heartbeat (within HEARTBEAT_S) or its timeout will show it.
+            name still runs: its next heartbeat (within HEARTBEAT_S) or its timeout will show it.
 
         Raises:
             HolmesError: The name is taken, the run is full, or the job differs from the others.
@@ -69,8 +75,11 @@ class Membership:
         self._forget_gone()
         self._awaited.arrived(name)
         if not state.committed:
+            # This coordinator is new: the run is in the latest round that a job reports, unless that is
+            # implausibly far beyond the median job's (a single job may report anything).
             rounds = [other.hello.round for other in state.present()]
-            state.number = min(max(state.number, *rounds), statistics.median_low(rounds) + _AHEAD)
+            most_plausible = statistics.median_low(rounds) + _AHEAD
+            state.number = min(max(state.number, *rounds), most_plausible)
         self._awaited.expect(hello.peers, now)
         state.events.append(f"job {name} is here ({len(hello.addresses)} ranks, {member.state})")
         return {"verdict": "hello", "round": state.number, "state": member.state}
@@ -92,12 +101,13 @@ class Membership:
             if now - member.since > member.hello.timeout:
                 raise HolmesError(_too_few_jobs(member, [other.name for other in present]))
             return None
-        is_first = not any(other.current for other in present)
+        # The first jobs of a run define its weights; later jobs first have to take them.
+        starts_run = not any(other.current for other in present)
         for other in present:  # all waiting jobs begin together, whichever sends "enter" first
             if other.state == "waiting":
                 other.state = "in"
                 other.expected_from = state.number + 1
-                other.current = is_first
+                other.current = starts_run
         correction = self._versions.correction(member)
         event = f"job {name} begins"
         if correction is not None:
@@ -137,7 +147,7 @@ class Membership:
         Raises:
             NotInRun: Job `asking` is not in the run.
         """
-        self._state.member(asking)
+        self._state.member(asking)  # raises NotInRun
         member = self._state.members.get(name)
         if member is None:
             return {"verdict": "void", "why": f"there is no job {name} any more"}
@@ -151,13 +161,16 @@ class Membership:
     def _new_member(
         self, name: str, incarnation: str, hello: Hello, predecessor: Member | None, now: float
     ) -> Member:
-        """Return a job that has just said hello.
+        """Return the state of a job that has just said hello.
+
+        A job that only lost its connection keeps all its counters. A new start of the same name inherits only
+        how often it was late, so that a restart is no way around sitting out rounds.
 
         Args:
-            name: Its name.
+            name: Name of the job.
             incarnation: Identifies this start of the job.
-            hello: Its report.
-            predecessor: Last job of this name, some of whose counters continue.
+            hello: The job's description of itself.
+            predecessor: Last job of this name; None: there was none.
             now: Current time, in seconds.
         """
         self._last_order += 1
@@ -201,9 +214,10 @@ class Membership:
         """Record that another incarnation asks for the name of a job that may no longer live.
 
         Raises:
-            HolmesError: The job has sent a heartbeat since, so the name is taken.
+            HolmesError: The job has sent a heartbeat since that request, so the name is taken.
         """
         if incarnation not in member.rivals:
+            # Keep the latest of them, so that with the new one there are at most _MOST_RIVALS.
             latest_rivals = list(member.rivals.items())[1 - _MOST_RIVALS :]
             member.rivals = {**dict(latest_rivals), incarnation: now}
             heard_ago = now - member.heard
@@ -244,7 +258,7 @@ class Membership:
             if member.state == "gone" and member.name not in in_open_round
         ]
         gone.sort(key=lambda member: member.order)
-        for member in gone[:-MOST_JOBS]:
+        for member in gone[:-MOST_JOBS]:  # all but the latest ones
             del members[member.name]
 
 

@@ -98,9 +98,16 @@ class PeerRelay:
     def stand_by(
         self, channel: Channel, job: str, incarnation: str, purpose: Mapping[str, Any]
     ) -> None:
-        """Keep the connection as the standby line of a rank; return when the line is closed.
+        """Keep the connection as the standby line of a rank; return when the line is not needed any more.
 
-        Runs in the thread of the connection. A rank's new line takes the place of its old one.
+        A standby line is an idle connection of a rank that cannot be called from outside; calls for the rank
+        are announced on it. Runs in the thread of the connection. A rank's new line replaces its old one.
+
+        Args:
+            channel: The connection.
+            job: Job of the rank.
+            incarnation: Identifies the start of the job.
+            purpose: What the rank sent when it connected: `rank`, its number.
         """
         line = _Line(channel, job)
         key = _key(job, incarnation, purpose.get("rank"))
@@ -120,6 +127,12 @@ class PeerRelay:
     def call(self, channel: Channel, job: str, purpose: Mapping[str, Any]) -> None:
         """Connect a caller with a rank that cannot be called; return when no more bytes are forwarded.
 
+        The call is announced on the rank's standby line. The caller gets one of the replies
+
+            alone      the rank has no standby line
+            reversed   the rank has called the caller instead, so nothing is forwarded
+            go         the coordinator forwards bytes between the two (sent by `_forward`)
+
         Runs in the thread of the caller's connection.
 
         Args:
@@ -128,7 +141,7 @@ class PeerRelay:
             purpose: What the caller sent: the called rank (to_job, to, to_rank), and its own address.
         """
         key = _key(purpose.get("to_job"), purpose.get("to"), purpose.get("to_rank"))
-        question = {
+        question = {  # what the rank learns about the caller
             name: str(purpose.get(name, ""))[:_LONGEST_VALUE]
             for name in ("call", "job", "incarnation", "address")
         }
@@ -141,7 +154,7 @@ class PeerRelay:
         if line is None:
             channel.send({"relay": "alone"}, Deadline(_TELL_S, "an answer"))
         elif answer == "reversed":
-            with self._changed:
+            with self._changed:  # the line is free again, for the next caller
                 is_latest = self._lines.setdefault(key, line) is line
             if not is_latest:  # the rank has opened another line in the meantime
                 line.over.set()
@@ -153,7 +166,11 @@ class PeerRelay:
                 line.over.set()
 
     def _take_line(self, key: str, deadline: Deadline) -> _Line | None:
-        """Remove the standby line of a rank from the table and return it; None if there is none."""
+        """Remove the standby line of a rank from the table and return it.
+
+        Returns:
+            The line; None if the rank has none before the deadline.
+        """
         with self._changed:
             while key not in self._lines:
                 if deadline.passed:
@@ -168,14 +185,23 @@ class PeerRelay:
         return self._limit_bytes - sum(self._bytes.values())
 
     def _forward(self, caller: Channel, job: str, line: _Line) -> None:
-        """Forward bytes between a caller and the rank of a standby line until both have ended."""
+        """Forward bytes between a caller and the rank of a standby line until both have ended.
+
+        The caller gets an error instead if MOST_PAIRS pairs are open, or the limit of bytes is reached.
+
+        Args:
+            caller: The caller's connection.
+            job: The caller's job.
+            line: Standby line of the called rank.
+        """
         with self._changed:
             if len(self._pairs) >= MOST_PAIRS or self._bytes_left() <= 0:
                 refusal = {"error": "the relay takes no more pairs, or no more bytes"}
                 caller.send(refusal, Deadline(_TELL_S, "an answer"))
                 return
-        calling_end = _release(caller)
-        called_end = _release(line.channel)
+        # Both get "go", and TLS with them ends: what follows are sockets without TLS.
+        calling_end = _start_forwarding(caller)
+        called_end = _start_forwarding(line.channel)
         pair = (calling_end, called_end)
         with self._changed:
             self._pairs.add(pair)
@@ -197,14 +223,14 @@ class PeerRelay:
         for direction in directions:
             direction.source.setblocking(False)
         while not all(direction.ended for direction in directions):
-            ready = _wait_until_ready(directions)
-            if not ready:
+            ready = _wait_until_ready(directions)  # socket -> selector events
+            if not ready:  # no byte could be moved for _SILENCE_S
                 return
             for direction in directions:
                 is_readable = ready.get(direction.source, 0) & selectors.EVENT_READ
                 if direction.can_read and is_readable:
                     may_continue = self._count(direction.job, direction.read())
-                    if not may_continue:
+                    if not may_continue:  # the limit of bytes is reached
                         return
                 is_writable = ready.get(direction.target, 0) & selectors.EVENT_WRITE
                 if direction.held and is_writable:
@@ -288,7 +314,7 @@ def _call_on(line: _Line, question: Mapping[str, str]) -> str:
         return ""
 
 
-def _release(channel: Channel) -> socket.socket:
+def _start_forwarding(channel: Channel) -> socket.socket:
     """Send "go" on a connection, end its TLS, and return the bare socket."""
     deadline = Deadline(_TELL_S, "the relay's word")
     channel.send({"relay": "go"}, deadline)

@@ -19,7 +19,8 @@ def skip_reply(number: int) -> Reply:
 
 def go_reply(state: RunState, round_state: RoundState) -> Reply:
     """Return the reply that begins the current attempt of the round's exchange."""
-    members = round_state.members
+    members = round_state.members  # job -> share of its pseudo-gradient in the sum
+    # Lengths that the jobs claim for their pseudo-gradients, which the receivers check.
     norms = {
         name: report.norm for name, report in round_state.ready_reports.items() if name in members
     }

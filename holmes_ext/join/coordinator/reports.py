@@ -53,9 +53,12 @@ def _parsed(read: Callable[..., Any], *limits: Any, **field_arguments: Any) -> A
 def _read_report(cls: type[T], table: Table, **known_values: Any) -> T:
     """Return a report of class `cls` with the values of a parsed JSON table.
 
-    Each field is read with the function given in `_parsed`. Fields with a default may be missing.
+    Each field is read with the function that its definition in the class names (see `_parsed`). Fields with
+    a default may be missing.
 
     Args:
+        cls: Dataclass of the report.
+        table: The JSON document of the report.
         known_values: Fields that the caller has read itself.
 
     Raises:
@@ -150,6 +153,7 @@ class Hello:
     @property
     def totals(self) -> dict[str, int]:
         """Return the number of elements at each position of the model-parallel grid."""
+        # A map is start, stop, rank, start, stop, rank, ...: the last but one number is the last stop.
         return {position: ranges[-2] for position, ranges in self.maps.items()}
 
 
@@ -232,9 +236,13 @@ TELEMETRY = ("round", "step", "steps_per_second", "bits_per_second", "drift")
 
 
 def hello_from(document: dict[str, Any]) -> Hello:
-    """Return the validated `hello` of a job; raise HolmesError if it is malformed."""
+    """Return the validated `hello` of a job, with which it joins or reconnects.
+
+    Raises:
+        HolmesError: The document is malformed.
+    """
     hello = Table(document, "the hello of a job")
-    addresses = hello.list("addresses", str)
+    addresses = hello.list("addresses", str)  # HOST:PORT of each rank, "" if it cannot be called
     if not addresses:
         raise HolmesError(f"{hello.at('addresses')} is empty")
     for address in filter(None, addresses):
@@ -243,10 +251,10 @@ def hello_from(document: dict[str, Any]) -> Hello:
         except ValueError as error:
             raise HolmesError(f"{hello.at('addresses')}: {error}") from None
     maps = hello.table("maps")
-    ranges = {}
+    ranges = {}  # position in the model-parallel grid -> start, stop, rank, start, stop, rank, ...
     for position in maps.values:
         _require_printable(position, maps)
-        ranges[position] = _ranges(maps, position, ranks=len(addresses))
+        ranges[position] = _validated_ranges(maps, position, ranks=len(addresses))
     if not ranges:
         raise HolmesError(f"{hello.at('maps')} is empty")
     peers = hello.list("peers", str, ())
@@ -257,7 +265,7 @@ def hello_from(document: dict[str, Any]) -> Hello:
     return _read_report(
         Hello,
         hello,
-        agreed=_plain(hello.table("agreed").values, hello.at("agreed")),
+        agreed=_printable_json(hello.table("agreed").values, location=hello.at("agreed")),
         maps=ranges,
         addresses=addresses,
         claims=_claims(hello),
@@ -320,6 +328,7 @@ def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
     """Return the claimed versions of a job's fragments; raise HolmesError if they cannot be true.
 
     Args:
+        table: Report with the lists `versions` and `checksums`, which have one entry for each fragment.
         fragments: Number of claims that there must be; None: any number.
     """
     versions = table.list("versions", int)
@@ -339,8 +348,15 @@ def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
     return tuple(map(Claim, versions, checksums))
 
 
-def _ranges(maps: Table, position: str, ranks: int) -> tuple[int, ...]:
-    """Return the shard map of one position, as start, stop, rank of one range after the other.
+def _validated_ranges(maps: Table, position: str, ranks: int) -> tuple[int, ...]:
+    """Return the shard map of one position: start, stop, rank, start, stop, rank, ...
+
+    Each triple says which rank exchanges which range of flat parameter elements.
+
+    Args:
+        maps: Table of all positions.
+        position: Key of the table: a position in the model-parallel grid.
+        ranks: Number of ranks of the job.
 
     Raises:
         HolmesError: The ranges overlap or have holes, or name a rank that does not exist.
@@ -350,6 +366,7 @@ def _ranges(maps: Table, position: str, ranks: int) -> tuple[int, ...]:
         raise HolmesError(f"{maps.at(position)}: not (start, stop, rank) of ranges")
     expected_start = 0
     for start, stop, rank in zip(flat[::3], flat[1::3], flat[2::3]):
+        # Each range must begin where the previous one ends, so there are no holes and no overlaps.
         if not (start == expected_start < stop <= MOST and 0 <= rank < ranks):
             raise HolmesError(
                 f"{maps.at(position)}: elements {start} to {stop} of rank {rank} follow element "
@@ -365,19 +382,21 @@ def _require_printable(position: str, table: Table) -> None:
         raise HolmesError(f"{table.source}: a position of its maps has no name that can be shown")
 
 
-def _plain(value: Any, location: str, depth: int = 0) -> Any:
+def _printable_json(value: Any, location: str, depth: int = 0) -> Any:
     """Return a JSON value with printable texts; raise HolmesError if it is nested too deeply.
 
     Args:
+        value: The value, as the JSON parser returns it.
         location: Where the value stands in the document, for the error message.
         depth: Number of tables and lists around the value.
     """
     if isinstance(value, dict) and depth < _DEEPEST:
         return {
-            printable(key, _LINE): _plain(item, location, depth + 1) for key, item in value.items()
+            printable(key, _LINE): _printable_json(item, location, depth + 1)
+            for key, item in value.items()
         }
     if isinstance(value, list) and depth < _DEEPEST:
-        return [_plain(item, location, depth + 1) for item in value]
+        return [_printable_json(item, location, depth + 1) for item in value]
     if isinstance(value, str):
         return printable(value, _LONGEST_TEXT)
     if value is None or isinstance(value, (bool, int, float)):

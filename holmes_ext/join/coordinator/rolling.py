@@ -64,7 +64,7 @@ class RollingRounds:
         """
         state = self._state
         member = state.member(name)
-        if sits_out(state, member, state.number + 1):
+        if sits_out(state, member, state.number + 1):  # because it was late repeatedly
             return None
         member.state = "in"
         self._request_times[name] = now
@@ -72,18 +72,23 @@ class RollingRounds:
         if reply := self._reply_of_last_round(name):
             return reply
         last_round = state.rounds.get(state.number)
-        if last_round is not None and not last_round.outcome:
+        if last_round is not None and not last_round.outcome:  # a round of other jobs is under way
             return None
         if correction := self._versions.correction(member):
             member.corrected = True
             return correction
         if why := _unusable_offer(report):
             return {"verdict": "void", "round": state.number, "why": why, "left_out": {name: why}}
-        self._open_round(now)
+        self._begin_round_with_quorum(now)
         return self._reply_of_last_round(name)
 
     def _reply_of_last_round(self, name: str) -> Reply | None:
-        """Return "go" if the job is in a round under way, or "void" once if that round came to nothing."""
+        """Return the reply that the last opened round still owes to a job.
+
+        Returns:
+            "go" if the job is a member of the round and the round is not over; "void", once, if the round
+            ended without an outer step; None in all other cases.
+        """
         round_state = self._state.rounds.get(self._state.number)
         if round_state is None or name not in round_state.members:
             return None
@@ -91,16 +96,16 @@ class RollingRounds:
             return None
         if not round_state.outcome:
             return go_reply(self._state, round_state)
-        if name in round_state.informed:
+        if name in round_state.informed:  # it already got "void"
             return None
         round_state.informed.add(name)
         return void_reply(round_state)
 
-    def _open_round(self, now: float) -> None:
-        """Begin a round, if enough jobs offer pseudo-gradients of the same fragment.
+    def _begin_round_with_quorum(self, now: float) -> None:
+        """Begin a round, if enough jobs (a quorum) offer pseudo-gradients of the same fragment.
 
-        Of several fragments with a quorum of jobs, whose grace period for other jobs is over, the fragment
-        that was offered first is taken.
+        The round begins when all jobs offer the fragment, or when a grace period for the other jobs is over.
+        Of several such fragments, the one that was offered first is exchanged.
         """
         active = [member for member in self._state.members.values() if self._is_active(member, now)]
         able = [member for member in active if member.current]
@@ -109,7 +114,8 @@ class RollingRounds:
             return
         quorum = self._state.least_jobs(active)
         self._note_offers(able, now)
-        for fragment in sorted(self._first_offers, key=self._first_offers.__getitem__):
+        by_first_offer = sorted(self._first_offers, key=self._first_offers.__getitem__)
+        for fragment in by_first_offer:
             contributors = [
                 member for member in able if fragment in self._reports[member.name].offers
             ]
@@ -150,12 +156,15 @@ class RollingRounds:
         if isinstance(setting, (int, float)):
             return float(setting)
         offers = [self._reports[member.name].offers[fragment] for member in contributors]
+        # slack_s: seconds until the job would apply the sum.
         return _GRACE * min(offer.slack_s for offer in offers)
 
     def _begin(
         self, fragment: int, contributors: Sequence[Member], able: Sequence[Member], now: float
     ) -> None:
         """Begin a round of a fragment.
+
+        The offers become the jobs' `ready` reports of the round, as in lock step.
 
         Args:
             fragment: Fragment that the round exchanges.
@@ -179,7 +188,8 @@ class RollingRounds:
         usual_norms = self._rounds.usual_norms(fragment)
         weights = weights_in_sum(round_state, ranks, outer_settings(contributors), usual_norms)
         least = self._state.least_jobs(able)
-        if self._rounds.begin_exchange(round_state, able, weights, least, now):
+        has_begun = self._rounds.begin_exchange(round_state, able, weights, least, now)
+        if has_begun:  # otherwise the offers stay, for a later round
             self._first_offers.pop(fragment, None)
             self._quorums.pop(fragment, None)
 

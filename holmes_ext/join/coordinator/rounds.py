@@ -50,14 +50,15 @@ class Rounds:
         Args:
             round_state: The round.
             members: Jobs that take part.
-            weights: Member -> weight of its pseudo-gradient in the sum; other members only receive.
+            weights: Member -> weight of its pseudo-gradient in the sum, not normalized; members without
+                a weight only receive.
             least: Number of pseudo-gradients that must count.
             now: Current time, in seconds.
 
         Returns:
             Whether the exchange has begun.
         """
-        total = sum(weights.values()) or 1.0
+        total = sum(weights.values()) or 1.0  # without weights, all shares are 0
         round_state.members = {
             member.name: weights.get(member.name, 0.0) / total for member in members
         }
@@ -83,8 +84,8 @@ class Rounds:
                 member.rounds += 1
                 member.in_vain = 0
             else:
-                member.current = False
-        shares = {
+                member.current = False  # it missed this outer step
+        shares = {  # of the pseudo-gradients that count, for the log
             name: share
             for name, share in round_state.members.items()
             if name not in round_state.excluded

@@ -176,7 +176,14 @@ class CoordinatorServer:
         self.relay.close()
 
     def _welcome(self, guest: Guest) -> None:
-        """Serve a connection, in its thread, until it ends."""
+        """Serve a connection, in its thread, until it ends.
+
+        The caller authenticates in the handshake and names its purpose there (see the top of this file).
+
+        Args:
+            guest: The accepted connection. The number of unauthenticated ones is limited; admit() makes
+                it count as authenticated.
+        """
         try:
             deadline = Deadline(HANDSHAKE_S, "the handshake")
             channel, purpose = answer(
@@ -226,22 +233,31 @@ class CoordinatorServer:
         identity = JobIdentity(job, incarnation)
         with self._changed:
             self._secrets[identity] = secret
+            # Forget the oldest secrets of jobs that are not in the run.
             members = self._coordinator.state.members.values()
             in_run = {(member.name, member.incarnation) for member in members}
-            for old in [key for key in self._secrets if key not in in_run][:-_SECRETS]:
+            not_in_run = [key for key in self._secrets if key not in in_run]
+            for old in not_in_run[:-_SECRETS]:
                 del self._secrets[old]
         return identity
 
     def _complain(self, host: str, reason: str) -> None:
-        """Log that a caller was rejected, unless the log has many such lines in the last minute."""
+        """Log that a caller was rejected, unless the log has many such lines of the last minute.
+
+        The number of lines is limited for each network and in all, so that callers cannot flood the log.
+
+        Args:
+            host: Address of the caller.
+            reason: Why it was rejected.
+        """
         now = time.monotonic()
         network = network_of(host)
         with self._changed:
             self._complaints = [
                 complaint for complaint in self._complaints if now - complaint.time < _COMPLAINTS_S
             ]
-            of_network = sum(complaint.network == network for complaint in self._complaints)
-            if of_network >= _COMPLAINTS or len(self._complaints) >= _COMPLAINTS_IN_ALL:
+            count_of_network = sum(complaint.network == network for complaint in self._complaints)
+            if count_of_network >= _COMPLAINTS or len(self._complaints) >= _COMPLAINTS_IN_ALL:
                 return
             self._complaints.append(Complaint(now, network))
             is_last = len(self._complaints) == _COMPLAINTS_IN_ALL
@@ -288,17 +304,22 @@ class CoordinatorServer:
                     self._gone(identity, CLOSED)
 
     def _gone(self, identity: JobIdentity, reason: str) -> None:
+        """Record that a job has left the run, and wake the requests that waited for it."""
         with self._changed:
             self._coordinator.gone(identity.job, identity.incarnation, reason)
             self._log_events(wake=True)
 
     def _reply_to(self, identity: JobIdentity, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request, with the salt of the next round in it."""
+        """Return the reply to a request, with the salt of the next round in it.
+
+        A job whose request is impossible is dropped from the run.
+        """
         try:
             reply = self._decide(identity, question)
         except NotInRun:
             reply = {"verdict": "hello"}
         except HolmesError as error:
+            # A job that is refused while it joins does not have to be dropped.
             if question.get("op") not in ("hello", "enter"):
                 self._gone(identity, f"dropped: {error}")
             reply = {"error": str(error)}
@@ -307,7 +328,9 @@ class CoordinatorServer:
         return {**reply, "salt_of_next": [next_round, state.salt("round", next_round)]}
 
     def _decide(self, identity: JobIdentity, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the coordinator's decision; "wait" (or "idle") if there is none in time.
+        """Return the coordinator's decision; "wait" if there is none in time ("idle" with rounds=async).
+
+        Another request, a heartbeat or the clock may change the decision, so it is tried again until then.
 
         Raises:
             HolmesError: The request is malformed or cannot be true.
@@ -333,6 +356,8 @@ class CoordinatorServer:
         self, identity: JobIdentity, request: dict[str, Any]
     ) -> Callable[[float], dict[str, Any] | None]:
         """Return a function of the time that returns the reply, or None while nothing is decided.
+
+        The request is parsed once, here; the function may be called several times.
 
         Raises:
             HolmesError: The request is malformed.
@@ -374,7 +399,7 @@ class CoordinatorServer:
         is. It is made of the other job's secret, which only that job and the coordinator have.
         """
         reply = self._coordinator.maps_of(caller.job, other_job)
-        incarnation = str(reply.get("incarnation"))
+        incarnation = str(reply.get("incarnation"))  # of the current start of the other job
         secret = self._secrets.get(JobIdentity(other_job, incarnation), "")
         if not secret:
             return reply
@@ -392,7 +417,7 @@ class CoordinatorServer:
             self._tell(event)
         if new_events or wake:
             self._changed.notify_all()
-        del events[:-_EVENTS]
+        del events[:-_EVENTS]  # only the latest are kept
         self._logged_events = len(events)
 
     def _watch_silence(self) -> None:

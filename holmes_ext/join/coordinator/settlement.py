@@ -58,7 +58,7 @@ class Settlement:
             return self._forgotten_reply()
         if reply := self._reply_if_outdated(round_state, name, report.attempt):
             return reply
-        if not round_state.check:
+        if not round_state.check:  # the members' data is not being compared yet
             if name not in round_state.done_reports:
                 round_state.done_reports[name] = report
                 round_state.last_report = now
@@ -108,7 +108,14 @@ class Settlement:
     def _next_reply(
         self, round_state: RoundState, name: str, attempt: int, check: int
     ) -> Reply | None:
-        """Return the reply to a member that has reported for this attempt and check, if decided."""
+        """Return the reply to a member that has reported; None while the next step is undecided.
+
+        Args:
+            round_state: The round.
+            name: The member.
+            attempt: Number of the exchange that it has reported.
+            check: Number of the comparison that it has reported; 0: it reported only its exchange.
+        """
         if reply := self._reply_if_outdated(round_state, name, attempt):
             return reply
         if round_state.check > check:
@@ -129,15 +136,15 @@ class Settlement:
             if report.unreached
         }
         if lost:
-            self._go_again(round_state, lost, now)
+            self._retry_without(round_state, lost, now)
         elif unreached:
-            self._leave_most_unreachable(round_state, unreached, now)
+            self._retry_without_least_reachable(round_state, unreached, now)
         else:
             faults = {name: report.faults for name, report in round_state.done_reports.items()}
             round_state.excluded = voted_out(faults)
             self._begin_check(round_state, now)
 
-    def _leave_most_unreachable(
+    def _retry_without_least_reachable(
         self, round_state: RoundState, unreached: dict[str, tuple[str, ...]], now: float
     ) -> None:
         """Begin the next attempt without the member that most other members could not reach.
@@ -150,13 +157,14 @@ class Settlement:
         failures = Counter(
             name for names in unreached.values() for name in names if name in round_state.members
         )
+        # Of several equally unreachable members, one that itself reports failures.
         worst = max(round_state.members, key=lambda name: (failures[name], name in unreached))
         others = len(round_state.members) - 1
         if others < _LEAST_OTHERS or 2 * failures[worst] < others:
             names = ", ".join(sorted({*failures, *unreached}))
             self._rounds.void(round_state, f"its jobs are here, but could not exchange: {names}")
             return
-        self._go_again(round_state, {worst}, now)
+        self._retry_without(round_state, {worst}, now)
 
     def _conclude_check(self, round_state: RoundState, now: float) -> None:
         """Commit the round if all members received identical data.
@@ -168,10 +176,10 @@ class Settlement:
         if lost is None:
             return
         if lost:
-            self._go_again(round_state, lost, now)
+            self._retry_without(round_state, lost, now)
             return
-        counting = [name for name in _counting(round_state) if name not in round_state.excluded]
-        digests: dict[str, dict[str, str]] = {}
+        counting = [name for name in _contributors(round_state) if name not in round_state.excluded]
+        digests: dict[str, dict[str, str]] = {}  # receiver -> sender -> digest of the received data
         for name, report in round_state.checked_reports.items():
             if name in round_state.excluded:  # its word must not force yet another check
                 continue
@@ -185,7 +193,11 @@ class Settlement:
         self._commit(round_state, counting)
 
     def _commit(self, round_state: RoundState, counting: list[str]) -> None:
-        """Commit the round with the medians of the factors and gaps that the members report."""
+        """Commit the round with the medians of the factors and gaps that the members report.
+
+        Args:
+            counting: Members whose pseudo-gradients count in the sum.
+        """
         reports = round_state.checked_reports.values()
         factors = medians_by_key(report.factors for report in reports)
         round_state.factors = {name: factors.get(name, 0.0) for name in counting}
@@ -202,15 +214,15 @@ class Settlement:
         round_state.checked_reports = {}
         round_state.last_report = now
         members = [self._state.members[name] for name in round_state.members]
-        counting = [name for name in _counting(round_state) if name not in round_state.excluded]
+        counting = [name for name in _contributors(round_state) if name not in round_state.excluded]
         for name, why in round_state.excluded.items():
             self._state.events.append(f"round {round_state.number}: job {name} is left out: {why}")
         if len(counting) < self._state.least_jobs(members) or not counting:
-            why = "; ".join(
+            reasons = "; ".join(
                 f"{name} is left out: {why}" for name, why in round_state.excluded.items()
             )
             round_state.left_out |= round_state.excluded
-            self._rounds.void(round_state, why or "no job counts")
+            self._rounds.void(round_state, reasons or "no job counts")
 
     def _lost_members(
         self, round_state: RoundState, reported: set[str], now: float
@@ -230,7 +242,7 @@ class Settlement:
             return None
         return silent | gone
 
-    def _go_again(self, round_state: RoundState, lost: set[str], now: float) -> None:
+    def _retry_without(self, round_state: RoundState, lost: set[str], now: float) -> None:
         """Begin the next attempt without the lost members, or void the round if too few are left."""
         for name in lost:
             self._state.events.append(f"round {round_state.number}: job {name} is lost on the way")
@@ -242,6 +254,7 @@ class Settlement:
         if not counting or len(counting) < self._state.least_jobs(members):
             self._rounds.void(round_state, f"job {', '.join(sorted(lost))} was lost on the way")
             return
+        # The shares of the remaining members add up to 1 again; the reports of the attempt are void.
         total = sum(remaining.values())
         round_state.members = {name: share / total for name, share in remaining.items()}
         round_state.attempt += 1
@@ -252,6 +265,6 @@ class Settlement:
         round_state.excluded = {}
 
 
-def _counting(round_state: RoundState) -> list[str]:
+def _contributors(round_state: RoundState) -> list[str]:
     """Return the members whose pseudo-gradients count; members with share 0 only receive."""
     return [name for name, share in round_state.members.items() if share > 0]

@@ -32,9 +32,13 @@ def weights_in_sum(
     `round_state.left_out`.
 
     Args:
+        round_state: The round, with the jobs' reports (norm and tokens of their pseudo-gradients).
         ranks: Job -> number of its ranks, for all jobs that could take part.
         settings: The --holmes-outer settings.
         usual_norms: Norms of the fragment's recent pseudo-gradients; those of this round are appended.
+
+    Returns:
+        Job -> weight.
     """
     reports = {name: round_state.ready_reports[name] for name in ranks}
     norms: dict[str, float] = {}
@@ -61,6 +65,12 @@ def _leave_out_long_gradients(
     """Remove the norms above `limit` times the median from `norms`, and leave their jobs out.
 
     Without norms of earlier rounds, the median is that of this round, if enough jobs take part.
+
+    Args:
+        round_state: The round; `left_out` gets the jobs with the reasons.
+        norms: Job -> norm of its pseudo-gradient in this round.
+        limit: Largest plausible ratio to the median; 0: no limit.
+        usual_norms: Norms of the fragment's recent pseudo-gradients.
     """
     typical_norms = list(usual_norms)
     if not typical_norms and len(norms) >= _LEAST_JOBS_TO_COMPARE:
@@ -88,6 +98,12 @@ def _plausible_tokens(
     Jobs that train the same model process about the same number of tokens per rank. A job that
     claims more than `limit` times the median per rank is left out, and no job counts with more than
     `limit` times the tokens of the median job.
+
+    Args:
+        round_state: The round; `left_out` gets the jobs that are left out, with the reasons.
+        tokens: Job -> tokens that it claims to have processed; jobs that are left out are deleted.
+        ranks: Job -> number of its ranks.
+        limit: Largest plausible ratio to the median; 0: no limit.
     """
     if not limit or len(tokens) < _LEAST_JOBS_TO_COMPARE:
         return tokens

@@ -34,7 +34,8 @@ class Versions:
             members: Jobs whose claims count; None: all jobs that take part.
 
         Returns:
-            The version, with a checksum if a job reported it; None if no job claims a possible version.
+            The version (the round of the fragment's last outer step), with a checksum if a job reported
+            it; None if no job claims a possible version.
         """
         if members is None:
             voters = self._state.participants()
@@ -54,7 +55,7 @@ class Versions:
         Returns:
             None if the job has the valid version of every fragment that another job could give it.
         """
-        donors = self._donors(member)
+        donors = self._donors(member)  # job -> fragments that it could give
         trusted_donors = {name: donors[name] for name in donors if name not in member.avoids}
         if not trusted_donors:
             trusted_donors = donors
@@ -62,6 +63,7 @@ class Versions:
             return None
 
         def preference(name: str) -> tuple[int, int]:
+            # Most fragments first, then the smallest number in the order of arrival.
             return len(trusted_donors[name]), -self._state.members[name].order
 
         donor_name = max(trusted_donors, key=preference)
@@ -78,13 +80,18 @@ class Versions:
         }
 
     def accept_claims(self, member: Member, claims: Iterable[Claim]) -> None:
-        """Store the versions that a job claims, and check the weights it took from donors.
+        """Store the versions that a job claims, and check the weights that it took from other jobs (donors).
+
+        Args:
+            member: The job.
+            claims: Version and checksum of each fragment.
 
         Raises:
             HolmesError: A version cannot exist. A job that returns from another run is not refused
                 the first time, but corrected: it takes the valid weights.
         """
         member.claims = list(claims)
+        # A job that had the valid weights, or was told to take them, cannot have later ones.
         is_bound = member.current or member.corrected
         for fragment, claim in enumerate(member.claims):
             last = self._state.committed.get(fragment, claim.version)
@@ -94,7 +101,7 @@ class Versions:
                     f"it was last stepped in round {last}"
                 )
         self._judge_donors(member)
-        if not member.current and self.correction(member) is None:
+        if not member.current and self.correction(member) is None:  # there is nothing to take
             member.current = True
 
     def _donors(self, member: Member) -> dict[str, list[int]]:
@@ -111,11 +118,14 @@ class Versions:
         return donors
 
     def _judge_donors(self, member: Member) -> None:
-        """Record the donors that gave this member other weights than they claimed to have."""
+        """Record the donors that gave this member other weights than they claimed to have.
+
+        After taking a fragment from a donor, the member must claim the valid version with the valid checksum.
+        """
         for fragment, donor in list(member.took.items()):
             valid = self.valid_claim(fragment)
             if valid is None or member.claims[fragment].version != valid.version:
-                continue
+                continue  # the member has not taken the fragment yet, or a later step has changed it
             del member.took[fragment]
             if not is_compatible(member.claims[fragment], valid):
                 member.avoids.add(donor)

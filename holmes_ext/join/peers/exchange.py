@@ -79,7 +79,8 @@ class Attempt:
             PeersFailed: The exchange with some jobs failed.
         """
         if fragment.residual is not None and self.others:
-            self.residual = fragment.residual.float()
+            self.residual = fragment.residual.float()  # a copy, which encode() updates
+        # Slice of each piece in this rank's tensors of the fragment.
         places = [fragment.places(piece.start, piece.stop) for piece in self.pieces]
         encoded: list[torch.Tensor] = []  # of this job, one tensor for each piece
         if self.job in self.contributors:
@@ -103,6 +104,7 @@ class Attempt:
                 if name in received:
                     from_peer.append(bytes_of(received[name][index]))
         links.swap(number, attempt, outgoing, incoming, patience_s)
+        # All jobs decode this job's data, too, so that all get the same bits.
         received[self.job] = encoded
         return [self._decoded(received[name], places, gradient) for name in self.contributors]
 
@@ -111,6 +113,11 @@ class Attempt:
 
         Modulo 2^64, the parts of all ranks of a job add up to the same number in all jobs that
         received identical data, whatever their shards.
+
+        Args:
+            fragment: The fragment.
+            values: The job's decoded pseudo-gradient: this rank's elements.
+            salt: Text of the coordinator that nobody can know before.
         """
         parts = (
             checksum(values[fragment.places(piece.start, piece.stop)], piece.start, salt)
@@ -121,7 +128,13 @@ class Attempt:
     def _decoded(
         self, encoded: Sequence[torch.Tensor], places: Sequence[slice], like: torch.Tensor
     ) -> torch.Tensor:
-        """Return a pseudo-gradient with the shape of `like` from its encoded pieces."""
+        """Return a pseudo-gradient with the shape of `like` from its encoded pieces.
+
+        Args:
+            encoded: The pieces.
+            places: Slice of each piece in the result.
+            like: Tensor of the result's shape and dtype.
+        """
         result = torch.empty_like(like)
         for piece, place in zip(encoded, places):
             result[place] = self.codec.decode(piece, result[place])

@@ -112,14 +112,15 @@ class PeerLinks:
         with self._changed:
             for key in list(self._open):
                 if jobs is None or key.job in jobs:
-                    _end(self._open.pop(key))
+                    _cut_and_close(self._open.pop(key))
 
     def swap(
         self, number: int, attempt: int, outgoing: Exchange, incoming: Exchange, patience_s: float
     ) -> None:
         """Send bytes to peers and receive bytes from peers, all at once.
 
-        Both ends of a connection must know how many bytes go in each direction.
+        Both ends of a connection must know how many bytes go in each direction. Many bytes are divided among
+        several connections to the peer (lanes).
 
         Args:
             number: Number of the round, which both ends check.
@@ -137,7 +138,9 @@ class PeerLinks:
             peer: _total_bytes(outgoing.get(peer, ())) + _total_bytes(incoming.get(peer, ()))
             for peer in {*outgoing, *incoming}
         }
+        # failed: job -> reason. Half of the patience is left for the transfers.
         channels_of, failed = self._connect(sizes, patience_s / 2)
+        # Each lane has a thread for its transfers with all peers.
         transfers_of_lane: dict[int, list[PeerTransfer]] = defaultdict(list)
         for peer, channels in channels_of.items():
             deadline = self._speed.deadline(peer, sizes[peer], patience_s)
@@ -145,7 +148,12 @@ class PeerLinks:
             into = split(incoming.get(peer, []), len(channels))
             for lane, channel in enumerate(channels):
                 transfer = PeerTransfer(
-                    peer, channel, (number, attempt), out[lane], into[lane], deadline
+                    peer,
+                    channel,
+                    label=(number, attempt),
+                    out=out[lane],
+                    into=into[lane],
+                    deadline=deadline,
                 )
                 transfers_of_lane[lane].append(transfer)
         failed |= _run_lanes(list(transfers_of_lane.values()), patience_s)
@@ -162,6 +170,8 @@ class PeerLinks:
 
     def _connect(self, sizes: Mapping[Peer, int], patience_s: float) -> Connections:
         """Open the missing connections to all peers, in parallel.
+
+        A peer gets one connection for each lane: many bytes are divided among several connections.
 
         Args:
             sizes: Peer -> bytes to and from it, which determine the number of lanes.
@@ -186,6 +196,11 @@ class PeerLinks:
     def _channel(self, peer: Peer, lane: int, deadline: Deadline) -> Channel:
         """Return an open connection to a peer: an existing one, a new call, or the peer's call.
 
+        Args:
+            peer: The rank of another job.
+            lane: Number of the connection to this peer.
+            deadline: Until when the connection must be open.
+
         Raises:
             OSError: There is none before the deadline.
         """
@@ -193,7 +208,7 @@ class PeerLinks:
         # Only one of the two ranks calls, so that there are never two connections.
         peer_calls = self.job > peer.job
         calling = deadline.part(_CALLING_S, "calling")
-        reason = ""
+        reason = ""  # why the last call failed
         while not self._closed:
             with self._changed:
                 channel = self._open.get(key)
@@ -206,7 +221,7 @@ class PeerLinks:
                     continue
             if calling.passed:
                 raise ConnectionError(reason or "no answer")
-            try:
+            try:  # to call the peer; the next iteration returns the new connection
                 purpose = {"purpose": "exchange", "lane": lane}
                 self._keep(key, self.routes.dial(peer, purpose, deadline))
             except OSError as error:
@@ -221,18 +236,24 @@ class PeerLinks:
         channel.socket.setblocking(False)
         with self._changed:
             if self._closed:
-                _end(channel)
+                _cut_and_close(channel)
                 return
             if key in self._open:
-                _end(self._open.pop(key))
+                _cut_and_close(self._open.pop(key))
             keys_of_job = [other for other in self._open if other.job == key.job]
             if len(keys_of_job) >= _MOST_OPEN:  # no honest job opens so many to one rank
-                _end(self._open.pop(keys_of_job[0]))
+                _cut_and_close(self._open.pop(keys_of_job[0]))
             self._open[key] = channel
             self._changed.notify_all()
 
     def _accept(self, channel: Channel, purpose: Purpose) -> None:
         """Handle a connection that a rank of another job has opened.
+
+        A connection for exchanges is stored; others are passed to `serve`.
+
+        Args:
+            channel: The authenticated connection.
+            purpose: What the caller sent in the handshake: the use of the connection, and its identity.
 
         Raises:
             ConnectionError: The purpose is incomplete.
@@ -258,7 +279,7 @@ def split(buffers: Sequence[memoryview], parts: int) -> list[list[memoryview]]:
     Returns:
         For each part, views of the buffers.
     """
-    part_bytes = -(-_total_bytes(buffers) // parts)
+    part_bytes = -(-_total_bytes(buffers) // parts)  # rounded up
     views: list[list[memoryview]] = [[] for _ in range(parts)]
     position = 0  # bytes that were assigned to parts
     for buffer in buffers:
@@ -296,7 +317,7 @@ def _run_lanes(lanes: Sequence[list[PeerTransfer]], patience_s: float) -> dict[s
     return failed
 
 
-def _end(channel: Channel) -> None:
-    channel.cut()
+def _cut_and_close(channel: Channel) -> None:
+    channel.cut()  # wakes a thread that reads or writes
     with contextlib.suppress(OSError):
         channel.close()

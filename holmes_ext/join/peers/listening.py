@@ -30,12 +30,12 @@ def open_port(place: JoinPlace, rank: int) -> socket.socket | None:
     """
     if place.ports.ports is None:
         return None
-    host = "" if place.ports.host else own_host(place.address)
-    first, last = place.ports.ports
+    host = "" if place.ports.host else own_host(place.address)  # "": all addresses
+    first, last = place.ports.ports  # 0, 0: any free port
     for port in range(first, last + 1):
         try:
             return listen(host, port)
-        except OSError as error:
+        except OSError as error:  # in use: try the next port
             reason = why(error)
     ports = f"port {first}" if first == last else f"any port from {first} to {last}"
     where = f"{ports} of {host or 'this host'}"
@@ -73,7 +73,7 @@ def own_host(coordinator: JoinAddress) -> str:
         infos = socket.getaddrinfo(coordinator.host, coordinator.port, type=socket.SOCK_DGRAM)
         family, kind, _, _, address = infos[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)
+            probe.connect(address)  # UDP: only chooses the route
             return str(probe.getsockname()[0])
     except OSError as error:
         raise HolmesError(
@@ -85,6 +85,11 @@ def _can_be_called(port: int, place: JoinPlace, identity: RankIdentity) -> bool:
     """Return whether the coordinator can call a port of this node back.
 
     Returns True if the coordinator does not answer: entering the run will report that.
+
+    Args:
+        port: The port.
+        place: Address of the coordinator.
+        identity: This rank, and the secret that proves its identity.
     """
     deadline = Deadline(_ASK_S, "asking whether this rank can be called")
     question = {

@@ -178,7 +178,14 @@ class Routes:
     def _dial_through_coordinator(
         self, peer: Peer, facts: dict[str, Any], deadline: Deadline
     ) -> Channel:
-        """Reach a rank on standby: it calls back, or the coordinator relays.
+        """Reach a rank that cannot be called: it calls back, or the coordinator relays the bytes.
+
+        The coordinator announces the call on the rank's standby line, an idle connection of that rank.
+
+        Args:
+            peer: The rank.
+            facts: Document of the handshake: this rank's identity, and the use of the connection.
+            deadline: Until when the connection must be open.
 
         Raises:
             OSError: The rank has no standby line, or does not answer.
@@ -199,7 +206,7 @@ class Routes:
             )
             try:
                 reply = channel.receive(deadline)
-                if reply.get("relay") == "reversed":
+                if reply.get("relay") == "reversed":  # another thread accepts the rank's call
                     timeout_s = max(_LEAST_TIMEOUT_S, deadline.left)
                     reversed_channel = callback.channels.get(timeout=timeout_s)
                     reversed_channel.send(facts, deadline)
@@ -207,6 +214,7 @@ class Routes:
                 if reply.get("relay") != "go":
                     reason = reply.get("error", "it has no standing line to the coordinator")
                     raise ConnectionError(str(reason))
+                # "go": TLS with the coordinator ends, and the peer is at the other end of the connection.
                 encrypt = not self._credentials.plain and not stays_on_host(channel.socket)
                 connection = bare(channel.socket, deadline)
             finally:
@@ -227,7 +235,7 @@ class Routes:
         if purpose.get("purpose") != "reversed":
             return self._own_ticket(purpose).encode()
         callback = self._callbacks.get(str(purpose.get("call")))
-        if callback is None:
+        if callback is None:  # this rank made no such call: nobody can prove this secret
             return b"unknown"
         return callback.ticket.encode()
 
@@ -236,12 +244,18 @@ class Routes:
         return ticket(self.identity.secret, str(caller.get("job")), str(caller.get("incarnation")))
 
     def _welcome(self, guest: Guest) -> None:
-        """Handle an accepted connection, in its own thread."""
+        """Authenticate an accepted connection and pass it on, in its own thread.
+
+        Args:
+            guest: The connection. admit() makes it count as authenticated; after keep() it stays open when
+                this function returns. The numbers of connections are limited.
+        """
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         with contextlib.suppress(NotHolmes, Refused):
             channel, purpose = answer(
                 guest.socket, self._credentials, deadline, self._secret_for, on_tls=guest.becomes
             )
+            # The caller must mean this start of the job, not an earlier one at the same address.
             if not guest.admit() or purpose.get("to") != self.identity.incarnation:
                 return
             guest.keep()
@@ -251,6 +265,11 @@ class Routes:
         """Pass a connection to the call that expects it, or to the handler of incoming connections.
 
         The receiver is responsible for closing it.
+
+        Args:
+            channel: The authenticated connection.
+            purpose: What the caller sent in the handshake; with "reversed", the caller returns a call of
+                this rank.
         """
         if purpose.get("purpose") != "reversed":
             self._handle_incoming(channel, purpose)
@@ -262,6 +281,7 @@ class Routes:
             callback.channels.put(channel)
 
     def _handle_incoming(self, channel: Channel, purpose: Purpose) -> None:
+        """Call the handler of incoming connections; close the connection if it fails."""
         try:
             self._incoming(channel, purpose)
         except (OSError, HolmesError):
@@ -270,7 +290,11 @@ class Routes:
     # Methods of a rank that cannot be called
 
     def _stand_by(self) -> None:
-        """Keep a standby line to the coordinator, and take calls on it, until closed."""
+        """Keep a standby line to the coordinator, and take calls on it, until closed.
+
+        The line is an idle connection on which the coordinator announces calls for this rank. A line that
+        fails, or that has become the connection of a relayed call, is replaced.
+        """
         while not self._closed:
             try:
                 self._standing = self._call_coordinator(
@@ -288,9 +312,13 @@ class Routes:
     def _take_call(self, standing: Channel) -> bool:
         """Wait for a call on the standby line, and answer it: call back, or agree to a relay.
 
+        Args:
+            standing: The standby line, an idle connection to the coordinator.
+
         Returns:
             Whether the line can take another call.
         """
+        # Who calls: job, incarnation, address, and the id of the call.
         caller = standing.receive(Deadline(_STANDING_S, "a call"))
         deadline = Deadline(_RELAY_S, "taking a call")
         channel = self._call_back(caller)
@@ -303,6 +331,7 @@ class Routes:
         standing.send({"answer": "relay"}, deadline)
         if standing.receive(deadline).get("relay") != "go":
             return False
+        # The line becomes the connection to the caller: TLS with the coordinator ends.
         is_plain = self._credentials.plain or stays_on_host(standing.socket)
         connection = bare(standing.socket, deadline)
         threading.Thread(
@@ -311,7 +340,11 @@ class Routes:
         return False
 
     def _call_back(self, caller: Purpose) -> Channel | None:
-        """Call the rank that wants to reach this rank; None if it cannot be called."""
+        """Call the rank that wants to reach this rank; return None if it cannot be called.
+
+        Args:
+            caller: That rank: job, incarnation, address ("": it has none) and the id of its call.
+        """
         address = str(caller.get("address"))
         if not address or address in self._not_called:
             return None
@@ -327,23 +360,35 @@ class Routes:
             deadline = Deadline(_CALL_S, "calling back")
             return call(host, port, self._credentials, purpose, deadline, secret)
         except (OSError, ValueError, HolmesError):
+            # Do not lose time with this address again. The number of such addresses is limited.
             if len(self._not_called) >= _NOT_CALLED:
                 self._not_called.clear()
             self._not_called.add(address)
             return None
 
     def _serve_reversed(self, channel: Channel, caller: Purpose) -> None:
-        """Receive the purpose on a connection that this rank has opened by calling back, and handle it."""
+        """Receive the purpose on a connection that this rank has opened by calling back, and handle it.
+
+        Args:
+            channel: The connection.
+            caller: The rank that has asked for the call, as the coordinator names it.
+        """
         try:
             purpose = channel.receive(Deadline(HANDSHAKE_S, "what it wants"))
         except OSError:
             channel.close()
             return
+        # The handshake has proved these two; the purpose may claim others.
         proven = {"job": caller.get("job"), "incarnation": caller.get("incarnation")}
         self._handle_incoming(channel, {**purpose, **proven})
 
     def _serve_relayed(self, connection: socket.socket, is_plain: bool) -> None:
-        """Answer the handshake on a relayed connection, and handle it."""
+        """Answer the handshake on a relayed connection, and handle it.
+
+        Args:
+            connection: The connection, whose bytes the coordinator forwards to the caller and back.
+            is_plain: Accept a caller without TLS.
+        """
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         try:
             channel, purpose = answer(

@@ -63,6 +63,8 @@ class Giver:
     def give(self, channel: Channel, purpose: Mapping[str, Any]) -> None:
         """Answer the requests on one connection until the taker closes it, or sends an invalid one.
 
+        A taker is a rank of another job that reads fragments of this job. Few are served at a time.
+
         Args:
             channel: The connection; it is closed at the end.
             purpose: What the taker sent in the handshake, with its "job".
@@ -71,7 +73,7 @@ class Giver:
         try:
             self._wait_for_turn(channel, job)
             try:
-                while True:
+                while True:  # until _answer() raises
                     self._answer(channel)
             finally:
                 with self._changed:
@@ -83,16 +85,21 @@ class Giver:
             channel.close()
 
     def _wait_for_turn(self, channel: Channel, job: str) -> None:
-        """Wait until few enough other takers are served.
+        """Wait until few enough other takers are served, and count this one.
+
+        Args:
+            channel: The taker's connection.
+            job: The taker's job.
 
         Raises:
             ConnectionError: The taker has closed the connection in the meantime.
+            TimeoutError: Its turn did not come in time.
         """
         deadline = Deadline(_ASKED_S, "a taker's turn")
         with self._changed:
             while self._taking.total() >= _TAKERS or self._taking[job] >= _OF_ONE_JOB:
                 self._changed.wait(_TURN_LOOK_S)
-                deadline.check()
+                deadline.check()  # raises TimeoutError
                 if not channel.lives():
                     raise ConnectionError("the taker is gone")
             self._taking[job] += 1
@@ -113,9 +120,10 @@ class Giver:
         if not 0 <= index < len(state.fragments):
             raise HolmesError(f"there is no fragment {index}")
         fragment = state.fragments[index]
+        # The coordinator may have told the taker of a commit before this job has received it.
         deadline = Deadline(state.settings.timeout / 2, "a version that is asked for")
         while fragment.given < version and not deadline.passed:
-            if not channel.idle():
+            if not channel.idle():  # closed, or it has sent another request before the answer
                 raise ConnectionError("the taker does not wait")
             time.sleep(_LOOK_S)
         try:
@@ -154,6 +162,9 @@ def take(
 ) -> str:
     """Take fragments from a donor on all ranks of this job; collective.
 
+    Each rank reads its elements of the weights after the last outer step (anchor) and of the outer momentum.
+    All ranks must get the same version: if the donor takes an outer step in between, they read again.
+
     Args:
         state: Outer state of this rank.
         wanted: Fragment -> least version.
@@ -172,17 +183,17 @@ def take(
             momentum = None if fragment.momentum is None else torch.empty_like(fragment.momentum)
             report: dict[str, Any] = {}
             try:
-                fetched = _fetch(
+                fetched_versions = _fetch(
                     fragment,
                     index,
                     least_version,
-                    anchor,
-                    momentum,
-                    donor,
-                    job_ranks.rank,
-                    patience_s,
+                    anchor=anchor,
+                    momentum=momentum,
+                    donor=donor,
+                    rank=job_ranks.rank,
+                    patience_s=patience_s,
                 )
-                report["versions"] = sorted(fetched)
+                report["versions"] = sorted(fetched_versions)
             except (OSError, HolmesError) as error:
                 report["why"] = str(error) or type(error).__name__
             reports = job_ranks.all_gather(report)
@@ -196,7 +207,7 @@ def take(
             if len(versions) == 1:
                 store(fragment, versions.pop(), anchor, momentum)
                 break
-        else:
+        else:  # all tries failed
             return f"fragment {index} was stepped each time while it was read"
     return ""
 
@@ -242,15 +253,21 @@ def _fetch(
         channel = donor.routes.dial(donor.peers[donor_rank], {"purpose": "fetch"}, deadline)
         try:
             for piece in pieces:
-                place = fragment.places(piece.start, piece.stop)
+                place = fragment.places(piece.start, piece.stop)  # slice of this rank's elements
                 parts = [anchor[place]]
                 if momentum is not None:
                     parts.append(momentum[place])
                 version = _read(
-                    channel, index, least_version, piece.start, piece.stop, parts, patience_s
+                    channel,
+                    index,
+                    least_version,
+                    start=piece.start,
+                    stop=piece.stop,
+                    parts=parts,
+                    patience_s=patience_s,
                 )
                 versions.add(version)
-                if version < least_version:
+                if version < least_version:  # too old to be of use, so the rest is not read
                     return versions
         finally:
             channel.close()
@@ -290,8 +307,8 @@ def _read(
         {"fragment": index, "version": least_version, "start": start, "stop": stop}, deadline
     )
     answer = Table(channel.receive(deadline), "what a donor gives")
-    sizes = [answer.take("anchor", int), answer.take("momentum", int)]
-    unexpected_sizes = sizes[len(buffers) :]
+    sizes = [answer.take("anchor", int), answer.take("momentum", int)]  # in bytes
+    unexpected_sizes = sizes[len(buffers) :]  # of a momentum that this job does not have
     if sizes[: len(buffers)] != expected_sizes or any(unexpected_sizes):
         raise ConnectionError(f"{sizes} bytes came instead of {expected_sizes}")
     channel.receive_bytes(buffers, deadline)

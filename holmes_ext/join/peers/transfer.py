@@ -44,7 +44,11 @@ class Speed:
         self._seconds_per_byte: dict[str, float] = {}  # by job
 
     def deadline(self, peer: Peer, count: int, patience_s: float) -> Deadline:
-        """Return the deadline for exchanging `count` bytes in all with a peer."""
+        """Return the deadline for exchanging `count` bytes in all with a peer.
+
+        It is some multiple of the best time so far, plus `patience_s` seconds. For the first exchange a slow
+        rate is assumed.
+        """
         purpose = f"the exchange with job {peer.job}"
         best = self._seconds_per_byte.get(peer.job)
         if best is None:
@@ -143,6 +147,7 @@ class PeerTransfer:
             pass
 
     def _write(self) -> None:
+        """Send bytes of the current buffer, as many as one system call takes."""
         assert self._out is not None
         count = self.connection.send(self._out[:_CALL_BYTES])
         self.sent += count
@@ -175,33 +180,34 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
         Job whose transfer failed -> reason.
     """
     failed: dict[str, str] = {}
+    # Each step returns why the transfer has failed, or "".
     with selectors.DefaultSelector() as selector:
         for transfer in transfers:
             # Read first: bytes that TLS has decrypted already would not wake the selector.
-            reason = _move(transfer, selectors.EVENT_READ)
+            reason = _move_bytes(transfer, selectors.EVENT_READ)
             if not reason and transfer.events:
                 reason = _watch(selector.register, transfer)
             if reason:
                 failed[transfer.peer.job] = reason
-        while selector.get_map():
+        while selector.get_map():  # as long as there are transfers under way
             for key, mask in selector.select(min(_LONGEST_SELECT_S, patience_s / 4)):
                 transfer = key.data
-                reason = _move(transfer, mask)
-                if reason or not transfer.events:
+                reason = _move_bytes(transfer, mask)
+                if reason or not transfer.events:  # failed, or complete
                     selector.unregister(transfer.connection)
                 elif transfer.events != key.events:
                     reason = _watch(selector.modify, transfer)
                 if reason:
                     failed[transfer.peer.job] = reason
             for transfer in [key.data for key in selector.get_map().values()]:
-                reason = _lateness(transfer, patience_s)
+                reason = _reason_to_give_up(transfer, patience_s)
                 if reason:
                     failed[transfer.peer.job] = reason
                     selector.unregister(transfer.connection)
     return failed
 
 
-def _move(transfer: PeerTransfer, mask: int) -> str:
+def _move_bytes(transfer: PeerTransfer, mask: int) -> str:
     """Move bytes of a transfer; return why it failed, "" if it did not."""
     try:
         transfer.move(mask)
@@ -227,10 +233,10 @@ def _watch(change: Callable[..., Any], transfer: PeerTransfer) -> str:
         return f"{transfer.peer}: {_CLOSED}"
 
 
-def _lateness(transfer: PeerTransfer, patience_s: float) -> str:
+def _reason_to_give_up(transfer: PeerTransfer, patience_s: float) -> str:
     """Return why a transfer must be given up; "" if it may go on."""
     peer = transfer.peer
-    if transfer.connection.fileno() < 0:
+    if transfer.connection.fileno() < 0:  # closed by another thread
         return f"{peer}: {_CLOSED}"
     if time.monotonic() - transfer.heard > patience_s:
         return f"{peer}: silent for {patience_s:.3g} s"

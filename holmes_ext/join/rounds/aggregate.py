@@ -102,6 +102,7 @@ def combine(
     """
     count = len(gradients)
     if settings.aggregate in ("median", "trimmed") and count >= _LEAST_VECTORS:
+        # Of the sorted values of each element, `trimmed` are left out at each end, and the others averaged.
         most_trimmed = (count - 1) // 2  # leaves one value, or two
         if settings.aggregate == "median":
             trimmed = most_trimmed
@@ -136,9 +137,9 @@ def geometric_median(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         weights: Weight of each vector's distance, [J].
     """
     least_distance = _SMALLEST * math.sqrt(float(gram.diagonal().max()))
-    if least_distance == 0:
+    if least_distance == 0:  # all vectors are zero
         return weights
-    point = weights
+    point = weights  # coefficients of the current estimate; the first one is the mean
     for _ in range(_STEPS):
         factors = weights / _distances(gram, point).clamp(min=least_distance)
         previous = point
@@ -162,11 +163,12 @@ def centered_clipping(
         radius: Length to which differences are clipped; None: the median distance in each step.
         steps: Number of iterations.
     """
-    center = torch.zeros_like(weights)
+    center = torch.zeros_like(weights)  # coefficients of the current center; the first one is zero
     for _ in range(steps):
         distances = _distances(gram, center)
         bound = statistics.median(distances.tolist()) if radius is None else radius
         clipped_weights = weights * (bound / distances.clamp(min=_TINY)).clamp(max=1.0)
+        # center + sum of clipped_weight_j (d_j - center), in coefficients of the vectors d_j.
         center = center + clipped_weights - clipped_weights.sum() * center
     return center
 
@@ -201,6 +203,7 @@ def flag_aggregate(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         reweighting = 1 / (1 - explained).clamp(min=_LEAST_RESIDUAL).sqrt()
         if float((reweighting / previous - 1).abs().max()) < _FLAG_TOLERANCE:
             break
+    # In the mean, no vector counts as longer than the median: the subspace ignores lengths.
     median_length = statistics.median(lengths.tolist())
     length_caps = (median_length / lengths).clamp(max=1.0)
     return basis @ (basis.T @ (gram @ (weights * length_caps)))

@@ -71,9 +71,16 @@ class CoordinatorLink:
         return str(salt) if round_number == number else ""
 
     def _ask_on_rank_0(self, op: str, document: Mapping[str, Any]) -> Verdict:
-        """Send a request; return "void" with the reason instead of an error, once the job has entered."""
+        """Send a request from rank 0, and return the coordinator's verdict.
+
+        Returns:
+            The reply. If there is none: {"refused": reason} if the job has not entered the run yet and was
+            refused, otherwise the verdict "void" with the reason.
+        """
         assert self.client is not None
-        seconds = _AWAY_S if self._is_away else 2 * self._patience_s + _EXTRA_S
+        seconds = 2 * self._patience_s + _EXTRA_S
+        if self._is_away:  # it did not answer the last request: do not delay training again
+            seconds = _AWAY_S
         try:
             answer = self.client.ask(op, document, Deadline(seconds, "the coordinator"))
             self._is_away = False
@@ -91,6 +98,8 @@ class CoordinatorLink:
 
 
 class _CachedChecksum(NamedTuple):
+    """Checksum of a fragment's outer state, and the version of which it is."""
+
     version: int
     checksum: int
 
@@ -121,9 +130,14 @@ class Claims:
 
         Args:
             versions: Versions that the fragments had when training submitted the pseudo-gradient.
+
+        Returns:
+            "versions" and "checksums" of all fragments; a checksum is "" while a step is pending.
         """
         with self._state.lock:
+            # `promised`: version of a fragment after its pending steps.
             promised = [fragment.promised for fragment in self._state.fragments]
+        # Fragments without a pending step; only for these can the checksum be computed now.
         stable = [index for index, version in enumerate(versions) if promised[index] == version]
         outdated = []
         for index in stable:
@@ -150,6 +164,7 @@ class Claims:
         self._cache.pop(fragment, None)
 
     def _checksums(self, fragments: Sequence[int], salt: str) -> list[int]:
+        """Return the checksums of fragments over all ranks of the job; collective if there are any."""
         position = self._state.weights.position
         of_this_rank = [
             self._state.fragments[index].checksum(position, salt) for index in fragments
@@ -206,19 +221,19 @@ class RemoteJobs:
         """Return the ranks of the given jobs, looked up at the coordinator if necessary; collective.
 
         Args:
-            incarnations: Job -> incarnation.
+            incarnations: Job -> incarnation, which identifies a start of the job.
         """
         jobs: dict[str, RemoteJob] = {}
         for name, incarnation in incarnations.items():
             if (name, incarnation) not in self._cache:
                 answer = self._coordinator.ask("maps", {"of": name})
                 if answer.get("incarnation") != incarnation:
-                    continue
+                    continue  # the job is gone, or was restarted
                 job = remote_job(name, answer, self._position, self._total)
                 fits_on_ranks = self._job_ranks.all_gather(job is not None)
                 if job is None or not all(fits_on_ranks):
-                    continue
-                self.forget([name])
+                    continue  # on some rank of this job, its elements are not the same
+                self.forget([name])  # earlier starts of the job
                 self._cache[name, incarnation] = job
             jobs[name] = self._cache[name, incarnation]
         return FoundJobs(jobs, missing=frozenset(incarnations) - frozenset(jobs))
@@ -250,6 +265,7 @@ def remote_job(name: str, answer: Mapping[str, Any], position: str, total: int) 
     ranges = [
         RankRange(start, stop, rank) for start, stop, rank in zip(flat[::3], flat[1::3], flat[2::3])
     ]
+    # The ranges are in order and without holes, so the last one ends at the number of elements.
     if not ranges or ranges[-1].stop != total:
         return None
     incarnation = str(answer["incarnation"])

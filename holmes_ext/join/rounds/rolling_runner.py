@@ -58,13 +58,19 @@ class RollingRunner(RoundRunner):
         """Take the results of the first `count` rounds, except those that were taken before.
 
         Waits until these rounds have ended on this rank, as they have on rank 0.
+
+        Args:
+            count: Number of rounds since the start of the job.
+
+        Raises:
+            BaseException: The exception that ended the rounds thread.
         """
         with self._changed:
             while self.ended < count and self._error is None and self.running:
                 self._changed.wait(1.0)
             if self._error is not None:
                 raise self._error
-            already_taken = self.ended - len(self._results)
+            already_taken = self.ended - len(self._results)  # by earlier calls
             new = count - already_taken
             results = self._results[:new]
             self._results = self._results[new:]
@@ -91,8 +97,8 @@ class RollingRunner(RoundRunner):
             Whether training goes on.
         """
         new: list[InFlight] = []
-        is_over = False
-        if self.job_ranks.rank == 0:
+        is_over = False  # training has ended, which None in the queue means
+        if self.job_ranks.rank == 0:  # take what is in the queue, without waiting
             while not is_over:
                 try:
                     submitted = self._inbox.get_nowait()
@@ -103,7 +109,7 @@ class RollingRunner(RoundRunner):
                 else:
                     new.append(submitted)
         count, is_over = self.job_ranks.broadcast_from_rank_0([len(new), is_over])
-        while len(new) < count:
+        while len(new) < count:  # on the other ranks
             submitted = self._inbox.get()
             if submitted is None:
                 return False
@@ -113,11 +119,16 @@ class RollingRunner(RoundRunner):
         return not is_over
 
     def _request_round(self) -> None:
-        """Ask the coordinator for a round, and run it if there is one; collective."""
+        """Ask the coordinator for a round, and run it if there is one; collective.
+
+        If training has not applied the last MOST_PENDING aggregates of a fragment, wait a moment instead.
+        """
         most_pending = max(len(fragment.pending) for fragment in self.state.fragments)
-        if self.job_ranks.broadcast_from_rank_0(most_pending >= MOST_PENDING):
+        training_lags = self.job_ranks.broadcast_from_rank_0(most_pending >= MOST_PENDING)
+        if training_lags:
             time.sleep(_REST_S)
             return
+        # In the order of the fragments, because _offer() is collective.
         offers = [self._offer(in_flight) for _, in_flight in sorted(self._offers.items())]
         claims = self.claims.renew(self._versions())
         verdict = self.coordinator.ask("next", {**claims, "offers": offers})
@@ -126,7 +137,7 @@ class RollingRunner(RoundRunner):
                 self._run_round(verdict)
             case "behind":
                 result = self.take(verdict)
-                for fragment in result.fragments:
+                for fragment in result.fragments:  # pseudo-gradients of the replaced weights
                     self._offers.pop(fragment, None)
                 self._append_result(None, result)
             case "idle":
@@ -135,23 +146,30 @@ class RollingRunner(RoundRunner):
                 self._handle_void(verdict)
 
     def _offer(self, in_flight: InFlight) -> dict[str, Any]:
-        """Return the offer of a pseudo-gradient for "next" (see reports.Offer); collective."""
+        """Return the offer of a pseudo-gradient for "next" (see reports.Offer); collective.
+
+        It has no norm if the pseudo-gradient is not finite.
+        """
         square, tokens = self.job_ranks.all_reduce_sum(
-            [self._square_to_send(in_flight), in_flight.tokens]
+            [self._squared_norm_to_send(in_flight), in_flight.tokens]
         )
         offer = {"fragment": in_flight.fragment, "tokens": tokens, "slack_s": in_flight.slack_s}
-        if 0 <= square < float("inf"):
+        if 0 <= square < float("inf"):  # neither infinite nor NaN
             offer["norm"] = square**0.5
         return offer
 
     def _run_round(self, verdict: Verdict) -> None:
-        """Run the round of a verdict "go" to its end; collective."""
+        """Run the round of a verdict "go" to its end, and append its result; collective.
+
+        Args:
+            verdict: Has the round's number, its fragment, and its members with their shares of the sum.
+        """
         begin = time.monotonic()
         sent_before = self.links.sent
         number = int(verdict["round"])
         index = int(verdict["fragment"])
         contribution: InFlight | None = None
-        if verdict["members"].get(self.job, 0) > 0:
+        if verdict["members"].get(self.job, 0) > 0:  # with share 0 the job only receives
             contribution = self._offers.get(index)
         in_flight = contribution
         if in_flight is None:
@@ -159,7 +177,8 @@ class RollingRunner(RoundRunner):
             anchor = self.state.fragments[index].anchor
             in_flight = InFlight(number, index, anchor, base=0, tokens=0.0, step=0)
         in_flight.number = number
-        result = self._follow(in_flight, verdict, momentum_square=0.0)
+        # The exchange, the check and the commit, as the coordinator's verdicts say.
+        result = self._follow_verdicts(in_flight, verdict, momentum_square=0.0)
         result.fragments = [index]
         result.bytes = self.links.sent - sent_before
         result.seconds = time.monotonic() - begin
@@ -167,7 +186,7 @@ class RollingRunner(RoundRunner):
             square = sum(self.job_ranks.all_reduce_sum([square_of(contribution.gradient)]))
             result.norm = square**0.5
             is_counted = result.verdict == "commit" and result.members.get(self.job, 0) > 0
-            if is_counted or self.job in result.left_out:
+            if is_counted or self.job in result.left_out:  # otherwise it counts in a later round
                 del self._offers[index]
         self._append_result(contribution, result)
 
@@ -184,7 +203,7 @@ class RollingRunner(RoundRunner):
         )
         if self.job in result.left_out:
             self._offers.clear()
-        elif not result.left_out:
+        elif not result.left_out:  # the coordinator did not answer
             time.sleep(_REST_S)
         self._append_result(None, result)
 

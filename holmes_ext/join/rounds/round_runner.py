@@ -156,6 +156,7 @@ class RoundRunner:
         """
         self.number = number
         result = RoundResult("void", number)
+        # Taking weights may fail because the donor is gone; the coordinator then names another one.
         for attempt in range(_ENTRIES):
             if attempt > 0:
                 time.sleep(_AGAIN_S)
@@ -170,7 +171,7 @@ class RoundRunner:
                 self.job_ranks.refuse(f"job {self.job} cannot join: {reason}")
             if result.verdict != "void":
                 break
-        else:
+        else:  # all attempts failed
             self.job_ranks.refuse(f"job {self.job} cannot join: {result.why}")
         self.number = result.round
         self.coordinator.entered = True
@@ -199,30 +200,32 @@ class RoundRunner:
                 in_flight.ended.set_exception(error)
 
     def _round(self, in_flight: InFlight) -> RoundResult:
-        """Run one round, from "ready" to its end; collective."""
+        """Run the round of a submitted pseudo-gradient, from "ready" to its end; collective."""
         begin = time.monotonic()
         sent_before = self.links.sent
         fragment = self.state.fragments[in_flight.fragment]
         momentum_square = 0.0
         if self.algorithm.needs_gap and fragment.momentum is not None:
             momentum_square = square_of(fragment.momentum.float())
+        # From here on, the three values are those of the whole job.
         square, momentum_square, tokens = self.job_ranks.all_reduce_sum(
-            [self._square_to_send(in_flight), momentum_square, in_flight.tokens]
+            [self._squared_norm_to_send(in_flight), momentum_square, in_flight.tokens]
         )
         is_finite = not math.isnan(square) and square != math.inf
         norm = square**0.5 if is_finite else None
         report = self._ready_report(in_flight, norm, tokens)
         verdict = self.coordinator.ask("ready", report)
-        result = self._follow(in_flight, verdict, momentum_square)
+        # The exchange, the check and the commit, as the coordinator's verdicts say.
+        result = self._follow_verdicts(in_flight, verdict, momentum_square)
         result.bytes = self.links.sent - sent_before
         result.seconds = time.monotonic() - begin
         result.norm = norm or 0.0
-        if self.settings.seconds:
+        if self.settings.seconds:  # `every` is given in seconds: rank 0 sets the length of periods
             result.period = int(self.job_ranks.broadcast_from_rank_0(in_flight.period))
         self.number = result.round
         return result
 
-    def _square_to_send(self, in_flight: InFlight) -> float:
+    def _squared_norm_to_send(self, in_flight: InFlight) -> float:
         """Return the squared length of what the codec will encode, over this rank's elements.
 
         That is the pseudo-gradient plus the residual of earlier rounds, if the codec keeps one.
@@ -245,26 +248,30 @@ class RoundRunner:
         index = in_flight.fragment
         claims = self.claims.renew(in_flight.versions)
         report = {"round": in_flight.number, "fragment": index, "tokens": tokens, **claims}
+        # With the coordinator's salt in it, the checksum cannot be copied from another job.
         salt = self.coordinator.salt_of(in_flight.number)
         if salt and claims["checksums"][index]:
             report["salted"] = self.claims.salted(index, salt)
             report["salt_round"] = in_flight.number
+        # Without a norm, the pseudo-gradient does not count.
         if in_flight.base != self.state.fragments[index].version:
             report["why"] = "it has just taken these weights from another job"
         elif norm is not None:
             report["norm"] = norm
         return report
 
-    def _follow(self, in_flight: InFlight, verdict: Verdict, momentum_square: float) -> RoundResult:
-        """Do what the coordinator's verdicts say, one after the other, until the round has ended.
+    def _follow_verdicts(
+        self, in_flight: InFlight, verdict: Verdict, momentum_square: float
+    ) -> RoundResult:
+        """Do what the coordinator's verdicts say, one after the other, until the round has ended; collective.
 
         Args:
             in_flight: The pseudo-gradient.
             verdict: The first verdict.
             momentum_square: Squared length of the fragment's momentum, for algorithms that need it.
         """
-        received: _Received | None = None
-        members: dict[str, float] = {}
+        received: _Received | None = None  # result of the last exchange
+        members: dict[str, float] = {}  # job -> share of its pseudo-gradient in the sum
         while True:
             kind = verdict["verdict"]
             if kind == "go":  # begin the exchange, or another attempt with other members
@@ -299,13 +306,16 @@ class RoundRunner:
 
         Args:
             in_flight: This job's pseudo-gradient.
-            verdict: The verdict "go".
+            verdict: The verdict "go": members with their shares, incarnations and claimed norms.
+
+        Returns:
+            The received pseudo-gradients; without them, the jobs with which the exchange failed.
         """
         members = verdict["members"]
         incarnations = verdict["incarnations"]
         others = {name: incarnations[name] for name in members if name != self.job}
         fragment = self.state.fragments[in_flight.fragment]
-        found = self.remote.find(others)
+        found = self.remote.find(others)  # addresses and shards of the other jobs' ranks
         failed = found.missing
         attempt = self._attempt(members, fragment, found)
         gradients: list[torch.Tensor] = []
@@ -313,11 +323,11 @@ class RoundRunner:
             try:
                 gradients = attempt.run(
                     self.links,
-                    in_flight.number,
-                    int(verdict["attempt"]),
-                    fragment,
-                    in_flight.gradient,
-                    self.settings.timeout,
+                    number=in_flight.number,
+                    attempt=int(verdict["attempt"]),
+                    fragment=fragment,
+                    gradient=in_flight.gradient,
+                    patience_s=self.settings.timeout,
                 )
             except PeersFailed as error:
                 failed = error.jobs
@@ -336,6 +346,7 @@ class RoundRunner:
         self.remote.forget(unreached)
         faults: dict[str, str] = {}
         if not unreached:
+            # Jobs whose data is implausible. A job does not accuse itself.
             faults = self._screening.faults(in_flight.fragment, names, gram, verdict["norms"])
             faults.pop(self.job, None)
         return _Received(attempt, names, gradients, gram, unreached, faults)
@@ -350,6 +361,7 @@ class RoundRunner:
             ranges_of[name] = job.ranges
             for rank, peer in job.peers.items():
                 peers[name, rank] = peer
+        # Ranges of elements that a single rank of each job exchanges; this rank takes part in its own.
         pairs = shard_pairs(ranges_of, fragment.start, fragment.stop)
         pieces = [pair for pair in pairs if pair.owners[self.job] == self.job_ranks.rank]
         return Attempt(self.job, members, pieces, peers, self.codec)
@@ -378,6 +390,7 @@ class RoundRunner:
         ]
         digests = map(hexadecimal, self.job_ranks.all_reduce_checksums(digests_of_rank))
 
+        # The aggregate leaves out the excluded jobs: their rows of the Gram matrix, and their shares.
         counting = [
             index for index, name in enumerate(received.names) if name not in verdict["excluded"]
         ]
@@ -387,6 +400,7 @@ class RoundRunner:
         shares = [members[name] / total_share for name in counting_names]
         factors = coefficients(self.settings, gram, shares)
         factors_vector = torch.tensor(factors, dtype=torch.float64)
+        # |sum of c_j d_j|^2 = c' G c, with the factors c and the Gram matrix G.
         aggregate_square = float(factors_vector @ gram @ factors_vector)
         return {
             "digests": dict(zip(received.names, digests)),
@@ -405,10 +419,14 @@ class RoundRunner:
         """Aggregate the pseudo-gradients of a committed round; collective.
 
         The outer step becomes pending; the training thread takes it when its delay is over.
+
+        Args:
+            members: Job -> share of its pseudo-gradient.
+            verdict: The verdict "commit", with the factors of the jobs that count.
         """
         fragment = self.state.fragments[in_flight.fragment]
         factors = verdict["factors"]  # job -> factor of its pseudo-gradient
-        counting = {
+        counting = {  # job -> its pseudo-gradient
             name: gradient
             for name, gradient in zip(received.names, received.gradients)
             if name in factors
@@ -429,6 +447,7 @@ class RoundRunner:
             fragment.pending.append(
                 Pending(in_flight.number, aggregate, momentum, float(verdict["gap"]), residual)
             )
+        # How far this job's pseudo-gradient is from the aggregate, relative to the aggregate's norm.
         drift = None
         if aggregate_square > 0 and len(counting) > 1 and contributes:
             drift = (distance_square / aggregate_square) ** 0.5
@@ -448,7 +467,9 @@ class RoundRunner:
         """
         name = str(verdict["from"])
         number = int(verdict["round"])
-        wanted = dict(zip(map(int, verdict["fragments"]), map(int, verdict["versions"])))
+        fragments = map(int, verdict["fragments"])
+        versions = map(int, verdict["versions"])
+        wanted = dict(zip(fragments, versions))  # fragment -> least version
         found = self.remote.find({name: str(verdict["incarnation"])})
         if found.missing:
             why = f"job {name}, which has newer weights, is gone again"
@@ -459,6 +480,7 @@ class RoundRunner:
         # the end of this round, and they can be replaced at once.
         is_concurrent = self.settings.rounds == "async" and self.running
         store = self.state.promise if is_concurrent else self.state.replace
+        # Collective; returns "" or why the weights could not be taken.
         why = take(self.state, wanted, donor, self.job_ranks, self.settings.timeout, store)
         for fragment in wanted:
             self.claims.forget(fragment)

@@ -71,15 +71,16 @@ class Screening:
                 faults[name] = "what it sent is not finite"
                 continue
             length = math.sqrt(square)
+            # The codec's rounding may lengthen the pseudo-gradient a little (_LONGER).
             claimed_length = claimed.get(name) or 0.0
             if length > _LONGER * claimed_length + _LENGTH_TOLERANCE:
                 faults[name] = (
                     f"what it sent has length {length:.3g}, it claimed {claimed_length:.3g}"
                 )
-        faults |= self._repeated(fragment, names, squares)
+        faults |= self._jobs_with_repeated_data(fragment, names, squares)
         if self._checks_directions:
             usable = [name for name in names if name not in faults]
-            faults |= _misdirected(usable, names, gram)
+            faults |= _misdirected_jobs(usable, names, gram)
         return faults
 
     def remember(self, fragment: int, gram: torch.Tensor) -> None:
@@ -87,12 +88,17 @@ class Screening:
         squares = gram.diagonal().tolist()
         self._squares.setdefault(fragment, deque(maxlen=_REMEMBERED * len(squares))).extend(squares)
 
-    def _repeated(
+    def _jobs_with_repeated_data(
         self, fragment: int, names: Sequence[str], squares: Sequence[float]
     ) -> dict[str, str]:
-        """Return the jobs whose pseudo-gradients have the exact length of an earlier one.
+        """Return the jobs whose pseudo-gradients have the exact length of an earlier one, with the reason.
 
         If at least half of the jobs do, training stands still and none is at fault.
+
+        Args:
+            fragment: Index of the fragment.
+            names: All jobs.
+            squares: Squared length of each job's pseudo-gradient, in the order of `names`.
         """
         known_squares = self._squares.get(fragment, ())
         repeated = [
@@ -103,8 +109,12 @@ class Screening:
         return dict.fromkeys(repeated, "it sent again what was sent in an earlier round")
 
 
-def _misdirected(usable: Sequence[str], names: Sequence[str], gram: torch.Tensor) -> dict[str, str]:
-    """Return the jobs whose pseudo-gradients point in another direction than the others'.
+def _misdirected_jobs(
+    usable: Sequence[str], names: Sequence[str], gram: torch.Tensor
+) -> dict[str, str]:
+    """Return the jobs whose pseudo-gradients point in another direction than the others', with the reason.
+
+    The agreement of a job is its median cosine with the others; the usual agreement is the median over jobs.
 
     Args:
         usable: Jobs to compare.
@@ -124,7 +134,7 @@ def _misdirected(usable: Sequence[str], names: Sequence[str], gram: torch.Tensor
         ]
         agreement[name] = statistics.median_high(cosines_with_others)
     usual = statistics.median(agreement.values())
-    if usual < _LEAST_AGREEMENT:
+    if usual < _LEAST_AGREEMENT:  # directions are mostly noise
         return {}
     return {
         name: f"it points another way than the others (cosine {cosine:.2f}, theirs {usual:.2f})"

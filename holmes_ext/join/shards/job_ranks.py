@@ -51,7 +51,7 @@ class JobRanks:
 
         The halves of each checksum are added up separately, so that int64 does not overflow.
         """
-        halves: list[int] = []
+        halves: list[int] = []  # low, high, low, high, ...
         for value in values:
             halves += [value & _HALF_MASK, value >> _HALF_BITS]
         sums = self._all_reduce(torch.tensor(halves, device="cpu"), dist.ReduceOp.SUM).tolist()
@@ -64,6 +64,7 @@ class JobRanks:
         if self._control is None:
             return document
         data = json.dumps(document).encode() if self.rank == 0 else b""
+        # First the length, so that the other ranks can allocate the text.
         length = torch.tensor([len(data)], device="cpu")
         dist.broadcast(length, group=self._control, group_src=0)
         if self.rank == 0:
@@ -78,6 +79,7 @@ class JobRanks:
         if self._control is None:
             return [document]
         data = json.dumps(document).encode()
+        # An all-gather needs equal lengths: shorter texts are padded with spaces, which JSON ignores.
         longest = self._all_reduce(torch.tensor([len(data)], device="cpu"), dist.ReduceOp.MAX)
         padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -109,6 +111,7 @@ class JobRanks:
         texts = self.all_gather(None if error_here is None else str(error_here))
         errors = [text for text in texts if text is not None]
         if errors:
+            # RemoteError, a HolmesError too, is not printed: only a rank that has the error itself prints it.
             if error_here is not None and str(error_here) == errors[0]:
                 raise error_here
             raise RemoteError(errors[0])
@@ -153,12 +156,13 @@ class Replicas:
             Parts that together cover what the replicas hold of the fragment, in order.
         """
         if self._group is None:
-            return _parts(fragment.ranges, mine)
+            return _split_by_ranges(fragment.ranges, mine)
         ranges_of_replicas = [
             owned_ranges(self._owned, rank, fragment.start, fragment.stop)
             for rank in self._replicas
         ]
         lengths = [sum(stop - start for start, stop in ranges) for ranges in ranges_of_replicas]
+        # An all-gather needs equal lengths: row r has the elements of the r-th replica, padded with zeros.
         padded = torch.zeros(max(lengths), dtype=torch.float32, device=self._device)
         padded[: mine.numel()].copy_(mine)
         rows = torch.empty(
@@ -167,11 +171,11 @@ class Replicas:
         dist.all_gather(list(rows.unbind()), padded, group=self._group)
         parts: list[Part] = []
         for ranges, row in zip(ranges_of_replicas, rows):
-            parts += _parts(ranges, row)
+            parts += _split_by_ranges(ranges, row)
         return sorted(parts, key=lambda part: part.start)
 
 
-def _parts(ranges: Sequence[Range], values: torch.Tensor) -> list[Part]:
+def _split_by_ranges(ranges: Sequence[Range], values: torch.Tensor) -> list[Part]:
     """Split a flat tensor, which holds the elements of several ranges in order, into parts (views)."""
     parts = []
     offset = 0
@@ -201,6 +205,8 @@ class CutMatrices(Matrices):
     def orthogonalize(self, flat: torch.Tensor) -> None:
         """Orthogonalize the matrices, in place; collective.
 
+        Each rank orthogonalizes the whole matrices of which it has a part, and keeps its own elements.
+
         Args:
             flat: This rank's elements of the fragment.
         """
@@ -228,7 +234,7 @@ def gather_cut_matrices(
         device: Device on which matrices are orthogonalized.
     """
     for fragment in fragments:
-        places = []
+        places = []  # of the matrices in the fragment of which this rank exchanges some elements
         for matrix in matrices:
             is_exchanged_here = any(
                 matrix.start < stop and start < matrix.stop for start, stop in fragment.ranges

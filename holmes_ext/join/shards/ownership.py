@@ -80,10 +80,11 @@ def owners(
         HolmesError: No rank holds some element.
     """
     borders = _borders(total, cuts, holdings)
+    # Border -> ranks that hold the elements from it to the next border.
     holders_from = _holders_by_border(borders, holdings)
     fragment_borders = set(cuts)
     result: list[RankRange] = []
-    first = 0
+    first = 0  # first element that is not assigned yet
     for start, stop in pairwise(borders):
         holders = holders_from[start]
         if not holders:
@@ -93,6 +94,7 @@ def owners(
         is_continued = holders_from.get(stop) == holders and stop not in fragment_borders
         if is_continued:  # divide the elements up to the next change of holders at once
             continue
+        # One share of equal length for each holder; a share is empty if there are few elements.
         shares = pairwise(_even_cuts(first, stop, len(holders), whole))
         for (share_start, share_stop), rank in zip(shares, holders):
             if share_start < share_stop:
@@ -102,7 +104,16 @@ def owners(
 
 
 def _borders(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Range]]) -> list[int]:
-    """Return the sorted borders of all fragments and held ranges."""
+    """Return the sorted borders of all fragments and held ranges.
+
+    Args:
+        total: Number of elements.
+        cuts: Borders of the fragments.
+        holdings: Rank -> ranges that it holds.
+
+    Raises:
+        HolmesError: A range reaches beyond the elements.
+    """
     borders = {0, total, *cuts}
     for ranges in holdings.values():
         for start, stop in ranges:
@@ -129,34 +140,49 @@ def _holders_by_border(
 def _even_cuts(start: int, stop: int, parts: int, whole: Sequence[Range]) -> list[int]:
     """Return the borders of `parts` parts of equal length, from `start` to `stop`.
 
-    Inner borders are multiples of ALIGNMENT if the parts are long enough, and moved out of `whole` ranges.
+    Inner borders are at multiples of ALIGNMENT after `start` if the parts are long enough, and moved out of
+    the `whole` ranges, which must not be divided.
     """
     length = stop - start
     is_long = length >= 2 * ALIGNMENT * parts
     grain = ALIGNMENT if is_long else 1
     borders = [start]
     for index in range(1, parts):
-        cut = start + length * index // parts // grain * grain
-        cut = _outside(cut, whole)
+        even_length = length * index // parts
+        cut = start + even_length // grain * grain
+        cut = _moved_out(cut, whole)
         borders.append(min(max(start, cut), stop))
     borders.append(stop)
     return borders
 
 
-def _outside(cut: int, whole: Sequence[Range]) -> int:
-    """Return the cut, moved to the nearer end of the range that it would divide."""
+def _moved_out(cut: int, whole: Sequence[Range]) -> int:
+    """Return the cut, moved to the nearer end of the range that it would divide.
+
+    Args:
+        cut: Index of the first element after the cut.
+        whole: Ranges that must not be divided, in order.
+    """
+    # Index of the last range that does not begin after the cut.
     index = bisect_right(whole, cut, key=lambda span: span[0]) - 1
-    if index < 0 or cut >= whole[index][1]:
+    if index < 0:
         return cut
     first, last = whole[index]
+    if cut >= last:
+        return cut
     return first if cut - first <= last - cut else last
 
 
 def any_cut(owned: Sequence[RankRange], whole: Sequence[Range]) -> bool:
-    """Return whether several ranks exchange parts of one of the `whole` ranges."""
+    """Return whether several ranks exchange parts of one of the `whole` ranges.
+
+    Args:
+        owned: Elements that each rank exchanges, in order.
+        whole: Ranges of elements, such as matrices.
+    """
     starts = [span.start for span in owned]
     for start, stop in whole:
-        owner = owned[bisect_right(starts, start) - 1]
+        owner = owned[bisect_right(starts, start) - 1]  # has the first element of the range
         if stop > owner.stop:
             return True
     return False
@@ -184,6 +210,7 @@ def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) 
     starts_of = {name: [span.start for span in owned] for name, owned in maps.items()}
     cuts = {start, stop}
     for name, owned in maps.items():
+        # Index of the first range that begins after `start`.
         first_inside = bisect_right(starts_of[name], start)
         for span in owned[first_inside:]:
             if span.start >= stop:
@@ -192,7 +219,7 @@ def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) 
 
     pairs = []
     for piece_start, piece_stop in pairwise(sorted(cuts)):
-        ranks = {}
+        ranks = {}  # job -> rank that exchanges the piece
         for name, owned in maps.items():
             index = bisect_right(starts_of[name], piece_start) - 1
             ranks[name] = owned[index].rank

@@ -50,10 +50,10 @@ def opened(saved: Any, source: str) -> dict[str, Any]:
         )
     state = saved.get("outer")
     try:
-        sound = isinstance(state, dict) and _digest_of(state) == saved.get("digest")
-    except (TypeError, RuntimeError, RecursionError):
-        sound = False
-    if not sound or not isinstance(state, dict):
+        is_sound = isinstance(state, dict) and _digest_of(state) == saved.get("digest")
+    except (TypeError, RuntimeError, RecursionError):  # the damaged state has other types than ours
+        is_sound = False
+    if not is_sound or not isinstance(state, dict):
         raise HolmesError(
             f"{source}: the outer state is damaged (its digest differs); load an earlier checkpoint, or"
             " omit it to take the weights from another job"
@@ -64,6 +64,8 @@ def opened(saved: Any, source: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def readable(source: str) -> Iterator[None]:
     """Raise HolmesError instead of the errors of code that reads a state with an unexpected structure.
+
+    A context manager around that code.
 
     Args:
         source: Name of the document in the message.
@@ -78,6 +80,7 @@ def readable(source: str) -> Iterator[None]:
 
 
 def _digest_of(state: Any) -> str:
+    """Return the SHA-256 of a state, in hexadecimal digits."""
     digest = hashlib.sha256()
     _add_to_digest(digest, state)
     return digest.hexdigest()
@@ -85,6 +88,8 @@ def _digest_of(state: Any) -> str:
 
 def _add_to_digest(digest: Any, value: Any) -> None:
     """Add a value of the state to a hashlib digest, recursively.
+
+    Types, shapes and lengths are part of it, so that different states have different digests.
 
     Raises:
         TypeError: The value has a type that no outer state contains.

@@ -90,7 +90,7 @@ class Fragment:
         Raises:
             KeyError: They are not all in one range of this rank.
         """
-        offset = 0
+        offset = 0  # of the range in the anchor, which has one range after the other
         for range_start, range_stop in self.ranges:
             if range_start <= start <= stop <= range_stop:
                 return slice(offset + start - range_start, offset + stop - range_start)
@@ -132,7 +132,13 @@ class OuterState:
         ]
 
     def _fragment(self, start: int, stop: int, ranges: list[Range]) -> Fragment:
-        """Return a fragment whose anchor equals the current weights."""
+        """Return a fragment whose anchor equals the current weights.
+
+        Args:
+            start: First element of the fragment in the flat weights.
+            stop: Element after the last.
+            ranges: Elements of the fragment that this rank exchanges; only for these it keeps outer state.
+        """
         count = sum(range_stop - range_start for range_start, range_stop in ranges)
         residual_kind = residual_dtype(self.settings)
         residual = None
@@ -146,7 +152,7 @@ class OuterState:
             momentum = torch.zeros(count, dtype=momentum_dtype, device="cpu")
         anchor = self.weights.read(ranges, torch.empty(count, device="cpu"))
         fragment = Fragment(start, stop, ranges, anchor, momentum, residual)
-        places = []
+        places = []  # of the matrices in the anchor
         for matrix in self.matrices:
             is_whole_here = any(
                 range_start <= matrix.start and matrix.stop <= range_stop
@@ -159,7 +165,10 @@ class OuterState:
         return fragment
 
     def apply(self, fragment: Fragment) -> None:
-        """Take the oldest pending outer step of a fragment."""
+        """Take the oldest pending outer step of a fragment: update anchor, momentum and residual.
+
+        A pending step may also replace anchor and momentum by those of another job.
+        """
         with self.lock:
             pending = fragment.pending.pop(0)
             self._step(
@@ -181,6 +190,8 @@ class OuterState:
     ) -> None:
         """Apply a pending step to anchor and momentum, in place.
 
+        With `pending.replaces`, anchor and momentum are replaced by those of another job.
+
         Args:
             pending: The step.
             anchor: Elements of the anchor.
@@ -198,7 +209,8 @@ class OuterState:
     def copy_of(self, fragment: Fragment, start: int, stop: int) -> FragmentCopy:
         """Return a copy of elements [start, stop) for another job, after the pending steps.
 
-        Steps that need other ranks of the job are not applied (Fragment.given).
+        Pending steps belong to committed rounds, but training has not taken them yet. Steps that need other
+        ranks of the job (`needs_others`) are not applied; then the copy has the version before them.
 
         Raises:
             KeyError: This rank does not exchange all these elements.
@@ -215,11 +227,11 @@ class OuterState:
                 momentum = fragment.momentum[place].clone()
             for pending in steps:
                 step = pending
-                if pending.momentum is not None:
+                if pending.momentum is not None:  # the step replaces the momentum by another job's
                     step = replace(pending, momentum=pending.momentum[place])
                 gradient = pending.gradient[place].clone()
                 self._step(step, anchor, momentum, gradient, fragment.matrices)
-            if needs_all:
+            if needs_all:  # of the whole fragment, keep the wanted elements
                 anchor = anchor[wanted]
                 momentum = None if momentum is None else momentum[wanted]
             return FragmentCopy(fragment.given, anchor, momentum)
@@ -258,6 +270,7 @@ class OuterState:
         """
         fragments = []
         for fragment in self.fragments:
+            # Elements that this rank exchanges, and the round of the last outer step.
             content: dict[str, Any] = {
                 "ranges": [list(pair) for pair in fragment.ranges],
                 "version": fragment.version,

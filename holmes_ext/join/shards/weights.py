@@ -138,7 +138,10 @@ class Weights:
         return parts
 
     def checksum(self) -> int:
-        """Return the checksum of all elements that this rank holds."""
+        """Return the checksum of all elements that this rank holds.
+
+        It is a sum modulo 2^64 over chunks of elements, and does not depend on how they are divided.
+        """
         total = 0
         for part in self.parts:
             start = part.start
@@ -149,11 +152,11 @@ class Weights:
 
     def read(self, ranges: Sequence[Range], out: torch.Tensor) -> torch.Tensor:
         """Copy the elements of the ranges, one range after the other, into `out` (float32, host)."""
-        offset = 0
+        offset = 0  # of the current range in `out`
         for start, stop in ranges:
             for part in self.held(start, stop):
-                place = offset + part.start - start
-                out[place : place + part.values.numel()].copy_(part.values)
+                first = offset + part.start - start
+                out[first : first + part.values.numel()].copy_(part.values)
             offset += stop - start
         return out
 
@@ -194,12 +197,13 @@ def checksum(values: torch.Tensor, start: int, salt: str) -> int:
         salt: Any text.
     """
     total = 0
-    seed = int.from_bytes(hashlib.sha256(salt.encode()).digest()[:8], "big", signed=True)
+    salt_digest = hashlib.sha256(salt.encode()).digest()
+    seed = int.from_bytes(salt_digest[:8], "big", signed=True)  # 64 bits of it
     for offset in range(0, values.numel(), _CHUNK):
         bits = values[offset : offset + _CHUNK].float().view(torch.int32).to(torch.int64)
         first = start + offset
         positions = torch.arange(first, first + bits.numel(), dtype=torch.int64, device=bits.device)
-        odd_multipliers = _mixed(positions.add_(seed)) | 1
+        odd_multipliers = _mixed(positions.add_(seed)) | 1  # pseudorandom, one for each position
         total += int((bits * odd_multipliers).sum())
     return total & CHECKSUM_MASK
 

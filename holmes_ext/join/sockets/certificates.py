@@ -117,6 +117,7 @@ def _contexts(file: str, authority: str) -> TlsContexts:
     server = _context(ssl.PROTOCOL_TLS_SERVER, file, authority)
     client = _context(ssl.PROTOCOL_TLS_CLIENT, file, authority)
     server.num_tickets = 0  # sessions are not resumed
+    # The first certificate in the file is this process's own; its chain follows.
     with open(file, encoding="ascii") as pem:
         first_certificate = pem.read().partition(_END)[0] + _END
     der = ssl.PEM_cert_to_DER_cert(first_certificate[first_certificate.index(_BEGIN) :])
@@ -124,6 +125,13 @@ def _contexts(file: str, authority: str) -> TlsContexts:
 
 
 def _context(protocol: Any, file: str, authority: str) -> ssl.SSLContext:
+    """Return a TLS 1.3 context that requires a certificate of the other end, signed by the CA.
+
+    Args:
+        protocol: ssl.PROTOCOL_TLS_SERVER or ssl.PROTOCOL_TLS_CLIENT.
+        file: PEM file with certificate and key of this end.
+        authority: Trusted CA, as PEM text.
+    """
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # The proof of the token identifies the other end, on whatever host it runs.
@@ -147,6 +155,8 @@ def _memory_file(data: bytes) -> Iterator[str]:
 
 def _make_certificates(key: bytes) -> _PemFiles:
     """Make the CA of the run, and a certificate for this process.
+
+    The CA's private key follows from the key of the run, so all processes of the run make the same CA.
 
     Args:
         key: Key of the run.
@@ -188,7 +198,7 @@ def _signed(authority_key: Any, public_key: Any, is_authority: bool) -> bytes:
     if is_authority:
         subject = "holmes joined jobs"
         allowed_usage = "key_cert_sign"
-        path_length = 0
+        path_length = 0  # it signs no other CAs
     else:
         subject = "one process"
         allowed_usage = "digital_signature"

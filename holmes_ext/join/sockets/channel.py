@@ -156,7 +156,10 @@ class Channel:
             self._read(part, deadline)
 
     def outgoing(self, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
-        """Yield what must be written to the socket, in order, to send the bytes of the buffers."""
+        """Yield what must be written to the socket, in order, to send the bytes of the buffers.
+
+        The bytes are divided into frames: a header, the payload, and a tag (without TLS).
+        """
         for chunk in _chunks(buffers):
             header = self._sent.header(_total_bytes(chunk))
             yield memoryview(header)
@@ -168,7 +171,8 @@ class Channel:
     def incoming(self, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
         """Yield the buffers that must be filled from the socket, in order, to fill the given buffers.
 
-        The sender may have divided the same number of bytes into other buffers.
+        The caller fills each buffer before it takes the next one: after the bytes of a frame, its header and
+        tag are checked here. The sender may have divided the same number of bytes into other buffers.
 
         Raises:
             BrokenFrame: A frame is broken; raised after its last buffer was filled.
@@ -214,7 +218,7 @@ class Channel:
         except OSError:
             return b""
         finally:
-            probe.detach()
+            probe.detach()  # does not close the connection
 
     def close(self) -> None:
         """Close the connection."""
@@ -229,8 +233,9 @@ class Channel:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def _write(self, data: memoryview, deadline: Deadline) -> None:
+        """Write all bytes; raise TimeoutError after the deadline."""
         while data:
-            deadline.limit(self.socket)
+            deadline.limit(self.socket)  # sets the socket's timeout
             try:
                 count = self.socket.send(data[:_CALL_BYTES])
             except TimeoutError:
@@ -238,10 +243,10 @@ class Channel:
             data = data[count:]
 
     def _read(self, into: bytearray | memoryview, deadline: Deadline) -> bytearray | memoryview:
-        """Fill a buffer with received bytes, and return it."""
+        """Fill a buffer with received bytes, and return it; raise TimeoutError after the deadline."""
         left = memoryview(into)
         while left:
-            deadline.limit(self.socket)
+            deadline.limit(self.socket)  # sets the socket's timeout
             try:
                 count = self.socket.recv_into(left[:_CALL_BYTES])
             except TimeoutError:

@@ -184,7 +184,9 @@ def greet(
         their_certificate = b""
         if encrypt:
             contexts = credentials.contexts()
-            connection = _with_tls(connection, contexts.client, False, where, deadline)
+            connection = _with_tls(
+                connection, contexts.client, listens=False, where=where, deadline=deadline
+            )
             our_certificate = contexts.certificate
             their_certificate = _certificate_of(connection)
         channel = Channel(connection)
@@ -198,6 +200,7 @@ def greet(
                 " install the same holmes_ext"
             )
         text = json.dumps(purpose, separators=(",", ":"))
+        # Both challenges, the purpose and the certificates' hashes: each proof is made of these facts.
         facts = _transcript(
             challenge, str(hello.get("challenge")), text, our_certificate, their_certificate
         )
@@ -240,8 +243,8 @@ def answer(
     if plain_too is None:
         plain_too = credentials.plain or stays_on_host(connection)
     deadline.limit(connection)
-    first_byte = connection.recv(1, socket.MSG_PEEK)
-    encrypt = first_byte == _TLS
+    first_byte = connection.recv(1, socket.MSG_PEEK)  # stays in the kernel's buffer
+    encrypt = first_byte == _TLS  # the caller begins a TLS handshake
     our_certificate = b""
     their_certificate = b""
     if encrypt:
@@ -249,7 +252,9 @@ def answer(
             contexts = credentials.contexts()
         except HolmesError as error:
             raise NotHolmes(f"it speaks TLS, and here {error}") from None
-        connection = _with_tls(connection, contexts.server, True, "it", deadline, on_tls)
+        connection = _with_tls(
+            connection, contexts.server, listens=True, where="it", deadline=deadline, on_tls=on_tls
+        )
         our_certificate = contexts.certificate
         their_certificate = _certificate_of(connection)
     channel = Channel(connection)
@@ -267,6 +272,7 @@ def answer(
         purpose = unpack(text.encode())
     except ValueError as error:
         raise NotHolmes(f"its purpose cannot be read: {error}") from None
+    # Both challenges, the purpose and the certificates' hashes: each proof is made of these facts.
     facts = _transcript(
         str(hello.get("challenge")), challenge, text, their_certificate, our_certificate
     )
@@ -279,7 +285,10 @@ def answer(
 
 
 def _refuse_plain(channel: Channel, deadline: Deadline) -> None:
-    """Tell a caller without TLS that this run is encrypted, and raise Refused."""
+    """Tell a caller without TLS that this run is encrypted, and raise Refused.
+
+    The handshake goes on until the step in which the caller expects an error, without a challenge.
+    """
     channel.send({"holmes": VERSION, "challenge": ""}, deadline)
     _receive(channel, "it", deadline)
     channel.send(
@@ -414,7 +423,16 @@ def _is_proof(received: object, expected: str) -> bool:
 def _authenticated(
     connection: socket.socket, key: bytes, facts: str, my_role: str, other_role: str, encrypt: bool
 ) -> Channel:
-    """Return the channel for what follows the handshake, with MACs if there is no TLS."""
+    """Return the channel for what follows the handshake, with MACs if there is no TLS.
+
+    Args:
+        connection: TCP or TLS socket.
+        key: Key of the run, or derived from it.
+        facts: Transcript of the handshake, on which the keys of the MACs depend.
+        my_role: "caller" or "listener".
+        other_role: The other one.
+        encrypt: The connection uses TLS.
+    """
     if encrypt:
         return Channel(connection)
     keys = [
