@@ -263,7 +263,8 @@ def train_megatron(
     **env,
 ):
     """Train each split ({name: "flags"}): results by split, MB that every NIC sent, and what all ranks
-    printed. through: a script that runs the one behind it, and its arguments; options: of Lab.start."""
+    printed. through: a script that runs the one behind it, and its arguments; options: of Lab.start.
+    """
     commands = {name: [*model, *text.split()] for name, text in splits.items()}
     (directory / "splits.json").write_text(json.dumps(commands))
     before, results = clusters.lab.counters(), directory / "results.json"

@@ -1,6 +1,7 @@
 """A plan that learns while the job runs: over a long link it takes more micro-batches in flight than it began
 with, on all ranks at one step, and the losses are stock's. Nobody told it of a model; of the link it was
-told, so that how much a change brings does not hang on this machine's rates."""
+told, so that how much a change brings does not hang on this machine's rates.
+"""
 
 import re
 

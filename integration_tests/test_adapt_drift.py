@@ -1,5 +1,6 @@
 """What changes while a job runs: a rate falls, a link is gone for seconds, a rank gets slow. The plan follows
-within ten steps, and the losses are stock's. Layers take the time of an emulated accelerator."""
+within ten steps, and the losses are stock's. Layers take the time of an emulated accelerator.
+"""
 
 import json
 import re

@@ -1,5 +1,6 @@
 """megatron-core under torchrun --max-restarts, one cluster a third as fast as the other, untold:
-after a checkpoint the job starts again with other layers, and goes on with stock's losses."""
+after a checkpoint the job starts again with other layers, and goes on with stock's losses.
+"""
 
 import json
 import re

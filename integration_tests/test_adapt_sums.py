@@ -1,5 +1,6 @@
 """Gradients of a data-parallel job in the lab are summed another way once the network is found faster
-than the cluster file told: on all ranks from one step on, with stock's losses, and told in one line."""
+than the cluster file told: on all ranks from one step on, with stock's losses, and told in one line.
+"""
 
 import re
 

@@ -1,5 +1,6 @@
 """The plain torch example over three clusters with unequal, long links: sums up and down a tree of
-clusters."""
+clusters.
+"""
 
 from integration_tests.jobs import ROOT, full, lab_fixture, same
 from integration_tests.test_reduction_lab import GRADIENT_MB, train

@@ -25,7 +25,8 @@ def train(lab, tmp_path, steps, *flags, env=None):
 @pytest.fixture(scope="module")
 def runs(two_clusters, tmp_path_factory):
     """Losses, and MB for each step and node: the difference of a long and a short run. (On busy cores a job
-    may learn that one ring is as fast.)"""
+    may learn that one ring is as fast.)
+    """
     found = {}
     as_planned = (*two_clusters.holmes, "--holmes-adapt", "off")
     ways = {
@@ -43,7 +44,8 @@ def runs(two_clusters, tmp_path_factory):
 @over_nccl
 def test_what_crosses_is_the_least_possible(runs):
     """2 (C-1)/C = 1 gradient for each cluster, half of it from each of its two nodes; 6 % for headers and
-    small all-reduces."""
+    small all-reduces.
+    """
     for node, megabytes in runs["a hierarchical all-reduce"][1].items():
         assert GRADIENT_MB / 2 <= megabytes <= GRADIENT_MB / 2 * 1.06 + 0.02, node
     for node, megabytes in runs["flat"][1].items():  # 2 (n-1)/n from every node

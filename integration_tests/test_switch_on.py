@@ -1,5 +1,6 @@
 """An unmodified script on two emulated clusters: every way to switch holmes on, every way to make a group,
-every bad input."""
+every bad input.
+"""
 
 import json
 import sys
@@ -118,7 +119,8 @@ def test_every_way_to_switch_on(two_clusters, tmp_path, how):
 
 def test_torchrun_with_its_own_store(two_clusters):
     """One agent for each node; the agents' store is the job's, and the planned rank 0 need not be on its
-    host."""
+    host.
+    """
     torchrun = (
         f"exec {sys.executable} -m torch.distributed.run --nnodes 4 --nproc-per-node 1 --node-rank $NODE_RANK"
         f" --master-addr $MASTER_ADDR --master-port $MASTER_PORT {GROUPS} --holmes --holmes-plan $PLAN"
@@ -399,7 +401,8 @@ def test_a_fast_nic_that_is_down(two_clusters):
 
 def test_sharded_by_torch_itself(two_clusters, tmp_path, capsys):
     """FSDP2 over a DeviceMesh: weights are gathered on the fast NICs, what the clusters share crosses, and
-    what is learned stays."""
+    what is learned stays.
+    """
     script = str(SCRIPTS / "sharded.py")
     before = two_clusters.lab.counters()
     stock = two_clusters.json(two_clusters.run(script, env={"GLOO_SOCKET_IFNAME": "eth0"}))

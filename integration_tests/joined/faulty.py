@@ -50,7 +50,8 @@ class Fault:
     """At the `nth` time (from 1) that rank `rank` comes to `point`: "kill", "stop" (the parent lets it go
     on), "nan", "far" (weights far out), "reset" (connections to other jobs), "hole" (they carry nothing for 2
     timeouts), "slow" (1 KB at a time); and of liars, from then on: "flip" (it sends the opposite), "claim" (a
-    version that no round made), "accuse" (all others, of anything)."""
+    version that no round made), "accuse" (all others, of anything).
+    """
 
     point: str
     nth: int
@@ -86,7 +87,8 @@ POINTS: dict[str, tuple[Any, str, str, bool]] = {
 class Job:
     """Of `ranks` processes, which end together as under a launcher. place: directory of its files;
     faulty_incarnations: the fault is in so many of its starts; load: from its checkpoint; save: every so many
-    steps, into at most disk_bytes (0: no bound); ahead_s: of its clocks; encrypted: TLS, as between hosts."""
+    steps, into at most disk_bytes (0: no bound); ahead_s: of its clocks; encrypted: TLS, as between hosts.
+    """
 
     place: Path
     name: str

@@ -122,7 +122,8 @@ def soak(place: Path, seconds: float, seed: int, ledger: Ledger) -> int:
 
 def one_in_the_run(jobs: list[Job]) -> bool:
     """Whether one of them lives and has made a round: else nobody remembers the run when the coordinator is
-    restarted, and the next one counts from 1 again. Those that ended are started."""
+    restarted, and the next one counts from 1 again. Those that ended are started.
+    """
     for job in jobs:
         if job.ended:
             job.start()

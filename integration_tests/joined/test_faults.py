@@ -1,5 +1,6 @@
 """Faults of joined jobs, one at a time: the others train on, what died comes back with their weights, nothing
-hangs, all jobs have the same bits of the same round. soak.py has them at random for as long as wanted."""
+hangs, all jobs have the same bits of the same round. soak.py has them at random for as long as wanted.
+"""
 
 import signal
 import threading

@@ -1,5 +1,6 @@
 """The link between two joined jobs falls silent and comes back, in the lab: both train on alone, then
-together."""
+together.
+"""
 
 import re
 

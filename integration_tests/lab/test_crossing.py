@@ -1,5 +1,6 @@
 """Clusters with a network of their own and a delay line between: who reaches whom, how it is measured, how it
-ends."""
+ends.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """However the lab ends, nothing is left; and what the command, a missing tool and an ordinary user make of
-it."""
+it.
+"""
 
 import json
 import os
@@ -160,7 +161,8 @@ BECOME_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 def nobodys_python():
     """An interpreter of this version that other users may execute: a virtual environment's may lie below
-    /root."""
+    /root.
+    """
     code = "import sys; print(*sys.version_info[:2])"
     for interpreter in (sys.executable, "/usr/bin/python3"):
         command = [*BECOME_NOBODY, "env", "-i", interpreter, "-I", "-c", code]

@@ -118,7 +118,8 @@ def test_fabrics_are_apart_and_ethernet_reaches_all(lab):
 
 def test_links_are_shaped_and_rates_can_be_changed(lab):
     """A busy machine makes a transfer slower, never faster: so only the lower bound of its time is
-    asserted."""
+    asserted.
+    """
     size = 2_000_000
     seconds, _, _ = transfer(lab, "a0", "b0", "eth0", size)
     assert seconds > 0.85 * size * 8 / 400e6

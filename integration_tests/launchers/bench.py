@@ -1,5 +1,6 @@
 """A lab of its own for every launch: what it printed, what its ranks were told, its losses, and what it
-left."""
+left.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Bench:
     """folder: shared by all nodes; needs: daemons ("slurm", "ssh"); processes: of a node; order: of the
     nodes, of which those that are called a... are a cluster, and those that are called b...: two of each, or
     PAIR where one says as much (most of what a launch costs is that every rank imports torch); toml: of
-    other clusters, whose nodes `order` has."""
+    other clusters, whose nodes `order` has.
+    """
 
     folder: Path
     needs: tuple[str, ...] = ()
@@ -76,7 +78,8 @@ class Bench:
 
     def run(self, *argv: str, status: int | None = 0, timeout: float = 300, **options: Any) -> str:
         """What a command on the login host printed; it must end with this status (None: with another than
-        0)."""
+        0).
+        """
         result = self.daemons.run(argv, timeout=timeout, **options)
         text = result.outputs[0]
         assert (
@@ -110,7 +113,8 @@ class Bench:
 
     def check(self, steps: int = 5, hosts: tuple[str, ...] = (), each: int = 0) -> None:
         """Every rank ran where it should, clusters in one piece, knew itself by the right numbers, and the
-        losses are those of one process. hosts: of the job, by default all; each: ranks of a host."""
+        losses are those of one process. hosts: of the job, by default all; each: ranks of a host.
+        """
         ranks, hosts, each = self.ranks, hosts or self.order, each or self.processes
         world = len(hosts) * each
         assert len(ranks) == world and {told["WORLD_SIZE"] for told in ranks} == {str(world)}

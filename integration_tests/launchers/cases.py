@@ -121,7 +121,8 @@ def srun_arbitrary(folder):
 @case
 def srun_heterogeneous(folder):
     """Two components, the second cluster first: rank 0 is on b0, which is not the first one of the node
-    list."""
+    list.
+    """
     with Bench(folder, ("slurm",), order=("a0", "b0", "b1")) as bench:
         bench.run(
             "srun",
@@ -200,7 +201,8 @@ def scontrol_requeue(folder):
 @case
 def time_limit(folder):
     """SIGTERM 45 s before the time limit, which is set when the job trains: the step is finished and saved,
-    the job ends; another one goes on from there."""
+    the job ends; another one goes on from there.
+    """
     with Bench(folder, ("slurm",), order=PAIR) as bench:
         job = submit(
             bench,
@@ -307,7 +309,8 @@ def mpirun_rankfile(folder):
 @case
 def mpirun_in_sbatch(folder):
     """Open MPI takes nodes and slots from Slurm; it runs on a0 and starts its daemons on the others by
-    srun."""
+    srun.
+    """
     with Bench(folder, ("slurm",), processes=2, order=PAIR) as bench:
         command = ["mpirun", "--allow-run-as-root", "--bind-to", "none", *bench.job]
         submit(bench, "--wait", script=" ".join(command))

@@ -69,7 +69,8 @@ def holmes_lab_shell(folder):
 @case
 def holmes_discover_from_slurm(folder):
     """The clusters, by the features and the topology of the real Slurm; and what its silent munge is
-    worth."""
+    worth.
+    """
     with Bench(folder, ("slurm",), processes=2) as bench:
         file = folder / "found.toml"
         rates = ("--rate", "a=2Gb/s", "--rate", "b=1Gb/s", "--rate", "ethernet=400Mb/s")
@@ -91,7 +92,8 @@ def holmes_discover_from_slurm(folder):
 @case
 def holmes_doctor_over_an_allocation(folder):
     """Of two components; then with a NIC that is silent, and a file that does not know all of the nodes. One
-    process a node looks at it, whatever the file and the allocation have."""
+    process a node looks at it, whatever the file and the allocation have.
+    """
     with Bench(folder, ("slurm",), processes=2) as bench:
         doctor = ("holmes", "doctor", "--slurm", "--cluster")
         heterogeneous = (

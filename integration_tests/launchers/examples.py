@@ -61,7 +61,8 @@ SIZES = {
 @dataclass(frozen=True)
 class Example:
     """Of a framework: the script that trains, its arguments, those that only torchrun without the example's
-    own ones needs, and variables of the job."""
+    own ones needs, and variables of the job.
+    """
 
     script: str
     arguments: tuple[str, ...] = SMALL
@@ -148,7 +149,8 @@ def example_deepspeed(folder):
 @case
 def example_megatron_lm(folder):
     """Of the checkout, through megatron_cpu_shim.py; else what stands in its place takes the same
-    arguments."""
+    arguments.
+    """
     if MEGATRON:
         arguments = (*FLAGS, "--tensor-model-parallel-size", "1", "--lr-warmup-fraction", "0")
         try_slurm(

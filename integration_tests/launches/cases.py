@@ -80,7 +80,8 @@ def _any(rng: random.Random, world: int) -> Site:
 
 def _alike(rng: random.Random, world: int) -> Site:
     """Two clusters or four of as many nodes, launched in any order: what a hierarchical all-reduce
-    over NCCL need."""
+    over NCCL need.
+    """
     count = rng.choice([n for n in (2, 4) if world % n == 0 and world > n])
     processes = rng.choice([n for n in (1, 2) if world // count % n == 0])
     kinds = ("ib", "roce", "ib", "roce")[:count]

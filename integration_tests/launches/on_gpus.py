@@ -65,7 +65,8 @@ NAMES = "abc"
 @dataclass(frozen=True)
 class Drawn:
     """nodes, kinds, gbps: of each cluster; flags: of the example; holmes: besides --holmes; device: of
-    DEVICES."""
+    DEVICES.
+    """
 
     seed: int
     nodes: tuple[int, ...]

@@ -161,7 +161,8 @@ def test_losses_and_gradient_norms_are_stocks_under_every_split(both, splits):
 @over_nccl
 def test_the_split_does_not_change_what_is_learned(both):
     """The example's initial weights do not depend on the split, and a checkpoint is resumed where it was
-    left."""
+    left.
+    """
     for done in (both[0][0], both[1][0]):
         reference = {entry["step"]: entry for entry in done["pipeline 2"]["entries"]}
         for name in SPLITS.keys() & done.keys():
@@ -185,7 +186,8 @@ def test_the_split_does_not_change_what_is_learned(both):
 @over_nccl
 def test_messages_that_come_early_hold_nothing_up(two_clusters, both, tmp_path, how):
     """Where the host waits for the device in each layer, where all streams share one hardware queue, and
-    where each launch is waited for."""
+    where each launch is waited for.
+    """
     through = (WAITS, how) if how == "synchronize" else ()
     wanted = {name: SPLITS[name] for name in ("pipeline 2", "tensor 2 pipeline 2")}
     done, _, said = train_megatron(
@@ -223,7 +225,8 @@ def test_every_layer_is_built_once(both):
 
 def test_every_stage_that_is_waited_for_reduces_in_buckets(both):
     """Both stages' reductions are exposed on these fabrics: the later one too overlaps, which megatron-core
-    does not do by itself."""
+    does not do by itself.
+    """
     stock, holmes = both[0][0], both[1][0]
     assert stock["pipeline 2"]["buckets"] == {str(rank): [0] for rank in range(4)}
     assert all(count > 2 for (count,) in holmes["pipeline 2"]["buckets"].values()), holmes[
@@ -242,7 +245,8 @@ def test_every_stage_that_is_waited_for_reduces_in_buckets(both):
 @gloo_only  # stock cannot resume its distributed optimizer on a GPU without Apex or Transformer Engine
 def test_the_distributed_optimizer_and_experts_overlap_when_told_to(two_clusters, tmp_path):
     """--holmes-overlap on: the same losses, also of a resumed job, with buckets that need no padding and
-    weights gathered under way."""
+    weights gathered under way.
+    """
     distributed = {
         name: flags for name, flags in SPLITS.items() if "--distributed-optimizer" in flags
     }
@@ -325,7 +329,8 @@ def plan_of(two_clusters, directory, stage_layers):
 
 def test_layers_of_the_plan_are_built(two_clusters, tmp_path, both):
     """Uneven, with each way to recompute, interleaved and uneven with a chunk that has no layer at all, and a
-    layout of the user's own, which wins."""
+    layout of the user's own, which wins.
+    """
     flags = plan_of(two_clusters, tmp_path, (3, 1))
     recomputed = [
         f"--recompute {way}"
@@ -434,7 +439,8 @@ REFUSED = [
 
 def test_bad_sizes_are_refused_before_any_group_is_made(two_clusters, tmp_path):
     """One line each; nothing is half-initialized: the next call of the same processes is as good as the
-    first."""
+    first.
+    """
     (tmp_path / "calls.json").write_text(json.dumps([arguments for arguments, _ in REFUSED]))
     script, calls = str(SCRIPTS / "megatron_refusals.py"), str(tmp_path / "calls.json")
     lines = two_clusters.json(two_clusters.run(script, calls, *two_clusters.holmes))

@@ -1,5 +1,6 @@
 """Experts that live where `holmes plan --experts` placed them: the same losses, fewer bytes between
-clusters."""
+clusters.
+"""
 
 import json
 import subprocess

@@ -1,5 +1,6 @@
 """Joined jobs of megatron-core with tensor and pipeline parallelism: the mean of the jobs' weights after each
-step of plain SGD is a step of one synchronous job with as many data-parallel ranks as all of them have."""
+step of plain SGD is a step of one synchronous job with as many data-parallel ranks as all of them have.
+"""
 
 import contextlib
 import io
@@ -42,7 +43,8 @@ CASES = {
 
 def rank_of(rank, ranks, options, job, join):
     """One rank: where it stands, and all its weights after the last step. job: (k, K): it reads the k-th of K
-    shares of each step's samples; join: "NAME@HOST:PORT", "" for one that joins nobody."""
+    shares of each step's samples; join: "NAME@HOST:PORT", "" for one that joins nobody.
+    """
     torch.set_default_device(None)  # the example moves its model itself
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="1")
     sys.path.insert(0, str(examples() / "megatron_core"))

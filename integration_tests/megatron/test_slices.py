@@ -1,5 +1,6 @@
 """Tensor ranks share out what a stage sends to another cluster: losses are stock's, and half of the bytes
-cross."""
+cross.
+"""
 
 import pytest
 from clusters import toml

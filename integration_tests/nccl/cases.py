@@ -188,7 +188,8 @@ def mailbox() -> dict:
 
 def beside_receives() -> dict:
     """Whether a kernel runs beside one receive that waits for its message, and beside two of one stream: they
-    were launched before it."""
+    were launched before it.
+    """
     rank, _ = init()
     found, store, peer = {"world": use()}, dist.distributed_c10d._get_default_store(), rank ^ 1
     values, one = torch.ones(2, 1 << 12, device=DEVICE), torch.ones(1, device=DEVICE)
@@ -263,7 +264,8 @@ def compiled() -> dict:
 
 def sharded() -> dict:
     """Greatest difference of hybrid FSDP2's gradients to their mean; under a bound device torch splits the
-    groups of its mesh off the default one."""
+    groups of its mesh off the default one.
+    """
     rank, world = init(device_id=DEVICE)
     found = {"world": use()}
     mesh = init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("replicas", "shards"))
@@ -374,7 +376,8 @@ def side_streams() -> dict:
 
 def memory() -> dict:
     """Bytes that 40 gathers of 64 MiB leave allocated, none of them inside a step: as an evaluation loop
-    does."""
+    does.
+    """
     rank, world = init()
     use()
     before, share = (

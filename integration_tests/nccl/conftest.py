@@ -74,7 +74,8 @@ def machine() -> dict:
 
 class Case:
     """What a case's ranks printed. lines: their JSON lines by rank; said: NCCL's, in the same order;
-    outputs: all."""
+    outputs: all.
+    """
 
     def __init__(self, outputs: list[str], statuses: list[int]):
         self.outputs, self.statuses = outputs, statuses
@@ -89,7 +90,8 @@ class Case:
 
     def check_holmes(self, flags: Sequence[str]) -> None:
         """Each rank ran as its flags say: without the .pth file `--holmes` would be the script's own
-        argument."""
+        argument.
+        """
         expected = "--holmes" in flags
         assert all(line["holmes"] == expected for line in self.lines), (expected, self.lines)
 
@@ -106,7 +108,8 @@ def launch(
     case: str, directory: Path, *flags: str, number: int, gpus: int = 1, **environment: str
 ) -> Case:
     """Run a case; kills what runs longer than LIMIT_S seconds. number: of the case, for its port on two
-    nodes; gpus: of each of the hosts that one machine stands for."""
+    nodes; gpus: of each of the hosts that one machine stands for.
+    """
     script = [str(ROOT / "integration_tests/nccl/cases.py"), case, *flags]
     store, common = None, {}
     if NODE is None:
@@ -226,7 +229,8 @@ def _output_of(process: subprocess.Popen) -> str:
 def emulated(tmp_path):
     """Flags and environment under which the four ranks are two clusters with InfiniBand NICs that do not
     exist, and what NCCL is asked for on them: emulated("Socket") makes jobs run without RDMA, emulated("")
-    asks for "IB"."""
+    asks for "IB".
+    """
 
     def make(
         net: str, hosts: tuple[str, str] = ("a0,a1", "b0,b1")

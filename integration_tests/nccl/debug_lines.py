@@ -40,7 +40,8 @@ _CHANNEL = re.compile(
 class Communicator:
     """rank of `ranks`; network: "IB", "Socket" or a plugin's; split: made by ncclCommSplit; devices: what its
     channels use ("mlx5_0:1/IB", "eth0"), "" where no line named the device; gdr: whether one of them is
-    GPUDirect RDMA."""
+    GPUDirect RDMA.
+    """
 
     network: str
     rank: int = -1

@@ -1,5 +1,6 @@
 """The reader of NCCL's lines, on lines made by the formats in NCCL's source (the file and line of each beside
-it)."""
+it).
+"""
 
 import pytest
 

@@ -247,7 +247,8 @@ def test_19_a_job_ends_in_one_line_when_its_nic_stays_down(tmp_path, emulated):
 @pytest.mark.parametrize("connections", ["8", "1"])
 def test_20_a_kernel_runs_beside_a_receive_that_waits(tmp_path, emulated, connections):
     """That was launched before it, with the record and the wait that torch and NCCL put behind it; in one
-    hardware queue too, where a second receive, which waits for the first, may hold it up."""
+    hardware queue too, where a second receive, which waits for the first, may hold it up.
+    """
     flags, environment = flags_and_environment(emulated)
     number = 20 + int(connections == "1")
     done = launch(

@@ -1,5 +1,6 @@
 """Runs the script that its arguments name; on node NODE_THAT_DIES the process kills itself in the last
-backward of its 15th step."""
+backward of its 15th step.
+"""
 
 import os
 import runpy

@@ -16,7 +16,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 class _Gather(torch.autograd.Function):
     """Tensors of all ranks, one after the other in dimension 0; backward adds what each rank's use of this
-    rank's part gave."""
+    rank's part gave.
+    """
 
     @staticmethod
     def forward(ctx, tensor, group):
@@ -34,7 +35,8 @@ class _Gather(torch.autograd.Function):
 
 def positions(rank: int, size: int, length: int) -> torch.Tensor:
     """Where a rank's tokens stand in the sequence: the example gives it chunks `rank` and 2 x size - 1 -
-    rank."""
+    rank.
+    """
     chunk = length // 2
     return torch.cat([torch.arange(chunk) + chunk * index for index in (rank, 2 * size - 1 - rank)])
 

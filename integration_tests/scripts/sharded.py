@@ -1,5 +1,6 @@
 """A script that knows nothing of holmes: FSDP2, sharded inside halves of the job and replicated between them
-(HSDP). Prints rank, node and losses as JSON."""
+(HSDP). Prints rank, node and losses as JSON.
+"""
 
 import json
 import os

@@ -54,7 +54,8 @@ def test_messages_of_the_pipelines_cross_and_no_gradient_does(two_clusters, tmp_
 @full
 def test_skip_connections_of_a_traced_model(two_clusters, tmp_path):
     """Their ends are no neighbours: the pipeline's own group carries them, whose communicator all its ranks
-    make."""
+    make.
+    """
     found = []
     for name, flags in (("stock", ()), ("holmes", two_clusters.holmes)):
         result = two_clusters.run(
