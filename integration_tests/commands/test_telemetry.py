@@ -21,8 +21,8 @@ SIZE = (
     "2".split()
 )
 MEGATRON = "--layers 4 --hidden 128 --sequence 32 --micro-batch 2".split()
-#: Smallest and largest ratio of the bytes that an interface counts to those that telemetry records. Interfaces
-#: also count TCP's headers and acknowledgements, the store and the start of the job.
+#: Smallest and largest ratio of the bytes that an interface counts to those that telemetry records.
+#: Interfaces also count TCP's headers and acknowledgements, the store and the start of the job.
 OVERHEAD = (1.0, 1.2)
 
 

@@ -12,8 +12,8 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from integration_tests.jobs import STEPS, losses, same, some, stages_of, train
 
-#: Largest difference between the losses of two partitions. With deepspeed 0.18.9 they differ by 5e-6, with and
-#: without holmes.
+#: Largest difference between the losses of two partitions. With deepspeed 0.18.9 they differ by 5e-6, with
+#: holmes and without.
 CLOSE = 1e-5 if version("deepspeed").startswith("0.18.") else 1e-6
 
 MODEL = """version = 1

@@ -48,8 +48,8 @@ def zero(stage, **more):
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16 = {"bf16": {"enabled": True}}
-#: name -> (DeepSpeed's configuration, holmes's options, tolerance of the losses, whether gradients are reduced
-#: hierarchically)
+#: name -> (DeepSpeed's configuration, holmes's options, tolerance of the losses, whether gradients are
+#: reduced hierarchically)
 CASES = {
     "ZeRO 0": ({}, {}, 1e-6, True),
     "ZeRO 0 prescaled": (
@@ -166,8 +166,8 @@ def compare_cases(rank, names):
     """Train each case in this rank, without and with holmes.
 
     Returns:
-        Name of the case -> (train() without holmes, train() with holmes, number of elements that were reduced
-        hierarchically, text printed to stderr); and "int8" -> message of the error for int8, which is refused.
+        Name of the case -> (train() without holmes, train() with holmes, number of elements that were
+        reduced hierarchically, text printed to stderr); "int8" -> message of the error that refuses int8.
     """
     on_cpu.prepare()
     results = {}

@@ -39,8 +39,8 @@ OVER_NCCL = (
 TIMED_OUT = 124  # exit status of a job that the lab ended after its timeout
 ENDED_BY_LAUNCHER = 143  # exit status after SIGTERM
 ABORTED = (-6, 134)  # exit statuses after SIGABRT
-#: tiny.py has no flag --holmes, as it switches holmes on by itself. Without these variables, the lab would take
-#: it for a job without holmes and disable its fast NICs.
+#: tiny.py has no flag --holmes, as it switches holmes on by itself. Without these variables, the lab would
+#: take it for a job without holmes and disable its fast NICs.
 STARTED_LATER = {"NCCL_IB_DISABLE": "0", "NCCL_SOCKET_IFNAME": ""} if ON_GPUS else None
 
 

@@ -1,7 +1,9 @@
-"""Script of one rank that calls all-reduce: python nic_bytes.py ROUNDS MEGABYTES
+"""Script of one rank that calls all-reduce.
 
-torchrun's environment variables must be set. Prints a JSON line: {"rank", "peak_mb": the largest resident
-memory of the process}.
+    python nic_bytes.py ROUNDS MEGABYTES
+
+torchrun's environment variables must be set. Prints a JSON line: {"rank", "peak_mb"}, where peak_mb is the
+largest resident memory of the process.
 """
 
 import json

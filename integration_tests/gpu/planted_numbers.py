@@ -47,7 +47,7 @@ def check_doubled(made: torch.Tensor, side: torch.cuda.Stream) -> None:
 
 
 def side_stream() -> torch.cuda.Stream:
-    """Return a stream that has memory in torch's cache, since allocating it would wait for the device."""
+    """Return a stream with memory in torch's cache, since allocating would wait for the device."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.empty(SIZE, device="cuda")

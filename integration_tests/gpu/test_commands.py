@@ -53,8 +53,8 @@ COMMANDS = {
 }
 
 
-#: Commands of exhaustive runs only. ZeRO 1 and 3 contain what ZeRO 0 and 2 do, and stacks/test_pipelining.py runs
-#: torch's own 1F1B over NCCL.
+#: Commands of exhaustive runs only. ZeRO 1 and 3 contain what ZeRO 0 and 2 do, and stacks/test_pipelining.py
+#: runs torch's own 1F1B over NCCL.
 EXHAUSTIVE = (
     "DeepSpeed, ZeRO 0",
     "DeepSpeed, ZeRO 2",

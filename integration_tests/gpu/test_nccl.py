@@ -24,7 +24,7 @@ PLACES = {
 
 
 def run_numbers(lab, ranks: int, channels: int, largest: int, types: str) -> None:
-    """Run nccl_numbers.py on this many ranks with this many channels, and assert that it finds no error."""
+    """Run nccl_numbers.py on this many ranks and channels, and assert that it finds no error."""
     order, processes = PLACES[ranks]
     env = {"NCCL_MIN_NCHANNELS": str(channels), "NCCL_MAX_NCHANNELS": str(channels)}
     arguments = ("--largest", str(largest), "--types", types)

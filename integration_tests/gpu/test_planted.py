@@ -24,8 +24,8 @@ SCRIPT = str(Path(__file__).with_name("planted.py"))
 
 ON = r"\(stream \d+\)"
 MADE = rf"kernel aten::mul.Tensor {ON} reads 65536 bytes that kernel"
-#: Fault whose numbers are wrong if a kernel starts late -> pattern of the report about it. No report is possible
-#: if the host reads memory, which is no CUDA call. None of these faults hangs.
+#: Fault whose numbers are wrong if a kernel starts late -> pattern of the report about it. No report is
+#: possible if the host reads memory, which is no CUDA call. None of these faults hangs.
 WRONG_NUMBERS = {
     "consumer_does_not_wait": rf"{MADE} aten::round_ {ON} writes",
     "event_is_recorded_too_early": rf"{MADE} aten::round_ {ON} writes",

@@ -1,4 +1,7 @@
-"""Tests that training on an emulated GPU has the same losses and weights, bit for bit, as on the CPU."""
+"""Tests that training on an emulated GPU gives the same losses and weights as on the CPU.
+
+All bits must be equal.
+"""
 
 import copy
 
