@@ -68,7 +68,7 @@ class LabOf:
         """Call `way` (Lab.start or Lab.run) with the nodes, environment and GPUs of all tests."""
         argv = list(command) if command[0] == "sh" else [sys.executable, *command]
         preload = () if command[0] == "sh" or PHYSICAL else preload
-        # Jobs with equal environments share a preloaded Python, so the variable must be the same in all tests.
+        # Jobs with equal environments share a preloaded Python: pytest's variable must not differ.
         env = {
             "PYTEST_CURRENT_TEST": "",
             SKIP_TEARDOWN: SKIPS_TEARDOWN,

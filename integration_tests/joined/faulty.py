@@ -49,13 +49,13 @@ PACE_S = 0.03
 class Fault:
     """A fault that happens when a rank comes to a point of the code for the `nth` time.
 
-    The faults are:
-
-        kill, stop            signals; the parent process continues a stopped rank
-        nan, far              wrong weights: not a number, or far from the right ones
-        reset, hole, slow     connections to other jobs break, transfer nothing for 2 timeouts, or 1 KB at a time
-        flip, claim, accuse   lies, from then on: the rank sends the opposite values, claims a version that no round
-                              made, or accuses all other jobs of a lie
+    kill, stop     signals; the parent process continues a stopped rank
+    nan, far       wrong weights: not a number, or far from the right ones
+    reset          the connections to other jobs break
+    hole, slow     the connections transfer nothing, or 1 KB at a time, for 2 timeouts
+    flip           a lie: from then on, the rank sends the opposite values
+    claim          a lie: the rank claims a version that no round made
+    accuse         a lie: the rank accuses all other jobs of a lie
     """
 
     point: str  # a key of POINTS

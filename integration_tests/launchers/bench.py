@@ -144,7 +144,10 @@ class Bench:
         assert max(abs(a - b) for a, b in zip(self.losses.values(), expected)) < 1e-6
 
     def processes_of(self, host: str) -> list[int]:
-        """Return the pids, as this process sees them, of all processes of a host but its namespaces' holder."""
+        """Return the pids, as this process sees them, of all processes of a host.
+
+        The process that holds the host's namespaces is left out.
+        """
         holder = self.lab.holder(host)
         namespace = os.stat(f"/proc/{holder}/ns/uts").st_ino
         pids = []

@@ -122,7 +122,7 @@ def submitted(bench: Bench, file: str, example: Example) -> str:
 
 
 def losses_of(text: str, bench: Bench) -> list[float]:
-    """Return the loss of each step from the log file, which is then removed, or from Megatron's output."""
+    """Return each step's loss from the log file, which is then removed, or from Megatron's output."""
     log = bench.folder / "steps.json"
     if not log.exists():
         return [float(loss) for loss in re.findall(r"lm loss: (\S+)", text)]

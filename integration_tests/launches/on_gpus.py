@@ -8,8 +8,8 @@ pipeline example with a random choice of:
 
     clusters    one to three clusters of one to three nodes, with one or two GPUs a node
     model       ZeRO 0 or 1, tied layers, overlap, micro-batches in flight
-    device      one hardware queue, few multiprocessors, kernels that start late at random, or a host that waits
-                for each launch
+    device      one hardware queue, few multiprocessors, kernels that start late at random, or a host that
+                waits for each launch
 
 A line for each case is printed, and then the counts. The exit status is 1 if a case hung or has other
 losses. A case is identified by its seed: --seed N --count 1 repeats it. --results writes a JSON line for

@@ -185,7 +185,7 @@ def test_a_missing_wait_gives_old_numbers():
 
 
 def test_memory_is_reused_in_stream_order():
-    """The next tensor of a stream takes freed memory at once, since a stream's kernels run in order."""
+    """The next tensor of a stream takes freed memory at once, as a stream's kernels run in order."""
     torch.cuda.empty_cache()
     first = torch.ones(1000, device="cuda")
     torch.cuda.synchronize()
