@@ -24,7 +24,11 @@ def stock(clusters, tmp_path_factory):
 
 
 def compared(stock, clusters, directory, *flags, tolerance=1e-6, **env):
-    """Train with holmes and assert stock's losses; return the share of stock's MB on Ethernet, and the output."""
+    """Train with holmes, and assert that the losses are those of the job without holmes.
+
+    Returns:
+        MB on Ethernet as a share of the job without holmes, and the output of all ranks.
+    """
     flags = (*clusters.holmes, "--holmes-sizes", "tensor=2,pipeline=2", *flags)
     results, sent, output = train_megatron(clusters, directory, SPLITS, *flags, model=MODEL, **env)
     stock_results, stock_sent, _ = stock

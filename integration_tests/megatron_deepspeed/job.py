@@ -81,7 +81,7 @@ def byte_vocabulary(source: Path, folder: Path) -> tuple[Path, Path]:
     """Write the files of a vocabulary of bytes for Megatron's GPT2BPETokenizer.
 
     Returns:
-        The file of tokens (GPT-2's 256 byte tokens and the end of a text) and the file of merges, which is empty.
+        The file of tokens (GPT-2's 256 byte tokens and the end of a text), and the empty file of merges.
     """
     gpt2_tokens = json.loads((source / "examples_deepspeed/rebase/gpt2-vocab.json").read_text())
     tokens = {token: number for token, number in gpt2_tokens.items() if number < 256}
@@ -157,7 +157,7 @@ class Checkout:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def _make_corpus(self, folder: Path) -> Path:
-        """Make a corpus of English text that every Python has, with one document for each help topic."""
+        """Make a corpus of English text that every Python has, one document for each help topic."""
         from pydoc_data import topics
 
         text = folder / "topics.jsonl"

@@ -28,7 +28,7 @@ def has_cuda_build() -> bool:
 
 
 def emulated_environment() -> dict[str, str]:
-    """Return the environment of a process with two emulated GPUs, built if their libraries are missing."""
+    """Build the emulated GPU if needed, and return the environment of a process with two such GPUs."""
     from holmes_lab.gpu import recipes
     from holmes_lab.gpu.build import build, cache_folder
     from holmes_lab.gpu.compiler import find_compiler
