@@ -96,7 +96,7 @@ def test_the_plan_follows_what_changes(two_nodes, tmp_path):
     assert result.returncode == 0, result.outputs
     assert same(losses(tmp_path / "stock"), losses(log))
     plans = [(plan["step"], plan["in_flight"]) for plan in load(telemetry).ranks[0].plans]
-    # A message takes as long as the passes of a stage: the first stage then needs four micro-batches in flight.
+    # A message takes as long as the passes of a stage, so the first stage needs four micro-batches in flight.
     last_step = slow_link_step + WITHIN + 1
     assert any(
         slow_link_step <= step <= last_step and in_flight[0] >= 4 for step, in_flight in plans

@@ -14,8 +14,8 @@ def test_losses_are_stock_s_and_the_tree_is_followed(three_links, tmp_path):
     stock, _ = train(three_links, tmp_path, 6, env={"GLOO_SOCKET_IFNAME": "eth0"})
     holmes, sent = train(three_links, tmp_path, 6, *three_links.holmes)
     assert len(stock) == 6 and same(stock, holmes, 1e-6)
-    # Cluster b is the root of the tree: it sends the total to both other clusters, and each of these sends its
-    # sum once. Both nodes of a cluster send a half.
+    # Cluster b is the root of the tree: it sends the total to both other clusters, and each of these sends
+    # its sum once. Both nodes of a cluster send a half.
     for node, sent_mb in sent.items():
         gradients = 1.0 if node.startswith("b") else 0.5
         expected_mb = GRADIENT_MB * gradients

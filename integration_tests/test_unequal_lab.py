@@ -1,4 +1,4 @@
-"""Tests clusters of three and of two nodes: data parallelism over all, and a pipeline of five stages."""
+"""Tests clusters of three and of two nodes, with data parallelism and a pipeline of five stages."""
 
 import pytest
 from clusters import toml

@@ -1,6 +1,6 @@
 """Script of one rank of a small NCCL job ("case") for test_gpus.py.
 
-    python cases.py SCENE [--holmes ...]
+    python cases.py CASE [--holmes ...]
 
 Prints a JSON line with the rank, the result of the case, and "groups": for each process group, in the order
 of first use, its ranks and the network that holmes gave it.

@@ -42,7 +42,7 @@ def positions(rank: int, size: int, length: int) -> torch.Tensor:
 
 
 class GatheredAttention(DotProductAttention):
-    """DotProductAttention of one rank's queries with the keys and values of all context-parallel ranks."""
+    """DotProductAttention of a rank's queries with the keys and values of all context-parallel ranks."""
 
     def __init__(self, config, *args, **kwargs):
         config = copy.copy(config)

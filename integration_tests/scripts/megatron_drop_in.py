@@ -28,8 +28,8 @@ from holmes_ext.runtime import session  # noqa: E402
 dist.init_process_group("gloo")
 before = dist.get_rank()
 if before == 0:
-    # This rank hosts the store. initialize_model_parallel destroys the process group, and then makes another one
-    # on another store: the other ranks must not wait for this rank's end of the first.
+    # This rank hosts the store of the process group, which initialize_model_parallel destroys to make another
+    # one. The rank leaves late, long after the other ranks, which must not meet it in the old group again.
     destroy = dist.destroy_process_group
 
     def destroy_late():

@@ -1,6 +1,7 @@
-"""A script without holmes that trains with FSDP2: sharded inside halves of the ranks, replicated between.
+"""A script without holmes that trains with FSDP2 and HSDP: replicas of sharded weights.
 
-Each rank prints its rank, its node and the losses as JSON.
+Weights are sharded inside each half of the ranks and replicated between the halves. Each rank prints its
+rank, its node and the losses as JSON.
 """
 
 import json
