@@ -10,7 +10,8 @@ from holmes_lab.process.templates import Templates
 from integration_tests.jobs import CLUSTER, FULL, lab_fixture
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if ON_GPUS else "cpu")
-# two of them at DeepSpeed's first use; on a physical GPU it would begin to use it
+# The last two modules are imported at DeepSpeed's first use. On a physical GPU, importing them would begin to
+# use the GPU before processes are forked.
 if not PHYSICAL:
     ranks.preload(
         "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend"
@@ -18,16 +19,17 @@ if not PHYSICAL:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Over NCCL: the tests marked over_nccl; with HOLMES_TEST_FULL=1 all."""
-    if ON_GPUS and not FULL:
-        here = Path(__file__).parent
-        left = [
-            item
-            for item in items
-            if item.path.is_relative_to(here) and item.get_closest_marker("over_nccl") is None
-        ]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in left]
+    """Select the tests marked over_nccl if jobs train over NCCL, or all with HOLMES_TEST_FULL=1."""
+    if not ON_GPUS or FULL:
+        return
+    folder = Path(__file__).parent
+    deselected = [
+        item
+        for item in items
+        if item.path.is_relative_to(folder) and item.get_closest_marker("over_nccl") is None
+    ]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
 
 
 #: 2 nodes with InfiniBand, 2 with RoCE.

@@ -65,9 +65,10 @@ class LabOf:
         self.holmes = ("--holmes", "--holmes-cluster", str(file))
 
     def _with(self, way, *command: str, preload=("torch",), env=None, **more):
+        """Call `way` (Lab.start or Lab.run) with the nodes, environment and GPUs of all tests."""
         argv = list(command) if command[0] == "sh" else [sys.executable, *command]
         preload = () if command[0] == "sh" or PHYSICAL else preload
-        # pytest's variable would give every test an environment, and so a preloaded Python, of its own
+        # Jobs with equal environments share a preloaded Python: pytest's variable must not differ.
         env = {
             "PYTEST_CURRENT_TEST": "",
             SKIP_TEARDOWN: SKIPS_TEARDOWN,
@@ -214,9 +215,9 @@ def same(some_losses, others, tolerance: float = 1e-6) -> bool:
 
 def stages_of(text: str) -> tuple[int, ...]:
     """Return the number of layers of each pipeline stage from the output of the DeepSpeed example."""
-    found = re.search(r"data \d+, stages of ([0-9+]+) layers", text)
-    assert found, text
-    return tuple(map(int, found[1].split("+")))
+    match = re.search(r"data \d+, stages of ([0-9+]+) layers", text)
+    assert match, text
+    return tuple(map(int, match[1].split("+")))
 
 
 def megatron_core() -> Version | None:
@@ -224,12 +225,11 @@ def megatron_core() -> Version | None:
     spec = find_spec("megatron.core") if find_spec("megatron") else None
     if spec is None or spec.origin is None:
         return None
-    return Version(
-        runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["__version__"]
-    )
+    package_info = runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))
+    return Version(package_info["__version__"])
 
 
-#: Where megatron_cpu_shim is.
+#: Folder of the module megatron_cpu_shim.
 ON_CPU = str(ROOT / "examples" / "megatron_core" / "on_cpu")
 #: A launch costs most of the time, so one launch of megatron-core trains several splits.
 MATRIX = str(SCRIPTS / "megatron_matrix.py")
@@ -243,7 +243,7 @@ PRELOAD_MEGATRON = (
 )
 
 
-#: How a GPU is told to run kernels in the order of their launches, or the host to wait for each.
+#: Variables that make a GPU run kernels in the order of their launches, or the host wait for each of them.
 ONE_AT_A_TIME = {
     name: {name: "1"} for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING")
 }
@@ -262,11 +262,23 @@ def train_megatron(
     options=MappingProxyType({}),
     **env,
 ):
-    """Train each split ({name: "flags"}): results by split, MB that every NIC sent, and what all ranks
-    printed. through: a script that runs the one behind it, and its arguments; options: of Lab.start."""
+    """Train megatron-core once for each split of the model, all in the same processes.
+
+    Args:
+        directory: Folder for the files of the job.
+        splits: Name of a split -> flags of the example.
+        model: Flags for the size of the model.
+        through: A script that runs the script behind it, and its arguments.
+        options: Options of Lab.start.
+        env: Further environment variables.
+
+    Returns:
+        Results by name of the split; MB that every NIC sent (node -> NIC -> MB); output of all ranks.
+    """
     commands = {name: [*model, *text.split()] for name, text in splits.items()}
     (directory / "splits.json").write_text(json.dumps(commands))
-    before, results = clusters.lab.counters(), directory / "results.json"
+    before = clusters.lab.counters()
+    results = directory / "results.json"
     path = os.pathsep.join(filter(None, [ON_CPU, os.environ.get("PYTHONPATH", "")]))
     command = (*through, MATRIX, str(directory / "splits.json"), str(results), *flags)
     result = clusters.run(
@@ -276,7 +288,7 @@ def train_megatron(
         **options,
         env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
     )
-    told = "\n".join(f"{rank}: {text[-3000:]}" for rank, text in result.outputs.items())
-    assert result.returncode == returncode, told
-    done = json.loads(results.read_text()) if results.exists() else {}
-    return done, clusters.sent(before), "\n".join(result.outputs.values())
+    ends = "\n".join(f"{rank}: {text[-3000:]}" for rank, text in result.outputs.items())
+    assert result.returncode == returncode, ends
+    result_of_split = json.loads(results.read_text()) if results.exists() else {}
+    return result_of_split, clusters.sent(before), "\n".join(result.outputs.values())

@@ -1,5 +1,8 @@
-"""megatron-core under torchrun --max-restarts, one cluster a third as fast as the other, untold:
-after a checkpoint the job starts again with other layers, and goes on with stock's losses."""
+"""Tests that a job of megatron-core restarts with better layers for each stage.
+
+The job runs under torchrun --max-restarts, and one cluster is a third as fast as the other, which holmes is
+not told. After a checkpoint, the job must restart and continue with the losses of a job without holmes.
+"""
 
 import json
 import re
@@ -25,7 +28,7 @@ two_nodes = lab_fixture(toml("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s
 
 
 def torchrun(nodes, save, *flags, env=None, **options):
-    """The result of a job of two agents, and its losses by step."""
+    """Run a job with two agents, and return its result and {step: loss}."""
     arguments = " ".join(
         [
             str(save),
@@ -69,13 +72,14 @@ def test_a_job_starts_again_with_better_layers(two_nodes, tmp_path):
         accelerator=ACCELERATOR,
     )
     text = "\n".join(said(result))
-    told = re.search(
+    message = re.search(
         r"starts again after its next checkpoint: a restart with --holmes-partition (\d),(\d) "
         r"would take (0\.\d+) of a step",
         text,
     )
-    assert told, result.outputs
-    assert int(told[1]) > int(told[2]) and float(told[3]) < 0.95
-    assert f"started again with --holmes-partition {told[1]},{told[2]}" in text, text
-    assert f"stages of {told[1]}+{told[2]} layers" in "".join(result.outputs.values())
+    assert message, result.outputs
+    first, last, share = message.groups()  # layers of both stages, share of the step time
+    assert int(first) > int(last) and float(share) < 0.95
+    assert f"started again with --holmes-partition {first},{last}" in text, text
+    assert f"stages of {first}+{last} layers" in "".join(result.outputs.values())
     assert losses == pytest.approx(stock, abs=1e-6) and set(losses) == set(range(1, STEPS + 1))

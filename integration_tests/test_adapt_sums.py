@@ -1,5 +1,8 @@
-"""Gradients of a data-parallel job in the lab are summed another way once the network is found faster
-than the cluster file told: on all ranks from one step on, with stock's losses, and told in one line."""
+"""Tests that a data-parallel job changes the way in which it reduces gradients.
+
+The network is faster than the cluster file says. When holmes has found that, all ranks must change at the
+same step and print one line, and the losses must be those without holmes.
+"""
 
 import re
 
@@ -13,7 +16,7 @@ from integration_tests.jobs import CLUSTER, ON_GPUS, ROOT, SCRIPTS, LabOf, losse
 
 SCRIPT = str(ROOT / "examples" / "plain_torch" / "train.py")
 JOB = "--layers 2 --hidden 128 --sequence 16 --micro-batch 1 --steps 16".split()
-#: An emulated GPU's backward pass takes long enough to hide the sums.
+#: Flags for emulated GPUs, whose backward pass takes so long that it would hide the reductions.
 AFTER = ("--no-overlap",) * ON_GPUS
 PLANNED = ("--holmes-overlap", "off") * ON_GPUS
 CHANGED = (
@@ -22,8 +25,11 @@ CHANGED = (
 
 
 @pytest.fixture(scope="module")
-def told_slow(tmp_path_factory):
-    """Fast networks of 100 Mb/s; of Ethernet the file says 20 Mb/s, and it carries 2.5 Gb/s."""
+def declared_slow(tmp_path_factory):
+    """Start nodes whose Ethernet carries 2.5 Gb/s, while cluster.toml declares 20 Mb/s.
+
+    The fast networks have 100 Mb/s.
+    """
     file = tmp_path_factory.mktemp("clusters") / "slow.toml"
     text = re.sub(r'rate = "[^"]*"', 'rate = "100Mb/s"', CLUSTER.read_text())
     file.write_text(text.replace('rate = "100Mb/s"', 'rate = "20Mb/s"', 1))
@@ -34,26 +40,30 @@ def told_slow(tmp_path_factory):
 
 
 @gloo_only
-def test_distributed_data_parallel_goes_another_way_too(told_slow, tmp_path):
-    found = {}
+def test_distributed_data_parallel_goes_another_way_too(declared_slow, tmp_path):
+    losses_of = {}
     ways = {
         "stock": ((), {"GLOO_SOCKET_IFNAME": "eth0"}),
-        "learned": ((*told_slow.holmes, "--holmes-telemetry", str(tmp_path / "telemetry")), None),
+        "learned": (
+            (*declared_slow.holmes, "--holmes-telemetry", str(tmp_path / "telemetry")),
+            None,
+        ),
     }
     for name, (flags, env) in ways.items():
         log = tmp_path / f"{name}.jsonl"
-        result = told_slow.run(str(SCRIPTS / "ddp.py"), "16", str(log), *flags, env=env)
+        result = declared_slow.run(str(SCRIPTS / "ddp.py"), "16", str(log), *flags, env=env)
         assert result.returncode == 0, result.outputs
-        found[name] = losses(log)
+        losses_of[name] = losses(log)
     assert re.search(CHANGED, "".join(result.outputs.values())), result.outputs
-    assert same(found["stock"], found["learned"], 1e-5)
+    assert same(losses_of["stock"], losses_of["learned"], 1e-5)
     plan, *_ = load(tmp_path / "telemetry").ranks[0].plans
     assert "in one ring" in plan["sums"] and 3 <= plan["step"] < 14
 
 
 @over_nccl
-def test_the_sums_of_a_job_go_another_way(told_slow, tmp_path):
-    found, holmes = {}, (*told_slow.holmes, *PLANNED)
+def test_the_sums_of_a_job_go_another_way(declared_slow, tmp_path):
+    losses_of = {}
+    holmes = (*declared_slow.holmes, *PLANNED)
     ways = {
         "stock": ((), {"GLOO_SOCKET_IFNAME": "eth0"}),
         "learned": ((*holmes, "--holmes-telemetry", str(tmp_path / "telemetry")), None),
@@ -61,13 +71,13 @@ def test_the_sums_of_a_job_go_another_way(told_slow, tmp_path):
     }
     for name, (flags, env) in ways.items():
         log = tmp_path / f"{name}.jsonl"
-        result = told_slow.run(SCRIPT, *JOB, *AFTER, "--log-file", str(log), *flags, env=env)
+        result = declared_slow.run(SCRIPT, *JOB, *AFTER, "--log-file", str(log), *flags, env=env)
         assert result.returncode == 0, result.outputs
         text = "".join(result.outputs.values())
         assert bool(re.search(CHANGED, text)) == (name == "learned"), text
-        found[name] = losses(log)
-    assert same(found["stock"], found["learned"], 1e-5) and same(
-        found["off"], found["learned"], 1e-5
+        losses_of[name] = losses(log)
+    assert same(losses_of["stock"], losses_of["learned"], 1e-5) and same(
+        losses_of["off"], losses_of["learned"], 1e-5
     )
     plan, *_ = load(tmp_path / "telemetry").ranks[0].plans
     assert "in one ring" in plan["sums"] and 3 <= plan["step"] < 14

@@ -1,8 +1,11 @@
-"""An unmodified script on two emulated clusters: every way to switch holmes on, every way to make a group,
-every bad input."""
+"""Tests every way to switch holmes on, and every bad input, with an unmodified script.
+
+The script makes process groups in every way of torch, on two emulated clusters.
+"""
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,14 +25,13 @@ def test_stock_is_stock(two_clusters):
     lines = two_clusters.json(two_clusters.run(GROUPS))
     assert [line["node"] for line in lines] == ["a0", "b0", "a1", "b1"]
     assert not any(line["holmes"] for line in lines)
-    sent = two_clusters.sent(before)
-    assert all(
-        nics["eth0"] > 7 and max(size for nic, size in nics.items() if nic != "eth0") < 0.01
-        for nics in sent.values()
-    )
+    for nics in two_clusters.sent(before).values():
+        fast_mb = max(mb for nic, mb in nics.items() if nic != "eth0")
+        assert nics["eth0"] > 7 and fast_mb < 0.01
 
 
 def assert_planned(two_clusters, lines, sent):
+    """Assert that ranks, sums and traffic of a job of groups.py are those that holmes plans."""
     assert [line["node"] for line in lines] == ["a0", "a1", "b0", "b1"]
     assert [line["env"] for line in lines] == [0, 1, 2, 3] == [line["rank"] for line in lines]
     assert all(line["local"] == "0" for line in lines)
@@ -94,7 +96,7 @@ def test_every_way_to_switch_on(two_clusters, tmp_path, how):
         script = tmp_path / "enabled.py"
         script.write_text(
             f"import holmes_ext\nholmes_ext.enable(cluster={str(CLUSTER)!r})\n"
-            + open(GROUPS).read()
+            + Path(GROUPS).read_text()
         )
         result = two_clusters.run(str(script), "--lr", "1")
     # Each rank printed the arguments that the script saw, without holmes's flags, and whether holmes is on.
@@ -102,23 +104,23 @@ def test_every_way_to_switch_on(two_clusters, tmp_path, how):
     for line in lines:
         assert line["argv"] == ["--lr", "1"]
         assert line["holmes"]
-    assert_planned(
-        two_clusters, lines, two_clusters.sent(before)
-    )  # ranks, sums and traffic of a holmes job
-    said = [
+    assert_planned(two_clusters, lines, two_clusters.sent(before))
+    messages = [
         line
         for output in result.outputs.values()
         for line in output.splitlines()
         if line.startswith("holmes:")
     ]
-    assert len(said) == 1
-    assert "2 clusters" in said[0]
-    assert "ranks renumbered" in said[0]
+    assert len(messages) == 1
+    assert "2 clusters" in messages[0]
+    assert "ranks renumbered" in messages[0]
 
 
 def test_torchrun_with_its_own_store(two_clusters):
-    """One agent for each node; the agents' store is the job's, and the planned rank 0 need not be on its
-    host."""
+    """The job uses the store of torchrun's agents, and rank 0 need not be on the store's host.
+
+    There is one agent on each node.
+    """
     torchrun = (
         f"exec {sys.executable} -m torch.distributed.run --nnodes 4 --nproc-per-node 1 --node-rank $NODE_RANK"
         f" --master-addr $MASTER_ADDR --master-port $MASTER_PORT {GROUPS} --holmes --holmes-plan $PLAN"
@@ -139,7 +141,10 @@ def test_torchrun_with_its_own_store(two_clusters):
 
 @full  # rows/test_rows.py trains with this launcher in each landing
 def test_deepspeeds_launcher(two_clusters):
-    """What `deepspeed --hostfile` runs on every node: deepspeed.launcher.launch, which adds --local_rank."""
+    """The ranks are started as by `deepspeed --hostfile`: deepspeed.launcher.launch on every node.
+
+    The launcher adds --local_rank.
+    """
     import base64
 
     world = base64.urlsafe_b64encode(
@@ -214,16 +219,16 @@ BAD_FILES = {
 
 
 def assert_one_line(result, parts):
-    """Every rank ends with status 2; one line says why; no traceback."""
-    said = [
+    """Assert that all ranks end with status 2 and together print one line with these parts."""
+    lines = [
         line
         for output in result.outputs.values()
         for line in output.splitlines()
-        if "socket.cpp" not in line and line.strip()
+        if "socket.cpp" not in line and line.strip()  # torch warns about sockets
     ]
     assert set(result.statuses.values()) == {2}, result.outputs
-    assert len(said) == 1 and said[0].startswith("holmes: "), said
-    assert all(part in said[0] for part in parts), said[0]
+    assert len(lines) == 1 and lines[0].startswith("holmes: "), lines
+    assert all(part in lines[0] for part in parts), lines[0]
 
 
 @pytest.mark.parametrize(
@@ -246,6 +251,7 @@ def test_bad_cluster_file(two_clusters, tmp_path, case):
 
 
 def edited(plan, **changes):
+    """Return the JSON of a plan with some keys changed."""
     document = json.loads(plan.to_json())
     document.update(changes)
     return json.dumps(document)
@@ -261,11 +267,10 @@ def edited(plan, **changes):
 def test_bad_plan_file(two_clusters, tmp_path, case):
     site = site_from_spec(load_spec(CLUSTER))
     good = build_plan(site, Sizes(pipeline=2))
-    other = (
-        TOML.replace("2Gb/s", "4Gb/s")
-        if case == "other cluster"
-        else TOML.replace("processes = 1", "processes = 2")
-    )
+    if case == "other cluster":
+        other = TOML.replace("2Gb/s", "4Gb/s")
+    else:
+        other = TOML.replace("processes = 1", "processes = 2")
     (tmp_path / "other.toml").write_text(other)
     planned = build_plan(site_from_spec(load_spec(tmp_path / "other.toml")), Sizes(pipeline=2))
     file = tmp_path / "p.json"
@@ -329,9 +334,9 @@ def test_bad_flags(two_clusters, flags, parts):
     ],
 )
 def test_ranks_that_were_given_different_flags(two_clusters, change, parts):
-    flags = (
-        f"--holmes {'' if change.startswith('--holmes-cluster') else f'--holmes-cluster {CLUSTER}'}"
-    )
+    flags = "--holmes"
+    if not change.startswith("--holmes-cluster"):
+        flags += f" --holmes-cluster {CLUSTER}"
     command = f"[ $RANK = 2 ] && more='{change}'; exec {sys.executable} {GROUPS} {flags} $more"
     result = two_clusters.run("sh", "-c", command)
     if change:
@@ -342,7 +347,7 @@ def test_ranks_that_were_given_different_flags(two_clusters, change, parts):
 
 @pytest.fixture
 def deepspeed_from_the_future(tmp_path):
-    """A folder for PYTHONPATH whose metadata say that deepspeed 0.99.0 is installed."""
+    """Return a folder for PYTHONPATH whose metadata say that deepspeed 0.99.0 is installed."""
     info = tmp_path / "deepspeed-0.99.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.99.0\n")
@@ -398,8 +403,7 @@ def test_a_fast_nic_that_is_down(two_clusters):
 
 
 def test_sharded_by_torch_itself(two_clusters, tmp_path, capsys):
-    """FSDP2 over a DeviceMesh: weights are gathered on the fast NICs, what the clusters share crosses, and
-    what is learned stays."""
+    """FSDP2 over a DeviceMesh gathers weights on the fast NICs, and its losses do not change."""
     script = str(SCRIPTS / "sharded.py")
     before = two_clusters.lab.counters()
     stock = two_clusters.json(two_clusters.run(script, env={"GLOO_SOCKET_IFNAME": "eth0"}))

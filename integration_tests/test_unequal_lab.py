@@ -1,4 +1,4 @@
-"""Clusters of three nodes and of two: data-parallel over all five, and a pipeline of five stages."""
+"""Tests clusters of three and of two nodes, with data parallelism and a pipeline of five stages."""
 
 import pytest
 from clusters import toml
@@ -17,13 +17,13 @@ def test_plain_torch_has_the_losses_of_a_flat_ring(unequal, tmp_path):
         result = unequal.run(PLAIN, *MODEL, "--log-file", str(tmp_path / name), *flags, env=env)
         assert result.returncode == 0, result.outputs
     assert any("2 clusters: a (3 nodes" in line for line in said(result)), said(result)
-    found = losses(tmp_path / "holmes")
-    assert len(found) == 6 and same(losses(tmp_path / "stock"), found, 1e-5)
+    our_losses = losses(tmp_path / "holmes")
+    assert len(our_losses) == 6 and same(losses(tmp_path / "stock"), our_losses, 1e-5)
 
 
 @pytest.mark.parametrize("stages", ["1", "5"])
 def test_deepspeed_learns_what_stock_does(unequal, tmp_path, stages):
-    """One stage on all nodes, with ZeRO 1; five stages, one a node."""
+    """Losses do not change with one stage on all nodes (ZeRO 1), and with a stage on each node."""
     flags = ("--stages", stages, *(("--zero", "1") if stages == "1" else ("--layers", "5")))
     for name, more in (("stock", ()), ("holmes", unequal.holmes)):
         train(unequal, tmp_path / name, *flags, *more, size=SIZE)

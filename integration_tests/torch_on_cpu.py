@@ -27,17 +27,16 @@ class _Works(list):
 
 
 def _accelerator(module):
-    own = module.current_accelerator
+    original = module.current_accelerator
 
-    def there(check_available=False):
-        found = own()
-        return (
-            found
-            if found is not None and module.torch.get_device_module(found).is_available()
-            else None
-        )
+    def current_accelerator(check_available=False):
+        accelerator = original()
+        if accelerator is None:
+            return None
+        is_available = module.torch.get_device_module(accelerator).is_available()
+        return accelerator if is_available else None
 
-    module.current_accelerator = there
+    module.current_accelerator = current_accelerator
 
 
 def _streams(module):
@@ -47,18 +46,19 @@ def _streams(module):
 
 
 def _fully_shard(module):
-    torch, factors = module.torch, module._get_gradient_divide_factors
-    copy = torch.ops.fsdp.split_with_sizes_copy
+    torch = module.torch
+    original_factors = module._get_gradient_divide_factors
+    original_copy = torch.ops.fsdp.split_with_sizes_copy
 
-    # those of float16: sums, divided before and after
+    # For float16, torch divides before and after a sum, instead of averaging.
     def divide_factors(scatter_group, reduce_group, dtype, *more):
-        return factors(scatter_group, reduce_group, torch.float16, *more)
+        return original_factors(scatter_group, reduce_group, torch.float16, *more)
 
     def copied(*args, out, **kwargs):
         with contextlib.ExitStack() as stack:
             for tensor in out:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
-            return copy(*args, out=out, **kwargs)
+            return original_copy(*args, out=out, **kwargs)
 
     version = torch.__version__[:4]
     if version in ("2.6.", "2.7.", "2.8."):

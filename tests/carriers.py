@@ -1,11 +1,10 @@
-"""Which backend the tests' jobs train over.
+"""Selects the backend over which the jobs of the tests train.
 
-HOLMES_TEST_CARRIER=gloo    gloo, on the CPU: what `make test` runs
-HOLMES_TEST_CARRIER=nccl    the same functions and scripts on emulated GPUs, over NCCL's own host code,
-                            with the CUDA build of torch: what `make gpu` runs
-HOLMES_TEST_CARRIER=cuda    the same on one physical GPU that all ranks share, each a host of its own to
-                            NCCL: what `make physical` runs. Its RDMA is the lab's network plugin, which
-                            `holmes lab build` made, or HOLMES_TEST_NET_PLUGIN names
+HOLMES_TEST_CARRIER=gloo    gloo, on the CPU: `make test`
+HOLMES_TEST_CARRIER=nccl    NCCL's own host code on emulated GPUs, with the CUDA build of torch: `make gpu`
+HOLMES_TEST_CARRIER=cuda    NCCL on one physical GPU that all ranks share, each a host of its own to NCCL:
+                            `make physical`. Its RDMA is the lab's network plugin, which `holmes lab build`
+                            made, or HOLMES_TEST_NET_PLUGIN names
 """
 
 from __future__ import annotations
@@ -114,15 +113,17 @@ def skip_without_nccl_source() -> None:
 
 @functools.cache
 def watched() -> Path:
-    """Where ranks that no lab started tell what they do."""
+    """Return a folder in which emulated GPUs of ranks without a lab record what they execute."""
     directory = tempfile.mkdtemp(prefix="holmes-gpu-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return Path(directory)
 
 
 def environment(count: int = 1) -> dict[str, str]:
-    """Of ranks that no lab starts, each of which finds `count` emulated GPUs; {} on the CPU. Their network is
-    the loopback device, by sockets."""
+    """Return environment variables for ranks that no lab starts; {} on the CPU.
+
+    Each rank finds `count` emulated GPUs, and uses sockets on the loopback device.
+    """
     if not ON_GPUS:
         return {}
     added = (

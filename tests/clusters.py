@@ -19,7 +19,7 @@ TWO = ("a ib 2Gb/s a[0-1]", "b roce 1.6Gb/s b[0-1]")
 
 
 def toml(*clusters: str, ethernet: str = "250Mb/s", **every: object) -> str:
-    """The file's text."""
+    """Return the text of a cluster.toml; see the module's docstring for the arguments."""
     lines = ["version = 2", "[ethernet]", f'rate = "{ethernet}"']
     for cluster in clusters or TWO:
         name, kind, rate, nodes, *more = cluster.split()
@@ -47,5 +47,5 @@ def site(*clusters: str, **more: object) -> Site:
 
 
 def example(name: str = "two_clusters_4") -> Site:
-    """Of a file in examples/clusters."""
+    """Return the site of a file in examples/clusters."""
     return site_from_spec(load_spec(examples() / "clusters" / f"{name}.toml"))

@@ -78,7 +78,7 @@ def joined_of(
 
 
 def in_threads(calls: dict[str, Callable[[], Any]], seconds: float = 200.0) -> dict[str, Any]:
-    """What each call returned; raises what one of them raised."""
+    """Make each call in a thread, and return the results; raise the error of a call that fails."""
     results: dict[str, Any] = {}
     errors: dict[str, BaseException] = {}
 
@@ -112,7 +112,7 @@ def batch(rows, job, step):
 
 
 def plain_sgd(rank, rows, steps):
-    """All weights of one synchronous job, which reads what both jobs read."""
+    """Train one synchronous job that reads the data of two joined jobs, and return all weights."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):

@@ -1,27 +1,26 @@
-"""What NCCL would do with the operations that a job launches: a log of every rank, and what is wrong with the
-logs.
+"""Predicts how NCCL would execute the operations that a job launches: hangs and mixed-up messages.
 
     with recorded() as log: ...          in each rank, over gloo: every operation
                                          of torch's process groups, in order
-    faults({rank: log}, bound) -> lines  none: under NCCL nothing of it hangs or mixes
+    faults({rank: log}, bound) -> lines  none: under NCCL no operation hangs or mixes with another
 
 NCCL differs from gloo in three ways, and each is a rule here:
 
-    order      a communicator carries its operations out in the order of their launch, on every rank the same
-               ones; messages between two ranks meet in their order
+    order      a communicator executes its operations in the order of their launch, the same operations on
+               every rank; messages between two ranks are matched in their order
     circles    an operation waits for those before it on its communicator and, unless it is asynchronous,
-               on the stream; wait() holds the stream up. All of that together must never come back to
-               where it began. It is assumed that the host waits as well (it does wherever a loss is
-               read), which is more than NCCL asks
+               on the stream; wait() blocks the stream. These waits must never form a circle. It is assumed
+               that the host waits as well (as it does if a loss is read), which is stricter than NCCL
     members    a communicator is made when its first operation is launched, and all its ranks must come there,
-               holding their hosts up: for collectives and batches of messages all of the group, for single
-               messages the two ends. With a bound device (init_process_group(device_id=...)) the group's
-               communicator carries them all and is there from the beginning
+               while their hosts wait: for collectives and batches of messages all ranks of the group, for
+               single messages the two ends. With a bound device (init_process_group(device_id=...)) the
+               communicator of the group is used for all operations and exists from the beginning
 
-And a fourth, with blocking=True: every operation waits for the one launched before it on its rank, whatever
-their communicators. CUDA_LAUNCH_BLOCKING=1 is that; one hardware queue, streams that share one, a wait for
-the device between two launches ask for a part of it. What has no circle then, has none under any of those
-(NCCL's user guide, "Using multiple NCCL communicators concurrently", asks for no less).
+And a fourth, with blocking=True: every operation waits for the one launched before it on its rank, on any
+communicator. CUDA_LAUNCH_BLOCKING=1 has this effect. One hardware queue, streams that share a queue, and a
+wait for the device between two launches have a part of it. Operations without a circle under this rule have
+none in those cases (NCCL's user guide, "Using multiple NCCL communicators concurrently", requires the
+same).
 """
 
 from __future__ import annotations
@@ -41,17 +40,16 @@ from holmes_ext.patches.torch.telemetry import METHODS, RENAMED, _size_in_bytes
 
 @dataclass(frozen=True)
 class Launch:
-    """peer: the other's global rank, of "send" and "receive"; batch: of messages launched at once, 0 for
-    none; stays: the stream goes on only when it is over."""
+    """An operation that a rank has launched."""
 
-    number: int
+    number: int  # position in the log, from 1
     group: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # of the group
     operation: str
     bytes: int
-    peer: int | None = None
-    batch: int = 0
-    stays: bool = True
+    peer: int | None = None  # global rank of the other end of a "send" or "receive"
+    batch: int = 0  # number of the batch of messages; 0: not in a batch
+    stays: bool = True  # the stream waits for the end of the operation
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,13 @@ def recorded() -> Iterator[Log]:
 
 
 def faults(logs: Mapping[int, Log], bound: bool = False, blocking: bool = False) -> list[str]:
-    """What NCCL would make of these; bound: every group's communicator is there from the beginning; blocking:
-    an operation begins when the one before it is over."""
+    """Return the faults that NCCL would have with the operations in these logs.
+
+    Args:
+        logs: Rank -> log.
+        bound: The communicator of every group exists from the beginning.
+        blocking: An operation begins when the one before it on its rank is over.
+    """
     return [*_unlike(logs), *([] if bound else _absent(logs)), *_circles(logs, bound, blocking)]
 
 
@@ -149,7 +152,7 @@ def _launches(log: Log) -> list[Launch]:
 
 
 def _unlike(logs: Mapping[int, Log]) -> Iterator[str]:
-    """Ranks of a communicator that launch other things, or in another order."""
+    """Yield ranks of a communicator that launch different operations, or in another order."""
     collectives: dict[tuple, dict[int, list]] = defaultdict(lambda: defaultdict(list))
     messages: dict[tuple, dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for rank, log in logs.items():
@@ -180,7 +183,7 @@ def _unlike(logs: Mapping[int, Log]) -> Iterator[str]:
 
 
 def _communicator(one: Launch, rank: int, bound: bool) -> tuple[Any, tuple[int, ...]]:
-    """(what carries an operation, the ranks that must come to make it)."""
+    """Return the key of the communicator of an operation, and the ranks that make it together."""
     if one.peer is None or one.batch or bound:
         return (one.group, one.ranks), one.ranks
     ends = tuple(sorted((rank, one.peer)))
@@ -188,7 +191,7 @@ def _communicator(one: Launch, rank: int, bound: bool) -> tuple[Any, tuple[int, 
 
 
 def _absent(logs: Mapping[int, Log]) -> Iterator[str]:
-    """Communicators that some of their ranks never use."""
+    """Yield communicators that some of their ranks never use."""
     used: dict[Any, tuple[tuple[int, ...], set[int]]] = {}
     for rank, log in logs.items():
         for one in _launches(log):
@@ -203,7 +206,7 @@ def _absent(logs: Mapping[int, Log]) -> Iterator[str]:
 
 
 def _circles(logs: Mapping[int, Log], bound: bool, blocking: bool) -> Iterator[str]:
-    """What waits for what, on all ranks together."""
+    """Yield a circle of waits between the operations of all ranks, if there is one."""
     after: dict[Any, set] = defaultdict(set)  # node -> what must be over before
     counts: dict[Any, int] = defaultdict(int)
     for rank, log in logs.items():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 def some_splits(
     pick: random.Random, layers: int, stages: int, drawn: int
 ) -> Iterator[tuple[int, ...]]:
-    """The even one, then so many random ones."""
+    """Yield the even split of layers into stages, and then `drawn` random splits."""
     yield tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
     for _ in range(drawn):
         borders = sorted(pick.sample(range(1, layers), stages - 1))

@@ -9,8 +9,13 @@ import pytest
 
 
 def in_namespace(script: str, *setup: str) -> str:
-    """Output of a Python script in a fresh network namespace that `setup` (shell lines) furnished; skips
-    without root."""
+    """Run a Python script in a new network namespace, and return its output.
+
+    The test is skipped without root.
+
+    Args:
+        setup: Shell lines that prepare the namespace, such as "ip link add ...".
+    """
     if not (shutil.which("unshare") and shutil.which("ip")):
         pytest.skip("needs unshare (util-linux) and ip (iproute2)")
     shell = "\n".join(["set -e", "ip link set lo up", *setup, 'exec "$PYTHON" -c "$SCRIPT"'])

@@ -2,8 +2,16 @@
 
 
 def simulate(forward, backward, transfer, micro_batches):
-    """1F1B operation by operation, each after the one before it on its stage and what it needs from its
-    neighbour."""
+    """Return the time at which each stage ends a step of the 1F1B schedule.
+
+    Each operation begins after the one before it on its stage, and after the message that it needs from a
+    neighbour.
+
+    Args:
+        forward: Seconds of a forward pass, by stage.
+        backward: Seconds of a backward pass, by stage.
+        transfer: Seconds of a message between a stage and the next, by stage.
+    """
     stages, done = len(forward), {}
     programs = []
     for stage in range(stages):
@@ -20,7 +28,7 @@ def simulate(forward, backward, transfer, micro_batches):
             while at[s] < len(programs[s]):
                 kind, i = programs[s][at[s]]
                 if kind == "F":
-                    ready = 0.0 if s == 0 else done.get(("F", s - 1, i), None)
+                    ready = 0.0 if s == 0 else done.get(("F", s - 1, i))
                     delay = transfer[s - 1] if s else 0.0
                 else:
                     ready = done.get(("F", s, i)) if s == stages - 1 else done.get(("B", s + 1, i))

@@ -13,7 +13,12 @@ from holmes_ext.planner.simulate.step import JobStep
 def costs_on_site(
     site, order, sizes, model, overlap=False, only=None, async_stage_links=True, **rules
 ):
-    """Of each layer of a model on each stage; only: the fabric of all traffic."""
+    """Return the costs of each layer of a model on each stage.
+
+    Args:
+        order: Names of the nodes, in the order of the ranks.
+        only: Name of the fabric that carries all traffic; None: each group uses its fastest.
+    """
     network, sizes = Network(site, only=only), sizes.complete(site.world_size)
     job = RankModel.of(model, sizes)
     rules = Rules(overlap=overlap, hide_stage_links=async_stage_links, **rules)
@@ -21,7 +26,7 @@ def costs_on_site(
 
 
 def step_seconds(site, order, sizes, work=Workload(), only=None, **rules):
-    """A workload's step."""
+    """Return the seconds of a step of a workload."""
     network, sizes = Network(site, only=only), sizes.complete(site.world_size)
     prices = Prices(
         network, RankModel.of_workload(work, sizes), Rules(**{"hide_stage_links": False, **rules})
@@ -30,7 +35,12 @@ def step_seconds(site, order, sizes, work=Workload(), only=None, **rules):
 
 
 def sums_on_site(site, order=(), ranks=(), size=1e9, **rules):
-    """How a group of ranks (all of them) could sum so many bytes; order: of the nodes."""
+    """Return the ways in which a group of ranks can reduce `size` bytes.
+
+    Args:
+        order: Names of the nodes, in the order of the ranks; by default as in the site.
+        ranks: Ranks of the group; by default all.
+    """
     network, sizes = Network(site), Sizes().complete(site.world_size)
     job = RankModel.of_workload(Workload(gradient_bytes=size), sizes)
     placement = network.placement(order or [node.name for node in site.nodes], sizes)
@@ -39,7 +49,7 @@ def sums_on_site(site, order=(), ranks=(), size=1e9, **rules):
 
 
 def job_on_site(site, order, sizes, model, execution):
-    """A step to be simulated."""
+    """Return a step of a job, to be simulated."""
     network, sizes = Network(site), sizes.complete(site.world_size)
     placement = network.placement(order, sizes)
     return JobStep(

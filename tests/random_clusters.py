@@ -6,7 +6,12 @@ from clusters import toml
 
 
 def random_site(seed, nodes):
-    """(the generator, cluster.toml, stages of a pipeline, nodes that a job asks for, in whole stages)."""
+    """Draw clusters with this number of nodes in all.
+
+    Returns:
+        The generator of random numbers; the text of cluster.toml; the number of pipeline stages; the number
+        of nodes that a job uses, a multiple of the stages.
+    """
     rng = random.Random(seed)
     clusters, left = [], nodes
     while left:
@@ -18,7 +23,8 @@ def random_site(seed, nodes):
             f"{name} {kind} {rate} {name}n[0-{size - 1}] gpu={rng.choice(('A100', 'H100'))}"
         )
     text = toml(*clusters, ethernet=f"{rng.choice((10, 25, 100))}Gb/s", processes=8)
-    pipeline, stages = rng.choice((1, 2, 4)), rng.randrange(1, max(2, nodes // 4))
-    count = min(nodes, pipeline * stages)
+    pipeline = rng.choice((1, 2, 4))
+    nodes_of_stage = rng.randrange(1, max(2, nodes // 4))
+    count = min(nodes, pipeline * nodes_of_stage)
     count -= count % pipeline
     return rng, text, pipeline, count or pipeline

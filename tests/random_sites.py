@@ -1,5 +1,7 @@
-"""Random sites as running nodes report them, sizes that fit them, and what a group should get by the plain
-rule."""
+"""Draws random sites as running nodes report them, and sizes of jobs that fit them.
+
+network() returns the network that a group of nodes should use, by a plain rule.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ RATES = (10 * 10**9, 25 * 10**9, 100 * 10**9, 100 * 10**9)
 
 
 def site(rng: random.Random) -> Site:
-    """2 to 8 nodes in unequal clusters, on several fabrics or none; ports without address, without HCAs, out
-    of use."""
+    """Draw 2 to 8 nodes in unequal clusters, on several fabrics or none.
+
+    Some ports have no address, no HCA, or are out of use.
+    """
     fast = [
         Fabric(f"f{i}", rng.choice(("ib", "roce")), rng.choice(RATES), 2e-6)
         for i in range(rng.randint(1, 3))
@@ -39,7 +43,7 @@ def site(rng: random.Random) -> Site:
 
 
 def sizes(rng: random.Random, world: int) -> Sizes | None:
-    """Complete sizes, or None."""
+    """Draw complete sizes of a job with this number of ranks, or None."""
     if rng.random() < 0.1:
         return None
 
@@ -55,8 +59,14 @@ def sizes(rng: random.Random, world: int) -> Sizes | None:
 
 
 def network(of: Site, names: set[str], backend: str) -> str:
-    """The name of the fastest fabric that all these nodes can use with "gloo" or "nccl"; RDMA first at equal
-    rates."""
+    """Return the name of the fastest fabric that all these nodes can use with a backend.
+
+    RDMA is preferred at equal rates.
+
+    Args:
+        names: Names of the nodes.
+        backend: "gloo" or "nccl".
+    """
     if len(names) == 1:
         return "local"
 

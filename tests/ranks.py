@@ -1,19 +1,19 @@
-"""Runs a function in several processes that form a process group on loopback: gloo's, or NCCL's, each with a
-GPU as its default device (carriers.py). For tests.
+"""Runs a function in several processes that form a process group on loopback, for tests.
 
     assert run_ranks(function, 2, argument) == [of_rank_0, of_rank_1]
     # function(rank, argument), at a module's top
 
-Tensors of an answer come on the CPU.
+The backend is gloo, or NCCL with a GPU as the default device of each process (carriers.py). Tensors in an
+answer are moved to the CPU.
 
 Each process is forked from a server that has imported torch and done nothing else (multiprocessing's
-"forkserver"): it has one thread, which every rank checks, so a fork of it is as good as a new interpreter.
-New ones would import torch for seconds, some 170 times in the suite; forks of pytest itself would share its
-threads and locks.
+"forkserver"). The server has one thread, which every rank checks, so a fork of it is as good as a new
+interpreter. New interpreters would import torch for seconds, some 170 times in the suite. Forks of pytest
+itself would share its threads and locks.
 
-Hence a rank sees what pickle carries: the function by name and its arguments. The environment and the
-directory are the caller's; what a test has changed in its own process (monkeypatch, a session) is not there:
-let the function do it.
+Hence a rank receives only what pickle can carry: the function by name, and its arguments. The environment
+and the working directory are the caller's. Changes that a test has made in its own process (monkeypatch, a
+session) do not exist in a rank: let the function make them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ _parent: Any = None  # in a rank: its end of the pipe to run_ranks
 
 
 class RankError(RuntimeError):
-    """A rank raised, or ended without an answer. said: the lines of all ranks' say()."""
+    """Error of a rank that raised, or ended without an answer.
+
+    The attribute `said` has the lines that all ranks sent by say().
+    """
 
     def __init__(self, text: str, said: list[str]):
         super().__init__(text)
@@ -59,14 +62,18 @@ class RankError(RuntimeError):
 
 
 def preload(*modules: str) -> None:
-    """Have the server import these too; before the first run_ranks."""
+    """Let the server import further modules; call this before the first run_ranks()."""
     _preloaded.extend(modules)
 
 
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S
 ) -> list[Any]:
-    """[function(rank, *args) of every rank]; RankError with the trace of the first rank that raised."""
+    """Run function(rank, *args) in each of `world_size` processes, and return the results by rank.
+
+    Raises:
+        RankError: A rank raised (the message has its traceback), or gave no answer within timeout_s seconds.
+    """
     _context.set_forkserver_preload(_preloaded)
     # numpy's BLAS starts its threads when it is imported
     with _environment(OMP_NUM_THREADS="1", **carriers.environment()):
@@ -122,8 +129,11 @@ def run_ranks(
 def run_cases(
     function: Callable[..., dict], world_size: int, names: list[str], timeout_s: float
 ) -> list[dict]:
-    """[function(rank, names) of every rank], dictionaries by name. On emulated GPUs some launches: the
-    memory of a communicator is its process's until that ends."""
+    """Run function(rank, names) in each process, and return a dictionary by name for each rank.
+
+    On emulated GPUs, processes are started anew for every two names: a process keeps the memory of its
+    communicators until it ends.
+    """
     few, results = (
         2 if carriers.EMULATED else len(names),
         [dict[str, Any]() for _ in range(world_size)],
@@ -148,13 +158,16 @@ def _environment(**changes: str) -> Iterator[None]:
 
 
 def seeded(seed: int) -> torch.Generator:
-    """For random numbers on the default device."""
+    """Return a seeded generator of random numbers on the default device."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 def hosted_store() -> tuple[dist.TCPStore, dict[str, str]]:
-    """A store for processes that find theirs in the environment, on a port that is bound already; and that
-    environment, which is torchrun's where its agent hosts the store. It lives as long as it is kept."""
+    """Return a store, and environment variables by which other processes find it.
+
+    The store's port is already bound. The variables are those of torchrun if its agent hosts the store. The
+    store lives as long as the caller keeps it.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, {
         "MASTER_ADDR": "127.0.0.1",
@@ -165,22 +178,29 @@ def hosted_store() -> tuple[dist.TCPStore, dict[str, str]]:
 
 
 def all_are_here(rank: int, world_size: int) -> None:
-    """Returns when every rank called it. Through the store alone: a rank may die right after it, others still
-    wait."""
+    """Wait until every rank has called this function.
+
+    It uses only the store: a rank may die right afterwards, while other ranks still wait.
+    """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"here/{rank}", "")
     store.wait([f"here/{other}" for other in range(world_size)])
 
 
 def say(text: object) -> None:
-    """In a rank: tell the caller of run_ranks, whatever becomes of this rank; RankError.said has "rank R:
-    TEXT"."""
+    """Send a text from a rank to the caller of run_ranks(), even if the rank fails later.
+
+    RankError.said then has the line "rank R: TEXT".
+    """
     _tell(_parent, "said", str(text))
 
 
 def _tell(parent: Any, kind: str, value: object) -> None:
-    """By plain pickle: a tensor sent by multiprocessing's is a file of the rank, which may have ended when it
-    is opened."""
+    """Send a value to the parent process by plain pickle.
+
+    multiprocessing's own pickle sends a tensor as a file of the rank, which may have ended when the file is
+    opened.
+    """
     parent.send_bytes(pickle.dumps((kind, value)))
 
 

@@ -82,9 +82,8 @@ def job_with(engine: str, backend: str, other_devices: bool = False) -> Job:
         words = (WITH_BACKEND, *arguments_of_wrapper, *original.words)
         return replace(original, words=words, env={**original.env, **env})
 
-    return replace(
-        job, command=command, checkpoints=None
-    )  # no checkpoints are saved: that takes time
+    # Saving checkpoints would take time.
+    return replace(job, command=command, checkpoints=None)
 
 
 class StartOnTwoNodes(StartInLab):

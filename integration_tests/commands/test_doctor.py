@@ -1,4 +1,7 @@
-"""`holmes doctor` on emulated nodes: each node's findings side by side, one of them set up wrongly."""
+"""Tests `holmes doctor` on four emulated nodes, one of which has a wrong NCCL_IB_HCA.
+
+The report compares the findings of all nodes and names the node that differs.
+"""
 
 from carriers import ON_GPUS
 
@@ -17,7 +20,7 @@ sys.exit(main(["doctor", "--cluster", sys.argv[1]]))
 def test_each_nodes_findings_stand_side_by_side(two_clusters, tmp_path):
     script = tmp_path / "doctor.py"
     script.write_text(SCRIPT)
-    # the lab gives a command without --holmes what a person would tell NCCL
+    # For a command without --holmes, the lab sets the NCCL variables that a user without holmes would set.
     env = {"NCCL_IB_DISABLE": "0"} if ON_GPUS else {}
     result = two_clusters.run(str(script), str(two_clusters.file), timeout=300, env=env)
     output = result.stdout[0]

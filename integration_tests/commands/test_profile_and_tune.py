@@ -1,5 +1,8 @@
-"""--holmes-profile on real engines: slower GPUs are measured, the plan that follows moves layers, losses
-stay."""
+"""Tests `--holmes-profile` and `holmes tune` with DeepSpeed's pipeline engine and with megatron-core.
+
+The GPUs of one cluster are slower. The profile must show this, the plan made from it must give them fewer
+layers, and the losses must not change.
+"""
 
 import json
 import sys
@@ -24,8 +27,10 @@ def run(clusters, log, *flags):
 
 @gloo_only
 def test_tune_and_the_run_that_follows(two_clusters, tmp_path, monkeypatch):
-    """`holmes tune -- holmes lab run ...`: the stage on the slow GPUs gets fewer layers, in the real run
-    too."""
+    """`holmes tune -- holmes lab run ...` gives the stage on the slow GPUs fewer layers.
+
+    A training run with the plan that it wrote has the same stages.
+    """
     monkeypatch.chdir(tmp_path)
     cluster = ["--cluster", str(two_clusters.file)]
     lab = [sys.executable, "-m", "holmes_ext.cli.main", "lab", "run", "--interleave", *cluster]
@@ -64,8 +69,10 @@ def test_tune_and_the_run_that_follows(two_clusters, tmp_path, monkeypatch):
 @gloo_only
 @full
 def test_tune_with_torchrun_on_every_node(two_clusters, tmp_path):
-    """`holmes tune -- torchrun ...` four times over, the files shared: one plan.json, from which torchrun
-    starts."""
+    """`holmes tune -- torchrun ...` runs on each of four nodes, which share a folder.
+
+    All nodes write the same plan, and torchrun starts a job with it.
+    """
     torchrun = (
         f"{sys.executable} -m torch.distributed.run --nnodes 4 --nproc-per-node 1 --node-rank $NODE_RANK"
         f" --master-addr $MASTER_ADDR --master-port $MASTER_PORT {TRAIN} {' '.join(SIZE)} --stages 2"
@@ -92,9 +99,13 @@ def test_tune_with_torchrun_on_every_node(two_clusters, tmp_path):
 @gpu_only
 @full
 def test_a_gpu_s_own_times_are_measured(two_clusters, tmp_path):
-    """By CUDA's events, of emulated GPUs that are a quarter as fast in one cluster; losses stay stock's."""
+    """CUDA events measure emulated GPUs that are a quarter as fast in one cluster.
+
+    The losses do not change.
+    """
     train(two_clusters, tmp_path / "stock", "--stages", "2")
-    slow, path = GpuClock(flops=4e8, speed={"b": 0.25}), tmp_path / "profile.json"
+    slow = GpuClock(flops=4e8, speed={"b": 0.25})
+    path = tmp_path / "profile.json"
     train(
         two_clusters,
         tmp_path / "log",
@@ -106,34 +117,36 @@ def test_a_gpu_s_own_times_are_measured(two_clusters, tmp_path):
         gpus=replace(gpus(), clock=slow),
     )
     assert same(losses(tmp_path / "log"), losses(tmp_path / "stock"))
-    of = {
+    seconds_of = {
         stage.clusters: sum(stage.forward_s + stage.backward_s)
         for stage in load_profile(path).stages
     }
-    assert of["b",] > 2 * of["a",] > 0
+    assert seconds_of["b",] > 2 * seconds_of["a",] > 0
 
 
 @full
 def test_megatron_core(two_clusters, tmp_path):
-    """Measured in the first of two equal trainings: it does not change what the other one learns."""
+    """The first of two equal trainings is measured, and both have the same losses."""
     path = tmp_path / "profile.json"
     splits = dict.fromkeys(("measured", "again"), "--pipeline 2 --micro-batches 4 --steps 6")
     flags = (*two_clusters.holmes, "--holmes-sizes", "pipeline=2")
-    slow = (
-        {"gpus": replace(gpus(), clock=GpuClock(flops=2e8, speed={"b": 0.25}))} if ON_GPUS else {}
-    )
-    done, _, _ = train_megatron(
+    slow = {}
+    if ON_GPUS:
+        slow["gpus"] = replace(gpus(), clock=GpuClock(flops=2e8, speed={"b": 0.25}))
+    results, _, _ = train_megatron(
         two_clusters, tmp_path, splits, *flags, options=slow, HOLMES_PROFILE=f"2,{path}"
     )
-    measured, again = ([entry["loss"] for entry in done[name]["entries"]] for name in splits)
-    assert measured == again
+    losses_of = {name: [entry["loss"] for entry in results[name]["entries"]] for name in splits}
+    assert losses_of["measured"] == losses_of["again"]
     profile = load_profile(path)
     assert [stage.blocks for stage in profile.stages] == [(0, 1), (2, 3)]
     assert profile.framework.startswith("megatron-core")
     assert all(min(stage.forward_s + stage.backward_s) > 0 for stage in profile.stages)
-    of = {stage.clusters: sum(stage.forward_s + stage.backward_s) for stage in profile.stages}
-    assert not ON_GPUS or of["b",] > 2 * of["a",]
-    assert (
-        profile.gradient_bytes[1] == profile.gradient_bytes[4] and min(profile.gradient_bytes) >= 0
-    )
-    assert min(profile.gradient_bytes[place] for place in (0, 1, -1)) > 0
+    seconds_of = {
+        stage.clusters: sum(stage.forward_s + stage.backward_s) for stage in profile.stages
+    }
+    assert not ON_GPUS or seconds_of["b",] > 2 * seconds_of["a",]
+    # gradient_bytes: of the embedding, of each block, and of what follows the blocks
+    assert profile.gradient_bytes[1] == profile.gradient_bytes[4]
+    assert min(profile.gradient_bytes) >= 0
+    assert min(profile.gradient_bytes[index] for index in (0, 1, -1)) > 0

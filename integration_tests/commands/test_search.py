@@ -1,5 +1,7 @@
-"""What `holmes plan` finds without sizes really starts with the flags that it prints, and trains as stock
-does."""
+"""Tests that a job starts with the flags that `holmes plan` prints for a plan which it has searched.
+
+The job trains with DeepSpeed, and its losses must equal those of a job without holmes.
+"""
 
 import json
 import re
@@ -31,11 +33,14 @@ flops = 4e8
 
 @full
 def test_a_plan_of_the_search_starts_with_the_flags_it_prints(two_clusters, tmp_path, capsys):
-    """Cluster b computes slower, so the best plan has fewer layers there, and a pipeline across the slow
-    Ethernet."""
+    """Cluster b computes slower, so the best plan is a pipeline whose stage on b has fewer layers.
+
+    The pipeline sends activations over the slow Ethernet between the clusters.
+    """
     (tmp_path / "model.toml").write_text(MODEL)
-    plan, config = tmp_path / "plan.json", tmp_path / "ds_config.json"
-    found = [
+    plan = tmp_path / "plan.json"
+    config = tmp_path / "ds_config.json"
+    command = [
         "plan",
         "--cluster",
         str(two_clusters.file),
@@ -45,7 +50,7 @@ def test_a_plan_of_the_search_starts_with_the_flags_it_prints(two_clusters, tmp_
         "deepspeed",
     ]
     limits = ["--limit", "tensor=1", "--limit", "zero=0", "--limit", "recompute=none"]
-    assert main([*found, *limits, "--output", str(plan)]) == 0
+    assert main([*command, *limits, "--output", str(plan)]) == 0
     printed = re.search(
         r"^deepspeed:\n  (.+)\n  ds_config.json: (.+)$", capsys.readouterr().out, re.MULTILINE
     )

@@ -1,5 +1,4 @@
-"""What DeepSpeed needs to train in a test's processes, on CPUs that stand for the GPUs of nodes of their
-own."""
+"""Prepares DeepSpeed to train on CPUs in a test's processes, which stand for nodes with a GPU."""
 
 import os
 
@@ -17,26 +16,23 @@ from holmes_ext.runtime.start.launcher import Process
 
 
 def prepare() -> None:
-    """In each rank, in place of deepspeed.init_distributed()."""
+    """Initialize DeepSpeed on the CPU in this rank, instead of deepspeed.init_distributed()."""
     os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # half a minute of compiling, and not used
-    )
+    # Compiling this operation would take half a minute, and the tests do not use it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     accelerator = deepspeed.accelerator.get_accelerator()
-    accelerator.is_fp16_supported = lambda: (
-        True
-    )  # torch can; DeepSpeed asks for AMX, or (0.16.7) says no
+    # torch supports fp16 on every CPU, but DeepSpeed requires AMX (or refuses always, in 0.16.7).
+    accelerator.is_fp16_supported = lambda: True
     accelerator.supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.float16]
-    if accelerator.Stream is None:  # 0.16: activation checkpointing makes one all the same
+    if accelerator.Stream is None:  # DeepSpeed 0.16's activation checkpointing makes a Stream
         type(accelerator).Stream = staticmethod(lambda device: None)
-    # it looks for "torch.cpu.FloatTensor", in vain
+    # This function looks for tensors of type "torch.cpu.FloatTensor", which does not exist.
     if not stage_1_and_2.split_half_float_double([torch.zeros(1)]):
         stage_1_and_2.split_half_float_double = lambda tensors: [tensors]
     if Version("0.18.9") <= Version(deepspeed.__version__.partition("+")[0]) < Version("0.19"):
-        # Its flat weights, made of parameters where there is much memory, ask for gradients, and torch 2.13
-        # lets nobody gather into them: ZeRO 1 and 2 end in their first step, with or without holmes (`holmes
-        # doctor` says so).
+        # These versions make flat weights that require gradients, and torch 2.13 cannot gather into such
+        # tensors: ZeRO 1 and 2 fail in their first step, with or without holmes.
         optimizer = stage_1_and_2.DeepSpeedZeroOptimizer
         optimizer.flatten_dense_tensors_aligned = torch.no_grad()(
             optimizer.flatten_dense_tensors_aligned

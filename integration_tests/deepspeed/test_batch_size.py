@@ -175,9 +175,7 @@ def results():
 def test_losses_are_stocks_and_messages_are_learned_only_where_their_shapes_change(results, name):
     case = CASES[name]
     for results_of_rank in results:
-        stock, ours, unplanned_steps = results_of_rank[
-            name
-        ]  # losses without holmes, and with holmes
-        assert len(ours) == len(case.steps)
-        assert ours == stock  # exactly
-        assert unplanned_steps == case.unplanned_steps
+        result = results_of_rank[name]
+        assert len(result.our_losses) == len(case.steps)
+        assert result.our_losses == result.stock_losses  # exactly
+        assert result.unplanned_steps == case.unplanned_steps

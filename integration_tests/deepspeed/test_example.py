@@ -1,5 +1,4 @@
-"""examples/deepspeed_pipeline with DeepSpeed's real engine: processes of this machine over loopback, on
-CPU."""
+"""Tests examples/deepspeed_pipeline with DeepSpeed's engine, in processes that use CPUs."""
 
 import json
 import os
@@ -22,7 +21,7 @@ number = count()
 
 
 def train(folder: Path, processes: int, *options: str) -> dict[int, float]:
-    """Run the script as a job of this many processes; the loss of every step."""
+    """Run the script as a job of this many processes, and return step -> loss."""
     log = folder / f"{next(number)}.jsonl"
     store, environ = ranks.hosted_store()
     command = [
@@ -72,8 +71,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_by_two(folder):
-    """Pipeline 2 x data 2: the job that the others are compared with. It leaves checkpoints of steps 4 and
-    8."""
+    """Return the losses of 2 pipeline stages x 2 data-parallel ranks, to compare others with.
+
+    The job leaves checkpoints of steps 4 and 8 in folder/saved.
+    """
     return train(
         folder,
         4,
@@ -90,7 +91,8 @@ def two_by_two(folder):
 
 def test_the_loss_falls(two_by_two):
     assert list(two_by_two) == list(range(1, STEPS + 1))
-    assert 5.4 < two_by_two[1] < 5.7  # ln 256 = 5.545: it starts without any idea of the next byte
+    # The untrained model predicts each of 256 bytes with the same probability: ln 256 = 5.545.
+    assert 5.4 < two_by_two[1] < 5.7
     assert two_by_two[STEPS] < two_by_two[1] - 0.5
 
 
@@ -114,9 +116,8 @@ def test_every_split_of_the_same_batch_has_the_same_loss(folder, two_by_two, pro
 def test_a_resumed_job_continues_exactly(folder, two_by_two):
     saved = folder / "resumed"
     shutil.copytree(folder / "saved", saved)
-    (saved / "latest").write_text(
-        "step4"
-    )  # DeepSpeed's pointer: as if the job had died before step 8
+    # DeepSpeed reads this file to find the checkpoint: as if the job had died before step 8.
+    (saved / "latest").write_text("step4")
     resumed = train(folder, 4, "--stages", "2", "--micro-batches", "4", "--load", str(saved))
     assert resumed == {step: loss for step, loss in two_by_two.items() if step > 4}
 

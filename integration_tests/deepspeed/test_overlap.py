@@ -11,6 +11,7 @@ tested, too. All runs are in the same 4 processes (2 pipeline stages x 2 data-pa
 import contextlib
 import io
 import sys
+from typing import NamedTuple
 
 import pytest
 from carriers import ON_GPUS
@@ -34,14 +35,17 @@ deepspeed = pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 SITE = example()
 
-STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 4, 3, 2, 16
+STEPS = 4
+MICRO_BATCHES = 3  # of each step and data-parallel rank
+MICRO_BATCH = 2  # samples
+SEQUENCE = 16  # bytes of text
 ZERO = {"stage": 1, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 #: name -> (DeepSpeed's configuration, the model's options, largest difference of losses)
 CASES = {
     "fp32": ({}, {}, 1e-6),
     "fp32 tied": ({}, {"tied": True}, 1e-6),
-    # as on all stages but the first where there is one hardware queue
+    # If a GPU has one hardware queue, all stages but the first hold their reductions like this.
     "fp32 tied, held until the backward has ended": ({}, {"tied": True, "held": True}, 1e-6),
     "fp32 clipping": ({"gradient_clipping": 0.1}, {}, 1e-6),
     "fp32 prescaled": ({"prescale_gradients": True}, {}, 1e-6),
@@ -138,8 +142,20 @@ CHOSEN = (
 )
 
 
+class Trained(NamedTuple):
+    """Result of a training run on one rank."""
+
+    losses: list[float]
+    #: For each step, the number of buckets that were reduced during the backward pass. None: without holmes.
+    early_buckets: list[int | None]
+    weights: float  # sum of all weights of this rank's stage
+    sent_per_element: (
+        float  # elements that the last step reduced, for each trainable element of the stage
+    )
+
+
 def batches(rank_of_data, steps):
-    """Random bytes of the data-parallel rank, in every step the same ones: the loss must fall."""
+    """Yield random bytes of a data-parallel rank, the same in every step so that the loss falls."""
     for number in range(steps * MICRO_BATCHES):
         generator = seeded(10 * rank_of_data + number % MICRO_BATCHES)
         text = torch.randint(0, 256, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
@@ -151,6 +167,18 @@ def clip_by_value(parameter):
 
 
 def engine_for(config, options):
+    """Return DeepSpeed's pipeline engine for the example's model, with 2 stages.
+
+    Args:
+        config: DeepSpeed's configuration, in addition to the one below.
+        options: Options of the model:
+            tied: the first and the last stage share the embedding's weight
+            checkpoint: function that recomputes activations in the backward pass
+            leave_out: the optimizer does not get the first parameter
+            unused: one parameter never gets a gradient
+            hooked: hooks of another library change the gradients
+            freeze, held: not used here; see train()
+    """
     from deepspeed.pipe import PipelineModule
     from model import layer_specs, next_byte_loss  # the example's
 
@@ -159,7 +187,8 @@ def engine_for(config, options):
     options.pop("held", None)
     left_out = 1 if options.pop("leave_out", False) else 0
     checkpoint = options.pop("checkpoint", None)
-    unused, hooked = options.pop("unused", False), options.pop("hooked", False)
+    unused = options.pop("unused", False)
+    hooked = options.pop("hooked", False)
     specs = layer_specs(4, 32, 2, SEQUENCE, options.pop("tied", False))
     with torch.no_grad():
         model = PipelineModule(
@@ -168,22 +197,20 @@ def engine_for(config, options):
             loss_fn=next_byte_loss,
             partition_method="uniform",
             seed_layers=True,
-            # torch's also queues a traceback for each kind of GPU
+            # Without a GPU, torch.manual_seed would also store a traceback for each type of GPU.
             seed_fn=torch.manual_seed if ON_GPUS else torch.default_generator.manual_seed,
             base_seed=1234,
             activation_checkpoint_interval=1 if checkpoint else 0,
-            checkpointable_layers=[
-                "Block"
-            ],  # the reentrant kind cuts an embedding off from its gradient
+            # Reentrant checkpointing would cut an embedding off from its gradient.
+            checkpointable_layers=["Block"],
             **({"activation_checkpoint_func": checkpoint} if checkpoint else {}),
         )
-    if unused:  # one that never gets a gradient
+    if unused:
         model.forward_funcs[1].register_parameter("spare", torch.nn.Parameter(torch.ones(7)))
-    for parameter in (
-        model.parameters() if hooked else ()
-    ):  # another library changes gradients on their way
-        parameter.register_hook(lambda gradient: gradient * 0.5)
-        parameter.register_post_accumulate_grad_hook(clip_by_value)
+    if hooked:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+            parameter.register_post_accumulate_grad_hook(clip_by_value)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=list(model.parameters())[left_out:],
@@ -200,48 +227,70 @@ def engine_for(config, options):
 
 
 @contextlib.contextmanager
-def counted(group):
-    """Elements that all-reduces over `group`, and reductions to owners, carry meanwhile, in a list of one
-    number."""
-    total, original, to_owners = [0], torch.distributed.all_reduce, ReduceToOwners.reduce
+def counted_elements(group):
+    """Count the elements that all-reduces over `group`, and reductions to owners of shards, transfer.
+
+    The context yields a list with one number, which grows while the context lasts.
+    """
+    total = [0]
+    original_all_reduce = torch.distributed.all_reduce
+    original_reduce = ReduceToOwners.reduce
 
     def all_reduce(tensor, *args, **kwargs):
-        total[0] += tensor.numel() if kwargs.get("group") is group else 0
-        return original(tensor, *args, **kwargs)
+        if kwargs.get("group") is group:
+            total[0] += tensor.numel()
+        return original_all_reduce(tensor, *args, **kwargs)
 
     def reduce(self, flat, spans):
         assert sum(elements for elements, _ in spans) == flat.numel()
         total[0] += flat.numel()
-        return to_owners(self, flat, spans)
+        return original_reduce(self, flat, spans)
 
-    torch.distributed.all_reduce, ReduceToOwners.reduce = all_reduce, reduce
+    torch.distributed.all_reduce = all_reduce
+    ReduceToOwners.reduce = reduce
     try:
         yield total
     finally:
-        torch.distributed.all_reduce, ReduceToOwners.reduce = original, to_owners
+        torch.distributed.all_reduce = original_all_reduce
+        ReduceToOwners.reduce = original_reduce
 
 
 def train(config, options, held=False):
-    """Losses of all steps, the buckets that left early in each, the sum of this stage's weights, and what the
-    last step sent for each of them."""
+    """Train in this rank, and return the losses and measurements of the overlap (Trained).
+
+    Args:
+        config: DeepSpeed's configuration.
+        options: Options of the model; see engine_for().
+        held: The overlap waits with all reductions until the backward pass has ended.
+    """
     engine = engine_for(config, options)
     data = batches(engine.grid.get_data_parallel_rank(), STEPS)
-    losses, early = [], []
+    losses = []
+    early_buckets = []
     if held:
         deepspeed_reduce.overlap_of(engine).holds_buckets = True
     for step in range(STEPS):
-        if step == 2 and options.get("freeze"):  # the stage's first parameter trains no more
+        if step == 2 and options.get("freeze"):
+            # From now on, the first parameter of the stage is not trained.
             next(engine.module.parameters()).requires_grad_(False)
-        with counted(engine.mpu.get_data_parallel_group()) as elements:
+        with counted_elements(engine.mpu.get_data_parallel_group()) as elements:
             losses.append(engine.train_batch(data).item())
-        overlap = deepspeed_reduce._overlaps.get(engine)
-        early.append(overlap.reducer.times.early if overlap and overlap.reducer else None)
+        overlap = deepspeed_reduce._overlaps.get(engine)  # None without holmes
+        if overlap and overlap.reducer:
+            early_buckets.append(overlap.reducer.times.early)
+        else:
+            early_buckets.append(None)
     weights = sum(p.detach().double().sum().item() for p in engine.module.parameters())
-    share = elements[0] / sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
-    return losses, early, weights, share
+    trainable = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+    return Trained(losses, early_buckets, weights, elements[0] / trainable)
 
 
 def compare_cases(rank, names):
+    """Train each case twice in this rank, without and with the feature "overlap".
+
+    Returns:
+        Name of a case -> (Trained without the feature, Trained with it); "not supported" -> not_supported().
+    """
     sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
     on_cpu.prepare()
     flat_bucket.DEFAULT_BYTES = 20_000  # several buckets in this small model
@@ -279,32 +328,47 @@ def results(request):
 @pytest.mark.parametrize("name", some(CASES, *CHOSEN))
 def test_losses_and_weights_are_stock_s(results, name):
     tolerance = CASES[name][2]
-    for of_rank in results:
-        (losses, none, weights, stock_sent), (ours, early, our_weights, sent) = of_rank[name]
-        assert none == [None] * STEPS, "stock must not have been patched"
-        assert max(abs(a - b) for a, b in zip(losses, ours)) <= tolerance, (losses, ours)
-        assert abs(weights - our_weights) <= 1e-5 * max(1, abs(weights)) or tolerance > 1e-6
-        assert losses[-1] < losses[0] - 0.1
-        assert sent == pytest.approx(stock_sent, rel=0.02), "every gradient travels once"
+    for results_of_rank in results:
+        stock, ours = results_of_rank[name]
+        assert stock.early_buckets == [None] * STEPS, "stock must not have been patched"
+        differences = [abs(a - b) for a, b in zip(stock.losses, ours.losses)]
+        assert max(differences) <= tolerance, (stock.losses, ours.losses)
+        if tolerance <= 1e-6:
+            assert abs(stock.weights - ours.weights) <= 1e-5 * max(1, abs(stock.weights))
+        assert stock.losses[-1] < stock.losses[0] - 0.1
+        # Every gradient travels once.
+        assert ours.sent_per_element == pytest.approx(stock.sent_per_element, rel=0.02)
 
 
 @pytest.mark.parametrize("name", some(CASES, *CHOSEN))
 def test_gradients_left_during_the_last_backward(results, name):
-    for of_rank in results:
-        early = of_rank[name][1][1]
-        if "frozen" in name:  # a new set of parameters: learn again
-            assert early[0] == 0 and early[1] > 2 and early[2] == 0 and early[3] > 2, early
-        else:
-            assert early[0] == 0 and min(early[1:]) > 2, early
+    for results_of_rank in results:
+        _, ours = results_of_rank[name]
+        early = ours.early_buckets
+        # The first step records the order of the gradients, and so does step 2 with other parameters.
+        recording_steps = {0, 2} if "frozen" in name else {0}
+        for step, count in enumerate(early):
+            if step in recording_steps:
+                assert count == 0, early
+            else:
+                assert count > 2, early
+
+
+class NotSupported(NamedTuple):
+    """Result on one rank of a training whose reductions cannot be overlapped."""
+
+    losses: list[float]
+    printed: str  # to stderr
+    error_if_required: str  # message of the error that --holmes-require overlap raises
 
 
 def not_supported(rank):
-    """Sparse gradients: DeepSpeed's own reduction, said once."""
+    """Train with sparse gradients, which holmes leaves to DeepSpeed after one message."""
     engine = engine_for({}, {})
     engine.module.forward_funcs[0].sparse = True
     registry = Registry(deepspeed_reduce.PATCHES)
     registry.enable(["overlap"], required=True, disabled=frozenset())
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
         data = batches(engine.grid.get_data_parallel_rank(), 2)
         losses = [engine.train_batch(data).item() for _ in range(2)]
     registry.undo()
@@ -314,23 +378,20 @@ def not_supported(rank):
     session.set_active(on_cpu.session_of(rank, SITE, plan, options))
     try:
         deepspeed_reduce.overlap_of(engine)
-        required = ""
+        error_if_required = ""
     except HolmesError as error:
-        required = str(error)
+        error_if_required = str(error)
     session.set_active(None)
-    return (
-        losses,
-        said.getvalue().count("not overlapped"),
-        said.getvalue().count("sparse gradients"),
-        required,
-    )
+    return NotSupported(losses, printed.getvalue(), error_if_required)
 
 
 def test_what_is_not_supported_is_stock_with_a_reason_once(results):
-    for rank, of_rank in enumerate(results):
-        losses, said, why, required = of_rank["not supported"]
-        assert losses == of_rank["fp32"][0][0][:2]
-        assert said == why == (1 if rank == 0 else 0)
-        assert required.startswith("--holmes-require overlap: ") and required.endswith(
-            ": sparse gradients"
-        ), required
+    for rank, results_of_rank in enumerate(results):
+        stock, _ = results_of_rank["fp32"]
+        losses, printed, error = results_of_rank["not supported"]
+        assert losses == stock.losses[:2]
+        messages = 1 if rank == 0 else 0
+        assert printed.count("not overlapped") == messages
+        assert printed.count("sparse gradients") == messages
+        assert error.startswith("--holmes-require overlap: "), error
+        assert error.endswith(": sparse gradients"), error

@@ -1,5 +1,7 @@
-"""DeepSpeed's checkpoints over partitions: refused in one line with the way out, by which training goes
-on."""
+"""Tests that a DeepSpeed checkpoint of another partition into stages is refused, and can be converted.
+
+The refusal is a message of one line that names the way out, and a job must resume by it.
+"""
 
 import json
 import os
@@ -18,7 +20,10 @@ SIZE = (
 
 
 def trained(clusters, log, partition, *flags, expect=0):
-    """The job's lines; its losses by step are in the log."""
+    """Run a job with this partition, and return the lines that it printed.
+
+    The losses by step are in the log.
+    """
     holmes = (*clusters.holmes, "--holmes-sizes", "pipeline=2", "--holmes-partition", partition)
     return train(clusters, log, "--zero", "1", *holmes, *flags, size=SIZE, expect=expect)
 

@@ -1,5 +1,7 @@
-"""DeepSpeed's pipeline engine on two emulated clusters: where bytes go under holmes; nothing else is
-learned."""
+"""Tests DeepSpeed's pipeline engine on two emulated clusters.
+
+Gradients must stay on the fast networks of the clusters, and the losses must equal those without holmes.
+"""
 
 import re
 from dataclasses import replace
@@ -27,15 +29,15 @@ from integration_tests.jobs import (
 
 
 def measured(clusters, log, *flags, **more):
-    """Losses of every step, and MB that every NIC sent for each step."""
+    """Train a job; return the loss of every step, and MB a step: {node: {NIC: MB sent}}."""
     before = clusters.lab.counters()
     train(clusters, log, *flags, **more)
-    found = losses(log)
-    assert len(found) == STEPS and found[-1] < found[0]
-    return found, {
-        node: {nic: mb / STEPS for nic, mb in nics.items()}
-        for node, nics in clusters.sent(before).items()
-    }
+    losses_of_steps = losses(log)
+    assert len(losses_of_steps) == STEPS and losses_of_steps[-1] < losses_of_steps[0]
+    mb_per_step = {}  # node -> NIC -> MB
+    for node, nics in clusters.sent(before).items():
+        mb_per_step[node] = {nic: mb / STEPS for nic, mb in nics.items()}
+    return losses_of_steps, mb_per_step
 
 
 @pytest.mark.row("DeepSpeed's pipeline engine")
@@ -60,29 +62,32 @@ def test_the_loss_is_stocks_and_gradients_stay_inside_clusters(two_clusters, tmp
 
 
 def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_path):
-    """Pipeline 4: the stage links a0-a1 and b0-b1 are inside clusters, a1-b0 crosses; there are no
-    gradients to reduce."""
+    """With 4 pipeline stages, the stage links a0-a1 and b0-b1 are inside clusters, and a1-b0 crosses.
+
+    Each stage has one rank, so there are no gradients to reduce.
+    """
     flags = ("--stages", "4", *two_clusters.holmes)
-    found, sent = measured(two_clusters, tmp_path / "on", *flags)
+    losses_with, sent = measured(two_clusters, tmp_path / "on", *flags)
     env = {"HOLMES_DISABLE": "deepspeed-p2p,deepspeed-stage-links"}
-    without, sent_without = measured(two_clusters, tmp_path / "off", *flags, env=env)
-    assert same(found, without)
-    activations = (
-        4 * 2 * 16 * 128 * 4 / 1e6
-    )  # micro-batches x rows x sequence x hidden x 4 bytes, each way
-    for node in ("a0", "b1"):  # the ends of the pipeline: one neighbour, inside the cluster
-        assert fast(sent_without[node]) < 0.01 and sent_without[node]["eth0"] > activations
-        assert fast(sent[node]) > activations
-        assert sent[node]["eth0"] < sent_without[node]["eth0"] - 0.9 * activations
-    for node in ("a1", "b0"):  # the middle: one neighbour on the fabric, one over Ethernet
-        assert fast(sent[node]) > activations and sent[node]["eth0"] > activations
+    losses_without, sent_without = measured(two_clusters, tmp_path / "off", *flags, env=env)
+    assert same(losses_with, losses_without)
+    # micro-batches x rows x sequence x hidden x 4 bytes, in each direction
+    activations_mb = 4 * 2 * 16 * 128 * 4 / 1e6
+    for node in ("a0", "b1"):  # ends of the pipeline, with one neighbour inside the cluster
+        assert fast(sent_without[node]) < 0.01
+        assert sent_without[node]["eth0"] > activations_mb
+        assert fast(sent[node]) > activations_mb
+        assert sent[node]["eth0"] < sent_without[node]["eth0"] - 0.9 * activations_mb
+    for node in ("a1", "b0"):  # inner stages, with one neighbour inside the cluster and one across
+        assert fast(sent[node]) > activations_mb
+        assert sent[node]["eth0"] > activations_mb
 
 
 @gpu_only
 @full
 @pytest.mark.parametrize("how", ONE_AT_A_TIME)
 def test_messages_that_come_early_hold_nothing_up(two_clusters, tmp_path, how):
-    """Where all streams share one hardware queue, and where each launch is waited for."""
+    """A job trains if all CUDA streams share one hardware queue, or the CPU waits for each launch."""
     flags = ("--stages", "2", "--tied")
     stock, _ = measured(two_clusters, tmp_path / "stock", *flags)
     ours, _ = measured(
@@ -93,8 +98,10 @@ def test_messages_that_come_early_hold_nothing_up(two_clusters, tmp_path, how):
 
 @full
 def test_more_micro_batches_in_flight_learn_the_same(two_clusters, tmp_path):
-    """Three more than 1F1B's, on four stages, with messages posted in advance from the third step on; and the
-    engine's own."""
+    """Three more micro-batches in flight than under 1F1B have the losses of the engine's own schedule.
+
+    There are four stages, and messages are received in advance from the third step on.
+    """
     flags = ("--stages", "4", *two_clusters.holmes)
     more, _ = measured(two_clusters, tmp_path / "more", *flags, "--holmes-inflight", "3")
     engines, _ = measured(two_clusters, tmp_path / "off", *flags, "--holmes-inflight", "off")
@@ -102,14 +109,16 @@ def test_more_micro_batches_in_flight_learn_the_same(two_clusters, tmp_path):
 
 
 def test_an_order_that_crosses_although_it_need_not_is_told(two_clusters, tmp_path):
-    """A plan made for no sizes, with the nodes in turn: the engine's own sizes show that it could be
-    better."""
+    """A plan without sizes places the nodes such that data groups span clusters, which holmes reports.
+
+    The sizes of the engine show that another order of the nodes would be better.
+    """
     plan = build_plan(site_from_spec(two_clusters.spec))
     replace(plan, nodes=("a0", "b0", "a1", "b1")).save(tmp_path / "plan.json")
     planned = ("--holmes-plan", str(tmp_path / "plan.json"))
     text = train(two_clusters, tmp_path / "log", "--stages", "2", *two_clusters.holmes, *planned)
-    told = "2 data groups span clusters (on ethernet) and need not: start with --holmes-sizes pipeline=2"
-    assert text.count(told) == 1
+    message = "2 data groups span clusters (on ethernet) and need not: start with --holmes-sizes pipeline=2"
+    assert text.count(message) == 1
 
 
 @pytest.mark.parametrize("planned", ["pipeline=4", "pipeline=1"])
@@ -125,21 +134,22 @@ def test_sizes_that_are_not_the_jobs_end_it_in_one_line(two_clusters, planned):
     assert "Traceback" not in text and "is lost" not in text
 
 
-@gloo_only  # DeepSpeed gives gloo a CUDA device wherever there is one, with which torch makes no groups
+@gloo_only  # with a GPU, DeepSpeed passes a CUDA device to gloo's groups, which torch refuses
 @pytest.mark.parametrize("step", [pytest.param(0, marks=full), 3])
 def test_a_shorter_micro_batch_ends_the_job_in_one_line(two_clusters, step):
-    """Before messages are known, and when they are received in advance. Stock leaves half a message in the
-    buffer."""
+    """A shorter micro-batch ends the job, before shapes of messages are known and afterwards.
+
+    Without holmes, half a message would stay in the buffer.
+    """
     result = launch(
         two_clusters, str(SCRIPTS / "shorter_batch.py"), str(step), "1", *two_clusters.holmes
     )
     assert set(result.statuses.values()) == {2}, result.outputs
-    told = (
+    message = (
         r"holmes: stage link from stage 0 to stage 1 \(to rank [23]\): micro-batch 1 is \(3, 8\) "
-        r"torch.float32,"
+        r"torch.float32, expected \(4, 8\) torch.float32; give all"
     )
-    told += r" expected \(4, 8\) torch.float32; give all"
-    lines = [line for line in said(result) if re.search(told, line)]
+    lines = [line for line in said(result) if re.search(message, line)]
     assert lines, result.outputs
     for rank, text in result.outputs.items():
         assert re.search("holmes: .*stage link from stage 0 .*to stage 1", text), (rank, text)

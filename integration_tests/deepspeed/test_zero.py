@@ -1,9 +1,8 @@
-"""DeepSpeed's engine without pipeline, ZeRO 0 to 3, 4 processes on loopback: its reduction hierarchically
-against stock, step for step.
+"""Tests hierarchical reduction with DeepSpeed's engine without pipeline, ZeRO 0 to 3.
 
-The data-parallel group is made to span two clusters of two ranks. Each case trains twice in the same
-processes from the same weights on the same data, first stock, then with the feature "hierarchical", which is
-undone after it.
+There are 4 processes on loopback, and the data-parallel group spans two clusters of two ranks. Each case
+trains twice in the same processes from the same weights on the same data: first without holmes ("stock"),
+then with the feature "hierarchical", which is switched off afterwards. The losses of each step must agree.
 """
 
 import contextlib
@@ -30,8 +29,9 @@ deepspeed = pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 groups = pytest.importorskip("deepspeed.utils.groups")
 model = pytest.importorskip("integration_tests.gpu.zero").model
-STEPS, MICRO_BATCHES = 4, 2
-#: What sums hierarchically.
+STEPS = 4
+MICRO_BATCHES = 2  # of each step
+#: Class of the hierarchical all-reduce.
 KIND = HierarchicalCollectives if ON_GPUS else HierarchicalAllReduce
 
 
@@ -48,8 +48,8 @@ def zero(stage, **more):
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16 = {"bf16": {"enabled": True}}
-#: name -> (DeepSpeed's configuration, holmes's options, tolerance of the losses, whether anything goes in two
-#: levels)
+#: name -> (DeepSpeed's configuration, holmes's options, tolerance of the losses, whether gradients are
+#: reduced hierarchically)
 CASES = {
     "ZeRO 0": ({}, {}, 1e-6, True),
     "ZeRO 0 prescaled": (
@@ -78,7 +78,7 @@ CASES = {
     "ZeRO 3": (zero(3), {}, 0.0, False),
     "ZeRO 3 overlap_comm": (zero(3, overlap_comm=True), {}, 0.0, False),
 }
-# stock's ranks do not agree on an overflow, and end with an abort
+# The ranks of this version do not agree on an overflow, and abort without holmes, too.
 if deepspeed.__version__.startswith("0.17."):
     del CASES["ZeRO 1 fp16, overflows skipped"]
 
@@ -99,8 +99,9 @@ def engine_for(config):
 
 
 def train(rank, config):
-    """The losses of every micro-batch of this rank, and how many optimizer steps were skipped."""
-    engine, losses = engine_for(config), []
+    """Train in this rank; return the losses of all micro-batches and the number of skipped steps."""
+    engine = engine_for(config)
+    losses = []
     for number in range(STEPS * MICRO_BATCHES):
         generator = seeded(10 * rank + number % MICRO_BATCHES)
         tokens = torch.randint(0, 64, (8,), generator=generator)
@@ -112,25 +113,20 @@ def train(rank, config):
 
 
 def session_with(options):
-    """As much of a session as a reduction asks: a plan that has a hierarchical all-reduce over ranks 0
-    and 1, ranks 2 and
-    3."""
+    """Return a stand-in for holmes's session with the attributes that a reduction reads.
+
+    Its plan has a hierarchical all-reduce for two clusters: ranks 0 and 1, and ranks 2 and 3.
+    """
 
     def reduction(ranks, backend, *_):
         clusters = ("a", "b") if len(ranks) == 4 else ()
-        return ReductionSpec(
-            False,
-            0,
-            clusters,
-            hierarchical_from=65,
-            compress=options.get("compress_gradients", "off"),
-        )
+        compress = options.get("compress_gradients", "off")
+        return ReductionSpec(False, 0, clusters, hierarchical_from=65, compress=compress)
 
-    plan, rank = build_plan(site()), torch.distributed.get_rank()
     return SimpleNamespace(
         options=Options(**options),
-        rank=rank,
-        plan=plan,
+        rank=torch.distributed.get_rank(),
+        plan=build_plan(site()),
         reduction=reduction,
         reductions={},
         fabric_of=lambda ranks, backend: None,
@@ -139,15 +135,19 @@ def session_with(options):
 
 @contextlib.contextmanager
 def holmes(options):
-    """The patches applied, a session with these options active, and how many elements went hierarchically, in
-    a list of one number."""
-    registry, original, elements = Registry(deepspeed_hierarchical.PATCHES), KIND.all_reduce, [0]
+    """Apply the feature "hierarchical" with a session of these options, while the context lasts.
 
-    def counted(self, flat, bucket=None):
+    The context yields a list with one number: the elements that were reduced hierarchically.
+    """
+    registry = Registry(deepspeed_hierarchical.PATCHES)
+    original = KIND.all_reduce
+    elements = [0]
+
+    def counting_all_reduce(self, flat, bucket=None):
         elements[0] += flat.numel()
         return original(self, flat, bucket)
 
-    KIND.all_reduce = counted
+    KIND.all_reduce = counting_all_reduce
     registry.enable(["hierarchical"], required=True, disabled=frozenset())
     session.set_active(session_with(options))
     try:
@@ -156,25 +156,31 @@ def holmes(options):
         session.set_active(None)
         registry.undo()
         KIND.all_reduce = original
-        for made in deepspeed_hierarchical._hierarchical_reductions.values():
-            made.close()
+        for reduction in deepspeed_hierarchical._hierarchical_reductions.values():
+            reduction.close()
         deepspeed_hierarchical._hierarchical_reductions.clear()
         deepspeed_hierarchical._planned_specs.clear()
 
 
 def compare_cases(rank, names):
+    """Train each case in this rank, without and with holmes.
+
+    Returns:
+        Name of the case -> (train() without holmes, train() with holmes, number of elements that were
+        reduced hierarchically, text printed to stderr); "int8" -> message of the error that refuses int8.
+    """
     on_cpu.prepare()
     results = {}
     for name in names:
         config, options, *_ = CASES[name]
         with (
             contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()) as said,
+            contextlib.redirect_stderr(io.StringIO()) as printed,
         ):
             stock = train(rank, config)
             with holmes(options) as elements:
                 ours = train(rank, config)
-        results[name] = stock, ours, elements[0], said.getvalue()
+        results[name] = (stock, ours, elements[0], printed.getvalue())
     with contextlib.redirect_stdout(io.StringIO()), holmes({"compress_gradients": "int8"}):
         try:
             train(rank, {})
@@ -222,56 +228,61 @@ def test_losses_are_stock_s(results, name):
 
 
 def test_zero_3_says_what_its_collectives_take(results):
-    weights = sum(p.numel() for p in model().parameters()) * 4 / 1e3
-    for rank, of_rank in enumerate(results):
-        text = of_rank["ZeRO 3"][3]
-        assert (
-            f"ZeRO 3 gathers {weights:.3g} kB of weights across clusters a, b in every" in text
-        ) == (rank == 0)
-        assert (
-            "; with zero_hpz_partition_size 2 the backward pass gathers inside clusters" in text
-        ) == (rank == 0)
-        assert "ZeRO 3" not in of_rank["ZeRO 2"][3]
+    weights_kb = sum(p.numel() for p in model().parameters()) * 4 / 1e3
+    traffic = f"ZeRO 3 gathers {weights_kb:.3g} kB of weights across clusters a, b in every"
+    advice = "; with zero_hpz_partition_size 2 the backward pass gathers inside clusters"
+    for rank, results_of_rank in enumerate(results):
+        *_, printed = results_of_rank["ZeRO 3"]
+        assert (traffic in printed) == (rank == 0)
+        assert (advice in printed) == (rank == 0)
+        *_, printed = results_of_rank["ZeRO 2"]
+        assert "ZeRO 3" not in printed
 
 
-def hierarchical(rank):
-    """Losses of ZeRO 3 with zero_hpz_partition_size 2, stock and under holmes; its groups of two and their
-    fabrics."""
+def train_with_secondary_partition(rank):
+    """Train ZeRO 3 with zero_hpz_partition_size 2, without and with holmes.
+
+    Returns:
+        The losses without holmes; the losses with holmes; (ranks, fabric) of each group of two ranks.
+    """
     on_cpu.prepare()
-    found = []
+    losses = []
     for features in ([], ["nics", "hierarchical"]):
-        here = site(*TWO)
-        current = on_cpu.session_of(rank, here, build_plan(here))
+        two_clusters = site(*TWO)
+        current = on_cpu.session_of(rank, two_clusters, build_plan(two_clusters))
         registry = Registry(all_patches())
         if features:
             session.set_active(current)
             registry.enable(features, required=True)
-        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # of the engine before
-        found.append(train(rank, zero(3, zero_hpz_partition_size=2))[0])
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # set by the engine before
+        losses_of_run, _skipped_steps = train(rank, zero(3, zero_hpz_partition_size=2))
+        losses.append(losses_of_run)
         registry.undo()
         session.set_active(None)
-    made = {
+    fabrics = {
         (record.ranks, record.transport.fabric)
         for record in current.groups
         if len(record.ranks) == 2
     }
-    return *found, made
+    return *losses, fabrics
 
 
-@gloo_only  # loopback has no InfiniBand, which holmes would ask for
+@gloo_only  # NCCL would look for InfiniBand, which loopback does not have
 def test_hierarchical_partitions_lie_inside_clusters_on_their_fabrics():
-    found = run_ranks(hierarchical, 4, timeout_s=240)
-    for rank, (stock, ours, made) in enumerate(found):
-        assert stock == ours
-        assert made == {((0, 1), "a") if rank < 2 else ((2, 3), "b")}
+    results = run_ranks(train_with_secondary_partition, 4, timeout_s=240)
+    for rank, (stock_losses, our_losses, fabrics) in enumerate(results):
+        assert stock_losses == our_losses
+        group_of_rank = ((0, 1), "a") if rank < 2 else ((2, 3), "b")
+        assert fabrics == {group_of_rank}
 
 
-def stage_3_of(size, nodes):
-    here = build_plan(site(*nodes))
+def zero_3_message(size, nodes):
+    """Return holmes's message about ZeRO 3 on these nodes with zero_hpz_partition_size `size`."""
+    plan = build_plan(site(*nodes))
     engine = SimpleNamespace(
         module=model(), seq_data_parallel_group=None, zero_hpz_partition_size=lambda: size
     )
-    return deepspeed_hierarchical._zero_3_message(SimpleNamespace(plan=here), engine)
+    return deepspeed_hierarchical._zero_3_message(SimpleNamespace(plan=plan), engine)
 
 
 @pytest.mark.parametrize(
@@ -286,12 +297,12 @@ def stage_3_of(size, nodes):
 def test_a_hierarchical_partition_is_judged_by_where_its_groups_lie(monkeypatch, size, nodes, ends):
     monkeypatch.setattr(deepspeed_hierarchical, "group_ranks", lambda group: range(4))
     monkeypatch.setattr(deepspeed_hierarchical, "backend_of", lambda group: "gloo")
-    said = stage_3_of(size, nodes)
-    assert said.endswith(ends) and bool(said) == bool(ends)
+    message = zero_3_message(size, nodes)
+    assert message.endswith(ends) and bool(message) == bool(ends)
 
 
 def test_int8_is_refused_where_there_is_no_error_feedback(results):
-    for of_rank in results:
-        assert of_rank["int8"].startswith(
+    for results_of_rank in results:
+        assert results_of_rank["int8"].startswith(
             "--holmes-compress-gradients int8 adds the rounding errors"
         )

@@ -18,12 +18,12 @@ Change = tuple[str, tuple, tuple]
 
 
 def cable(node: str, nic: str) -> Change:
-    """Pulled: no carrier, and the HCA's port goes down."""
+    """Pull the cable of a NIC: it has no carrier, and the port of its HCA goes down."""
     return ("set_link", (node, nic, False), (node, nic, True))
 
 
 def silent(node: str, nic: str) -> Change:
-    """Packets vanish in the switch; both ends see a link."""
+    """Drop all packets of a NIC in the switch, while both ends see a link."""
     return ("set_silent", (node, nic, True), (node, nic, False))
 
 
@@ -40,7 +40,10 @@ def blackhole(node: str, address: str) -> Change:
 
 
 def readdress(node: str, nic: str, old: str, new: str) -> tuple[Change, ...]:
-    """Another address instead of its own (deleted first: the second one of a subnet goes with the first)."""
+    """Replace the IP address of a NIC.
+
+    The old address is deleted first: a second address of the same subnet would be deleted with it.
+    """
     gone = ip(node, f"address del {old}/16 dev {nic}", f"address add {old}/16 dev {nic}")
     return gone, ip(node, f"address add {new}/16 dev {nic}", f"address del {new}/16 dev {nic}")
 
@@ -50,25 +53,27 @@ def rate(node: str, nic: str, bps: int, normal: int) -> Change:
 
 
 class Changes:
-    """Does changes to the lab and undoes them, the last first, once."""
+    """Changes made to the lab, which undo() takes back, the last one first."""
 
     def __init__(self, lab):
-        self.lab, self.done, self.lock = lab, [], threading.Lock()
+        self.lab = lab
+        self.undo_calls = []  # (name of Lab's method, arguments)
+        self.lock = threading.Lock()
 
     def do(self, changes):
         with self.lock:
             for method, arguments, undo in changes:
                 getattr(self.lab, method)(*arguments)
-                self.done.append((method, undo))
+                self.undo_calls.append((method, undo))
 
     def undo(self):
         with self.lock:
-            while self.done:
-                method, arguments = self.done.pop()
+            while self.undo_calls:
+                method, arguments = self.undo_calls.pop()
                 getattr(self.lab, method)(*arguments)
 
 
-#: A node's NICs on another machine.
+#: Name of a NIC -> its name on the machine that replaces the node.
 OTHER_NAMES = {"eth0": "enp1s0f0", "roce0": "ens6f1np1"}
 
 
@@ -88,27 +93,30 @@ class Fault:
     says: tuple[str, ...] = ()  # patterns; each must match a line that the job prints
     status: int = 2  # exit status of all ranks except those in `gone`
     before: tuple[Change, ...] = ()  # changes to the emulated network before the job starts
-    during: tuple[
-        Change, ...
-    ] = ()  # changes to the emulated network when a rank has printed "step 2"
+    #: Changes to the emulated network when a rank has printed "step 2".
+    during: tuple[Change, ...] = ()
     undo_during: str = ""  # pattern; when a line of the job matches it, the changes are undone
-    ranks: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # rank -> what goes wrong in its process
+    #: Rank -> what goes wrong in its process, such as {"do": "kill", "when": "send"} (see tiny.py).
+    ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     flags: tuple[str, ...] = ()  # further flags of the job
     env: dict[str, str] = field(default_factory=dict)  # further environment variables of the job
     gone: tuple[int, ...] = ()  # ranks that are killed or stopped, or end with another status
     silent: tuple[str, ...] = ()  # patterns that no line may match
     within_s: float = 120.0  # timeout against hangs; no measure of speed
-    default: bool = (
-        True  # runs before each merge; if False, the case is exhaustive (tests/selection.py)
-    )
+    #: Runs before each merge. If False, the case is exhaustive (tests/selection.py).
+    default: bool = True
 
     @property
     def grace_s(self) -> float:
-        """What the launcher grants the others when a rank has failed: little where they could only hang."""
-        stopped = any(rank.get("do") == "stop" for rank in self.ranks.values())
-        return 4.0 if self.during and self.gone else 10.0 if stopped else 20.0
+        """Return how long the launcher lets other ranks run after a rank has failed, in seconds.
+
+        It is short for faults after which the other ranks could only hang.
+        """
+        if self.during and self.gone:
+            return 4.0
+        if any(failure.get("do") == "stop" for failure in self.ranks.values()):
+            return 10.0
+        return 20.0
 
 
 FAIL = ("--holmes-fallback", "fail")

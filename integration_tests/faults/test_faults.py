@@ -27,8 +27,8 @@ PRELOAD = (
     "holmes_ext.patches.engine.registry",
     *(f"holmes_ext.runtime.{name}" for name in ("start.rank", "start.preflight", "watch.failure")),
 )
-#: Those of a run over NCCL: what is found before the job, and what NCCL itself meets. A rank that loses
-#: another tells what it has lost, and is ended by torch's own watchdog (SIGABRT) or the launcher.
+#: Faults that are tested over NCCL: those found before the job trains, and those that NCCL itself detects. A
+#: rank that loses another one prints which, and torch's watchdog (SIGABRT) or the launcher ends it.
 OVER_NCCL = (
     "unreachable on its fast NIC alone",
     "a fast NIC without link",
@@ -39,7 +39,8 @@ OVER_NCCL = (
 TIMED_OUT = 124  # exit status of a job that the lab ended after its timeout
 ENDED_BY_LAUNCHER = 143  # exit status after SIGTERM
 ABORTED = (-6, 134)  # exit statuses after SIGABRT
-#: tiny.py switches holmes on by itself: the lab takes it for a stock job, and would take its fast NICs away.
+#: tiny.py has no flag --holmes, as it switches holmes on by itself. Without these variables, the lab would
+#: take it for a job without holmes and disable its fast NICs.
 STARTED_LATER = {"NCCL_IB_DISABLE": "0", "NCCL_SOCKET_IFNAME": ""} if ON_GPUS else None
 
 
@@ -58,7 +59,7 @@ CASES = [case_of(fault) for fault in FAULTS if not ON_GPUS or fault.name in OVER
 
 @pytest.fixture(scope="module")
 def plan(two_clusters):
-    """A plan.json for the four nodes."""
+    """Return the path of a plan.json for the four nodes."""
     path = two_clusters.lab.directory / "fault-plan.json"
     build_plan(site_from_spec(two_clusters.spec), Sizes(pipeline=2)).save(path)
     return str(path)
@@ -66,9 +67,7 @@ def plan(two_clusters):
 
 def happen(two_clusters, fault: Fault, plan: str):
     """Train a small job, cause the fault in it, and return the job's result and the lines that it printed."""
-    changes = Changes(
-        two_clusters.lab
-    )  # applies the fault to the emulated network, and can undo it
+    changes = Changes(two_clusters.lab)  # makes changes to the emulated network, and undoes them
     is_applied = threading.Event()
 
     def on_line(rank, line, stream):  # called for each line that the job prints
@@ -104,16 +103,16 @@ def happen(two_clusters, fault: Fault, plan: str):
 def test_fault(two_clusters, plan, fault):
     """The job prints the expected messages of the fault, and its ranks end with the expected exit status."""
     result, lines = happen(two_clusters, fault, plan)  # trains a small job that meets the fault
-    told = "\n".join(lines)
-    assert result.returncode != TIMED_OUT, f"not over within {fault.within_s} s:\n{told}"
+    text = "\n".join(lines)
+    assert result.returncode != TIMED_OUT, f"not over within {fault.within_s} s:\n{text}"
 
     for pattern in fault.says:  # patterns of the expected messages
         assert any(re.search(pattern, line) for line in lines), (
-            f"no line matches {pattern!r}:\n{told}"
+            f"no line matches {pattern!r}:\n{text}"
         )
     for pattern in fault.silent:  # patterns that no message may match
         assert not any(re.search(pattern, line) for line in lines), (
-            f"a line matches {pattern!r}:\n{told}"
+            f"a line matches {pattern!r}:\n{text}"
         )
 
     # Exit statuses of the ranks that the fault itself does not kill or stop.
@@ -123,29 +122,29 @@ def test_fault(two_clusters, plan, fault):
         ended = {rank: status for rank, status in ended.items() if status != ENDED_BY_LAUNCHER}
     if ON_GPUS and fault.name == "killed in a reduction":
         # torch's NCCL watchdog may abort a rank before holmes ends it.
-        assert set(ended.values()) <= {fault.status, *ABORTED}, told
+        assert set(ended.values()) <= {fault.status, *ABORTED}, text
         return
-    assert set(ended.values()) == {fault.status}, f"{result.statuses}\n{told}"
+    assert set(ended.values()) == {fault.status}, f"{result.statuses}\n{text}"
     if fault.status == 2 and not fault.during:  # bad input: a message without a traceback
-        assert not any("Traceback" in result.outputs[rank] for rank in ended), told
+        assert not any("Traceback" in result.outputs[rank] for rank in ended), text
 
 
 @gloo_only  # for NCCL, the lab sets NCCL_SOCKET_IFNAME to the first name of the NIC
 def test_nics_have_other_names_at_the_next_start(two_clusters, plan):
-    """The same cluster.toml and plan.json: neither knows a NIC's name. The other one is used."""
-    changes, flags = (
-        Changes(two_clusters.lab),
-        ["--holmes-cluster", str(CLUSTER), "--holmes-plan", plan],
-    )
+    """A NIC that was renamed between two starts is used again.
+
+    Both jobs have the same cluster.toml and plan.json, neither of which names a NIC.
+    """
+    changes = Changes(two_clusters.lab)
+    flags = ["--holmes-cluster", str(CLUSTER), "--holmes-plan", plan]
     job = json.dumps({"ranks": {}, "flags": flags, "env": {}})
     sent = []
     try:
         for nic in ("roce0", OTHER_NAMES["roce0"]):
             before = two_clusters.lab.counters()
             result = two_clusters.run(TINY, job, preload=PRELOAD)
-            assert result.returncode == 0 and not any(
-                "uses Ethernet" in line for line in said(result)
-            ), result.outputs
+            assert result.returncode == 0, result.outputs
+            assert not any("uses Ethernet" in line for line in said(result)), result.outputs
             sent.append(two_clusters.sent(before)["b1"][nic])
             if nic == "roce0":
                 changes.do([renamed("b1")])
@@ -176,13 +175,12 @@ test $? = 2; test "$(cat {folder}/{file})" = old; test "$(ls -A {folder})" = {fi
     ],
 )
 def test_the_disk_is_full(two_clusters, tmp_path, words, file):
-    """Status 2 and one line; what was there stays as it was, and nothing half-written lies about."""
+    """The command ends with status 2 and one line; the old file stays, and no partial file is left."""
     words = words.format(telemetry=write(tmp_path / "telemetry"))
     command = f"{sys.executable} -m holmes_ext.cli.main {words} {tmp_path}/disk/{file}"
     script = FULL_DISK.format(folder=tmp_path / "disk", file=file, command=command)
     result = two_clusters.lab.run(["sh", "-c", script], order=["a0"], timeout=90)
-    told = result.outputs[0]
-    assert result.returncode == 0, told
-    assert (
-        re.search(rf"holmes: .*{file}.*No space left on device", told) and "Traceback" not in told
-    ), told
+    output = result.outputs[0]
+    assert result.returncode == 0, output
+    assert re.search(rf"holmes: .*{file}.*No space left on device", output), output
+    assert "Traceback" not in output, output

@@ -28,7 +28,8 @@ SIZE = (
 ).split()
 HOLMES = ("--holmes", "--holmes-cluster", str(CLUSTER), "--holmes-sizes", "pipeline=2")
 TRAIN = str(Path(__file__).with_name("train.py"))
-STEPS, MORE = 5, 8
+STEPS = 5  # of a job that meets a fault
+MORE = 8  # of a job that resumes, counted from the first step
 TIMED_OUT = 124  # exit status of a job that the lab ended after its timeout
 #: How the message begins if a call of torch.distributed fails in a job that calls it directly (tiny.py). The
 #: patterns of table.py contain these words.
@@ -50,17 +51,20 @@ def undisturbed(two_clusters, tmp_path_factory):
 
 
 def losses(log):
-    """The losses by step; a step that was done twice (it was not in the checkpoint yet) must have had the
-    same one."""
-    found = {}
+    """Return the losses in a log: step -> loss.
+
+    A step that was trained twice, because no checkpoint had it yet, must have the same loss both times.
+    """
+    loss_of = {}
     for line in log.read_text().splitlines():
-        step = json.loads(line)
-        assert found.setdefault(step["step"], step["loss"]) == pytest.approx(step["loss"], abs=1e-6)
-    return found
+        entry = json.loads(line)
+        first_loss = loss_of.setdefault(entry["step"], entry["loss"])
+        assert first_loss == pytest.approx(entry["loss"], abs=1e-6)
+    return loss_of
 
 
 def assert_whole(save):
-    """The checkpoint that `latest` names can be read, all of it; its step."""
+    """Assert that all files of the latest checkpoint can be read, and return its step."""
     folder = save / (save / "latest").read_text()
     files = list(folder.glob("*.pt"))
     assert files
@@ -70,11 +74,18 @@ def assert_whole(save):
 
 
 def assert_goes_on(two_clusters, save, undisturbed, log=None, here=None):
-    """From the checkpoint, which is of the last step or the one before; `here`: `save` as this process sees
-    it."""
+    """Assert that a job resumes from its checkpoint with the losses of an undisturbed job.
+
+    The checkpoint is of the last trained step or of the step before.
+
+    Args:
+        save: Folder of the checkpoints, as the nodes see it.
+        here: The same folder, as this process sees it, if its path differs.
+    """
     log = log or save / "log"
-    done, step = max(losses(log)), assert_whole(here or save)
-    assert done - 1 <= step <= done
+    last_step = max(losses(log))
+    saved_step = assert_whole(here or save)
+    assert last_step - 1 <= saved_step <= last_step
     result = launch(
         two_clusters,
         TRAIN,
@@ -168,9 +179,7 @@ def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tm
 
     Started again from its last checkpoint, the job has the losses of a job without the fault.
     """
-    changes = Changes(
-        two_clusters.lab
-    )  # applies the fault to the emulated network, and can undo it
+    changes = Changes(two_clusters.lab)  # makes changes to the emulated network, and undoes them
     is_applied = threading.Event()
     save = tmp_path / "saved"  # folder of the checkpoints
 
@@ -218,16 +227,17 @@ def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tm
 
 @full
 def test_the_disk_fills_while_a_checkpoint_is_written(two_clusters, undisturbed, tmp_path):
-    """A disk that all nodes share; another program takes what was left of it but half a checkpoint."""
-    lab, folder, log = two_clusters.lab, tmp_path / "disk", tmp_path / "log"
+    """All nodes share a disk, and another program fills it up to the half of a checkpoint."""
+    lab = two_clusters.lab
+    folder = tmp_path / "disk"
+    log = tmp_path / "log"
     mounted = lab.run(
         ["sh", "-c", f"mkdir {folder} && mount -t tmpfs -o size=64m none {folder}"], order=["a0"]
     )
     assert mounted.returncode == 0, mounted.outputs
-    inside, here = (
-        Path(f"/proc/{lab.holder('a0', inside=inside)}/root{folder}/saved")
-        for inside in (True, False)
-    )
+    # The disk is mounted in the namespace of the nodes: its paths, as the nodes and as this process see it.
+    inside = Path(f"/proc/{lab.holder('a0', inside=True)}/root{folder}/saved")
+    here = Path(f"/proc/{lab.holder('a0', inside=False)}/root{folder}/saved")
     ballast = here.parent / "ballast"
 
     def on_line(rank, line, stream):
@@ -261,19 +271,25 @@ def test_the_disk_fills_while_a_checkpoint_is_written(two_clusters, undisturbed,
 
 
 def torchrun(two_clusters, save, steps, *flags, **options):
-    """A job of agents that all meet at the first node; `options` as LabOf.start's."""
-    meet, keep = options.pop("meet", "$MASTER_ADDR:$MASTER_PORT"), options.pop("keep_alive_s", 20)
+    """Start a job with one agent of torchrun on each node, all of which rendezvous at the first node.
+
+    Args:
+        options: Options of LabOf.start; and meet: address of the rendezvous, keep_alive_s: seconds between
+            two heartbeats of an agent.
+    """
+    meet = options.pop("meet", "$MASTER_ADDR:$MASTER_PORT")
+    keep_alive_s = options.pop("keep_alive_s", 20)
     arguments = " ".join([str(save), "{}", *SIZE, "--steps", str(steps), *HOLMES, *flags])
     command = (
         f"exec {sys.executable} -m torch.distributed.run --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d"
         f" --rdzv-id {save.name} --rdzv-endpoint {meet} --max-restarts 6 --monitor-interval 0.2"
-        f" --rdzv-conf keep_alive_interval={keep} {TRAIN} {arguments}"
+        f" --rdzv-conf keep_alive_interval={keep_alive_s} {TRAIN} {arguments}"
     )
     return two_clusters.start("sh", "-c", command, **{"timeout": 600, "grace": 60.0, **options})
 
 
 def when_logged(job, log, count, then):
-    """The job's result; `then` is called once, when the log has `count` lines."""
+    """Return the result of a job; call `then` once, as soon as the log has `count` lines."""
     over = threading.Event()
 
     def wait_for_step():
@@ -293,23 +309,20 @@ def when_logged(job, log, count, then):
 
 @full
 def test_a_nic_dies_and_comes_back(two_clusters, undisturbed, tmp_path):
-    """Its cable is pulled in step 3: the job ends, starts again on Ethernet from its checkpoint, and uses the
-    NIC at the next start."""
-    lab, save = two_clusters.lab, tmp_path / "saved"
+    """The cable of a NIC is pulled in step 3, and plugged in before a later start of the job.
+
+    The job ends, starts again on Ethernet from its checkpoint, and uses the NIC again at the later start.
+    """
+    lab = two_clusters.lab
+    save = tmp_path / "saved"
     save.mkdir()
+    no_link = r"on node b1: NIC roce0 .mlx5_0:1. of node b1 .* has no link for .* the job ends here"
     try:
         job = torchrun(two_clusters, save, STEPS, "--holmes-link-timeout", "3")
         result = when_logged(job, save / "log", 2, lambda: lab.set_link("b1", "roce0", up=False))
         lines = said(result)
         assert result.returncode == 0, result.outputs
-        assert any(
-            re.search(
-                r"on node b1: NIC roce0 .mlx5_0:1. of node b1 .* has no link for .* the job "
-                r"ends here",
-                line,
-            )
-            for line in lines
-        ), lines
+        assert any(re.search(no_link, line) for line in lines), lines
         assert any(
             "node b1: mlx5_0:1 is DOWN" in line and "uses Ethernet instead" in line
             for line in lines
@@ -332,7 +345,7 @@ def test_a_nic_dies_and_comes_back(two_clusters, undisturbed, tmp_path):
 
 
 def processes_on(lab, node):
-    """Those in the node's network namespace, but for the one that holds it."""
+    """Yield the ids of the processes in a node's network namespace, but for its holder."""
     net = os.stat(f"/proc/{lab.holder(node)}/ns/net").st_ino
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -344,40 +357,42 @@ def processes_on(lab, node):
 
 @full
 def test_a_node_is_replaced_by_one_with_other_nic_names(two_clusters, undisturbed, tmp_path):
-    """It loses its power in step 3; under torchrun another machine of that name joins instead, and the job
-    goes on, with its fast NIC."""
-    lab, save, changes = two_clusters.lab, tmp_path / "saved", Changes(two_clusters.lab)
+    """A node loses its power in step 3, and another machine of that name joins the job instead.
+
+    The job, started by torchrun, resumes and uses the fast NIC of the new machine.
+    """
+    lab = two_clusters.lab
+    save = tmp_path / "saved"
+    changes = Changes(lab)
     save.mkdir()
-    # torch 2.13's agents share a store whose address they tell in their first round only: a newcomer waits
-    # for it in vain
-    place = {
+    # Agents of torch 2.13 share a store, and publish its address in their first round only, so an agent that
+    # joins later would wait for the address for ever.
+    rendezvous = {
         "meet": f"{lab.nodes[0].address}:29400",
         "keep_alive_s": 5,
         "env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     }
     try:
-        job = torchrun(two_clusters, save, STEPS, **place, grace=400.0)
-        jobs = []
+        job = torchrun(two_clusters, save, STEPS, **rendezvous, grace=400.0)
+        new_agents = []  # (agent on the new machine, counters of the NICs when it started)
 
-        def replace():
+        def replace_node():
             for pid in processes_on(lab, "b1"):
-                with contextlib.suppress(ProcessLookupError):  # it went with its parent
+                with contextlib.suppress(ProcessLookupError):  # it ended with its parent
                     os.kill(pid, signal.SIGKILL)
             changes.do([renamed("b1")])
-            jobs.append(
-                (torchrun(two_clusters, save, STEPS, **place, order=["b1"]), lab.counters())
-            )
+            new_agent = torchrun(two_clusters, save, STEPS, **rendezvous, order=["b1"])
+            new_agents.append((new_agent, lab.counters()))
 
-        result = when_logged(job, save / "log", 2, replace)
-        (newcomer, before), lost = jobs[0], two_clusters.order.index("b1")
-        told = newcomer.wait()
-        assert told.returncode == 0, told.outputs
-        assert {
-            rank: status for rank, status in result.statuses.items() if rank != lost
-        } == dict.fromkeys({0, 1, 2, 3} - {lost}, 0), result.outputs
-        assert not any("uses Ethernet" in line for line in [*said(result), *said(told)]), (
-            result.outputs
-        )
+        result = when_logged(job, save / "log", 2, replace_node)
+        [(new_agent, before)] = new_agents
+        new_result = new_agent.wait()
+        assert new_result.returncode == 0, new_result.outputs
+        lost_rank = two_clusters.order.index("b1")
+        surviving = {rank: status for rank, status in result.statuses.items() if rank != lost_rank}
+        assert surviving == dict.fromkeys({0, 1, 2, 3} - {lost_rank}, 0), result.outputs
+        lines = [*said(result), *said(new_result)]
+        assert not any("uses Ethernet" in line for line in lines), result.outputs
         assert losses(save / "log") == pytest.approx(
             {step: undisturbed[step] for step in range(1, STEPS + 1)}, abs=1e-6
         )

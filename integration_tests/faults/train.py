@@ -1,13 +1,13 @@
-"""examples/deepspeed_pipeline/train.py with a checkpoint after every step, from the last one where there is
-one: what a launcher restarts.
+"""Runs examples/deepspeed_pipeline/train.py with a checkpoint after every step, and with a fault.
 
     train.py SAVE JOB [ARGS]
 
     JOB   JSON: {} or {"log", "pause_s", "timeout_s", "ranks": {"rank": {"do": "kill" | "stop", "when"}}}
 
-Prints "step N saved". timeout_s: of the process groups. `ranks` (the launcher's) end or stop themselves,
-"when" in step 3 they would reduce gradients or send activations ("reduce", "send"), or have written half of
-the first file of its checkpoint ("save").
+It resumes from the last checkpoint if there is one, and prints "step N saved". timeout_s is the timeout of
+the process groups. The launcher's ranks in `ranks` kill or stop themselves in step 3, "when" they would
+reduce gradients ("reduce"), send activations ("send"), or have written half of the first file of the
+checkpoint ("save").
 """
 
 import functools
@@ -21,24 +21,29 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-SAVE, JOB = Path(sys.argv.pop(1)), json.loads(sys.argv.pop(1))
+SAVE = Path(sys.argv.pop(1))
+JOB = json.loads(sys.argv.pop(1))
 TRAIN = Path(__file__).resolve().parents[2] / "examples" / "deepspeed_pipeline" / "train.py"
 FAULTY_STEP = 3
 
 
 def before(function, act):
-    """`function`, but act(*args) is called first."""
+    """Return a function that calls act(*args), and then `function`."""
 
     @functools.wraps(function)
-    def both(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         act(*args)
         return function(*args, **kwargs)
 
-    return both
+    return wrapper
 
 
 def prepare_engine(mine):
-    """mine: what this rank does to itself, and when."""
+    """Patch DeepSpeed's engine: the timeout, the failure of this rank, and a message after each save.
+
+    Args:
+        mine: Failure of this rank, {"do": ..., "when": ...}; {} for none.
+    """
     import deepspeed
     import torch
     from deepspeed.runtime.pipe import schedule
@@ -47,31 +52,38 @@ def prepare_engine(mine):
     if "timeout_s" in JOB:
         limit = timedelta(seconds=JOB["timeout_s"])
         deepspeed.init_distributed = functools.partial(deepspeed.init_distributed, timeout=limit)
-        of_groups = torch.distributed.distributed_c10d
-        of_groups.default_pg_timeout = of_groups.default_pg_nccl_timeout = limit
-    end = lambda: os.kill(  # noqa: E731
-        os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[mine["do"]]
-    )
+        distributed_c10d = torch.distributed.distributed_c10d
+        distributed_c10d.default_pg_timeout = limit
+        distributed_c10d.default_pg_nccl_timeout = limit
+
+    def fail():
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[mine["do"]])
+
+    def fail_in_faulty_step(engine, *_):
+        if engine.global_steps == FAULTY_STEP - 1:
+            fail()
+
     instructions = {"reduce": schedule.ReduceGrads, "send": schedule.SendActivation}
     if mine.get("when") in instructions:
-        table, key = PipelineEngine._INSTRUCTION_MAP, instructions[mine["when"]]
-        table[key] = before(
-            table[key], lambda engine, *_: end() if engine.global_steps == FAULTY_STEP - 1 else None
-        )
+        # Instruction of a schedule -> method of the engine.
+        methods = PipelineEngine._INSTRUCTION_MAP
+        instruction = instructions[mine["when"]]
+        methods[instruction] = before(methods[instruction], fail_in_faulty_step)
     if mine.get("when") == "save":
+        original_save = torch.save
 
-        def half(value, path, **_):
+        def write_half_and_fail(value, path, **_):
             if f"step{FAULTY_STEP}/" in str(path):
-                whole = io.BytesIO()
-                save(value, whole)
-                Path(path).write_bytes(whole.getvalue()[: whole.tell() // 2])
-                end()
+                buffer = io.BytesIO()
+                original_save(value, buffer)
+                Path(path).write_bytes(buffer.getvalue()[: buffer.tell() // 2])
+                fail()
 
-        save, torch.save = torch.save, before(torch.save, half)
-    store = PipelineEngine.save_checkpoint
+        torch.save = before(original_save, write_half_and_fail)
+    original_save_checkpoint = PipelineEngine.save_checkpoint
 
     def save_checkpoint(engine, *args, **kwargs):
-        store(engine, *args, **kwargs)
+        original_save_checkpoint(engine, *args, **kwargs)
         os.write(1, f"step {engine.global_steps} saved\n".encode())
         time.sleep(JOB.get("pause_s", 0))
 
@@ -81,9 +93,8 @@ def prepare_engine(mine):
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    prepare_engine(
-        JOB.get("ranks", {}).get(os.environ.get("NODE_RANK"), {})
-    )  # RANK is holmes's by now
+    # NODE_RANK is still the launcher's number; holmes has changed RANK by now.
+    prepare_engine(JOB.get("ranks", {}).get(os.environ.get("NODE_RANK"), {}))
     SAVE.mkdir(exist_ok=True)
     sys.path.insert(0, str(TRAIN.parent))
     sys.argv = [

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,47 +34,54 @@ from integration_tests.stacks.torchtitan_job import INSTALLED, WAYS, job_argumen
 
 HERE = ROOT / "integration_tests" / "gpu"
 EXAMPLES = ROOT / "examples"
-#: In words: the file in which the command writes its losses.
+#: Stands in Command.words for the path of the file into which the command writes its losses.
 LOG = "LOG"
 ON_GPU = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0", **LESS_MEMORY}
 ON_CPU = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
 TIMEOUT_S = 900
-#: Of a node; a physical GPU is the only one.
+#: Number of processes of a node. A physical GPU is the only one of its machine.
 PROCESSES = 1 if PHYSICAL else 2
-#: Where four ranks run.
+#: Arguments of GpuLab.run() for a job of four ranks.
 FOUR_RANKS = {"order": "a0,a1,b0,b1" if PHYSICAL else "a0,b0", "processes": PROCESSES}
 
 
 @dataclass(frozen=True)
 class Command:
-    """words: of the command behind `python`; env: of both runs; folder: for its logs; read: its losses;
-    on_cpu, env_on_cpu: added there; inside: where it runs."""
+    """A training command that runs unchanged on emulated GPUs and on CPUs."""
 
     name: str
-    words: tuple[str, ...]
-    folder: Path
-    preload: tuple[str, ...]
+    words: tuple[str, ...]  # behind `python`; LOG stands for the path of the log
+    folder: Path  # of the logs
+    preload: tuple[str, ...]  # modules that are imported before a process is forked for each rank
+    #: Returns the losses, given the result of the run and the path of its log.
     read: Callable[[RunResult, Path], list[float]]
     env: Mapping[str, str] = field(default_factory=dict)
-    on_cpu: tuple[str, ...] = ()
-    env_on_cpu: Mapping[str, str] = field(default_factory=dict)
-    inside: Path | None = None
+    on_cpu: tuple[str, ...] = ()  # further words on CPUs
+    env_on_cpu: Mapping[str, str] = field(default_factory=dict)  # further variables on CPUs
+    inside: Path | None = None  # working directory
 
     def losses(self, lab: Lab, nodes: str, gpus: Gpus | None) -> list[float]:
-        """Of each step on these nodes with two processes each (one where there is one GPU); gpus None: on the
-        CPU. AssertionError with what the first rank that failed printed."""
-        log = (
-            self.folder
-            / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}-{'gpu' if gpus else 'cpu'}.jsonl"
-        )
+        """Run the command on these nodes, and return the loss of each step.
+
+        Each node has two processes, or one if there is a single physical GPU.
+
+        Args:
+            gpus: Emulated GPUs; None: the command runs on CPUs.
+
+        Raises:
+            AssertionError: With the output of the first rank that failed.
+        """
+        file_name = re.sub("[^a-z0-9]+", "-", self.name.lower())
+        log = self.folder / f"{file_name}-{'gpu' if gpus else 'cpu'}.jsonl"
         words = [str(log) if word == LOG else word for word in self.words]
-        env = {
-            "PYTEST_CURRENT_TEST": "",
-            **self.env,
-            **(ON_GPU if gpus else {**ON_CPU, **self.env_on_cpu}),
-        }
+        env = {"PYTEST_CURRENT_TEST": "", **self.env}
+        if gpus:
+            env.update(ON_GPU)
+        else:
+            env.update({**ON_CPU, **self.env_on_cpu})
+            words += self.on_cpu
         result = lab.run(
-            [sys.executable, *words, *(() if gpus else self.on_cpu)],
+            [sys.executable, *words],
             order=nodes.split(","),
             processes=PROCESSES,
             preload=() if PHYSICAL else self.preload,
@@ -87,42 +94,44 @@ class Command:
         return self.read(result, log)
 
 
-def _printed(result: RunResult, log: Path) -> list[float]:
-    return json.loads(result.stdout[0].strip().splitlines()[-1])["losses"]
+def _printed_losses(result: RunResult, log: Path) -> list[float]:
+    last_line = result.stdout[0].strip().splitlines()[-1]
+    return json.loads(last_line)["losses"]
 
 
-def _logged(result: RunResult, log: Path) -> list[float]:
+def _logged_losses(result: RunResult, log: Path) -> list[float]:
     return losses_of_file(log)
 
 
-def _megatron(result: RunResult, log: Path) -> list[float]:
-    found = re.findall(r"iteration\s+(\d+)/.*?lm loss: (\S+) ", "\n".join(result.outputs.values()))
-    return [float(loss) for _, loss in sorted(found, key=lambda pair: int(pair[0]))]
+def _megatron_losses(result: RunResult, log: Path) -> list[float]:
+    output = "\n".join(result.outputs.values())
+    matches = re.findall(r"iteration\s+(\d+)/.*?lm loss: (\S+) ", output)
+    loss_of = {int(iteration): float(loss) for iteration, loss in matches}
+    return [loss_of[iteration] for iteration in sorted(loss_of)]
 
 
 def deepspeed(folder: Path) -> list[Command]:
-    """ZeRO 0 to 3, and the pipeline engine."""
-    preload, script = ("torch", "deepspeed"), str(EXAMPLES / "deepspeed_pipeline" / "train.py")
+    """Return the commands for DeepSpeed's ZeRO 0 to 3, and for its pipeline engine."""
+    preload = ("torch", "deepspeed")
     zero = [
         Command(
-            f"DeepSpeed, ZeRO {stage}",
-            (str(HERE / "zero.py"), "--stage", str(stage)),
-            folder,
-            preload,
-            _printed,
+            name=f"DeepSpeed, ZeRO {stage}",
+            words=(str(HERE / "zero.py"), "--stage", str(stage)),
+            folder=folder,
+            preload=preload,
+            read=_printed_losses,
         )
         for stage in range(4)
     ]
-    return [
-        *zero,
-        Command(
-            "DeepSpeed, pipeline 2",
-            (script, *SIZE, "--stages", "2", "--log", LOG),
-            folder,
-            preload,
-            _logged,
-        ),
-    ]
+    script = str(EXAMPLES / "deepspeed_pipeline" / "train.py")
+    pipeline = Command(
+        name="DeepSpeed, pipeline 2",
+        words=(script, *SIZE, "--stages", "2", "--log", LOG),
+        folder=folder,
+        preload=preload,
+        read=_logged_losses,
+    )
+    return [*zero, pipeline]
 
 
 def trainer(folder: Path) -> Command:
@@ -138,7 +147,11 @@ def trainer(folder: Path) -> Command:
         LOG,
     )
     return Command(
-        "transformers' Trainer", words, folder, ("torch", "transformers.trainer"), _logged
+        name="transformers' Trainer",
+        words=words,
+        folder=folder,
+        preload=("torch", "transformers.trainer"),
+        read=_logged_losses,
     )
 
 
@@ -157,10 +170,14 @@ TENSOR = ("--tensor-model-parallel-size", "2")
 
 
 def megatron_lm(folder: Path, checkout: Path, *flags: str) -> Command:
-    """With the distributed optimizer. Its Makefile finds this Python's tools."""
+    """Return the command of Megatron-LM with the distributed optimizer.
+
+    It writes tools into the folder with which Megatron-LM's Makefile finds this Python.
+    """
     from megatron_cpu_shim import write_sitecustomize
 
-    tools, site = folder / "bin", folder / "on_cpu"
+    tools = folder / "bin"
+    site = folder / "on_cpu"
     tools.mkdir()
     site.mkdir()
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -170,41 +187,40 @@ def megatron_lm(folder: Path, checkout: Path, *flags: str) -> Command:
     ):
         (tools / name).write_text(f"#!/bin/sh\n{line}\n")
         (tools / name).chmod(0o755)
-    python_3_11 = "import typing\nvars(typing).setdefault('override', lambda made: made)\n"
-    (folder / "sitecustomize.py").write_text(python_3_11)
+    # Megatron-LM imports typing.override, which Python has since 3.12.
+    override = "import typing\nvars(typing).setdefault('override', lambda made: made)\n"
+    (folder / "sitecustomize.py").write_text(override)
     env = {
         **_path(folder, checkout),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "TORCHDYNAMO_DISABLE": "1",
     }
-    name = (
-        "Megatron-LM, "
-        + "tensor 2, " * ("--tensor-model-parallel-size" in flags)
-        + "pipeline 2, data 2"
-    )
     return Command(
-        name,
-        (str(checkout / "pretrain_gpt.py"), *MEGATRON, *PIPELINE, *flags),
-        folder,
-        ("torch",),
-        _megatron,
-        env,
-        ("--distributed-backend", "gloo"),
-        _path(write_sitecustomize(site), checkout),
+        name=f"Megatron-LM, {_sizes(flags)}",
+        words=(str(checkout / "pretrain_gpt.py"), *MEGATRON, *PIPELINE, *flags),
+        folder=folder,
+        preload=("torch",),
+        read=_megatron_losses,
+        env=env,
+        on_cpu=("--distributed-backend", "gloo"),
+        env_on_cpu=_path(write_sitecustomize(site), checkout),
     )
+
+
+def _sizes(flags: Sequence[str]) -> str:
+    if "--tensor-model-parallel-size" in flags:
+        return "tensor 2, pipeline 2, data 2"
+    return "pipeline 2, data 2"
 
 
 def _path(*folders: str | Path) -> dict[str, str]:
-    return {
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [*map(str, folders), os.environ.get("PYTHONPATH", "")])
-        )
-    }
+    entries = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, entries))}
 
 
-#: What Megatron-DeepSpeed asks of Apex and nvcc wherever CUDA is, as torch's own: file -> text. (Their
-#: kernels are not emulated, and its --cpu_torch_adam forgets to import torch.)
+#: Stand-ins for the parts of Apex and nvcc that Megatron-DeepSpeed needs if there is CUDA: file -> text. They
+#: use torch's own functions, since Apex's kernels are not emulated.
 APEX_OF_TORCH = {
     "apex/__init__.py": "",
     "amp_C.py": "",
@@ -230,19 +246,19 @@ def megatron_deepspeed(
     *flags: str,
     vocabulary: tuple[Path, Path] | None = None,
 ) -> Command:
-    """Its weights are drawn on the CPU, for a GPU draws others; Apex's modules are torch's, on both sides."""
-    copy, apex = Checkout(checkout, folder, vocabulary), folder / "apex_of_torch"
+    """Return the command of Megatron-DeepSpeed.
+
+    Weights are drawn on the CPU, because a GPU draws other numbers. Stand-ins replace Apex's modules by
+    torch's, on GPUs and on CPUs.
+    """
+    copy = Checkout(checkout, folder, vocabulary)
+    apex = folder / "apex_of_torch"
     for name, text in APEX_OF_TORCH.items():
         (apex / name).parent.mkdir(parents=True, exist_ok=True)
         (apex / name).write_text(text)
     (apex / "bin" / "nvcc").chmod(0o755)
     words = copy.arguments(4, *PIPELINE, "--use-cpu-initialization", *flags, zero=zero)
     words.remove("--ds_fused_adam")
-    name = (
-        "Megatron-DeepSpeed, "
-        + "tensor 2, " * ("--tensor-model-parallel-size" in flags)
-        + "pipeline 2, data 2"
-    )
     env = {
         **copy.env,
         **copy.stand_ins(words),
@@ -251,12 +267,12 @@ def megatron_deepspeed(
     }
     preload = ("torch", "deepspeed") if ON_GPUS else PRELOADED
     return Command(
-        f"{name}, ZeRO {zero}",
-        tuple(words),
-        folder,
-        preload,
-        lambda result, log: list(read_log(result).losses.values()),
-        env,
+        name=f"Megatron-DeepSpeed, {_sizes(flags)}, ZeRO {zero}",
+        words=tuple(words),
+        folder=folder,
+        preload=preload,
+        read=lambda result, log: list(read_log(result).losses.values()),
+        env=env,
         inside=copy.folder,
     )
 
@@ -275,9 +291,8 @@ def torchtitan(folder: Path, way: str, ranks: int) -> Command:
     write_job(folder)  # configuration, tokenizer and training text
     # WAYS is for 4 ranks, with 2 shards of each replica or pipeline stage. Here there are ranks / 2 shards.
     flags = WAYS[way].replace("shard_degree 2", f"shard_degree {ranks // 2}")
-    on_cpu = str(
-        ROOT / "integration_tests" / "torchtitan_cpu"
-    )  # its sitecustomize.py adapts torch to CPUs
+    # The sitecustomize.py in this folder adapts torch to CPUs.
+    on_cpu = str(ROOT / "integration_tests" / "torchtitan_cpu")
     variables = {"HF_HOME": str(folder / "cache"), "TORCHDYNAMO_DISABLE": "1"}
     env = {**variables, **_path(INSTALLED)}  # _path: PYTHONPATH with these folders
     env_on_cpu = _path(on_cpu, INSTALLED)

@@ -1,5 +1,8 @@
-"""Emulated GPUs under the Python that runs the tests: `make gpu` (skipped where torch is built for the
-CPU). Of a physical one (HOLMES_TEST_CARRIER=cuda) nobody tells what it does."""
+"""Fixtures for tests on emulated GPUs, which `make gpu` runs with a CUDA build of torch.
+
+With a CPU build of torch, the tests of this folder are skipped. With HOLMES_TEST_CARRIER=cuda they use a
+physical GPU, which has no watcher: deadlocks and races are then not reported.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from holmes_lab.process.job import RunResult
 from holmes_ext.cluster.spec import parse_spec
 
 HERE = Path(__file__).parent
-#: Two nodes with InfiniBand (two HCAs each), two with RoCE.
+#: cluster.toml of two nodes with InfiniBand (two HCAs each), and two nodes with RoCE.
 TOML = toml("a ib 4Gb/s a[0-1] rails=2", "b roce 2Gb/s b[0-1]", ethernet="1Gb/s", processes=2)
 
 collect_ignore = [] if torch.version.cuda else [path.name for path in HERE.glob("test_*.py")]
@@ -35,34 +38,36 @@ collect_ignore = [] if torch.version.cuda else [path.name for path in HERE.glob(
 
 @dataclass(frozen=True)
 class Ran:
-    """A job that has ended. hang: why it was ended; told: what it was told to stand at; sent: node -> NIC ->
-    bytes, headers included; races: missing waits that were found."""
+    """A job that has ended, and the reports of the emulated GPUs about it."""
 
     result: RunResult
-    hang: tuple[str, ...]
-    told: list[str]
-    groups: list[GroupNetwork]
-    sent: dict[str, dict[str, int]]
-    races: list[str]
+    hang: tuple[str, ...]  # reasons for which the job was ended as a deadlock; () if it was not
+    told: list[str]  # reports, while the job ran, of operations at which it stood still
+    groups: list[GroupNetwork]  # NCCL's communicators with their networks
+    sent: dict[str, dict[str, int]]  # node -> NIC -> bytes sent, headers included
+    races: list[str]  # reports of missing waits
 
     @property
     def json(self) -> list[dict]:
-        """The JSON line that each rank printed last."""
+        """Return the object in the last JSON line of each rank."""
         assert self.result.returncode == 0, self.said
         return [json.loads(lines.strip().splitlines()[-1]) for lines in self.result.stdout.values()]
 
     @property
     def said(self) -> str:
-        return "\n".join(
-            f"--- rank {rank}\n{text[-3000:]}" for rank, text in self.result.outputs.items()
-        )
+        """Return the end of each rank's output."""
+        outputs = self.result.outputs.items()
+        return "\n".join(f"--- rank {rank}\n{text[-3000:]}" for rank, text in outputs)
 
 
 class GpuLab:
     """A lab whose jobs find emulated GPUs."""
 
     def __init__(self, lab: Lab, file: Path, gpus: Gpus):
-        self.lab, self.file, self.gpus, self._starts = lab, file, gpus, threading.Lock()
+        self.lab = lab
+        self.file = file  # cluster.toml
+        self.gpus = gpus
+        self._start_lock = threading.Lock()
 
     def run(
         self,
@@ -77,41 +82,56 @@ class GpuLab:
         end_s: float = END_S,
         **options,
     ) -> Ran:
-        """A script's path and arguments on these nodes; on the CPU and gloo if not `on_gpus`. end_s: seconds
-        without progress after which it is ended."""
-        env, preload = {"PYTEST_CURRENT_TEST": "", **(env or {})}, () if PHYSICAL else preload
-        nodes, before = order.split(","), self.lab.counters()
-        with self._starts:
+        """Run a script on these nodes, and return the job when it has ended.
+
+        Args:
+            command: Path of the script and its arguments.
+            order: Names of the nodes, in the order of the launcher's ranks.
+            processes: Number of processes on each node.
+            preload: Modules that are imported before a process is forked for each rank.
+            on_gpus: Use emulated GPUs; otherwise CPUs and gloo.
+            gpus: Emulated GPUs instead of the fixture's.
+            timeout: Seconds after which the job is ended.
+            end_s: Seconds without progress after which the job is ended as a deadlock.
+        """
+        names = order.split(",")
+        job_gpus = None
+        if on_gpus:
+            job_gpus = gpus or self.gpus
+        before = self.lab.counters()
+        with self._start_lock:
             job = self.lab.start(
                 [sys.executable, *command],
-                order=nodes,
+                order=names,
                 processes=processes,
-                preload=preload,
-                env=env,
-                gpus=(gpus or self.gpus) if on_gpus else None,
+                preload=() if PHYSICAL else preload,
+                env={"PYTEST_CURRENT_TEST": "", **(env or {})},
+                gpus=job_gpus,
                 timeout=timeout,
                 **options,
             )
-        labels: list[str] = [f"{node}:{local}" for node in nodes for local in range(processes)]
-        told: list[str] = []
-        watched = (
-            WatchedRun(job.wait())
-            if job.watch is None or PHYSICAL
-            else wait_watched(
-                job, Watcher(job.watch, stall_s=1.0, end_s=end_s), labels, told.extend
-            )
-        )
-        result, after = watched.result, self.lab.counters()
-        placed = [next(node for node in self.lab.nodes if node.name == name) for name in nodes]
-        groups = (
-            group_networks(communicators.read(job.watch), placed, processes) if job.watch else []
-        )
-        sent = {
-            name: {nic: after[name][nic][1] - before[name][nic][1] for nic in after[name]}
-            for name in nodes
-        }
-        races = missing_waits(job.watch) if job.watch else []
-        return Ran(result, watched.hang, told, groups, sent, races)
+        reports: list[str] = []
+        if job.watch is None or PHYSICAL:  # watch: folder of the emulated GPUs' records
+            watched = WatchedRun(job.wait())
+        else:
+            labels = [f"{name}:{local}" for name in names for local in range(processes)]
+            watcher = Watcher(job.watch, stall_s=1.0, end_s=end_s)
+            watched = wait_watched(job, watcher, labels, reports.extend)
+
+        after = self.lab.counters()
+        sent = {}
+        for name in names:
+            sent_before = {nic: counters[1] for nic, counters in before[name].items()}
+            sent_after = {nic: counters[1] for nic, counters in after[name].items()}
+            sent[name] = {nic: sent_after[nic] - sent_before[nic] for nic in sent_after}
+        groups: list[GroupNetwork] = []
+        races: list[str] = []
+        if job.watch:
+            node_of = {node.name: node for node in self.lab.nodes}
+            nodes = [node_of[name] for name in names]
+            groups = group_networks(communicators.read(job.watch), nodes, processes)
+            races = missing_waits(job.watch)
+        return Ran(watched.result, watched.hang, reports, groups, sent, races)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
-"""Losses of three examples on two clusters, stock and under holmes, as JSON: does the emulated GPU compute
-what a physical one does? (The text that they train on is Python's own, so take one version of it for both.)
+"""Writes the losses of three examples on two clusters, without and with holmes, as JSON.
+
+Comparing two such files shows whether the emulated GPU computes like a physical one. The examples train on
+the text of Python's own modules, so use one version of Python for both.
 
     PYTHONPATH=tests:. HOLMES_TEST_CARRIER=nccl .venv-gpu/bin/python integration_tests/gpu/losses.py OUT.json
     PYTHONPATH=tests:. HOLMES_TEST_CARRIER=cuda python ...                          on a physical GPU
@@ -34,7 +36,8 @@ JOBS = {
 
 
 def train_all() -> dict[str, list[float]]:
-    found = {}
+    """Train each job without and with holmes, and return {"job, stock or holmes": losses}."""
+    losses_of = {}
     with Lab(load_spec(CLUSTER)) as lab, tempfile.TemporaryDirectory() as folder:
         clusters = LabOf(CLUSTER, lab)
         for job, words in JOBS.items():
@@ -51,16 +54,15 @@ def train_all() -> dict[str, list[float]]:
                 )
                 if result.returncode:
                     sys.exit(f"{job}, {name}: {result.outputs}")
-                found[f"{job}, {name}"] = losses(log)
-    return found
+                losses_of[f"{job}, {name}"] = losses(log)
+    return losses_of
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--compare":
-        one, other = (json.loads(Path(name).read_text()) for name in sys.argv[2:])
-        for name in one:
-            print(
-                f"{max(abs(a - b) for a, b in zip(one[name], other[name], strict=True)):.1e}  {name}"
-            )
+        first, second = (json.loads(Path(name).read_text()) for name in sys.argv[2:])
+        for name in first:
+            pairs = zip(first[name], second[name], strict=True)
+            print(f"{max(abs(a - b) for a, b in pairs):.1e}  {name}")
     else:
         Path(sys.argv[1]).write_text(json.dumps(train_all(), indent=1) + "\n")

@@ -1,9 +1,9 @@
 """Script of one rank that aborts process groups itself, or in whose job NCCL fails.
 
-Usage: lost.py SCENE --holmes ...
+Usage: lost.py CASE --holmes ...
 
 test_lost.py starts it on four ranks and checks what holmes prints. Every rank first makes a process group of
-all ranks over NCCL, and then runs SCENE, one of the functions in SCENES:
+all ranks over NCCL, and then runs CASE, one of the functions in CASES:
 
     abort_idle_group             Abort the group without a running collective.
     abort_busy_group             Abort the group during an all-reduce.

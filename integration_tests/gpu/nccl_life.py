@@ -1,6 +1,9 @@
-"""One rank of what happens to communicators besides collectives: python nccl_life.py SCENE
+"""Script of one rank that uses communicators of NCCL in other ways than plain collectives.
 
-torchrun's variables say which rank. Prints a JSON line when its case is over."""
+    nccl_life.py CASE
+
+torchrun's environment variables must be set. Prints a JSON line when the case is over.
+"""
 
 import argparse
 import json
@@ -19,7 +22,7 @@ def case(function: Callable[[], object]) -> Callable[[], object]:
 
 
 def total(group=None) -> float:
-    """The sum of the ranks of a group's members, by all_reduce."""
+    """Return the sum of the ranks of a group's members, computed by an all-reduce."""
     value = torch.full((1000,), float(dist.get_rank()), device="cuda")
     dist.all_reduce(value, group=group)
     assert value.unique().numel() == 1
@@ -28,7 +31,7 @@ def total(group=None) -> float:
 
 @case
 def groups() -> object:
-    """Groups of rows and columns, side by side."""
+    """Make process groups of rows and columns of the ranks, and return this rank's sums."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = [dist.new_group(list(range(start, start + 2))) for start in range(0, world, 2)]
     columns = [dist.new_group(list(range(start, world, 2))) for start in range(2)]
@@ -37,7 +40,7 @@ def groups() -> object:
 
 @case
 def split() -> object:
-    """ncclCommSplit of a communicator that is bound to its device."""
+    """Split a communicator that is bound to its device, by ncclCommSplit."""
     world = dist.get_world_size()
     halves = [list(range(world // 2)), list(range(world // 2, world))]
     half = dist.split_group(split_ranks=halves)
@@ -46,7 +49,7 @@ def split() -> object:
 
 @case
 def many_in_one_call() -> object:
-    """Collectives of several tensors in one ncclGroup."""
+    """Reduce several tensors in one ncclGroup."""
     values = [torch.full((size,), float(dist.get_rank()), device="cuda") for size in (1, 100, 5000)]
     with dist._coalescing_manager(async_ops=True) as manager:
         for value in values:
@@ -57,7 +60,7 @@ def many_in_one_call() -> object:
 
 @case
 def abort() -> object:
-    """A collective that a rank never joins is aborted by the others, and their device lives on."""
+    """Abort an all-reduce that rank 0 never joins, and use the device afterwards."""
     total()
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:

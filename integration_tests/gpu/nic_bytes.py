@@ -1,6 +1,9 @@
-"""One rank that all-reduces: python nic_bytes.py ROUNDS MEGABYTES        torchrun's variables say which rank
+"""Script of one rank that calls all-reduce.
 
-Prints a JSON line: {"rank", "peak_mb": of its resident memory}.
+    python nic_bytes.py ROUNDS MEGABYTES
+
+torchrun's environment variables must be set. Prints a JSON line: {"rank", "peak_mb"}, where peak_mb is the
+largest resident memory of the process.
 """
 
 import json
@@ -12,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 if __name__ == "__main__":
-    rounds, size = int(sys.argv[1]), int(float(sys.argv[2]) * 1e6)
+    rounds = int(sys.argv[1])
+    size = int(float(sys.argv[2]) * 1e6)  # bytes
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     value = torch.full((size // 4,), float(dist.get_rank()), device="cuda")

@@ -1,6 +1,9 @@
-"""What an operator costs on an emulated GPU, and on the CPU: prints {"cpu": [...], "gpu": [...]}, medians by
-two clocks, microseconds: the time until all are waited for, and the CPU time of all threads, which other
-programs on the machine hardly change."""
+"""Measures the time of a small operator on an emulated GPU, and on the CPU.
+
+Prints {"cpu": [...], "gpu": [...]}: medians in microseconds by two clocks. The first is the time until all
+calls have ended. The second is the CPU time of all threads, which other programs on the machine hardly
+change.
+"""
 
 import json
 import statistics
@@ -8,13 +11,15 @@ import time
 
 import torch
 
-CALLS, RUNS = 2000, 15
+CALLS = 2000  # of each run
+RUNS = 15
 CLOCKS = (time.perf_counter, time.process_time)
 
 
 def microseconds(device: str) -> list[float]:
-    """Of one call of a + b, by each clock."""
-    a, b = torch.ones(16, device=device), torch.ones(16, device=device)
+    """Return the time of one call of a + b in microseconds, by each clock."""
+    a = torch.ones(16, device=device)
+    b = torch.ones(16, device=device)
     runs = []
     for _ in range(RUNS):
         begin = [clock() for clock in CLOCKS]

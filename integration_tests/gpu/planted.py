@@ -1,9 +1,10 @@
-"""Faults that hide on a quiet machine:
+"""Programs with a synchronization error that rarely shows on a quiet machine.
 
-    python planted.py FAULT... [--right]        torchrun's variables say which rank
+    python planted.py FAULT... [--right]
 
-Each is a few lines of what people write, wrong; with --right the same lines, mended. A run prints a line for
-each, "FAULT: right" or "FAULT: wrong: ..." for its numbers; a fault that hangs prints nothing.
+torchrun's environment variables must be set. Each function marked as `fault` has an error as people make
+it; with --right it is corrected. A fault prints a line, "FAULT: right" or "FAULT: wrong: ..." for its
+numbers; a fault that hangs prints nothing.
 """
 
 import argparse
@@ -15,12 +16,15 @@ from planted_numbers import FAULTS, SIZE, check, fault, side_stream
 
 
 def pairs(streams_between: int = 0) -> list:
-    """Two groups of the same ranks, with their communicators made, and streams of the program between
-    them."""
+    """Return two groups of both ranks, whose communicators are already made.
+
+    Args:
+        streams_between: Number of CUDA streams that the program makes between the two groups.
+    """
     groups = [dist.new_group([0, 1], group_desc=name) for name in ("first", "second")]
     for number, group in enumerate(groups):
-        made = [torch.cuda.Stream() for _ in range(streams_between * number)]
-        assert len(made) == streams_between * number
+        streams = [torch.cuda.Stream() for _ in range(streams_between * number)]
+        assert len(streams) == streams_between * number
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         peer = 1 - dist.get_rank()
         ops = [
@@ -34,13 +38,14 @@ def pairs(streams_between: int = 0) -> list:
 
 
 def send_or_receive(tensor: torch.Tensor, sends: bool, group) -> list:
+    """Start sending a tensor to the other rank, or receiving it, and return the pending operations."""
     direction = dist.isend if sends else dist.irecv
     return dist.batch_isend_irecv([dist.P2POp(direction, tensor, 1 - dist.get_rank(), group)])
 
 
 @fault
 def communicators_in_other_orders(right: bool) -> None:
-    """Two ranks use two groups in opposite orders, and wait for the device after each."""
+    """Use two groups in opposite orders on two ranks, and wait for the device after each."""
     groups = pairs()
     ordered = groups if right or dist.get_rank() == 0 else groups[::-1]
     value = torch.ones(SIZE, device="cuda")
@@ -52,18 +57,19 @@ def communicators_in_other_orders(right: bool) -> None:
 
 @fault
 def receive_before_a_device_wait(right: bool) -> None:
-    """A receive is posted in advance, and the device is waited for before its sender can have come so far."""
+    """Post a receive in advance, and wait for the device before its sender can have sent."""
     early, late = pairs()
-    value, total = torch.full((SIZE,), 5.0, device="cuda"), torch.ones(SIZE, device="cuda")
+    value = torch.full((SIZE,), 5.0, device="cuda")
+    total = torch.ones(SIZE, device="cuda")
     if dist.get_rank() == 0:
-        works = [] if right else send_or_receive(value, False, early)
+        works = [] if right else send_or_receive(value, sends=False, group=early)
         torch.cuda.synchronize()
         dist.all_reduce(total, group=late)
-        works = works or send_or_receive(value, False, early)
+        works = works or send_or_receive(value, sends=False, group=early)
     else:
         dist.all_reduce(total, group=late)
         torch.cuda.synchronize()
-        works = send_or_receive(value, True, early)
+        works = send_or_receive(value, sends=True, group=early)
     for work in works:
         work.wait()
     check(value, 5.0)
@@ -71,11 +77,14 @@ def receive_before_a_device_wait(right: bool) -> None:
 
 @fault
 def both_send_first(right: bool) -> None:
-    """Both ranks send a large message and wait for it before they receive."""
+    """Send a large message and wait for it before receiving, on both ranks."""
     group = pairs()[0]
-    mine, other = torch.full((1 << 22,), 5.0, device="cuda"), torch.empty(1 << 22, device="cuda")
-    order = [(mine, True), (other, False)]
-    for tensor, sends in order[::-1] if right and dist.get_rank() else order:
+    mine = torch.full((1 << 22,), 5.0, device="cuda")
+    other = torch.empty(1 << 22, device="cuda")
+    operations = [(mine, True), (other, False)]  # (tensor, whether it is sent)
+    if right and dist.get_rank() == 1:
+        operations.reverse()
+    for tensor, sends in operations:
         for work in send_or_receive(tensor, sends, group):
             work.wait()
         torch.cuda.synchronize()
@@ -84,7 +93,7 @@ def both_send_first(right: bool) -> None:
 
 @fault
 def another_collective(right: bool) -> None:
-    """One rank reduces where the other gathers, on the same group."""
+    """Call an all-reduce on one rank and a broadcast on the other, in the same group."""
     value = torch.ones(1 << 22, device="cuda")
     dist.all_reduce(torch.zeros(1, device="cuda"))
     torch.cuda.synchronize()
@@ -99,26 +108,35 @@ def another_collective(right: bool) -> None:
 
 @fault
 def one_hardware_queue(right: bool) -> None:
-    """With CUDA_DEVICE_MAX_CONNECTIONS=1 a second posted receive, which waits for the first, stands before
-    the kernels whose result its sender needs."""
+    """Post a second receive before kernels whose result its sender needs.
+
+    The receive waits for the first one. With CUDA_DEVICE_MAX_CONNECTIONS=1 the kernels stand in the same
+    hardware queue behind it.
+    """
     first, second = pairs()
     value = torch.full((SIZE,), 5.0, device="cuda")
     answers = torch.empty(2, SIZE, device="cuda")
 
     def receives():
-        return [work for answer in answers for work in send_or_receive(answer, False, second)]
+        works = []
+        for answer in answers:
+            works += send_or_receive(answer, sends=False, group=second)
+        return works
 
     if dist.get_rank() == 0:
         works = [] if right else receives()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            works += send_or_receive(value * 2, True, first)
-        works += receives() if right else []
+            works += send_or_receive(value * 2, sends=True, group=first)
+        if right:
+            works += receives()
     else:
-        for work in send_or_receive(answers[0], False, first):
+        for work in send_or_receive(answers[0], sends=False, group=first):
             work.wait()
-        works = [work for _ in answers for work in send_or_receive(answers[0] + 1, True, second)]
+        works = []
+        for _ in answers:
+            works += send_or_receive(answers[0] + 1, sends=True, group=second)
     for work in works:
         work.wait()
     check(answers[0], 11.0 if dist.get_rank() == 0 else 10.0)
@@ -126,7 +144,7 @@ def one_hardware_queue(right: bool) -> None:
 
 @fault
 def sizes_differ(right: bool) -> None:
-    """One rank reduces a longer tensor than the other."""
+    """Reduce a longer tensor on one rank than on the other."""
     dist.all_reduce(torch.zeros(1, device="cuda"))
     value = torch.ones(1 << 20 if right or dist.get_rank() == 0 else 1 << 10, device="cuda")
     dist.all_reduce(value)
@@ -137,8 +155,9 @@ def sizes_differ(right: bool) -> None:
 
 @fault
 def rank_waits_elsewhere(right: bool) -> None:
-    """A rank waits in the store for what the other does after a collective that both must call."""
-    store, value = dist.distributed_c10d._get_default_store(), torch.ones(SIZE, device="cuda")
+    """Wait in the store for a key that the other rank sets after a collective of both ranks."""
+    store = dist.distributed_c10d._get_default_store()
+    value = torch.ones(SIZE, device="cuda")
     dist.all_reduce(torch.zeros(1, device="cuda"))
     torch.cuda.synchronize()
     if dist.get_rank() == 0:
@@ -156,12 +175,16 @@ def rank_waits_elsewhere(right: bool) -> None:
 
 @fault
 def side_by_side(right: bool) -> None:
-    """Two ranks launch two groups' collectives in opposite orders: well where both run at once, a circle
-    where the device has no multiprocessor left (HOLMES_GPU_SMS=1)."""
+    """Launch collectives of two groups in opposite orders on two ranks.
+
+    They complete if both run at once, and deadlock if the device has no multiprocessor left
+    (HOLMES_GPU_SMS=1).
+    """
     groups = pairs()
     values = [torch.ones(SIZE, device="cuda") for _ in groups]
     torch.cuda.synchronize()
-    for number in (0, 1) if right or dist.get_rank() == 0 else (1, 0):
+    order = (0, 1) if right or dist.get_rank() == 0 else (1, 0)
+    for number in order:
         dist.all_reduce(values[number], group=groups[number], async_op=True)
     torch.cuda.synchronize()
     check(torch.stack(values), 2.0)
@@ -169,25 +192,28 @@ def side_by_side(right: bool) -> None:
 
 @fault
 def launched_in_order(right: bool) -> None:
-    """A reduction stands behind a receive whose sender needs another group's reduction first: a circle where
-    NCCL begins kernels in the order of their launches (NCCL_LAUNCH_ORDER_IMPLICIT=1), as that one was
-    launched later."""
+    """Launch a reduction behind a receive whose sender needs another group's reduction first.
+
+    This deadlocks if NCCL begins kernels in the order of their launches (NCCL_LAUNCH_ORDER_IMPLICIT=1),
+    since the other reduction is launched later.
+    """
     first, second = pairs()
     dist.all_reduce(torch.zeros(1, device="cuda"))
-    value, answer = torch.ones(SIZE, device="cuda"), torch.ones(SIZE, device="cuda")
+    value = torch.ones(SIZE, device="cuda")
+    answer = torch.ones(SIZE, device="cuda")
     torch.cuda.synchronize()
     if dist.get_rank() == 0:
         if right:
             dist.all_reduce(value, group=second, async_op=True)
         with torch.cuda.stream(side_stream()):
-            for work in send_or_receive(answer, False, first):
+            for work in send_or_receive(answer, sends=False, group=first):
                 work.wait()
             dist.all_reduce(answer, async_op=True)
         if not right:
             dist.all_reduce(value, group=second, async_op=True)
     else:
         dist.all_reduce(value, group=second)
-        for work in send_or_receive(value, True, first):
+        for work in send_or_receive(value, sends=True, group=first):
             work.wait()
         dist.all_reduce(answer)
     check(answer, 3.0)
@@ -195,29 +221,42 @@ def launched_in_order(right: bool) -> None:
 
 @fault
 def pooled_streams(right: bool) -> None:
-    """torch has 32 streams in its pool: after 31 more the second group's is the first one's, on which a
-    receive waits for what the other rank sends once it has heard from the second group."""
+    """Make so many streams that two groups share one of the 32 streams in torch's pool.
+
+    After 31 more streams, the second group gets the first group's stream. A receive on it waits for a
+    message that the other rank sends after it has received from the second group.
+    """
     first, second = pairs(0 if right else 31)
-    value, answer = torch.full((SIZE,), 5.0, device="cuda"), torch.empty(SIZE, device="cuda")
+    value = torch.full((SIZE,), 5.0, device="cuda")
+    answer = torch.empty(SIZE, device="cuda")
     if dist.get_rank() == 0:
-        works = send_or_receive(answer, False, first) + send_or_receive(value, True, second)
+        works = send_or_receive(answer, sends=False, group=first)
+        works += send_or_receive(value, sends=True, group=second)
     else:
-        for work in send_or_receive(value, False, second):
+        for work in send_or_receive(value, sends=False, group=second):
             work.wait()
-        works = send_or_receive(value + 1, True, first)
+        works = send_or_receive(value + 1, sends=True, group=first)
     for work in works:
         work.wait()
-    check(answer if dist.get_rank() == 0 else value, 6.0 if dist.get_rank() == 0 else 5.0)
+    if dist.get_rank() == 0:
+        check(answer, 6.0)
+    else:
+        check(value, 5.0)
 
 
 @fault
 def both_receive_first(right: bool) -> None:
-    """Both ranks wait on the host (TORCH_NCCL_BLOCKING_WAIT=1) for the other's message before they send
-    theirs."""
+    """Wait on the host for the other rank's message before sending, on both ranks.
+
+    The host waits because of TORCH_NCCL_BLOCKING_WAIT=1.
+    """
     group = pairs()[0]
-    mine, other = torch.full((SIZE,), 5.0, device="cuda"), torch.empty(SIZE, device="cuda")
-    order = [(other, False), (mine, True)]
-    for tensor, sends in order[::-1] if right and dist.get_rank() else order:
+    mine = torch.full((SIZE,), 5.0, device="cuda")
+    other = torch.empty(SIZE, device="cuda")
+    operations = [(other, False), (mine, True)]  # (tensor, whether it is sent)
+    if right and dist.get_rank() == 1:
+        operations.reverse()
+    for tensor, sends in operations:
         for work in send_or_receive(tensor, sends, group):
             work.wait()
     check(other, 5.0)

@@ -1,4 +1,4 @@
-"""Faults after which numbers are wrong where a kernel starts late; planted.py runs them."""
+"""Programs whose numbers are wrong if a kernel starts late; planted.py runs them."""
 
 import sys
 from collections.abc import Callable
@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-SIZE = 1 << 14
+SIZE = 1 << 14  # elements
+#: Name of a fault -> its function. The argument is True for the corrected program.
 FAULTS: dict[str, Callable[[bool], None]] = {}
 
 
@@ -16,18 +17,20 @@ def fault(function: Callable[[bool], None]) -> Callable[[bool], None]:
 
 
 def check(found: torch.Tensor, expected: float, fault: str = "") -> None:
-    """Once all streams are done. fault: the caller, unless it is given."""
+    """Wait for all streams, and print whether all numbers are as expected.
+
+    Args:
+        fault: Name to print; by default the name of the calling function.
+    """
     torch.cuda.synchronize()
-    bad = (found.float().cpu() != expected).sum().item()
+    wrong = (found.float().cpu() != expected).sum().item()
     fault = fault or sys._getframe(1).f_code.co_name
-    print(
-        f"{fault}: right" if bad == 0 else f"{fault}: wrong: {bad} of {found.numel()} numbers",
-        flush=True,
-    )
+    verdict = "right" if wrong == 0 else f"wrong: {wrong} of {found.numel()} numbers"
+    print(f"{fault}: {verdict}", flush=True)
 
 
 def slow(value: float, size: int = SIZE) -> torch.Tensor:
-    """A tensor that takes the GPU a while to make, where another number was before."""
+    """Return a tensor that the GPU fills slowly, in memory that held other numbers before."""
     made = torch.full((size,), -7.0, device="cuda")
     torch.cuda.synchronize()
     made.zero_()
@@ -37,14 +40,14 @@ def slow(value: float, size: int = SIZE) -> torch.Tensor:
 
 
 def check_doubled(made: torch.Tensor, side: torch.cuda.Stream) -> None:
-    """That a side stream reads tens."""
+    """Double a tensor of tens on a side stream, and check the result."""
     with torch.cuda.stream(side):
         doubled = made * 2
     check(doubled, 20.0, sys._getframe(1).f_code.co_name)
 
 
 def side_stream() -> torch.cuda.Stream:
-    """A stream with memory of its own at hand: asking CUDA for it waits for the device."""
+    """Return a stream with memory in torch's cache, since allocating would wait for the device."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.empty(SIZE, device="cuda")
@@ -53,7 +56,7 @@ def side_stream() -> torch.cuda.Stream:
 
 @fault
 def consumer_does_not_wait(right: bool) -> None:
-    """A side stream reads what the main stream still writes."""
+    """Read on a side stream while the main stream still writes."""
     side = side_stream()
     torch.cuda.synchronize()
     made = slow(10.0)
@@ -64,7 +67,7 @@ def consumer_does_not_wait(right: bool) -> None:
 
 @fault
 def collective_does_not_wait(right: bool) -> None:
-    """An all-reduce on a side stream sends what the main stream still writes."""
+    """Call all-reduce on a side stream for a tensor that the main stream still writes."""
     side = side_stream()
     dist.all_reduce(torch.zeros(1, device="cuda"))
     torch.cuda.synchronize()
@@ -78,7 +81,7 @@ def collective_does_not_wait(right: bool) -> None:
 
 @fault
 def work_is_not_waited_for(right: bool) -> None:
-    """The result of an asynchronous all-reduce is read before its work is waited for."""
+    """Read the result of an asynchronous all-reduce before waiting for its work."""
     made = torch.full((SIZE,), 1.0, device="cuda")
     work = dist.all_reduce(made, async_op=True)
     if right:
@@ -90,7 +93,7 @@ def work_is_not_waited_for(right: bool) -> None:
 
 @fault
 def sum_is_copied_too_early(right: bool) -> None:
-    """A tensor is copied while its all-reduce runs. torch skips the copy of a tensor to itself."""
+    """Copy a tensor while its all-reduce runs (torch skips the copy of a tensor to itself)."""
     made = torch.full((SIZE,), 1.0, device="cuda")
     copied = made.view(-1) if right else torch.empty(SIZE, device="cuda")
     torch.cuda.synchronize()
@@ -102,7 +105,7 @@ def sum_is_copied_too_early(right: bool) -> None:
 
 @fault
 def buffer_is_reused_too_early(right: bool) -> None:
-    """A tensor that a side stream reads is freed on the main stream, whose next tensor takes its memory."""
+    """Free a tensor that a side stream reads; the next tensor of the main stream takes its memory."""
     side = side_stream()
     made = torch.full((SIZE,), 3.0, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
@@ -118,31 +121,33 @@ def buffer_is_reused_too_early(right: bool) -> None:
 
 @fault
 def pinned_result_is_read_too_early(right: bool) -> None:
-    """A copy to pinned memory is read by the host before it has come."""
-    there = torch.zeros(SIZE, pin_memory=True)
-    there.copy_(slow(10.0), non_blocking=True)
+    """Read a copy in pinned memory on the host before it is complete."""
+    on_host = torch.zeros(SIZE, pin_memory=True)
+    on_host.copy_(slow(10.0), non_blocking=True)
     if right:
         torch.cuda.synchronize()
-    seen = there.clone()
-    check(seen, 10.0)
+    read = on_host.clone()
+    check(read, 10.0)
 
 
 @fault
 def pinned_source_is_changed_too_early(right: bool) -> None:
-    """A pinned batch is filled anew while its copy to the GPU waits behind a kernel."""
-    batch, there = torch.full((SIZE,), 1.0).pin_memory(), torch.empty(SIZE, device="cuda")
+    """Refill a pinned batch while its copy to the GPU waits behind a kernel."""
+    batch = torch.full((SIZE,), 1.0).pin_memory()
+    on_gpu = torch.empty(SIZE, device="cuda")
     torch.cuda._sleep(20_000_000)
-    there.copy_(batch, non_blocking=True)
+    on_gpu.copy_(batch, non_blocking=True)
     if right:
         torch.cuda.synchronize()
     batch.fill_(7.0)
-    check(there, 1.0)
+    check(on_gpu, 1.0)
 
 
 @fault
 def event_is_recorded_too_early(right: bool) -> None:
-    """A side stream waits for an event that was recorded before the kernels whose result it reads."""
-    side, event = side_stream(), torch.cuda.Event()
+    """Wait on a side stream for an event that was recorded before the kernels it should cover."""
+    side = side_stream()
+    event = torch.cuda.Event()
     torch.cuda.synchronize()
     event.record()
     made = slow(10.0)

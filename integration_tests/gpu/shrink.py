@@ -1,9 +1,9 @@
 """Script of one rank that excludes a rank from a process group while the job runs.
 
-Usage: shrink.py SCENE --holmes ...
+Usage: shrink.py CASE --holmes ...
 
 test_shrink.py starts it on four ranks over NCCL. Ranks 0 and 1 are in a cluster with InfiniBand, ranks 2 and
-3 in another cluster. SCENE is one of the functions in SCENES:
+3 in another cluster. CASE is one of the functions in CASES:
 
     shrink_group            Exclude rank 3 from a group of ranks 0, 1 and 3. The new group should use
                             InfiniBand.

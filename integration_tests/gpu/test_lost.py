@@ -58,7 +58,7 @@ def test_a_lost_rank_is_reported_before_torch_aborts_the_process(lab):
 
 
 def test_the_flight_recorder_shows_which_collectives_differ(lab, tmp_path):
-    """torch dumps its flight recorder to the files that holmes names, and torchfrtrace reads them."""
+    """The flight recorder's files, which holmes names, show the mismatch to torchfrtrace."""
     dump_path = tmp_path / "trace_"  # torch appends the rank
     environment = {
         "PYTEST_CURRENT_TEST": "",

@@ -22,14 +22,18 @@ emulated_only = pytest.mark.skipif(
 )
 MEMORY = str(ROOT / "integration_tests" / "gpu" / "memory.py")
 EXAMPLES = ROOT / "examples"
-HIDDEN, SEQUENCE, ROWS, MICRO_BATCHES = 64, 32, 2, 4
+HIDDEN = 64
+SEQUENCE = 32
+ROWS = 2  # samples of a micro-batch
+MICRO_BATCHES = 4
 MODEL = (
     f"--layers 4 --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch {ROWS} "
     f"--micro-batches {MICRO_BATCHES}"
 ).split()
-#: An activation between stages.
+#: Bytes of the activation that a micro-batch sends to the next stage.
 MESSAGE = ROWS * SEQUENCE * HIDDEN * 4
-STEPS, MANY = 8, 200
+STEPS = 8
+MANY = 200  # steps of the test for growth
 #: name -> (words behind `python`, flags of holmes)
 JOBS = {
     "plain torch": ((str(EXAMPLES / "plain_torch" / "train.py"), *MODEL), ()),
@@ -43,9 +47,9 @@ JOBS = {
         (),
     ),
 }
-#: Of Python's own and torch's caches (in 200 steps of stock 3 to 6 MB).
+#: Bytes by which caches of Python and torch may grow (3 to 6 MB in 200 steps without holmes).
 CACHES = 16e6
-#: Threads and open files that something makes once, at whatever step; what grows has one more for each step.
+#: Number of threads and open files that may be made once, at a late step. A leak would make one in each step.
 ONCE = 3
 
 
@@ -110,21 +114,14 @@ def test_holmes_holds_what_the_plan_says(lab, tmp_path, job):
         stage = rank // 2
         more_in_flight = 0
         if in_flight:
-            held_by_1f1b = (
-                2 - stage
-            )  # the first of two stages holds two micro-batches, the last one
+            held_by_1f1b = 2 - stage  # the first of two stages holds two micro-batches
             more_in_flight = max(0, in_flight[stage] - held_by_1f1b)
-        planned = buffer_bytes(after["gradients"])  # buckets of gradients
-        planned += more_in_flight * activation_bytes
-        planned += (
-            2 * MESSAGE * max(in_flight, default=0)
-        )  # activations forward, their gradients backward
-        assert after["peak"] <= before["peak"] + planned, (
-            rank,
-            before["peak"],
-            after["peak"],
-            planned,
-        )
+        bucket_bytes = buffer_bytes(after["gradients"])
+        # An activation forward and its gradient backward, for each micro-batch.
+        message_bytes = 2 * MESSAGE * max(in_flight, default=0)
+        planned = bucket_bytes + more_in_flight * activation_bytes + message_bytes
+        peaks = (before["peak"], after["peak"])
+        assert after["peak"] <= before["peak"] + planned, (rank, peaks, planned)
 
 
 @pytest.mark.parametrize("job", some(JOBS, "plain torch"))

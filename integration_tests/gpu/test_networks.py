@@ -11,14 +11,14 @@ NUMBERS = str(Path(__file__).with_name("nccl_numbers.py"))
 SMALL = ("--largest", "4099", "--types", "float32,bfloat16,int64")
 
 
-def right(ran):
+def assert_right(ran):
     for line in ran.json:
         assert line["checks"] > 40 and line["wrong"] == []
 
 
 def test_two_rails_of_infiniband(lab):
     ran = lab.run(NUMBERS, *SMALL, order="a0,a1")
-    right(ran)
+    assert_right(ran)
     assert [(group.network, group.nics) for group in ran.groups] == [("IB", ("ib0", "ib1"))]
     for nics in ran.sent.values():
         assert nics["ib0"] > 100_000 and nics["ib1"] > 100_000 > nics["eth0"]
@@ -26,13 +26,13 @@ def test_two_rails_of_infiniband(lab):
 
 def test_one_of_the_rails_by_name(lab):
     ran = lab.run(NUMBERS, *SMALL, order="a0,a1", env={"NCCL_IB_HCA": "=mlx5_1"})
-    right(ran)
+    assert_right(ran)
     assert all(nics["ib1"] > 100_000 > nics["ib0"] for nics in ran.sent.values())
 
 
 def test_stock_over_two_fabrics_takes_the_ethernet(lab):
     ran = lab.run(NUMBERS, *SMALL)
-    right(ran)
+    assert_right(ran)
     assert [(group.network, group.nics) for group in ran.groups] == [("Socket", ("eth0",))]
     for nics in ran.sent.values():
         assert nics["eth0"] > 100_000 > max(size for name, size in nics.items() if name != "eth0")
@@ -40,7 +40,7 @@ def test_stock_over_two_fabrics_takes_the_ethernet(lab):
 
 def test_inside_a_node_no_nic_carries_anything(lab):
     ran = lab.run(NUMBERS, *SMALL, order="b0")
-    right(ran)
+    assert_right(ran)
     assert [group.network for group in ran.groups] == [INSIDE]
     assert max(ran.sent["b0"].values()) < 50_000
 
@@ -53,7 +53,7 @@ def test_numbers_of_torch_over_nccl(lab, algorithm, protocol, exhaustive):
     All data types are tested, between nodes and inside a node.
     """
     largest = "65536" if exhaustive else "1000"
-    right(
+    assert_right(
         lab.run(
             NUMBERS,
             "--largest",

@@ -22,10 +22,10 @@ from integration_tests.jobs import full
 
 SCRIPT = str(Path(__file__).with_name("planted.py"))
 
-#: Numbers go wrong when a kernel starts late. None of them hangs. Fault -> what is told of it: nothing where
-#: the host reads memory, which no CUDA call shows.
 ON = r"\(stream \d+\)"
 MADE = rf"kernel aten::mul.Tensor {ON} reads 65536 bytes that kernel"
+#: Fault whose numbers are wrong if a kernel starts late -> pattern of the report about it. No report is
+#: possible if the host reads memory, which is no CUDA call. None of these faults hangs.
 WRONG_NUMBERS = {
     "consumer_does_not_wait": rf"{MADE} aten::round_ {ON} writes",
     "event_is_recorded_too_early": rf"{MADE} aten::round_ {ON} writes",
@@ -51,16 +51,16 @@ IN_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 
 
 @dataclass(frozen=True)
-class Hangs:
-    """How a fault hangs. told: what the report says of it; sms: multiprocessors; circle: whether waits close
-    one, else the job is ended because nothing moves on."""
+class Hang:
+    """A fault that hangs, and the report about it."""
 
     fault: str
-    told: tuple[str, ...]
+    report: tuple[str, ...]  # patterns that the report must match
     env: dict[str, str] = field(default_factory=dict)
-    sms: int = 108
-    circle: bool = True
-    always: bool = False
+    sms: int = 108  # multiprocessors of the emulated GPU
+    #: Ranks wait for each other in a circle. Otherwise the job is ended because no rank progresses.
+    is_circle: bool = True
+    is_exhaustive: bool = True  # tested in exhaustive runs only
 
     @property
     def title(self) -> str:
@@ -68,7 +68,7 @@ class Hangs:
 
 
 HANGS = (
-    Hangs(
+    Hang(
         "communicators_in_other_orders",
         (
             r"rank 0: stream \d+: kernel AllReduce of 16384 Float32 \(group first, communicator",
@@ -76,9 +76,9 @@ HANGS = (
             r"rank 1: its host waits in cudaDeviceSynchronize for",
             "group second",
         ),
-        always=True,
+        is_exhaustive=False,
     ),
-    Hangs(
+    Hang(
         "receive_before_a_device_wait",
         (
             r"kernel Recv from 1 \(65536 bytes\).*waits for data from rank 1, which has launched no kernel "
@@ -86,12 +86,12 @@ HANGS = (
             "its host waits in cudaDeviceSynchronize",
         ),
     ),
-    Hangs("both_send_first", (r"kernel Send to 1 \(16777216 bytes\).*waits for room at rank 1",)),
-    Hangs(
+    Hang("both_send_first", (r"kernel Send to 1 \(16777216 bytes\).*waits for room at rank 1",)),
+    Hang(
         "another_collective",
         ("mismatched coll.*AllReduce of.* on rank 0; Broadcast of.* on rank 1",),
     ),
-    Hangs(
+    Hang(
         "sizes_differ",
         (
             r"mismatched coll.*AllReduce of 1048576 Float32 on rank 0; AllReduce of 1024 "
@@ -99,14 +99,14 @@ HANGS = (
             " rank 1",
         ),
     ),
-    Hangs(
+    Hang(
         "one_hardware_queue",
         ("stands in hardware queue 0 behind", "kernel Recv from 1"),
         ONE_QUEUE,
-        always=True,
+        is_exhaustive=False,
     ),
-    Hangs("side_by_side", (r"needs \d multiprocessors, of which this holds some",), sms=1),
-    Hangs(
+    Hang("side_by_side", (r"needs \d multiprocessors, of which this holds some",), sms=1),
+    Hang(
         "launched_in_order",
         (
             r"waits \(cudaStreamWaitEvent\) for rank 0: .*kernel AllReduce of 16384 "
@@ -114,17 +114,17 @@ HANGS = (
         ),
         IN_ORDER,
     ),
-    Hangs("pooled_streams", ("kernel Send to 1.* comes in its stream after .*kernel Recv from 1",)),
-    Hangs(
+    Hang("pooled_streams", ("kernel Send to 1.* comes in its stream after .*kernel Recv from 1",)),
+    Hang(
         "rank_waits_elsewhere",
         (
             "which has launched no kernel for it: rank 1: its host",
             r'planted.py", line \d+ in rank_waits_elsewhere',
             "its host is in no CUDA call",
         ),
-        circle=False,
+        is_circle=False,
     ),
-    Hangs(
+    Hang(
         "both_receive_first",
         (
             "rank 0: .*kernel Recv from 1.*waits for data from rank 1, which is at rank 1: "
@@ -136,24 +136,26 @@ HANGS = (
 )
 
 
-def shown(ran) -> dict[str, set[str]]:
-    """Fault -> what the ranks printed of its numbers: "right", "wrong"."""
-    found: dict[str, set[str]] = {}
+def printed_verdicts(ran) -> dict[str, set[str]]:
+    """Return fault -> verdicts that the ranks printed about its numbers: "right", "wrong"."""
+    verdicts: dict[str, set[str]] = {}
     for lines in ran.result.stdout.values():
         for name, verdict in re.findall(r"^(\w+): (right|wrong)", lines, re.MULTILINE):
-            found.setdefault(name, set()).add(verdict)
-    return found
+            verdicts.setdefault(name, set()).add(verdict)
+    return verdicts
 
 
 def test_late_kernels_make_numbers_wrong(lab, gpus):
     ran = lab.run(SCRIPT, *WRONG_NUMBERS, "--repeat", "5", order="a0", gpus=replace(gpus, seed=1))
-    assert {name: "wrong" in verdicts for name, verdicts in shown(ran).items()} == dict.fromkeys(
-        WRONG_NUMBERS, True
-    )
+    is_wrong = {name: "wrong" in verdicts for name, verdicts in printed_verdicts(ran).items()}
+    assert is_wrong == dict.fromkeys(WRONG_NUMBERS, True)
     report = "\n".join(ran.races)
-    for name, told in WRONG_NUMBERS.items():
-        frames = "" if "host changed" in told else rf"[^\n]*(\n    .*)*in {name}"
-        assert not told or re.search(told + frames, report), (name, report)
+    for name, pattern in WRONG_NUMBERS.items():
+        if not pattern:
+            continue
+        if "host changed" not in pattern:
+            pattern += rf"[^\n]*(\n    .*)*in {name}"  # the Python stack names the function
+        assert re.search(pattern, report), (name, report)
 
 
 @pytest.mark.parametrize(
@@ -169,21 +171,20 @@ def test_the_sanitizer_names_both_operators_and_the_line(lab, fault):
 
 
 def test_without_the_faults_late_kernels_change_nothing(lab, gpus):
-    faults = [*WRONG_NUMBERS, *dict.fromkeys(one.fault for one in HANGS)]
+    faults = [*WRONG_NUMBERS, *dict.fromkeys(hang.fault for hang in HANGS)]
     ran = lab.run(SCRIPT, *faults, "--right", order="a0", gpus=replace(gpus, seed=1))
-    assert shown(ran) == dict.fromkeys(faults, {"right"}), ran.said
+    assert printed_verdicts(ran) == dict.fromkeys(faults, {"right"}), ran.said
     assert ran.hang == () and ran.told == [] and ran.races == []
 
 
 @pytest.mark.parametrize(
-    "hang", [pytest.param(hang, id=hang.title, marks=() if hang.always else full) for hang in HANGS]
+    "hang",
+    [pytest.param(hang, id=hang.title, marks=full if hang.is_exhaustive else ()) for hang in HANGS],
 )
 def test_hangs_are_ended_and_named(lab, gpus, hang):
     """A program of two ranks that hangs is ended, and the report says what each rank waits for."""
-    clocked = replace(
-        gpus, clock=GpuClock(sms=hang.sms)
-    )  # sms: multiprocessors of the emulated GPU
-    if hang.circle:
+    clocked = replace(gpus, clock=GpuClock(sms=hang.sms))
+    if hang.is_circle:
         # Ranks that wait for each other in a circle are found at once, long before end_s.
         end_s = 300.0
         reason = "each of these waits for the next"
@@ -191,26 +192,27 @@ def test_hangs_are_ended_and_named(lab, gpus, hang):
         # Other hangs are found after end_s seconds in which no rank progressed.
         end_s = 3.0
         reason = "no rank progressed for 3 s"
-    ran = lab.run(
-        SCRIPT, hang.fault, order="a0", env=hang.env, gpus=clocked, end_s=end_s
-    )  # on node a0
+    ran = lab.run(SCRIPT, hang.fault, order="a0", env=hang.env, gpus=clocked, end_s=end_s)
     report = "\n".join(ran.hang)
     assert reason in report, ran.said
-    for pattern in hang.told:
+    for pattern in hang.report:
         assert re.search(pattern, report), report
     assert f"in {hang.fault}" in report  # the Python stack names the function that hangs
-    assert shown(ran) == {}  # no rank came as far as printing its result
+    assert printed_verdicts(ran) == {}  # no rank has printed its result
 
 
 @full
 @pytest.mark.parametrize(
-    "one", [one for one in HANGS if one.env or one.sms == 1], ids=lambda one: one.title
+    "hang", [hang for hang in HANGS if hang.env or hang.sms == 1], ids=lambda hang: hang.title
 )
-def test_it_is_the_fault_that_hangs(lab, gpus, one):
-    """Mended it runs with the same setting; and what only the setting makes a fault runs without it."""
-    clocked = replace(gpus, clock=GpuClock(sms=one.sms))
-    assert shown(lab.run(SCRIPT, one.fault, "--right", order="a0", env=one.env, gpus=clocked)) == {
-        one.fault: {"right"}
-    }
-    if one.fault in ("side_by_side", "one_hardware_queue", "launched_in_order"):
-        assert shown(lab.run(SCRIPT, one.fault, order="a0")) == {one.fault: {"right"}}
+def test_it_is_the_fault_that_hangs(lab, gpus, hang):
+    """The corrected program runs with the same settings.
+
+    Programs that are a fault only with a setting run without it.
+    """
+    clocked = replace(gpus, clock=GpuClock(sms=hang.sms))
+    ran = lab.run(SCRIPT, hang.fault, "--right", order="a0", env=hang.env, gpus=clocked)
+    assert printed_verdicts(ran) == {hang.fault: {"right"}}
+    if hang.fault in ("side_by_side", "one_hardware_queue", "launched_in_order"):
+        ran = lab.run(SCRIPT, hang.fault, order="a0")
+        assert printed_verdicts(ran) == {hang.fault: {"right"}}

@@ -1,4 +1,7 @@
-"""Ranks that are forked from a Python that has imported torch, and what must not have happened there."""
+"""Tests ranks that are forked from a Python that has imported torch.
+
+They must compute like started processes. A module that uses a GPU during its import is refused.
+"""
 
 import os
 
@@ -27,14 +30,11 @@ def script(tmp_path):
 
 def test_forked_ranks_compute_as_started_ones(lab, script):
     path = script("sum.py", SUM)
-    forked, started = (
-        lab.run(path, order="a0,a1", preload=preload).json for preload in (("torch",), ())
-    )
-    assert (
-        [line[:3] for line in forked]
-        == [line[:3] for line in started]
-        == [[[6.0] * 10, 2, 4096 << 20]] * 4
-    )
+    forked = lab.run(path, order="a0,a1", preload=("torch",)).json
+    started = lab.run(path, order="a0,a1", preload=()).json
+    expected = [[6.0] * 10, 2, 4096 << 20]  # sums, number of GPUs, bytes of GPU memory
+    assert [line[:3] for line in forked] == [expected] * 4
+    assert [line[:3] for line in started] == [expected] * 4
 
 
 def test_a_module_may_count_gpus_while_it_is_imported(lab, script, tmp_path):

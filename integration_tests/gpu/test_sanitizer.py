@@ -38,13 +38,14 @@ JOBS = {
     "FSDP2": (str(EXAMPLES / "fsdp2" / "train.py"), *SMALL),
     "HSDP": (str(EXAMPLES / "fsdp2" / "train.py"), *SMALL, "--replicas", "2"),
 }
-MORE = {"FSDP2": ("--holmes-fsdp", "hybrid")}
+#: Name of a job -> further flags of holmes.
+HOLMES_FLAGS = {"FSDP2": ("--holmes-fsdp", "hybrid")}
 ENV = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0", "PYTHONPATH": ON_CPU}
 SANITIZED = {**ENV, "TORCH_CUDA_SANITIZER": "1"}
 
 
 def check(ran):
-    """Its reports end a program with CUDASanitizerErrors."""
+    """Assert that the job ended well and without a race; the sanitizer ends a program that has one."""
     assert ran.result.returncode == 0 and "CSAN detected" not in ran.said, ran.said
     assert ran.races == []
 
@@ -54,9 +55,10 @@ def check(ran):
 def test_no_race_is_reported(lab, gpus, job, late):
     if late and PHYSICAL:
         pytest.skip("a physical GPU's kernels are never late on purpose")
-    how = {"gpus": replace(gpus, seed=1), "env": ENV} if late else {"env": SANITIZED}
-    for flags in ((), ("--holmes", "--holmes-cluster", str(lab.file), *MORE.get(job, ()))):
-        check(lab.run(*JOBS[job], *flags, **FOUR_RANKS, **how))
+    options = {"gpus": replace(gpus, seed=1), "env": ENV} if late else {"env": SANITIZED}
+    holmes = ("--holmes", "--holmes-cluster", str(lab.file), *HOLMES_FLAGS.get(job, ()))
+    for flags in ((), holmes):
+        check(lab.run(*JOBS[job], *flags, **FOUR_RANKS, **options))
 
 
 @full

@@ -1,7 +1,9 @@
-"""waits.py synchronize|empty_cache SCRIPT ARGS: SCRIPT, whose LayerNorms first wait for all streams of the
-device.
+"""Runs a training script whose LayerNorms first wait for all streams of the device.
 
-empty_cache waits in cudaFree. A receive that was posted before the forward pass it follows would never end.
+    waits.py synchronize|empty_cache SCRIPT ARGS
+
+empty_cache waits in cudaFree. A receive posted before the forward pass that its sender depends on would
+never end.
 """
 
 import os

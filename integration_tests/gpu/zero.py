@@ -14,10 +14,12 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-ROWS, WIDTH = 8, 32
+ROWS = 8  # tokens of a rank in each step
+WIDTH = 32
 
 
 def model() -> torch.nn.Module:
+    """Return a small model with the same weights on all ranks."""
     torch.manual_seed(5)
     layers = [torch.nn.Embedding(64, WIDTH)]
     for _ in range(4):
@@ -40,7 +42,8 @@ def main() -> None:
     else:
         device.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
-    rank, world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+    rank = deepspeed.comm.get_rank()
+    world = deepspeed.comm.get_world_size()
     # The buckets have so few elements that each step reduces several of them.
     zero = {"stage": arguments.stage, "reduce_bucket_size": 2000, "allgather_bucket_size": 2000}
     engine, *_ = deepspeed.initialize(

@@ -1,11 +1,11 @@
-"""Joined jobs of real processes that meet faults: what starts, kills, stops and restarts them, and what must
-hold whatever happened.
+"""Joined jobs in real processes, with faults: functions to start, kill, stop and restart the jobs.
 
     job = Job(place, "west", fault=Fault("exchange", 3, "kill"));  job.start();  ...;  check(place, events)
 
-Each process writes what it does into a file of its own: steps, ends of rounds, and the checksum of every
-fragment's anchor when it changes. An outer state is right when all jobs have the same bits of the same
-version.
+Joined jobs are separate training jobs that regularly average their weights. Each process writes a log of
+its steps, the ends of rounds, and the checksum of every fragment's anchor when it changes. (An anchor is
+the state of the weights after the last round; a fragment is the part of the weights that one round
+averages.) check() asserts that all jobs have the same bits in the same version of a fragment.
 """
 
 from __future__ import annotations
@@ -41,24 +41,31 @@ from holmes_ext.options import options_from
 TIMEOUT_S = 3
 OUTER = f"every=4,fragments=2,delay=1,compress=off,weight=equal,timeout={TIMEOUT_S}"
 LIES = ("flip", "claim", "accuse")
-#: Seconds of a step: rounds need some of them.
+#: Seconds that each training step takes at least, so that rounds can end within a few steps.
 PACE_S = 0.03
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At the `nth` time (from 1) that rank `rank` comes to `point`: "kill", "stop" (the parent lets it go
-    on), "nan", "far" (weights far out), "reset" (connections to other jobs), "hole" (they carry nothing for 2
-    timeouts), "slow" (1 KB at a time); and of liars, from then on: "flip" (it sends the opposite), "claim" (a
-    version that no round made), "accuse" (all others, of anything)."""
+    """A fault that happens when a rank comes to a point of the code for the `nth` time.
 
-    point: str
-    nth: int
-    what: str
+    kill, stop     signals; the parent process continues a stopped rank
+    nan, far       wrong weights: not a number, or far from the right ones
+    reset          the connections to other jobs break
+    hole, slow     the connections transfer nothing, or 1 KB at a time, for 2 timeouts
+    flip           a lie: from then on, the rank sends the opposite values
+    claim          a lie: the rank claims a version that no round made
+    accuse         a lie: the rank accuses all other jobs of a lie
+    """
+
+    point: str  # a key of POINTS
+    nth: int  # counted from 1
+    what: str  # "kill", "stop", ...
     rank: int = 0
 
 
-#: point -> (class or module, function, for calls with this operation, whether after it).
+#: Point -> (class or module, name of its function, operation that the call must have as an argument or "",
+#: whether the fault happens after the call).
 POINTS: dict[str, tuple[Any, str, str, bool]] = {
     "enter": (CoordinatorLink, "ask", "enter", False),
     "entered": (CoordinatorLink, "ask", "enter", True),
@@ -84,31 +91,29 @@ POINTS: dict[str, tuple[Any, str, str, bool]] = {
 
 @dataclass
 class Job:
-    """Of `ranks` processes, which end together as under a launcher. place: directory of its files;
-    faulty_incarnations: the fault is in so many of its starts; load: from its checkpoint; save: every so many
-    steps, into at most disk_bytes (0: no bound); ahead_s: of its clocks; encrypted: TLS, as between hosts."""
+    """A joined job of several processes, which end together as under a launcher."""
 
-    place: Path
+    place: Path  # folder of the logs and checkpoints
     name: str
-    port: int
+    port: int  # of the coordinator
     steps: int = 60
     ranks: int = 1
-    outer: str = OUTER
+    outer: str = OUTER  # value of --holmes-outer
     fault: Fault | None = None
-    faulty_incarnations: int = 1
-    load: bool = False
-    save: int = 0
-    disk_bytes: int = 0
-    ahead_s: float = 0.0
-    encrypted: bool = False
+    faulty_incarnations: int = 1  # number of starts in which the fault happens
+    load: bool = False  # begin with the checkpoint
+    save: int = 0  # steps between checkpoints; 0: none
+    disk_bytes: int = 0  # largest size of a checkpoint after the first; 0: no limit
+    ahead_s: float = 0.0  # seconds by which the clocks of the job are ahead
+    encrypted: bool = False  # TLS between the jobs, as between hosts
     seed: int = 0
     processes: list[Any] = field(default_factory=list)
 
     def start(self) -> Job:
-        incarnation = 1 + len(list(self.place.glob(f"{self.name}.*.0.jsonl")))
-        one = {name: value for name, value in vars(self).items() if name != "processes"}
+        incarnation = 1 + self._starts()
+        fields = {name: value for name, value in vars(self).items() if name != "processes"}
         self.processes = [
-            _context.Process(target=rank_of, args=(rank, incarnation, one), daemon=True)
+            _context.Process(target=rank_of, args=(rank, incarnation, fields), daemon=True)
             for rank in range(self.ranks)
         ]
         for process in self.processes:
@@ -117,7 +122,7 @@ class Job:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Of rank 0, all incarnations."""
+        """Return what rank 0 has logged, in all starts of the job."""
         return [
             line
             for file in sorted(self.place.glob(f"{self.name}.*.0.jsonl"))
@@ -126,16 +131,16 @@ class Job:
 
     @property
     def lines_of_last(self) -> list[dict[str, Any]]:
-        """So, of the last incarnation."""
-        file = (
-            self.place
-            / f"{self.name}.{len(list(self.place.glob(f'{self.name}.*.0.jsonl')))}.0.jsonl"
-        )
+        """Return what rank 0 has logged since the last start of the job."""
+        file = self.place / f"{self.name}.{self._starts()}.0.jsonl"
         return read(file) if file.exists() else []
+
+    def _starts(self) -> int:
+        return len(list(self.place.glob(f"{self.name}.*.0.jsonl")))
 
     @property
     def made(self) -> int:
-        """Steps, of all incarnations."""
+        """Return the number of training steps in all starts of the job."""
         return sum("step" in line for line in self.lines)
 
     def signal(self, number: int) -> None:
@@ -150,7 +155,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Once one of its processes has failed the launcher ends the others."""
+        """Return whether all processes have ended; kill the others if one of them has failed."""
         codes = [process.exitcode for process in self.processes]
         if any(codes):
             self.kill()
@@ -166,6 +171,7 @@ class Job:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
+    """Return the complete JSON lines of a log."""
     return [
         json.loads(line)
         for line in file.read_text().splitlines(keepends=True)
@@ -173,16 +179,21 @@ def read(file: Path) -> list[dict[str, Any]]:
     ]
 
 
-def rank_of(rank: int, incarnation: int, one: dict[str, Any]) -> None:
-    """One process of a job."""
-    job = Job(**one)
+def rank_of(rank: int, incarnation: int, fields: dict[str, Any]) -> None:
+    """Train one rank of a job in this process.
+
+    Args:
+        incarnation: Number of the start of the job, from 1.
+        fields: Fields of the Job.
+    """
+    job = Job(**fields)
     torch.set_num_threads(1)
     _shift_clocks(job.ahead_s)
     if job.encrypted:
         for module in (handshake, routes):
             module.stays_on_host = lambda connection: False
     with open(job.place / f"{job.name}.{incarnation}.{rank}.jsonl", "a", buffering=1) as log:
-        _train(job, rank, incarnation, lambda **told: print(json.dumps(told), file=log))
+        _train(job, rank, incarnation, lambda **entry: print(json.dumps(entry), file=log))
 
 
 def _train(job: Job, rank: int, incarnation: int, tell: Callable[..., None]) -> None:
@@ -199,25 +210,27 @@ def _train(job: Job, rank: int, incarnation: int, tell: Callable[..., None]) -> 
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Tanh(), torch.nn.Linear(256, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     _watch(tell)
-    file, first = job.place / f"{job.name}.{rank}.pt", 0
+    file = job.place / f"{job.name}.{rank}.pt"
+    steps_done = 0
     if job.load:
         saved = torch.load(file, weights_only=True)
         model.load_state_dict(saved["model"])
         training.load_joined_state_dict(saved["outer"])
-        first = saved["step"]
+        steps_done = saved["step"]
     if job.fault is not None and job.fault.rank == rank and incarnation <= job.faulty_incarnations:
         _plant(job.fault, model, tell)
     generator = torch.Generator().manual_seed(100 * job.seed + 10 * incarnation + rank)
-    for step in range(first + 1, first + job.steps + 1):
+    for step in range(steps_done + 1, steps_done + job.steps + 1):
         optimizer.zero_grad()
         loss = (model(torch.randn(8, 32, generator=generator)) - 1).square().mean()
         loss.backward()
-        for p in model.parameters() if job.ranks > 1 else ():
-            dist.all_reduce(p.grad)
+        if job.ranks > 1:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
         optimizer.step()
         tell(step=step, loss=loss.item())
         if job.save and step % job.save == 0:
-            if job.disk_bytes and step > job.save:  # the second one finds the disk full
+            if job.disk_bytes and step > job.save:  # the second checkpoint finds the disk full
                 resource.setrlimit(resource.RLIMIT_FSIZE, (job.disk_bytes, job.disk_bytes))
             state = {
                 "step": step,
@@ -258,48 +271,56 @@ def _watch(tell: Callable[..., None]) -> None:
 
 
 def _shift_clocks(seconds: float) -> None:
-    """As on a host that was started, and set, at another time."""
+    """Shift the clocks of this process, as on a host that was started, and set, at another time."""
     if seconds:
         for name in ("time", "monotonic"):
             setattr(time, name, lambda clock=getattr(time, name): clock() + seconds)
 
 
 def _plant(fault: Fault, model: torch.nn.Module, tell: Callable[..., None]) -> None:
-    where, name, operation, later = POINTS[fault.point]
-    wrapped, times = getattr(where, name), [0]
+    """Wrap the function of the fault's point such that its nth call causes the fault."""
+    owner, name, operation, is_after_call = POINTS[fault.point]
+    original = getattr(owner, name)
+    calls = 0
 
-    def strike() -> None:
-        times[0] += 1
-        if times[0] == fault.nth:
+    def count_call() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == fault.nth:
             tell(fault=fault.what, point=fault.point)
             _do(fault.what, model)
 
-    def call(*args, **kwargs):
-        meant = not operation or operation in args
-        if meant and not later:
-            strike()
-        result = wrapped(*args, **kwargs)
-        if meant and later:
-            strike()
+    def wrapper(*args, **kwargs):
+        counts = not operation or operation in args
+        if counts and not is_after_call:
+            count_call()
+        result = original(*args, **kwargs)
+        if counts and is_after_call:
+            count_call()
         return result
 
-    setattr(where, name, call)
+    setattr(owner, name, wrapper)
 
 
 def _do(what: str, model: torch.nn.Module) -> None:
+    """Cause the fault `what` (see Fault) in this process."""
     if what in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
     elif what in ("nan", "far"):
         with torch.no_grad():
-            model[0].bias.fill_(float("nan")) if what == "nan" else model[0].bias.add_(1e4)
+            if what == "nan":
+                model[0].bias.fill_(float("nan"))
+            else:
+                model[0].bias.add_(1e4)
     elif what in ("reset", *LIES) and training._job.loop is None:
-        return  # it is about to begin: it has no connections, and says nothing yet
+        return  # the outer loop has not begun: there are no connections and no messages yet
     elif what == "reset":
         training._job.loop.rounds.links.drop()
     elif what in LIES:
         _lie(what, training._job.loop.rounds)
     else:
-        move, until = transfer.PeerTransfer.move, time.monotonic() + 2 * TIMEOUT_S + 1
+        move = transfer.PeerTransfer.move
+        until = time.monotonic() + 2 * TIMEOUT_S + 1
 
         def slowly(traffic, mask):
             if time.monotonic() > until:
@@ -308,74 +329,92 @@ def _do(what: str, model: torch.nn.Module) -> None:
             if what == "slow":
                 transfer._CALL_BYTES = 1024
                 return move(traffic, mask)
-            return None  # nothing comes or goes, and nobody is told
+            return None  # no data is transferred, and no error is reported
 
         transfer.PeerTransfer.move = slowly
 
 
 def _lie(what: str, rounds: Any) -> None:
+    """Let this rank send wrong values or wrong reports from now on.
+
+    Args:
+        what: "flip", "claim" or "accuse" (see Fault).
+        rounds: The object that runs the rounds of the job.
+    """
     if what == "flip":
         encode = rounds.codec.encode
         rounds.codec.encode = lambda values, residual: encode(-values, residual)
         return
-    ask, others = rounds.coordinator.ask, ("east", "west", "north")
-    op, change = {
-        "claim": ("ready", lambda told: {**told, "versions": [10**9] * len(told["versions"])}),
-        "accuse": ("done", lambda told: {**told, "faults": dict.fromkeys(others, "a lie")}),
-    }[what]
-    rounds.coordinator.ask = lambda asked, told: ask(
-        asked, change(dict(told)) if asked == op else told
-    )
+    original_ask = rounds.coordinator.ask
+
+    def ask(operation, message):
+        if what == "claim" and operation == "ready":
+            message = {**message, "versions": [10**9] * len(message["versions"])}
+        elif what == "accuse" and operation == "done":
+            message = {**message, "faults": dict.fromkeys(("east", "west", "north"), "a lie")}
+        return original_ask(operation, message)
+
+    rounds.coordinator.ask = ask
 
 
 def check(place: Path, events: list[str]) -> dict[str, int]:
-    """All jobs have the same bits of the same version of a fragment; rounds of a job are in order; every
-    round that several jobs committed was applied by them, or they died in it. Returns counts.
+    """Assert that the jobs' logs agree with each other and with the coordinator, and return counts.
 
-    What a job made in a round alone is its own: at a coordinator that is new, or while all others are gone,
-    it does not know of versions that are the same number to others.
+        weights      all jobs have the same bits in the same version of a fragment
+        order        the rounds of a job are in order
+        commits      every round that several jobs committed was applied by them, or they died in it
+
+    Versions that a job made alone are not compared: with a new coordinator, or while all other jobs are
+    gone, it does not know that other jobs use the same version number.
     """
+    #: (fragment, version) -> "job.incarnation" -> checksum of the fragment
     sums: dict[tuple[int, int], dict[str, int]] = defaultdict(dict)
-    applied: dict[str, set[int]] = defaultdict(set)
+    applied: dict[str, set[int]] = defaultdict(set)  # job -> versions
     counts: dict[str, int] = defaultdict(int)
-    deaths: dict[str, int] = defaultdict(int)
+    deaths: dict[str, int] = defaultdict(int)  # job -> number of starts that did not end well
     for first in sorted(place.glob("*.0.jsonl")):
         name, incarnation = first.name.split(".")[:2]
         ranks = [read(file) for file in sorted(place.glob(f"{name}.{incarnation}.*.jsonl"))]
         deaths[name] += not any("end" in line for line in ranks[0])
-        for verdict in (line["verdict"] for line in ranks[0] if "verdict" in line):
-            counts[verdict] += 1
+        ends_of_rounds = [line for line in ranks[0] if "verdict" in line]
+        for line in ends_of_rounds:
+            counts[line["verdict"]] += 1
+        shared_rounds = {line["round"] for line in ends_of_rounds if len(line["jobs"]) > 1}
         changes = [[line for line in lines if "anchor" in line] for lines in ranks]
-        others = {line["round"] for line in ranks[0] if "verdict" in line and len(line["jobs"]) > 1}
-        for together in zip(*changes):  # the ranks' shares add up to the job's
-            (key,) = {(line["anchor"], line["version"]) for line in together}
-            applied[name].add(key[1])
-            if together[0]["how"] == "replace" or key[1] in others:
-                sums[key][f"{name}.{incarnation}"] = sum(line["sum"] for line in together) % 2**64
-        rounds = [line["round"] for line in ranks[0] if line.get("verdict") == "commit"]
+        for lines_of_ranks in zip(*changes):  # the checksums of the ranks add up to the job's
+            ((fragment, version),) = {(line["anchor"], line["version"]) for line in lines_of_ranks}
+            applied[name].add(version)
+            if lines_of_ranks[0]["how"] == "replace" or version in shared_rounds:
+                total = sum(line["sum"] for line in lines_of_ranks) % 2**64
+                sums[fragment, version][f"{name}.{incarnation}"] = total
+        rounds = [line["round"] for line in ends_of_rounds if line["verdict"] == "commit"]
         assert rounds == sorted(set(rounds)), f"{name}: rounds out of order: {rounds}"
-    for (fragment, version), found in sums.items():
-        counts["states compared"] += len(found)
-        assert len(set(found.values())) == 1, (
-            f"fragment {fragment}, version {version}: different bits: {found}"
+    for (fragment, version), sum_of_job in sums.items():
+        counts["states compared"] += len(sum_of_job)
+        assert len(set(sum_of_job.values())) == 1, (
+            f"fragment {fragment}, version {version}: different bits: {sum_of_job}"
         )
     for event in events:
-        if commit := re.search(r"round (\d+): commit \((.*)\)", event):
-            number = int(commit[1])
-            counts["committed"] += 1
-            members = [part.split()[0] for part in commit[2].split(", ")]
-            for name in members if len(members) > 1 else ():
-                if number not in applied[name]:
-                    counts["committed, not applied"] += 1
-                    deaths[name] -= 1
-                    assert deaths[name] >= 0, (
-                        f"round {number} was committed, but {name} never applied it"
-                    )
+        commit = re.search(r"round (\d+): commit \((.*)\)", event)
+        if not commit:
+            continue
+        number = int(commit[1])
+        counts["committed"] += 1
+        members = [part.split()[0] for part in commit[2].split(", ")]
+        if len(members) == 1:
+            continue
+        for name in members:
+            if number not in applied[name]:
+                counts["committed, not applied"] += 1
+                deaths[name] -= 1
+                assert deaths[name] >= 0, (
+                    f"round {number} was committed, but {name} never applied it"
+                )
     return dict(counts)
 
 
 def nothing(rank: int) -> None:
-    """Starts the server of processes."""
+    """Do nothing; the first process starts the server of processes."""
 
 
 def start_server() -> None:

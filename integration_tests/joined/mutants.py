@@ -1,10 +1,9 @@
-"""Breaks the code of joined jobs in many ways, one at a time, and says which of them no test notices. Not in
-CI.
+"""Mutation test of the code of joined jobs: breaks it in many ways, one at a time, and runs tests.
 
     python integration_tests/joined/mutants.py [--only WORD] [--json FILE]
 
-Each mutant is a text of one file that becomes another one, in a copy of the tree, and the tests that should
-fail then. Status 1 where more than two of them survive.
+Each mutant replaces one text in a file of a copy of the repository, and names the tests that should then
+fail. The exit status is 1 if more than two mutants survive. It does not run in CI.
 """
 
 from __future__ import annotations
@@ -22,30 +21,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path("holmes_ext")
-#: Survivors that are accepted, seconds for the tests of one mutant.
-MOST_SURVIVORS, PATIENCE_S = 2, 400
-HANDSHAKE, CHANNEL = (f"tests/join/sockets/test_{name}.py" for name in ("handshake", "channel"))
+MOST_SURVIVORS = 2  # that are accepted
+PATIENCE_S = 400  # for the tests of one mutant
+HANDSHAKE = "tests/join/sockets/test_handshake.py"
+CHANNEL = "tests/join/sockets/test_channel.py"
 LISTENER = "tests/runtime/sockets/test_listener.py"
-SERVER, RULES = (
-    " ".join(f"tests/join/coordinator/test_{name}.py" for name in names)
-    for names in (["server"], ["rules", "trust"])
-)
-LIARS, LINKS, TAKE, TOKENS, ROUTES, INPUTS, MEMBERS = (
-    f"tests/join/test_{name}.py"
-    for name in ("liars", "links", "take", "token", "routes", "bad_inputs", "members_attacks")
-)
+SERVER = "tests/join/coordinator/test_server.py"
+RULES = "tests/join/coordinator/test_rules.py tests/join/coordinator/test_trust.py"
+LIARS = "tests/join/test_liars.py"
+LINKS = "tests/join/test_links.py"
+TAKE = "tests/join/test_take.py"
+TOKENS = "tests/join/test_token.py"
+ROUTES = "tests/join/test_routes.py"
+INPUTS = "tests/join/test_bad_inputs.py"
+MEMBERS = "tests/join/test_members_attacks.py"
 NEVER = "if False:"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """name: what is broken; file: below holmes_ext/; tests: files, or a file and -k EXPRESSION."""
+    """One way to break the code."""
 
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: str
+    name: str  # what is broken
+    file: str  # path below holmes_ext/
+    old: str  # text of the file, which must occur once
+    new: str  # text that replaces it
+    tests: str  # files of tests that should fail, or "FILE -k EXPRESSION"
 
 
 MUTANTS = [
@@ -531,19 +532,20 @@ MUTANTS = [
 
 
 def copied(place: Path) -> None:
-    """What git tracks, as it is now, and the environment."""
+    """Copy all files that git tracks, as they are now, into a folder."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
     ).stdout
     for name in filter(None, listed.split("\0")):
-        source, target = ROOT / name, place / name
+        source = ROOT / name
+        target = place / name
         if source.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
 
 
 def survives(mutant: Mutant, place: Path) -> bool:
-    """Whether its tests pass."""
+    """Return whether the tests of a mutant pass although the code is broken."""
     file = place / PACKAGE / mutant.file
     before = file.read_text()
     assert before.count(mutant.old) == 1, (
@@ -559,6 +561,12 @@ def survives(mutant: Mutant, place: Path) -> bool:
 
 
 def passes(tests: str, place: Path) -> bool:
+    """Return whether the tests pass.
+
+    Args:
+        tests: Files of tests, or "FILE -k EXPRESSION".
+        place: The copy of the repository.
+    """
     files, _, chosen = tests.partition(" -k ")
     command = [
         sys.executable,
@@ -597,11 +605,11 @@ def main() -> int:
         help="write what became of each; those that it has are not tried again",
     )
     args = parser.parse_args()
-    found: dict[str, str] = (
-        json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
-    )
+    outcomes: dict[str, str] = {}  # name of a mutant -> "survives" or "caught"
+    if args.json and args.json.exists():
+        outcomes = json.loads(args.json.read_text())
     mutants = [
-        mutant for mutant in MUTANTS if args.only in mutant.name and mutant.name not in found
+        mutant for mutant in MUTANTS if args.only in mutant.name and mutant.name not in outcomes
     ]
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
@@ -611,15 +619,14 @@ def main() -> int:
         print("all tests pass with nothing broken", flush=True)
         for mutant in mutants:
             begin = time.monotonic()
-            found[mutant.name] = "survives" if survives(mutant, place) else "caught"
-            print(
-                f"{time.monotonic() - begin:5.0f} s  {found[mutant.name]:8}  {mutant.name}",
-                flush=True,
-            )
+            outcome = "survives" if survives(mutant, place) else "caught"
+            outcomes[mutant.name] = outcome
+            seconds = time.monotonic() - begin
+            print(f"{seconds:5.0f} s  {outcome:8}  {mutant.name}", flush=True)
             if args.json:
-                args.json.write_text(json.dumps(found, indent=1) + "\n")
-    survivors = [name for name, what in found.items() if what == "survives"]
-    print(f"{len(found) - len(survivors)} of {len(found)} mutants caught")
+                args.json.write_text(json.dumps(outcomes, indent=1) + "\n")
+    survivors = [name for name, outcome in outcomes.items() if outcome == "survives"]
+    print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} mutants caught")
     return int(len(survivors) > MOST_SURVIVORS)
 
 

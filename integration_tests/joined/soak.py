@@ -1,16 +1,17 @@
-"""A soak of joined jobs: random faults for as long as wanted; every round accounted for. Not in CI.
+"""Soak test of joined jobs: random faults for as long as wanted. It does not run in CI.
 
     make soak [MINUTES=30] [SEED=1]
     PYTHONPATH=tests:. python integration_tests/joined/soak.py --minutes 30 [--seed 1]
         [--keep DIR] [--ledger FILE]
 
-Three jobs (one of two ranks) on loopback, TLS throughout. Every few seconds one of: a job killed, one rank of
-it killed, a job stopped for a while, a fault or a lie inside the next incarnation (faulty.POINTS, LIES), the
-coordinator restarted. Jobs that died come back. At the end liars are ended, and all three make a round: then
-all jobs have the same bits of the same version of each fragment, each round that a job began has an end, each
-committed round was applied by all of its members that lived. Status 1 where one of that is not so. The ledger
-(JSON lines, as it goes): what was done, and whenever the coordinator is restarted what has been counted and
-compared.
+Three jobs (one of two ranks) train on loopback with TLS. Every few seconds a job is killed, one of its
+ranks is killed, a job is stopped for a while, a job gets a fault or lie for its next start (faulty.POINTS,
+LIES), or the coordinator is restarted. Jobs that died are started again.
+
+At the end, liars are ended, and all three jobs make a round. Then all jobs must have the same bits in the
+same version of each fragment, and each committed round must have been applied by all of its members that
+lived. Otherwise the exit status is 1. The ledger is a file of JSON lines with the faults, and with the
+counts whenever the coordinator is restarted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from joined_jobs import coordinator
 from waiting import await_
@@ -34,83 +36,73 @@ PATIENCE_S = 180
 
 
 class Ledger:
-    """Lines on the screen, and in the file as JSON."""
+    """Record of the faults and counts, on the screen and in a file of JSON lines."""
 
     def __init__(self, file: Path):
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._file, self._begin, self.faults = open(file, "a", buffering=1), time.monotonic(), 0
+        self._file = file.open("a", buffering=1)  # noqa: SIM115 - open until the process ends
+        self._begin = time.monotonic()
+        self.faults = 0  # number of faults so far
 
     def tell(self, what: str, **more: object) -> None:
         seconds = time.monotonic() - self._begin
-        print(
-            f"{seconds:6.0f} s  {what}"
-            + "".join(f"; {value} {name}" for name, value in more.items()),
-            flush=True,
-        )
+        details = "".join(f"; {value} {name}" for name, value in more.items())
+        print(f"{seconds:6.0f} s  {what}{details}", flush=True)
         print(json.dumps({"seconds": round(seconds, 1), "what": what, **more}), file=self._file)
 
     def account(self, place: Path, events: list[str]) -> None:
-        """What must hold, held so far; AssertionError where it does not."""
+        """Assert that the logs of all jobs agree so far, and record the counts."""
         self.tell("all is accounted for", faults=self.faults, **check(place, events))
 
 
+def start_jobs(place: Path, port: int) -> list[Job]:
+    """Start three jobs, one of them of two ranks, that train without end."""
+    jobs = []
+    for seed, (name, ranks) in enumerate((("east", 1), ("west", 2), ("north", 1))):
+        job = Job(
+            place,
+            name,
+            port,
+            ranks=ranks,
+            seed=seed,
+            steps=10**9,
+            faulty_incarnations=10**9,
+            encrypted=True,
+            outer=f"min=1,limit=8,{OUTER}",
+        )
+        jobs.append(job.start())
+    return jobs
+
+
 def soak(place: Path, seconds: float, seed: int, ledger: Ledger) -> int:
-    chance, events = random.Random(seed), []
+    """Run the jobs with random faults for this time, and return the exit status.
+
+    Raises:
+        AssertionError: The logs of the jobs do not agree.
+    """
+    chance = random.Random(seed)
+    events: list[str] = []  # lines that the coordinators printed
     end = time.monotonic() + seconds
-    port, jobs = 0, list[Job]()
+    port = 0
+    jobs: list[Job] = []
     try:
         while time.monotonic() < end:
             with coordinator(port) as server:
                 port = server.port
                 if not jobs:
-                    more = {
-                        "steps": 10**9,
-                        "faulty_incarnations": 10**9,
-                        "encrypted": True,
-                        "outer": f"min=1,limit=8,{OUTER}",
-                    }
-                    jobs.extend(
-                        Job(place, name, port, ranks=ranks, seed=k, **more)
-                        for k, (name, ranks) in enumerate((("east", 1), ("west", 2), ("north", 1)))
-                    )
-                    for job in jobs:
-                        job.start()
+                    jobs.extend(start_jobs(place, port))
                 until = min(end, time.monotonic() + chance.uniform(20, 60))
                 while time.monotonic() < until:
                     time.sleep(chance.uniform(1, 5))
-                    for job in jobs:
-                        if job.ended:
-                            job.fault = chance.choice((None, fault(chance)))
-                            ledger.tell(
-                                f"{job.name} is started again, {job.fault or 'without a fault'}"
-                            )
-                            job.start()
+                    restart_ended(chance, jobs, ledger)
                     ledger.faults += 1
                     ledger.tell(strike(chance, jobs))
                 await_(lambda: one_in_the_run(jobs), PATIENCE_S, "a job that has made a round")
             events += server.told
             ledger.tell("the coordinator is restarted")
             ledger.account(place, events)
-        with coordinator(port) as server:  # quiet at the end: all three make rounds together
-            for job in jobs:
-                if job.fault and job.fault.what in LIES and not job.ended:
-                    ledger.tell(f"{job.name}, {job.fault}, is ended")
-                    job.kill()
-                job.fault = None
-
-            def all_three() -> bool:
-                for job in jobs:
-                    if job.ended:
-                        job.start()
-                return any(
-                    all(job.name in line for job in jobs)
-                    for line in server.told
-                    if "commit" in line
-                )
-
-            await_(all_three, PATIENCE_S, "a round of all three")
-            for job in jobs:
-                job.kill()
+        with coordinator(port) as server:
+            make_a_round_of_all(jobs, server, ledger)
         events += server.told
     finally:
         for job in jobs:
@@ -120,9 +112,41 @@ def soak(place: Path, seconds: float, seed: int, ledger: Ledger) -> int:
     return 0
 
 
+def restart_ended(chance: random.Random, jobs: list[Job], ledger: Ledger) -> None:
+    """Start the jobs that have ended, each with a random fault or without."""
+    for job in jobs:
+        if job.ended:
+            job.fault = chance.choice((None, fault(chance)))
+            ledger.tell(f"{job.name} is started again, {job.fault or 'without a fault'}")
+            job.start()
+
+
+def make_a_round_of_all(jobs: list[Job], server: Any, ledger: Ledger) -> None:
+    """End the liars, wait until all jobs have made a round together, and kill the jobs."""
+    for job in jobs:
+        if job.fault and job.fault.what in LIES and not job.ended:
+            ledger.tell(f"{job.name}, {job.fault}, is ended")
+            job.kill()
+        job.fault = None
+
+    def all_have_committed() -> bool:
+        for job in jobs:
+            if job.ended:
+                job.start()
+        commits = [line for line in server.told if "commit" in line]
+        return any(all(job.name in line for job in jobs) for line in commits)
+
+    await_(all_have_committed, PATIENCE_S, "a round of all three")
+    for job in jobs:
+        job.kill()
+
+
 def one_in_the_run(jobs: list[Job]) -> bool:
-    """Whether one of them lives and has made a round: else nobody remembers the run when the coordinator is
-    restarted, and the next one counts from 1 again. Those that ended are started."""
+    """Return whether a running job has made a round; start the jobs that have ended.
+
+    Only such a job remembers the number of rounds when the coordinator is restarted. Otherwise the next
+    coordinator would count from 1 again.
+    """
     for job in jobs:
         if job.ended:
             job.start()
@@ -132,12 +156,14 @@ def one_in_the_run(jobs: list[Job]) -> bool:
 
 
 def fault(chance: random.Random) -> Fault:
-    return Fault(
-        chance.choice(sorted(set(POINTS) - {"save"})), chance.randint(1, 12), chance.choice(INSIDE)
-    )
+    """Draw a random fault for the next start of a job."""
+    point = chance.choice(sorted(set(POINTS) - {"save"}))
+    nth = chance.randint(1, 12)
+    return Fault(point, nth, chance.choice(INSIDE))
 
 
 def strike(chance: random.Random, jobs: list[Job]) -> str:
+    """Kill or stop a random job or rank, or do nothing; return a line about it."""
     job = chance.choice(jobs)
     what = chance.choice(("kill", "rank", "stop", "nothing"))
     if what == "kill":

@@ -1,11 +1,10 @@
-"""The examples of megatron-core and DeepSpeed's pipeline engine as joined jobs, on loopback under torchrun.
+"""Tests the examples of megatron-core and DeepSpeed's pipeline engine as joined jobs on loopback.
 
-Both jobs read the same data, so their pseudo-gradients agree: whatever the jobs are made of, their losses
-must be each other's at every step. Elements that met the wrong remote_job would show in the first step after
-a round.
+Both jobs read the same data, so their pseudo-gradients agree: their losses must be equal at every step,
+even if the jobs divide the model differently. Elements that were averaged with wrong elements of the other
+job would show in the first step after a round.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import carriers
 import pytest
 from joined_jobs import TOKEN, coordinator
 
-from integration_tests.jobs import FRAMEWORKS, ROOT, full
+from integration_tests.jobs import FRAMEWORKS, ROOT, full, losses
 
 SIZE = "--layers 2 --hidden 32 --heads 2 --sequence 16 --steps 9".split()
 MEGATRON = [str(ROOT / "examples" / "megatron_core" / "train.py"), *SIZE]
@@ -32,6 +31,7 @@ WHOLE = "min=2,every=4,fragments=1,delay=1,compress=off,timeout=120"
 
 
 def start(name, ranks, command, port, outer, log):
+    """Start a joined job by torchrun, and return its process."""
     env = {
         **os.environ,
         **carriers.environment(ranks),
@@ -68,25 +68,29 @@ def start(name, ranks, command, port, outer, log):
 
 
 def run(directory: Path, east, west, outer):
-    """Losses of both jobs; ranks and command of each; outer: of both, or of each."""
-    outers = (outer, outer) if isinstance(outer, str) else outer
+    """Run two joined jobs, and return the losses of both.
+
+    Args:
+        east: (number of ranks, command) of the first job.
+        west: The same of the second job.
+        outer: Value of --holmes-outer of both jobs, or one value for each.
+    """
+    outer_east, outer_west = (outer, outer) if isinstance(outer, str) else outer
     with coordinator() as server:
-        jobs = [
-            start(name, *one, server.port, text, directory / f"{name}.json")
-            for name, one, text in (("east", east, outers[0]), ("west", west, outers[1]))
-        ]
+        jobs = []
+        for name, job, value in (("east", east, outer_east), ("west", west, outer_west)):
+            ranks, command = job
+            log = directory / f"{name}.json"
+            jobs.append(start(name, ranks, command, server.port, value, log))
         try:
             status = [job.wait(240) for job in jobs]
         finally:
             for job in jobs:
                 job.kill()
-        told = [(directory / f"{name}.json.txt").read_text()[-4000:] for name in ("east", "west")]
-        assert status == [0, 0], "\n".join(told)
+        texts = [(directory / f"{name}.json.txt").read_text()[-4000:] for name in ("east", "west")]
+        assert status == [0, 0], "\n".join(texts)
         assert sum("commit (" in line for line in server.told) >= 2, server.told
-    return [
-        [json.loads(line)["loss"] for line in (directory / f"{name}.json").read_text().splitlines()]
-        for name in ("east", "west")
-    ]
+    return [losses(directory / f"{name}.json") for name in ("east", "west")]
 
 
 CASES = {
@@ -129,7 +133,5 @@ CASES = {
 def test_jobs_of_different_make_train_alike(case, tmp_path):
     east, west = run(tmp_path, *CASES[case])
     assert len(east) == len(west) == 9
-    assert max(abs(a - b) for a, b in zip(east, west)) < (2e-3 if "bf16" in case else 1e-4), (
-        east,
-        west,
-    )
+    tolerance = 2e-3 if "bf16" in case else 1e-4
+    assert max(abs(a - b) for a, b in zip(east, west)) < tolerance, (east, west)

@@ -1,5 +1,8 @@
-"""Faults of joined jobs, one at a time: the others train on, what died comes back with their weights, nothing
-hangs, all jobs have the same bits of the same round. soak.py has them at random for as long as wanted."""
+"""Tests joined jobs with one fault at a time; soak.py has random faults.
+
+The other jobs must continue, a job that died must come back with their weights, nothing may hang, and all
+jobs must have the same bits after the same round.
+"""
 
 import signal
 import threading
@@ -20,7 +23,7 @@ from integration_tests.joined.faulty import (
     start_server,
 )
 
-#: What a test waits for at most; a busy machine may need most of it.
+#: Seconds that a test waits at most. A busy machine may need most of them.
 PATIENCE_S = 120
 
 
@@ -31,33 +34,33 @@ def server_of_processes():
 
 @pytest.fixture
 def jobs(tmp_path):
-    """Makes jobs of this test; those that are left are killed at its end."""
-    made = []
+    """Return a function that starts a joined job; jobs that still run are killed after the test."""
+    started = []
 
-    def make(name, port, **more):
+    def start(name, port, **more):
         more.setdefault("outer", f"min=1,{OUTER}")
-        made.append(Job(tmp_path, name, port, **more))
-        return made[-1].start()
+        job = Job(tmp_path, name, port, **more)
+        started.append(job)
+        return job.start()
 
-    yield make
-    for job in made:
+    yield start
+    for job in started:
         job.kill()
 
 
 def told(job, key):
+    """Return the values of a key in the log of a job."""
     return [line[key] for line in job.lines if key in line]
 
 
 def together(job):
-    """Rounds that this job made with another one."""
-    return sum(
-        "verdict" in line and line["verdict"] == "commit" and len(line["jobs"]) > 1
-        for line in job.lines
-    )
+    """Return the number of rounds that this job has committed with other jobs."""
+    commits = [line for line in job.lines if line.get("verdict") == "commit"]
+    return sum(len(line["jobs"]) > 1 for line in commits)
 
 
 def run_on(job, count=2):
-    """Until the job has committed that many more rounds with others."""
+    """Wait until the job has committed `count` more rounds with other jobs, or has ended."""
     before = together(job)
     await_(
         lambda: together(job) >= before + count or job.ended,
@@ -91,7 +94,7 @@ def test_killed_and_back(when, jobs, tmp_path):
     with coordinator() as server:
         east = jobs("east", server.port, steps=400)
         west = jobs("west", server.port, fault=DEATHS[when], ranks=ranks, seed=1)
-        assert west.wait(PATIENCE_S) != 0  # of the rank that is killed, or of one that misses it
+        assert west.wait(PATIENCE_S) != 0  # status of the killed rank, or of a rank that lost it
         assert -signal.SIGKILL in [process.exitcode for process in west.processes]
         reached = east.made
         await_(lambda: east.made > reached + 8, PATIENCE_S, "east's going on alone")
@@ -119,34 +122,38 @@ def test_killed_while_it_takes_weights(point, jobs, tmp_path):
 
 @pytest.mark.parametrize("lie", some(LIES))
 def test_a_liar_over_tls(lie, jobs, tmp_path):
-    """It is one of three; the honest ones end with the same bits."""
+    """One of three jobs lies; the other two end with the same bits."""
     faults = {"east": None, "north": None, "west": Fault("step", 9, lie)}
     with coordinator() as server:
-        made = [
+        east, north, west = (
             jobs(name, server.port, fault=fault, seed=seed, encrypted=True, outer=f"min=2,{OUTER}")
             for seed, (name, fault) in enumerate(faults.items())
-        ]
-        at_end(*made[:2])
-        made[2].kill()
+        )
+        at_end(east, north)
+        west.kill()
     words = {"flip": "points another way", "claim": "cannot be of round", "accuse": "a lie"}[lie]
     assert any(words in line and "west" in line for line in server.told), server.told
-    assert together(made[0]) >= 10
+    assert together(east) >= 10
     check(tmp_path, server.told)
 
 
-def at_end(first, *others):
-    assert [job.wait(PATIENCE_S) for job in (first, *others)] == [0] * (1 + len(others))
+def at_end(*jobs):
+    """Wait for the end of the jobs, and assert that their status is 0."""
+    assert [job.wait(PATIENCE_S) for job in jobs] == [0] * len(jobs)
 
 
 @pytest.mark.parametrize("point", some(["give"]))
 def test_the_giver_is_killed(point, jobs, tmp_path):
-    """The new job enters with what another has, or ends with one line; the third goes on."""
+    """The job that gives its weights to a new one is killed.
+
+    The new job joins with the weights of the third job, or ends with a message; the third job continues.
+    """
     patient = OUTER.replace(f"timeout={TIMEOUT_S}", "timeout=60")  # until north is there
     with coordinator() as server:
         east = jobs(
             "east", server.port, fault=Fault(point, 2, "kill"), outer=f"min=2,{patient}", steps=400
         )
-        # the first one gives
+        # The first job of a run gives its weights to jobs that join.
         await_(lambda: any("east is here" in event for event in server.told), PATIENCE_S, "east")
         north = jobs("north", server.port, steps=400, seed=2)
         run_on(north)
@@ -223,11 +230,11 @@ def test_the_coordinator_is_killed_and_restarted(times, away_s, jobs, tmp_path):
         east, west = jobs("east", port, steps=300), jobs("west", port, steps=300, seed=1)
         run_on(east)
     events += server.told
-    for _ in range(times):
+    for restart in range(times):
         time.sleep(away_s)
         with coordinator(port) as server:
             run_on(east, 3)
-            if _ == times - 1:
+            if restart == times - 1:
                 at_end(east, west)
         events += server.told
     check(tmp_path, events)
@@ -235,13 +242,12 @@ def test_the_coordinator_is_killed_and_restarted(times, away_s, jobs, tmp_path):
 
 @pytest.mark.parametrize("point", some(["go", "exchanged", "verdict"]))
 def test_the_coordinator_is_killed_in_a_round(point, jobs, tmp_path):
-    """West stops there; the coordinator is another one when it goes on."""
+    """One job is stopped in a round, and continues with another coordinator."""
     with coordinator() as server:
-        port, events = server.port, server.told
-        east, west = (
-            jobs("east", port, steps=200),
-            jobs("west", port, steps=200, fault=Fault(point, 4, "stop"), seed=1),
-        )
+        port = server.port
+        events = server.told
+        east = jobs("east", port, steps=200)
+        west = jobs("west", port, steps=200, fault=Fault(point, 4, "stop"), seed=1)
         await_(lambda: told(west, "fault"), PATIENCE_S, "the fault")
     with coordinator(port) as server:
         west.signal(signal.SIGCONT)
@@ -265,32 +271,30 @@ def test_a_job_that_comes_later(what, jobs, tmp_path):
     with coordinator() as server:
         east = jobs("east", server.port, steps=400)
         west = jobs("west", server.port, steps=400, seed=1)
-        north = (
-            jobs("north", server.port, steps=14, save=7, seed=2)
-            if what == "older checkpoint"
-            else None
-        )
-        if north:
+        has_checkpoint = what == "older checkpoint"
+        if has_checkpoint:
+            north = jobs("north", server.port, steps=14, save=7, seed=2)
             assert north.wait(PATIENCE_S) == 0
         run_on(east, 4)
-        north = jobs("north", server.port, load=north is not None, seed=2)
+        north = jobs("north", server.port, load=has_checkpoint, seed=2)
         assert north.wait(PATIENCE_S) == 0
         assert together(north) > 10
-        east.kill(), west.kill()
+        east.kill()
+        west.kill()
     check(tmp_path, server.told)
 
 
 @pytest.mark.parametrize("what", some(["full disk"]))
 def test_a_full_disk_while_it_saves(what, jobs, tmp_path):
-    """The job dies in its save, as without holmes; what its former checkpoint held is still there."""
+    """The job dies while it saves, as without holmes; its former checkpoint can still be loaded."""
     with coordinator() as server:
         east = jobs("east", server.port, steps=400)
         west = jobs("west", server.port, save=10, disk_bytes=100_000, seed=1)
         assert west.wait(PATIENCE_S) not in (0, None)
         back = jobs("west", server.port, load=True, seed=1)
         assert back.wait(PATIENCE_S) == 0 and not east.ended
-        # after the checkpoint of step 10
-        assert [line["step"] for line in back.lines if "step" in line][20] == 11
+        # The first start trained 20 steps; the second one resumes from the checkpoint of step 10.
+        assert told(back, "step")[20] == 11
         east.kill()
     check(tmp_path, server.told)
 

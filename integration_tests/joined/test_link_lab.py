@@ -1,5 +1,7 @@
-"""The link between two joined jobs falls silent and comes back, in the lab: both train on alone, then
-together."""
+"""Tests two joined jobs whose link is cut and comes back, on emulated nodes.
+
+Both jobs must continue alone, and then together.
+"""
 
 import re
 
@@ -28,13 +30,11 @@ def test_a_cut_link_comes_back(tmp_path):
             for seed, (name, nodes) in enumerate(NODES.items(), 1)
         }
 
-        def of_both():
-            return sum(
-                bool(re.search(r"commit \(.*east.*west|commit \(.*west.*east", line))
-                for line in events
-            )
+        def shared_rounds():
+            pattern = r"commit \(.*east.*west|commit \(.*west.*east"
+            return sum(bool(re.search(pattern, line)) for line in events)
 
-        await_(lambda: of_both() >= 3, 200, "rounds of both")
+        await_(lambda: shared_rounds() >= 3, 200, "rounds of both")
         for node in NODES["west"]:
             lab.set_silent(node, "eth0", True)
         before = {name: len(job.steps()) for name, job in jobs.items()}
@@ -44,10 +44,10 @@ def test_a_cut_link_comes_back(tmp_path):
                 100,
                 f"{name}'s going on alone",
             )
-        alone = of_both()
+        before_repair = shared_rounds()
         for node in NODES["west"]:
             lab.set_silent(node, "eth0", False)
-        await_(lambda: of_both() >= alone + 3, 100, "rounds of both again")
+        await_(lambda: shared_rounds() >= before_repair + 3, 100, "rounds of both again")
         for job in jobs.values():
             job.job.kill()
     assert any("job west is gone" in line or "without job west" in line for line in events), events

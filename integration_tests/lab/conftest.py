@@ -6,14 +6,14 @@ from integration_tests.lab.processes import SPEC, TOML
 
 @pytest.fixture(scope="session")
 def lab():
-    """a0 and a1 with InfiniBand, b0 with RoCE."""
+    """Start the emulated nodes: a0 and a1 with InfiniBand, b0 with RoCE."""
     with Lab(SPEC) as lab:
         yield lab
 
 
 @pytest.fixture
 def toml(tmp_path):
-    """Their cluster.toml."""
+    """Return the path of the cluster.toml of the fixture `lab`."""
     path = tmp_path / "cluster.toml"
     path.write_text(TOML)
     return path

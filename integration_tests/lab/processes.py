@@ -1,4 +1,4 @@
-"""What the tests of the lab share: three nodes, commands on them, and looking at the machine's processes."""
+"""Helpers of the lab's tests: three nodes, commands on them, and processes of this machine."""
 
 import os
 import subprocess
@@ -24,20 +24,22 @@ def eventually(condition, what):
 
 
 def marked(marker):
-    """Pids, in any namespace, of processes with `marker` in their command line."""
-    found = []
+    """Return the pids of all processes, in any namespace, with `marker` in their command line."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
+        pid = int(path.parent.name)
         try:
-            if marker.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
-        except OSError:
+            if marker.encode() in path.read_bytes() and pid != os.getpid():
+                pids.append(pid)
+        except OSError:  # the process has ended
             continue
-    return found
+    return pids
 
 
 def cli(*arguments, toml, **options):
-    """`holmes lab` as a process of its own, which heeds Ctrl-C also where the tests themselves run in the
-    background.
+    """Start `holmes lab` as a process, in which the word FILE stands for the cluster.toml.
+
+    The process handles Ctrl-C even if the tests run in the background, where SIGINT is ignored.
     """
     words = [str(toml) if word == "FILE" else word for word in arguments]
     command = [

@@ -1,5 +1,7 @@
-"""However the lab ends, nothing is left; and what the command, a missing tool and an ordinary user make of
-it."""
+"""Tests that a lab leaves nothing behind, however it ends.
+
+Further tests are about exit statuses, missing tools and users other than root.
+"""
 
 import json
 import os
@@ -18,13 +20,13 @@ from integration_tests.lab.processes import PATIENCE, SPEC, TOML, cli, eventuall
 
 def test_everything_is_gone_after_close():
     with Lab(SPEC) as lab:
-        directory, holder = lab.directory, lab.holder("a0")
+        directory = lab.directory
+        holder = lab.holder("a0")
         assert Path(f"/proc/{holder}/ns/net").exists()
         job = lab.start(python("import time; time.sleep(600)"))
         pids = job.pids
-    assert not directory.exists() and not any(
-        Path(f"/proc/{pid}").exists() for pid in [holder, *pids.values()]
-    )
+    assert not directory.exists()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in [holder, *pids.values()])
 
 
 @pytest.mark.parametrize("preload", [[], ["--preload", "json"]])
@@ -46,7 +48,7 @@ def test_sigkill_of_the_lab_leaves_nothing(toml, tmp_path, preload):
 
 
 def test_a_caller_that_is_killed_while_its_lab_starts_leaves_nothing(toml, tmp_path):
-    """Killed before the keeper can say that it is there."""
+    """The caller is killed before the keeper process has reported that it runs."""
     (tmp_path / "s.py").write_text("""
 import os, sys
 from holmes_ext.cluster.spec import load_spec
@@ -78,9 +80,8 @@ def test_ctrl_c_ends_all_and_exits_130(toml):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in errors
-    assert marked(marker) == [] and not any(
-        f"-{process.pid}-" in path.name for path in state.directories()
-    )
+    assert marked(marker) == []
+    assert not any(f"-{process.pid}-" in path.name for path in state.directories())
 
 
 def test_down_ends_an_orphaned_lab_and_leaves_one_in_use_alone(lab, toml):
@@ -100,15 +101,15 @@ def test_down_ends_an_orphaned_lab_and_leaves_one_in_use_alone(lab, toml):
     process.kill()
     process.wait()
     holders = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
-    assert (
-        len(holders) >= 4 and directory.exists()
-    )  # three nodes and the switch: the network is still there
+    # The network still exists: three nodes and the switch.
+    assert len(holders) >= 4 and directory.exists()
     down = cli("down", "--json", toml=toml)
     out, errors = down.communicate(timeout=PATIENCE)
     assert down.returncode == 0, errors
-    found = {entry["directory"]: entry for entry in json.loads(out)}
-    assert found[str(directory)]["cleared"] and found[str(directory)]["keeper_alive"]
-    assert not found[str(lab.directory)]["cleared"]
+    entry_of = {entry["directory"]: entry for entry in json.loads(out)}
+    orphaned = entry_of[str(directory)]
+    assert orphaned["cleared"] and orphaned["keeper_alive"]
+    assert not entry_of[str(lab.directory)]["cleared"]
     eventually(
         lambda: not any(Path(f"/proc/{pid}").exists() for pid in holders),
         "the kernel ends every process",
@@ -159,8 +160,10 @@ BECOME_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 
 def nobodys_python():
-    """An interpreter of this version that other users may execute: a virtual environment's may lie below
-    /root."""
+    """Return a Python of this version that the user nobody may execute, or skip the test.
+
+    A virtual environment may be in /root, which other users cannot read.
+    """
     code = "import sys; print(*sys.version_info[:2])"
     for interpreter in (sys.executable, "/usr/bin/python3"):
         command = [*BECOME_NOBODY, "env", "-i", interpreter, "-I", "-c", code]
@@ -174,22 +177,33 @@ def nobodys_python():
 
 
 def as_nobody(code, *wrapper, **env):
+    """Run Python code as the user nobody, and return the finished process.
+
+    Args:
+        wrapper: A command that runs the command behind it.
+        env: Further environment variables.
+    """
     root = str(Path(sys.modules["holmes_ext"].__file__).parents[1])
     packages = os.pathsep.join(
         [root, f"{root}/lab", *(path for path in sys.path if path.endswith("-packages"))]
     )
-    command = [*BECOME_NOBODY, *wrapper, nobodys_python(), "-c", code]
-    full = {**os.environ, "PYTHONPATH": packages, "HOME": "/", **env}
-    seen = subprocess.run(
-        [*BECOME_NOBODY, command[-3], "-c", "import holmes_ext, wrapt"],
-        env=full,
+    python_of_nobody = nobodys_python()
+    environment = {**os.environ, "PYTHONPATH": packages, "HOME": "/", **env}
+    imports = subprocess.run(
+        [*BECOME_NOBODY, python_of_nobody, "-c", "import holmes_ext, wrapt"],
+        env=environment,
         cwd="/",
         capture_output=True,
     )
-    if seen.returncode:
+    if imports.returncode:
         pytest.skip(f"the user nobody may not read {root}, or the packages installed beside it")
     return subprocess.run(
-        command, env=full, cwd="/", capture_output=True, text=True, timeout=2 * PATIENCE
+        [*BECOME_NOBODY, *wrapper, python_of_nobody, "-c", code],
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
     )
 
 

@@ -1,4 +1,4 @@
-"""Jobs in the lab: how they end, what they print, preloaded ranks."""
+"""Tests jobs in the lab: how they end, what they print, and ranks forked from a preloaded Python."""
 
 import json
 import os
@@ -113,23 +113,16 @@ def test_preloaded_ranks_are_like_fresh_ones(lab, tmp_path):
     forked = lab.run(command, cwd=tmp_path, preload=("decimal",))
     assert plain.returncode == forked.returncode == 0, forked.outputs
     for rank in range(3):
-        one, two = json.loads(plain.stdout[rank]), json.loads(forked.stdout[rank])
-        assert one[:-1] == two[:-1] and (one[-1], two[-1]) == (False, True)
-    assert len({forked.outputs[rank].split()[-1] for rank in range(3)}) == 3, (
-        "each rank has its own random state"
-    )
-    assert (
-        lab.run(
-            [sys.executable, "script.py", "fail"], cwd=tmp_path, preload=("decimal",)
-        ).returncode
-        == 4
-    )
-    assert (
-        lab.run(
-            [sys.executable, "-m", "script", "x"], cwd=tmp_path, preload=("decimal",)
-        ).returncode
-        == 0
-    )
+        *plain_state, plain_has_decimal = json.loads(plain.stdout[rank])
+        *forked_state, forked_has_decimal = json.loads(forked.stdout[rank])
+        assert plain_state == forked_state
+        assert (plain_has_decimal, forked_has_decimal) == (False, True)
+    random_numbers = {forked.outputs[rank].split()[-1] for rank in range(3)}
+    assert len(random_numbers) == 3  # the ranks have different random states
+    failing = [sys.executable, "script.py", "fail"]
+    assert lab.run(failing, cwd=tmp_path, preload=("decimal",)).returncode == 4
+    as_module = [sys.executable, "-m", "script", "x"]
+    assert lab.run(as_module, cwd=tmp_path, preload=("decimal",)).returncode == 0
 
 
 def test_a_preloaded_rank_without_holmes_has_none_of_it(lab, tmp_path):
@@ -176,11 +169,9 @@ def test_unequal_processes_are_refused():
 def test_the_accelerator_reaches_the_ranks_and_the_result_says_so(lab):
     code = "import os; print(os.environ['HOLMES_LAB_EMULATED'], os.environ['HOLMES_LAB_CLUSTER'])"
     result = lab.run(python(code), accelerator={"flops": 1e9, "classes": ["Block"]})
-    assert result.emulated and [result.stdout[rank].strip() for rank in range(3)] == [
-        "1 a",
-        "1 a",
-        "1 b",
-    ], result.outputs
+    assert result.emulated
+    lines = [result.stdout[rank].strip() for rank in range(3)]
+    assert lines == ["1 a", "1 a", "1 b"], result.outputs
     with pytest.raises(HolmesError, match="flops"):
         lab.run(["true"], accelerator={"classes": ["Block"]})
 

@@ -1,4 +1,4 @@
-"""Labs of one process that fork their ranks from the same preloaded Python (process/templates.py)."""
+"""Tests labs of one process that fork their ranks from one preloaded Python (process/templates.py)."""
 
 import os
 import signal
@@ -29,10 +29,12 @@ def template_pids(templates):
 
 
 def descendants(pid):
+    """Return the pids of all children of a process, and of their children, and so on."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children] + [
-        each for child in children for each in descendants(child)
-    ]
+    pids = [int(child) for child in children]
+    for child in children:
+        pids += descendants(child)
+    return pids
 
 
 def check_one_lab(templates, script):
@@ -158,13 +160,10 @@ sys.exit(codes[sys.argv[1]])
                 timeout=PATIENCE,
                 env={"HOLMES_LAB_SKIP_TEARDOWN": skip},
             )
-            assert (result.returncode, result.stdout[0]) == (status, "thread\natexit\n"), (
-                argument,
-                skip,
-            )
-            assert error in result.outputs[0] and ("Traceback" in result.outputs[0]) == (
-                argument == "raise"
-            )
+            assert result.returncode == status, (argument, skip)
+            assert result.stdout[0] == "thread\natexit\n", (argument, skip)
+            assert error in result.outputs[0]
+            assert ("Traceback" in result.outputs[0]) == (argument == "raise")
 
 
 def test_without_teardown_a_rank_s_modules_are_not_destroyed(lab, tmp_path):

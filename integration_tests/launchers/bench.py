@@ -1,5 +1,4 @@
-"""A lab of its own for every launch: what it printed, what its ranks were told, its losses, and what it
-left."""
+"""Starts jobs with a launcher on emulated nodes, and checks the ranks, losses and processes."""
 
 from __future__ import annotations
 
@@ -20,36 +19,37 @@ from integration_tests.launchers import train
 
 TRAIN = str(Path(train.__file__))
 PAIR = ("a0", "b0")
+TIMED_OUT = 124  # exit status of a job that the lab ended after its timeout
 
 
 @dataclass
 class Bench:
-    """folder: shared by all nodes; needs: daemons ("slurm", "ssh"); processes: of a node; order: of the
-    nodes, of which those that are called a... are a cluster, and those that are called b...: two of each, or
-    PAIR where one says as much (most of what a launch costs is that every rank imports torch); toml: of
-    other clusters, whose nodes `order` has."""
+    """A lab with the daemons that a launcher needs, and the files of the jobs that run in it.
 
-    folder: Path
-    needs: tuple[str, ...] = ()
-    processes: int = 1
-    order: tuple[str, ...] = ("a0", "b0", "a1", "b1")
-    toml: str = ""
+    Nodes whose names begin with "a" are one cluster, those with "b" another. A test uses two nodes (PAIR)
+    if these suffice: most of the time of a launch is spent on importing torch in every rank.
+    """
+
+    folder: Path  # shared by all nodes
+    needs: tuple[str, ...] = ()  # daemons: "slurm", "ssh"
+    processes: int = 1  # of each node
+    order: tuple[str, ...] = ("a0", "b0", "a1", "b1")  # names of the nodes
+    toml: str = ""  # cluster.toml with the nodes of `order`, instead of the two clusters
 
     @property
     def file(self) -> Path:
-        """cluster.toml."""
+        """Return the path of cluster.toml."""
         return self.folder / "cluster.toml"
 
     def write(self) -> None:
-        a, b = (
-            ",".join(sorted(node for node in self.order if node.startswith(name))) for name in "ab"
-        )
-        self.file.write_text(
-            self.toml
-            or clusters.toml(
-                f"a ib 2Gb/s {a}", f"b roce 1Gb/s {b}", ethernet="400Mb/s", processes=self.processes
-            )
-        )
+        """Write cluster.toml."""
+        text = self.toml
+        if not text:
+            a = ",".join(sorted(node for node in self.order if node.startswith("a")))
+            b = ",".join(sorted(node for node in self.order if node.startswith("b")))
+            lines = (f"a ib 2Gb/s {a}", f"b roce 1Gb/s {b}")
+            text = clusters.toml(*lines, ethernet="400Mb/s", processes=self.processes)
+        self.file.write_text(text)
 
     def __enter__(self) -> Bench:
         self.script = [TRAIN, str(self.folder), "--holmes", "--holmes-cluster", str(self.file)]
@@ -71,77 +71,99 @@ class Bench:
 
     @property
     def job(self) -> list[str]:
-        """What every process runs."""
+        """Return the command of every process of a job."""
         return [sys.executable, *self.script]
 
     def run(self, *argv: str, status: int | None = 0, timeout: float = 300, **options: Any) -> str:
-        """What a command on the login host printed; it must end with this status (None: with another than
-        0)."""
+        """Run a command on the login host, and return its output.
+
+        Args:
+            status: Exit status that the command must have; None: it must fail.
+            timeout: Seconds after which the command is ended.
+        """
         result = self.daemons.run(argv, timeout=timeout, **options)
         text = result.outputs[0]
-        assert (
-            (result.returncode not in (0, 124)) if status is None else result.returncode == status
-        ), (result.returncode, text[-6000:])
+        if status is None:
+            is_expected = result.returncode not in (0, TIMED_OUT)
+        else:
+            is_expected = result.returncode == status
+        assert is_expected, (result.returncode, text[-6000:])
         return text
 
     @property
     def ranks(self) -> list[dict[str, str]]:
-        """What each rank was told, by its rank as the script saw it; and "rank"."""
-        found = [
-            json.loads(path.read_text())
-            for path in sorted(self.folder.glob("rank*.json"), key=_number)
-        ]
-        assert [int(told["RANK"]) for told in found] == list(range(len(found)))
-        return found
+        """Return the host and the environment variables that each rank saw, by rank."""
+        files = sorted(self.folder.glob("rank*.json"), key=_number)
+        ranks = [json.loads(file.read_text()) for file in files]
+        assert [int(rank["RANK"]) for rank in ranks] == list(range(len(ranks)))
+        return ranks
 
     @property
     def losses(self) -> dict[int, float]:
-        """By step; a step that was done twice must have had the same loss."""
-        found: dict[int, float] = {}
+        """Return step -> loss; a step that was trained twice must have the same loss."""
+        loss_of: dict[int, float] = {}
         for line in (self.folder / "losses").read_text().splitlines():
             step, loss = json.loads(line).values()
-            assert abs(found.setdefault(step, loss) - loss) < 1e-6
-        return found
+            first_loss = loss_of.setdefault(step, loss)
+            assert abs(first_loss - loss) < 1e-6
+        return loss_of
 
     @property
     def all(self) -> tuple[str, str]:
-        """srun's options for a job of all nodes and processes."""
+        """Return srun's options for a job of all nodes and processes."""
         return f"--nodes={len(self.order)}", f"--ntasks-per-node={self.processes}"
 
     def check(self, steps: int = 5, hosts: tuple[str, ...] = (), each: int = 0) -> None:
-        """Every rank ran where it should, clusters in one piece, knew itself by the right numbers, and the
-        losses are those of one process. hosts: of the job, by default all; each: ranks of a host."""
-        ranks, hosts, each = self.ranks, hosts or self.order, each or self.processes
+        """Assert that the job ran on the right hosts, and has the losses of a single process.
+
+        Ranks of a host and of a cluster must be consecutive, and each process must have its right numbers.
+
+        Args:
+            steps: Number of steps of the job.
+            hosts: Hosts of the job; by default all.
+            each: Number of ranks of a host; by default the processes of a node.
+        """
+        ranks = self.ranks
+        hosts = hosts or self.order
+        each = each or self.processes
         world = len(hosts) * each
-        assert len(ranks) == world and {told["WORLD_SIZE"] for told in ranks} == {str(world)}
-        where = [told["host"] for told in ranks]
-        assert where == [told["HOLMES_LAB_NODE"] for told in ranks] and sorted(where) == sorted(
-            hosts * each
-        )
-        for part in (str, lambda host: host[0]):  # hosts and clusters in one piece
-            names = [part(host) for host in where]
-            assert sum(one != two for one, two in zip(names, names[1:])) == len(set(names)) - 1, (
-                where
-            )
+        assert len(ranks) == world
+        assert {rank["WORLD_SIZE"] for rank in ranks} == {str(world)}
+        hosts_by_rank = [rank["host"] for rank in ranks]
+        assert hosts_by_rank == [rank["HOLMES_LAB_NODE"] for rank in ranks]
+        assert sorted(hosts_by_rank) == sorted(hosts * each)
+        clusters_by_rank = [host[0] for host in hosts_by_rank]
+        assert _equal_names_are_consecutive(hosts_by_rank), hosts_by_rank
+        assert _equal_names_are_consecutive(clusters_by_rank), hosts_by_rank
         for host in hosts:
-            local = [int(told["LOCAL_RANK"]) for told in ranks if told["host"] == host]
+            local = [int(rank["LOCAL_RANK"]) for rank in ranks if rank["host"] == host]
             assert local == list(range(each)), (host, local)
-        assert len({(told["MASTER_ADDR"], told["MASTER_PORT"]) for told in ranks}) == 1
-        wanted = train.expected(world, steps)
+        assert len({(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks}) == 1
+        expected = train.expected(world, steps)
         assert list(self.losses) == list(range(1, steps + 1))
-        assert max(abs(a - b) for a, b in zip(self.losses.values(), wanted)) < 1e-6
+        assert max(abs(a - b) for a, b in zip(self.losses.values(), expected)) < 1e-6
 
     def processes_of(self, host: str) -> list[int]:
-        """Pids, as this process sees them, of all that runs on a host, but the holder of its namespaces."""
+        """Return the pids, as this process sees them, of all processes of a host.
+
+        The process that holds the host's namespaces is left out.
+        """
         holder = self.lab.holder(host)
-        place, found = os.stat(f"/proc/{holder}/ns/uts").st_ino, []
+        namespace = os.stat(f"/proc/{holder}/ns/uts").st_ino
+        pids = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if os.stat(entry / "ns" / "uts").st_ino == place and int(entry.name) != holder:
-                    found.append(int(entry.name))
-            except OSError:  # it ended meanwhile
+                is_on_host = os.stat(entry / "ns" / "uts").st_ino == namespace
+            except OSError:  # the process has ended
                 continue
-        return found
+            if is_on_host and int(entry.name) != holder:
+                pids.append(int(entry.name))
+        return pids
+
+
+def _equal_names_are_consecutive(names: list[str]) -> bool:
+    changes = sum(first != second for first, second in zip(names, names[1:]))
+    return changes == len(set(names)) - 1
 
 
 def _number(path: Path) -> int:

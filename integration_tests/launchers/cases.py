@@ -1,4 +1,7 @@
-"""The launches: each a function of a folder; it fails where the job is not what the same job is elsewhere."""
+"""Test cases that start a job by a launcher; test_launchers.py runs them.
+
+Each case is a function of a folder. It fails if the job has other losses than with another launcher.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ PATIENCE = 300.0  # seconds that a busy machine may take; nothing here asserts h
 
 
 def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Register a function as a test case."""
     CASES[function.__name__] = function
     return function
 
@@ -39,7 +43,7 @@ def torchrun(bench: Bench, *flags: str) -> list[str]:
 
 
 def agents(bench: Bench, *flags: str, env: dict[str, str] | None = None) -> list[str]:
-    """torchrun on every node; what each printed."""
+    """Run torchrun on every node, and return the output of each."""
     programs = [bench.daemons.program(torchrun(bench, *flags), host, env) for host in bench.order]
     result = bench.lab.start_programs(programs, timeout=PATIENCE).wait()
     assert result.returncode == 0, result.outputs
@@ -55,18 +59,18 @@ def torchrun_two_ranks_a_node(folder):
 
 @case
 def torchrun_max_restarts(folder):
-    """A rank dies in step 3; the agents start all of them again, and they go on from the checkpoint."""
+    """Kill a rank in step 3: the agents restart all ranks, which resume from the checkpoint."""
     with Bench(folder, order=PAIR) as bench:
         bench.script.extend(["--fail", "b0:3"])
         agents(bench, "--max-restarts=2")
         assert (folder / "failed").exists()
         bench.check()
-        assert "1" in {told["TORCHELASTIC_RESTART_COUNT"] for told in bench.ranks}
+        assert "1" in {rank["TORCHELASTIC_RESTART_COUNT"] for rank in bench.ranks}
 
 
 @case
 def torchrun_in_srun(folder):
-    """An agent on every node by srun, as most sites start it."""
+    """Start an agent of torchrun on every node by srun, as most sites do."""
     with Bench(folder, ("slurm",), processes=2, order=PAIR) as bench:
         bench.run("srun", "--nodes=2", "--ntasks-per-node=1", *torchrun(bench))
         bench.check()
@@ -77,7 +81,7 @@ def srun_one_rank_a_node(folder):
     with Bench(folder, ("slurm",), order=("a0", "b0", "a1")) as bench:
         bench.run("srun", "--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=1", *bench.job)
         bench.check()
-        assert {told["CUDA_VISIBLE_DEVICES"] for told in bench.ranks} == {"0"}
+        assert {rank["CUDA_VISIBLE_DEVICES"] for rank in bench.ranks} == {"0"}
 
 
 @case
@@ -89,7 +93,7 @@ def srun_two_ranks_a_node(folder):
 
 @case
 def srun_cyclic(folder):
-    """Slurm's ranks go round the nodes: 0 and 2 are on a0."""
+    """Distribute ranks cyclically, so that ranks 0 and 2 are on a0."""
     with Bench(folder, ("slurm",), processes=2, order=PAIR) as bench:
         bench.run("srun", *bench.all, "--distribution=cyclic", *bench.job)
         bench.check()
@@ -104,7 +108,7 @@ def srun_plane(folder):
 
 @case
 def srun_arbitrary(folder):
-    """SLURM_HOSTFILE orders the nodes: rank 0 is on b1, which is the last one of the node list."""
+    """Order the nodes by SLURM_HOSTFILE: rank 0 is on b1, the last node of the node list."""
     with Bench(folder, ("slurm",), order=("a0", "b0", "b1")) as bench:
         (folder / "hosts").write_text("b1\na0\nb0\n")
         bench.run(
@@ -120,8 +124,10 @@ def srun_arbitrary(folder):
 
 @case
 def srun_heterogeneous(folder):
-    """Two components, the second cluster first: rank 0 is on b0, which is not the first one of the node
-    list."""
+    """Start two components, the second cluster first.
+
+    Rank 0 is on b0, which is not the first node of the node list.
+    """
     with Bench(folder, ("slurm",), order=("a0", "b0", "b1")) as bench:
         bench.run(
             "srun",
@@ -140,7 +146,7 @@ def srun_heterogeneous(folder):
 
 @case
 def sbatch_heterogeneous(folder):
-    """A heterogeneous batch job; its step spans both components."""
+    """Submit a heterogeneous batch job whose step spans both components."""
     with Bench(folder, ("slurm",), processes=2, order=PAIR) as bench:
         script = folder / "job.sbatch"
         script.write_text(
@@ -161,11 +167,11 @@ def srun_on_some_nodes_of_the_file(folder):
 
 
 def submit(bench: Bench, *flags: str, script: str) -> str:
-    """The number of a batch job that runs a step of the training on all nodes."""
+    """Submit a batch job that runs a script on all nodes, and return its number."""
     file = bench.folder / "job.sbatch"
     file.write_text(f"#!/bin/bash\n{script}\n")
-    said = bench.run("sbatch", *bench.all, f"--output={bench.folder}/out", *flags, str(file))
-    return re.search(r"Submitted batch job (\d+)", said)[1]
+    output = bench.run("sbatch", *bench.all, f"--output={bench.folder}/out", *flags, str(file))
+    return re.search(r"Submitted batch job (\d+)", output)[1]
 
 
 def state_of(bench: Bench, job: str) -> str:
@@ -173,13 +179,14 @@ def state_of(bench: Bench, job: str) -> str:
 
 
 def saved(bench: Bench, step: int) -> bool:
+    """Return whether the job has saved this step."""
     log = bench.folder / "losses"
     return log.exists() and len(log.read_text().splitlines()) >= step
 
 
 @case
 def scontrol_requeue(folder):
-    """The job is put back into the queue while it runs; it starts again and goes on from its checkpoint."""
+    """Requeue a running job: it starts again and resumes from its checkpoint."""
     with Bench(folder, ("slurm",), order=PAIR) as bench:
         job = submit(
             bench,
@@ -194,13 +201,15 @@ def scontrol_requeue(folder):
         bench.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         eventually(lambda: state_of(bench, job) == "COMPLETED", "it ends well")
         bench.check(steps=6)
-        assert {told["SLURM_RESTART_COUNT"] for told in bench.ranks} == {"1"}
+        assert {rank["SLURM_RESTART_COUNT"] for rank in bench.ranks} == {"1"}
 
 
 @case
 def time_limit(folder):
-    """SIGTERM 45 s before the time limit, which is set when the job trains: the step is finished and saved,
-    the job ends; another one goes on from there."""
+    """Send SIGTERM 45 s before the time limit, which is set when the job trains.
+
+    The job finishes and saves the step, and ends. Another job resumes from there.
+    """
     with Bench(folder, ("slurm",), order=PAIR) as bench:
         job = submit(
             bench,
@@ -209,21 +218,21 @@ def time_limit(folder):
             script=f"srun {' '.join(bench.job)} --pause 1 --steps 999",
         )
         eventually(lambda: saved(bench, 2), "it trains")
-        said = re.search(r"RunTime=0+:(\d+):(\d+)", bench.run("scontrol", "show", "job", job))
-        minutes = (60 * int(said[1]) + int(said[2]) + 45) // 60 + 1
-        bench.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+        run_time = re.search(r"RunTime=0+:(\d+):(\d+)", bench.run("scontrol", "show", "job", job))
+        run_time_s = 60 * int(run_time[1]) + int(run_time[2])
+        limit_minutes = (run_time_s + 45) // 60 + 1  # SIGTERM comes 45 s before the limit
+        bench.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit_minutes}")
         eventually(lambda: state_of(bench, job) == "COMPLETED", "it ends before its limit")
-        done = max(bench.losses)
-        assert (
-            f"ended by SIGTERM after step {done}" in (folder / "out").read_text() and 0 < done < 999
-        )
-        bench.run("srun", *bench.all, *bench.job, "--steps", str(done + 2))
-        bench.check(steps=done + 2)
+        last_step = max(bench.losses)
+        assert f"ended by SIGTERM after step {last_step}" in (folder / "out").read_text()
+        assert 0 < last_step < 999
+        bench.run("srun", *bench.all, *bench.job, "--steps", str(last_step + 2))
+        bench.check(steps=last_step + 2)
 
 
 @case
 def srun_node_goes_down(folder):
-    """b1 loses its power: Slurm ends the job with a line that names it; it goes on without that node."""
+    """Switch b1 off: Slurm ends the job and names the node, and a job without the node resumes."""
     with Bench(folder, ("slurm",), order=("a0", "b0", "b1")) as bench:
         job = bench.daemons.start(
             ["srun", *bench.all, *bench.job, "--pause", "1", "--steps", "999"], timeout=PATIENCE
@@ -238,13 +247,12 @@ def srun_node_goes_down(folder):
         bench.run(
             "srun", "--nodes=2", "--ntasks-per-node=1", *bench.job, "--steps", str(before + 1)
         )
-        assert [told["host"] for told in bench.ranks] == ["a0", "b0"] and max(
-            bench.losses
-        ) == before + 1
+        assert [rank["host"] for rank in bench.ranks] == ["a0", "b0"]
+        assert max(bench.losses) == before + 1
 
 
 def power_off(bench: Bench, host: str) -> None:
-    """Its links go silent and all its processes end: the others learn nothing of it but silence."""
+    """Drop all packets of a host and kill its processes, so that other hosts see only silence."""
     node = next(node for node in bench.lab.nodes if node.name == host)
     for nic in node.nics:
         bench.lab.set_silent(host, nic.name, True)
@@ -284,7 +292,7 @@ def mpirun_hostfile(folder):
 
 @case
 def mpirun_by_node(folder):
-    """MPI's ranks go round the nodes."""
+    """Map MPI's ranks by node, so that consecutive ranks are on different nodes."""
     with Bench(folder, ("ssh",), processes=2, order=PAIR) as bench:
         bench.run(*mpirun(bench, "--hostfile", hostfile(bench), "--map-by", "node"))
         bench.check()
@@ -292,7 +300,7 @@ def mpirun_by_node(folder):
 
 @case
 def mpirun_rankfile(folder):
-    """Every rank's host by name, a0 first, so that MASTER_ADDR holds."""
+    """Name every rank's host in a rankfile, a0 first because MASTER_ADDR names it."""
     with Bench(folder, ("ssh",), order=("a0", "b0", "a1")) as bench:
         ranks = [f"rank {rank}={host} slot=0" for rank, host in enumerate(bench.order)]
         (folder / "rankfile").write_text("\n".join(ranks) + "\n")
@@ -306,8 +314,10 @@ def mpirun_rankfile(folder):
 
 @case
 def mpirun_in_sbatch(folder):
-    """Open MPI takes nodes and slots from Slurm; it runs on a0 and starts its daemons on the others by
-    srun."""
+    """Start mpirun in a batch job, whose nodes and slots it reads from Slurm.
+
+    It runs on a0 and starts its daemons on the other nodes by srun.
+    """
     with Bench(folder, ("slurm",), processes=2, order=PAIR) as bench:
         command = ["mpirun", "--allow-run-as-root", "--bind-to", "none", *bench.job]
         submit(bench, "--wait", script=" ".join(command))
@@ -316,7 +326,7 @@ def mpirun_in_sbatch(folder):
 
 @case
 def mpirun_sigterm(folder):
-    """mpirun hands SIGTERM on, and waits for as long as it is told, whenever its ranks end."""
+    """Send SIGTERM to mpirun, which passes it on and waits for its ranks."""
     with Bench(folder, ("ssh",), order=PAIR) as bench:
         command = mpirun(
             bench, "--hostfile", hostfile(bench), "--mca", "odls_base_sigkill_timeout", "15"
@@ -345,7 +355,7 @@ def deepspeed_hostfile(folder):
 
 @case
 def deepspeed_include(folder):
-    """Some hosts, and on them one slot of two; over ssh without pdsh."""
+    """Start on some hosts, on each with one slot of two, over ssh without pdsh."""
     with Bench(folder, ("ssh",), processes=2, order=("a0", "b0", "b1")) as bench:
         bench.file.write_text(bench.file.read_text().replace("processes = 2", "processes = 1"))
         bench.run(*deepspeed(bench, "--include", "a0:1@b0:0@b1:1"))

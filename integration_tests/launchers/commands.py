@@ -1,4 +1,4 @@
-"""The commands that start launchers or ask them: holmes lab run and shell, discover, doctor, probe."""
+"""Test cases of holmes's commands that use launchers: lab run, lab shell, discover, doctor, probe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from integration_tests.launchers.cases import case
 
 
 def holmes(*argv: str, status: int = 0) -> str:
-    """What a command prints, on standard error, too."""
+    """Run a command of holmes, and return its output, standard error included."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["holmes", *argv],
@@ -32,16 +32,15 @@ def holmes(*argv: str, status: int = 0) -> str:
 
 @case
 def holmes_lab_run(folder):
-    """A job of each launcher by one option, and the status of one that fails."""
+    """Run a job by each launcher with `holmes lab run --launcher`, and a job that fails."""
     for launcher in ("torchrun", "srun", "mpirun", "deepspeed"):
-        own = folder / launcher
-        own.mkdir()
-        bench = Bench(own, order=PAIR)
+        job_folder = folder / launcher
+        job_folder.mkdir()
+        bench = Bench(job_folder, order=PAIR)
         bench.write()
         start = ("lab", "run", "--cluster", str(bench.file), "--launcher", launcher, "--")
-        holmes(
-            *start, sys.executable, TRAIN, str(own), "--holmes", "--holmes-cluster", str(bench.file)
-        )
+        flags = ("--holmes", "--holmes-cluster", str(bench.file))
+        holmes(*start, sys.executable, TRAIN, str(job_folder), *flags)
         bench.check()
     text = holmes(*start[:-1], "--quiet", "--", sys.executable, TRAIN, "/nowhere", status=1)
     assert "/nowhere/rank0.json" in text, text
@@ -49,7 +48,7 @@ def holmes_lab_run(folder):
 
 @case
 def holmes_lab_shell(folder):
-    """On a node of a lab that runs, and of one of its own with Slurm."""
+    """Run commands on a node of a running lab, and of a lab that the command starts with Slurm."""
     with Bench(folder) as bench:
         shell = ("lab", "shell", "--lab", str(bench.lab.directory))
         assert holmes(*shell, "b1", "--", "hostname").split() == ["b1"]
@@ -57,19 +56,17 @@ def holmes_lab_shell(folder):
             *shell, "c0", "--", "hostname", status=2
         )
         holmes(*shell, "b1", "--", "sh", "-c", "exit 7", status=7)
-    own = ("lab", "shell", "--cluster", str(bench.file), "--launcher", "srun", "login")
-    assert sorted(holmes(*own, "--", "srun", "--nodes=4", "hostname").split()) == [
-        "a0",
-        "a1",
-        "b0",
-        "b1",
-    ]
+    new_lab = ("lab", "shell", "--cluster", str(bench.file), "--launcher", "srun", "login")
+    output = holmes(*new_lab, "--", "srun", "--nodes=4", "hostname")
+    assert sorted(output.split()) == ["a0", "a1", "b0", "b1"]
 
 
 @case
 def holmes_discover_from_slurm(folder):
-    """The clusters, by the features and the topology of the real Slurm; and what its silent munge is
-    worth."""
+    """Discover the clusters from the features and the topology of Slurm.
+
+    The command must report that munge does not answer.
+    """
     with Bench(folder, ("slurm",), processes=2) as bench:
         file = folder / "found.toml"
         rates = ("--rate", "a=2Gb/s", "--rate", "b=1Gb/s", "--rate", "ethernet=400Mb/s")
@@ -79,10 +76,10 @@ def holmes_discover_from_slurm(folder):
             and len(text.splitlines()) == 1
         )
         bench.run("holmes", "discover", "--from", "slurm", *rates, "--output", str(file))
-        found, given = load_spec(file), load_spec(bench.file)
-        assert [replace(cluster, latency_s=0) for cluster in found.clusters] == [
-            replace(cluster, latency_s=0) for cluster in given.clusters
-        ]
+        # Slurm does not describe latencies.
+        discovered = [replace(cluster, latency_s=0) for cluster in load_spec(file).clusters]
+        given = [replace(cluster, latency_s=0) for cluster in load_spec(bench.file).clusters]
+        assert discovered == given
         bench.daemons.kill("munged", "login")
         text = bench.run("holmes", "discover", "--from", "slurm", status=2)
         assert "Slurm's munge does not answer" in text and len(text.splitlines()) == 1
@@ -90,8 +87,11 @@ def holmes_discover_from_slurm(folder):
 
 @case
 def holmes_doctor_over_an_allocation(folder):
-    """Of two components; then with a NIC that is silent, and a file that does not know all of the nodes. One
-    process a node looks at it, whatever the file and the allocation have."""
+    """Check the nodes of Slurm allocations with `holmes doctor`.
+
+    The allocations are: two components; nodes of which one has a silent NIC; nodes that the cluster file
+    lacks. One process examines each node, whatever numbers the file and the allocation have.
+    """
     with Bench(folder, ("slurm",), processes=2) as bench:
         doctor = ("holmes", "doctor", "--slurm", "--cluster")
         heterogeneous = (

@@ -44,7 +44,7 @@ SMALL = (
     "2",
 )
 PLAIN = str(EXAMPLES / "plain_torch" / "train.py")
-#: What a script says, and what it is here: two nodes of one process.
+#: Options in the scripts of examples/slurm -> options of the tests, for two nodes of one process.
 SIZES = {
     '--nodes=12 --ntasks-per-node=8 --gpus-per-node=8 --constraint="[ib*6&roce*6]"': (
         '--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --constraint="[ib*1&roce*1]"'
@@ -60,38 +60,42 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Example:
-    """Of a framework: the script that trains, its arguments, those that only torchrun without the example's
-    own ones needs, and variables of the job."""
+    """A training script of one framework, as the scripts in examples/slurm start it."""
 
-    script: str
+    script: str  # path of the training script
     arguments: tuple[str, ...] = SMALL
+    #: Arguments that only a start by torchrun needs, since the batch scripts have them.
     stock: tuple[str, ...] = ()
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)  # environment variables of the job
 
 
 def try_slurm(folder: Path, name: str, example: Example) -> None:
-    """name: of its two files in examples/slurm."""
+    """Submit both batch scripts of an example, and compare the losses with those of torchrun.
+
+    Args:
+        name: Name of the scripts in examples/slurm: NAME.sbatch and NAME_het.sbatch.
+    """
     with Bench(folder, ("slurm",), order=PAIR) as bench:
         bench.script = [example.script, *example.stock, *example.arguments]
-        wanted = losses_of("\n".join(agents(bench, env=example.variables)), bench)
+        expected = losses_of("\n".join(agents(bench, env=example.variables)), bench)
         for file in (f"{name}.sbatch", f"{name}_het.sbatch"):
             text = submitted(bench, file, example)
             line = "holmes: 2 clusters: a (1 node, ib) -> b (1 node, roce); world size 2"
             assert line in text, text[-4000:]
-            # doctor's last line, the report's
+            # Last lines of `holmes doctor` and `holmes report`.
             assert "0 problems" in text and "\nslowest: rank" in text, text[-4000:]
-            assert_same(losses_of(text, bench), wanted)
+            assert_same(losses_of(text, bench), expected)
 
 
 def submitted(bench: Bench, file: str, example: Example) -> str:
-    """What a file of examples/slurm writes as a job of this lab."""
+    """Submit a batch script of examples/slurm as a small job, and return its output."""
     text = (EXAMPLES / "slurm" / file).read_text()
-    for there, here in SIZES.items():
-        text = text.replace(there, here)
+    for large, small in SIZES.items():
+        text = text.replace(large, small)
     assert "=8" not in "".join(line for line in text.splitlines() if line.startswith("#SBATCH"))
     script = bench.folder / file
     script.write_text(text)
-    said = bench.folder / f"{file}.log"
+    output = bench.folder / f"{file}.log"
     variables = {
         "CLUSTER": str(bench.file),
         "TRAIN": example.script,
@@ -106,18 +110,19 @@ def submitted(bench: Bench, file: str, example: Example) -> str:
             "sbatch",
             "--wait",
             f"--chdir={bench.folder}",
-            f"--output={said}",
+            f"--output={output}",
             str(script),
             *example.arguments,
             timeout=600,
         )
     except AssertionError as error:
-        raise AssertionError(said.read_text()[-6000:] if said.exists() else error) from None
-    return said.read_text()
+        message = output.read_text()[-6000:] if output.exists() else error
+        raise AssertionError(message) from None
+    return output.read_text()
 
 
 def losses_of(text: str, bench: Bench) -> list[float]:
-    """Of each step: of the log file, which is then removed, or as Megatron prints them."""
+    """Return each step's loss from the log file, which is then removed, or from Megatron's output."""
     log = bench.folder / "steps.json"
     if not log.exists():
         return [float(loss) for loss in re.findall(r"lm loss: (\S+)", text)]
@@ -126,10 +131,9 @@ def losses_of(text: str, bench: Bench) -> list[float]:
     return losses
 
 
-def assert_same(losses: list[float], wanted: list[float]) -> None:
-    assert (
-        len(losses) == len(wanted) >= 3 and max(abs(a - b) for a, b in zip(losses, wanted)) < 1e-5
-    ), (losses, wanted)
+def assert_same(losses: list[float], expected: list[float]) -> None:
+    assert len(losses) == len(expected) >= 3, (losses, expected)
+    assert max(abs(a - b) for a, b in zip(losses, expected)) < 1e-5, (losses, expected)
 
 
 @case
@@ -147,8 +151,7 @@ def example_deepspeed(folder):
 
 @case
 def example_megatron_lm(folder):
-    """Of the checkout, through megatron_cpu_shim.py; else what stands in its place takes the same
-    arguments."""
+    """Train Megatron-LM from a checkout, or a stand-in that takes the same arguments."""
     if MEGATRON:
         arguments = (*FLAGS, "--tensor-model-parallel-size", "1", "--lr-warmup-fraction", "0")
         try_slurm(
@@ -179,21 +182,25 @@ runpy.run_path("{plain}", run_name="__main__")
 
 @case
 def example_sizes(folder):
-    """On 12 nodes of 8 GPUs: one torchrun a node, or one python a GPU, of one job or of two components."""
+    """Start the scripts unchanged on 12 nodes of 8 GPUs.
+
+    They must start one torchrun a node, or one python a GPU, in one job or in two components.
+    """
     text = (EXAMPLES / "clusters" / "slurm_8_ib_6_roce.toml").read_text().replace("Gb/s", "0Mb/s")
     hosts = expand("gpu[01-06,11-16]", "here")
-    programs, told = folder / "bin", folder / "told"
+    programs = folder / "bin"
+    calls = folder / "told"  # a file for each call of a program
     programs.mkdir()
     for name in ("torchrun", "python", "holmes"):
         (programs / name).write_text(
-            f'#!/bin/sh\necho "$(hostname) $*" >$(mktemp "{told}/{name}.XXXXXX")\n'
+            f'#!/bin/sh\necho "$(hostname) $*" >$(mktemp "{calls}/{name}.XXXXXX")\n'
         )
         (programs / name).chmod(0o755)
     every = tuple(expand("gpu[01-08,11-16]", "here"))
     agent = "--nnodes=12 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=gpu01:"
     with Bench(folder, ("slurm",), processes=8, order=every, toml=text) as bench:
         for script in sorted((EXAMPLES / "slurm").glob("*.sbatch")):
-            told.mkdir()
+            calls.mkdir()
             bench.run(
                 "env",
                 f"PATH={programs}:{os.environ['PATH']}",
@@ -203,15 +210,15 @@ def example_sizes(folder):
                 str(script),
                 cwd=folder,
             )
-            said = {
-                name: sorted(file.read_text() for file in told.glob(f"{name}.*"))
-                for name in ("torchrun", "python")
-            }
-            launcher = "torchrun" if said["torchrun"] else "python"
-            each = 1 if said["torchrun"] else 8
-            assert [line.split()[0] for line in said[launcher]] == sorted(hosts * each), script
-            assert each == 8 or all(agent in line for line in said[launcher]), script
-            shutil.rmtree(told)
+            lines = sorted(file.read_text() for file in calls.glob("torchrun.*"))
+            if lines:
+                calls_per_host = 1
+                assert all(agent in line for line in lines), script
+            else:
+                calls_per_host = 8
+                lines = sorted(file.read_text() for file in calls.glob("python.*"))
+            assert [line.split()[0] for line in lines] == sorted(hosts * calls_per_host), script
+            shutil.rmtree(calls)
 
 
 @case
@@ -219,7 +226,7 @@ def example_mpi(folder):
     with Bench(folder, ("ssh",), order=PAIR) as bench:
         arguments = (*SMALL, "--log-file", f"{folder}/steps.json")
         bench.script = [PLAIN, *arguments]
-        wanted = losses_of("\n".join(agents(bench)), bench)
+        expected = losses_of("\n".join(agents(bench)), bench)
         variables = {
             "HOSTFILE": hostfile(bench),
             "CLUSTER": str(bench.file),
@@ -235,4 +242,4 @@ def example_mpi(folder):
             cwd=folder,
         )
         assert "holmes: 2 clusters" in text and "\nslowest: rank" in text, text[-4000:]
-        assert_same(losses_of(text, bench), wanted)
+        assert_same(losses_of(text, bench), expected)

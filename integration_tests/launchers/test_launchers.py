@@ -76,9 +76,7 @@ def running(request, tmp_path_factory):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if item.module is request.module and "name" in parameters:
             selected.append(parameters["name"])
-    longest_first = dict.fromkeys(
-        (*FIRST, *selected)
-    )  # FIRST: names of the cases that take longest
+    longest_first = dict.fromkeys((*FIRST, *selected))  # FIRST: the cases that take longest
     ordered = [name for name in longest_first if name in selected]
     with ThreadPoolExecutor(max_workers=SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(CASES[name], tmp_path_factory.mktemp(name)) for name in ordered}
@@ -180,9 +178,9 @@ def leftovers(labs_of_other_tests: set[str]) -> list[str]:
         ]
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            command_and_variables = (folder / "cmdline").read_bytes() + (
-                folder / "environ"
-            ).read_bytes()
+            command = (folder / "cmdline").read_bytes()
+            variables = (folder / "environ").read_bytes()
+            command_and_variables = command + variables
             if is_left(command_and_variables.decode(errors="replace")):
                 found.append(f"process {folder.name}: {command_and_variables[:200]!r}")
     open_mpi_folders = Path(tempfile.gettempdir()).glob("ompi.*")

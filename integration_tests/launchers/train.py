@@ -1,14 +1,18 @@
-"""The job that the launchers start: data-parallel, a checkpoint after every step, from which it goes on.
+"""Data-parallel training job that the launchers start, with a checkpoint after every step.
 
-    train.py FOLDER [--steps N] [--pause S] [--fail HOST:STEP]       FOLDER is on a file system
-                                                                     that all nodes share
+    train.py FOLDER [--steps N] [--pause S] [--fail HOST:STEP]
 
-FOLDER/rank0.json, ...: what each rank was told, by its rank as the script sees it. FOLDER/losses: a JSON line
-for every step, the mean over all ranks. SIGTERM: the step is finished and saved, all ranks end with status 0.
---fail: the first process that comes to STEP on HOST kills itself, once.
+FOLDER is on a file system that all nodes share. The job writes into it:
 
-DistributedDataParallel and torch.optim import torch._dynamo, half of the seconds that all of this takes: 24
-launches do without.
+    rank0.json, ...    host and environment variables of each rank, by its rank as the script sees it
+    losses             a JSON line for every step, with the mean over all ranks
+    checkpoint         state after the last step, from which the job resumes
+
+After SIGTERM, the step is finished and saved, and all ranks end with status 0. --fail: the first process
+that comes to STEP on HOST kills itself, once.
+
+The script does not use DistributedDataParallel and torch.optim, which import torch._dynamo: that would take
+half of the time of each launch.
 """
 
 import argparse
@@ -24,8 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-FEATURES, HIDDEN, ROWS, RATE, MOMENTUM = 16, 64, 4, 0.05, 0.9
-TOLD = (
+FEATURES = 16
+HIDDEN = 64
+ROWS = 4  # samples of a rank in each step
+RATE = 0.05
+MOMENTUM = 0.9
+#: Environment variables that each rank records.
+RECORDED = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -47,7 +56,7 @@ def new_model():
 
 
 def step_of(model, velocity):
-    """SGD with momentum, over what `grad` holds."""
+    """Update the weights by SGD with momentum, from the parameters' `grad`."""
     with torch.no_grad():
         for parameter, speed in zip(model.parameters(), velocity):
             speed.mul_(MOMENTUM).add_(parameter.grad)
@@ -60,21 +69,22 @@ def new_velocity(model):
 
 
 def loss_of(model, step, rank):
-    """Of the rows that this rank has in this step."""
+    """Return the loss of a rank's samples in one step."""
     rows = torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(1000 * step + rank))
     return nn.functional.mse_loss(model(rows), rows.sum(1, keepdim=True).sin())
 
 
 def expected(world, steps):
-    """The losses of such a job, by one process."""
+    """Return the losses of a job of `world` ranks, computed by one process."""
     model = new_model()
-    velocity, found = new_velocity(model), []
+    velocity = new_velocity(model)
+    losses = []
     for step in range(1, steps + 1):
         loss = torch.stack([loss_of(model, step, rank) for rank in range(world)]).mean()
         loss.backward()
         step_of(model, velocity)
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def main():
@@ -90,20 +100,20 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    told = {
-        "host": socket.gethostname(),
-        **{name: os.environ[name] for name in TOLD if name in os.environ},
-    }
-    (args.folder / f"rank{rank}.json").write_text(json.dumps(told))
+    variables = {name: os.environ[name] for name in RECORDED if name in os.environ}
+    record = {"host": socket.gethostname(), **variables}
+    (args.folder / f"rank{rank}.json").write_text(json.dumps(record))
 
     model = new_model()
-    velocity, checkpoint, first = new_velocity(model), args.folder / "checkpoint", 1
+    velocity = new_velocity(model)
+    checkpoint = args.folder / "checkpoint"
+    first_step = 1
     if checkpoint.exists():
-        state, velocity, done = torch.load(checkpoint)
+        state, velocity, last_step = torch.load(checkpoint)
         model.load_state_dict(state)
-        first = done + 1
-    dist.barrier()  # all have read it before anybody writes the next
-    for step in range(first, args.steps + 1):
+        first_step = last_step + 1
+    dist.barrier()  # all ranks have read the checkpoint before rank 0 writes the next
+    for step in range(first_step, args.steps + 1):
         time.sleep(args.pause)
         if args.fail == f"{socket.gethostname()}:{step}":
             failed = args.folder / "failed"
@@ -118,16 +128,18 @@ def main():
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
         step_of(model, velocity)
-        both = torch.stack([loss.detach() / dist.get_world_size(), torch.tensor(float(bool(stop)))])
-        dist.all_reduce(both)
+        # One all-reduce for the mean loss, and for whether any rank has received SIGTERM.
+        mean_loss = loss.detach() / dist.get_world_size()
+        summed = torch.stack([mean_loss, torch.tensor(float(bool(stop)))])
+        dist.all_reduce(summed)
         if rank == 0:
             partial = checkpoint.with_suffix(".partial")
             torch.save((model.state_dict(), velocity, step), partial)
             partial.replace(checkpoint)
             with open(args.folder / "losses", "a") as log:
-                print(json.dumps({"step": step, "loss": both[0].item()}), file=log)
+                print(json.dumps({"step": step, "loss": summed[0].item()}), file=log)
             print(f"step {step} saved", flush=True)
-        if both[1]:
+        if summed[1]:
             if rank == 0:
                 print(f"ended by SIGTERM after step {step}", flush=True)
             break

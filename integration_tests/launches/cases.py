@@ -7,8 +7,8 @@ How it works:
     backend    Holmes reads the name of a group's backend as "fake", and then launches the same operations as
                for NCCL (runtime/backend.py).
 
-Hierarchical all-reduces ("a hierarchical all-reduce") normally need a minimum size. The minimum is
-zero here, so that small models use them, too.
+Holmes all-reduces hierarchically only above a minimum size. The minimum is zero here, so that small models
+use hierarchical all-reduces, too.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 from holmes_ext.runtime.start.launcher import Process
 
 GB = 10**9
-SEEDS_PER_LAUNCH = (
-    5  # cases that the same processes train, one after the other: see run_in_batches()
-)
+#: Number of cases that the same processes train, one after the other: see run_in_batches().
+SEEDS_PER_LAUNCH = 5
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,21 @@ class Case:
 
 
 def case(seed: int, world: int, pipeline: bool = True) -> Case:
+    """Draw a random case.
+
+    Args:
+        world: Number of ranks.
+        pipeline: The job may have several pipeline stages.
+    """
     rng = random.Random(seed)
-    site = _alike(rng, world) if rng.random() < 0.7 else _any(rng, world)
-    stages = rng.choice([1, *(n for n in range(1, world + 1) if world % n == 0)]) if pipeline else 1
+    if rng.random() < 0.7:
+        site = _site_of_equal_clusters(rng, world)
+    else:
+        site = _site_of_any_shape(rng, world)
+    stages = 1
+    if pipeline:
+        divisors = [count for count in range(1, world + 1) if world % count == 0]
+        stages = rng.choice([1, *divisors])
     options = Options(
         overlap=rng.choice(("on", "on", "auto", "off")),
         bucket="0.002",
@@ -71,57 +82,67 @@ def case(seed: int, world: int, pipeline: bool = True) -> Case:
     return Case(seed, site, Sizes(stages).complete(world), options)
 
 
-def _any(rng: random.Random, world: int) -> Site:
-    while (found := random_sites.site(rng)).world_size != world:
-        pass
-    slow = [replace(one, rate_bps=GB) if one.name == ETHERNET else one for one in found.fabrics]
-    return Site(found.nodes, tuple(slow))
+def _site_of_any_shape(rng: random.Random, world: int) -> Site:
+    """Draw random clusters with this number of ranks and a slow Ethernet."""
+    site = random_sites.site(rng)
+    while site.world_size != world:
+        site = random_sites.site(rng)
+    fabrics = []
+    for fabric in site.fabrics:
+        if fabric.name == ETHERNET:
+            fabric = replace(fabric, rate_bps=GB)
+        fabrics.append(fabric)
+    return Site(site.nodes, tuple(fabrics))
 
 
-def _alike(rng: random.Random, world: int) -> Site:
-    """Two clusters or four of as many nodes, launched in any order: what a hierarchical all-reduce
-    over NCCL need."""
-    count = rng.choice([n for n in (2, 4) if world % n == 0 and world > n])
-    processes = rng.choice([n for n in (1, 2) if world // count % n == 0])
-    kinds = ("ib", "roce", "ib", "roce")[:count]
+def _site_of_equal_clusters(rng: random.Random, world: int) -> Site:
+    """Draw two or four clusters of equal size, with the nodes in random order.
+
+    A hierarchical all-reduce over NCCL requires clusters of equal size.
+    """
+    cluster_count = rng.choice([n for n in (2, 4) if world % n == 0 and world > n])
+    ranks_of_cluster = world // cluster_count
+    processes = rng.choice([n for n in (1, 2) if ranks_of_cluster % n == 0])
+    kinds = ("ib", "roce", "ib", "roce")[:cluster_count]
     fabrics = [Fabric(f"{kind}{number}", kind, 100 * GB, 2e-6) for number, kind in enumerate(kinds)]
     nodes = []
     for cluster, fabric in zip("abcd", fabrics):
         fast = Port(fabric.name, fabric.name, "10.1.0.1", (f"mlx_{fabric.name}:1",))
-        nodes += [
-            Node(
-                f"{cluster}{number}", cluster, processes, (fast, Port(ETHERNET, "eth0", "10.0.0.1"))
-            )
-            for number in range(world // count // processes)
-        ]
+        ports = (fast, Port(ETHERNET, "eth0", "10.0.0.1"))
+        for number in range(ranks_of_cluster // processes):
+            nodes.append(Node(f"{cluster}{number}", cluster, processes, ports))
     rng.shuffle(nodes)
     return Site(tuple(nodes), (Fabric(ETHERNET, "ethernet", GB, 3e-5), *fabrics))
 
 
 @contextlib.contextmanager
 def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
-    """holmes on, with these features; what is launched inside."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Switch holmes on with these features as for NCCL, and record the operations that it launches.
+
+    The context yields the record.
+    """
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     plan = build_plan(one.site, one.sizes, options=one.options)
     process = Process(rank, world, 0, 1, "", 0, "test")
     current = session.Session(one.options, process, one.site, plan, rank, maker=maker)
-    named, reduction, new_group = backend.backend_named, session.Session.reduction, dist.new_group
+    original_backend_named = backend.backend_named
+    original_reduction = session.Session.reduction
+    original_new_group = dist.new_group
 
-    def group(*args: Any, **more: Any) -> Any:
-        return new_group(*args, **{**more, "backend": "gloo"})
+    def backend_named(*args: Any) -> str:
+        return original_backend_named(*args).replace("gloo", "fake")
+
+    def reduction(*args: Any, **more: Any) -> Any:
+        return replace(original_reduction(*args, **more), hierarchical_from=0, chunk_bytes=4096)
+
+    def new_group(*args: Any, **more: Any) -> Any:
+        return original_new_group(*args, **{**more, "backend": "gloo"})
 
     fakes = (
-        mock.patch.object(
-            backend, "backend_named", lambda *args: named(*args).replace("gloo", "fake")
-        ),
-        mock.patch.object(
-            session.Session,
-            "reduction",
-            lambda *args, **more: replace(
-                reduction(*args, **more), hierarchical_from=0, chunk_bytes=4096
-            ),
-        ),
-        mock.patch.object(dist, "new_group", group),
+        mock.patch.object(backend, "backend_named", backend_named),
+        mock.patch.object(session.Session, "reduction", reduction),
+        mock.patch.object(dist, "new_group", new_group),
     )
     applied = Registry(all_patches())
     with contextlib.ExitStack() as stack:
@@ -131,12 +152,9 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
         stack.callback(applied.undo)
         session.set_active(current)
         stack.callback(session.set_active, None)
-        # of the group of all ranks, which stays
-        for known in (
-            deepspeed_hierarchical._planned_specs,
-            deepspeed_hierarchical._hierarchical_reductions,
-        ):
-            stack.callback(known.clear)
+        # The group of all ranks is used again by the next case, which must not find these entries.
+        stack.callback(deepspeed_hierarchical._planned_specs.clear)
+        stack.callback(deepspeed_hierarchical._hierarchical_reductions.clear)
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield stack.enter_context(recorded())
@@ -148,9 +166,8 @@ class CaseResult:
 
     log: Log  # the recorded communication
     losses: list[float]
-    used: frozenset[
-        str
-    ]  # the features that had an effect: "overlap", "a hierarchical all-reduce", "pairs", "stage links"
+    #: Features that had an effect: "overlap", "a hierarchical all-reduce", "pairs", "stage_links".
+    used: frozenset[str]
 
 
 def run_in_batches(
@@ -205,9 +222,8 @@ def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) ->
     if any(reduction.overlap for reduction in reductions_of_stages):  # during the backward passes
         used.add("overlap")
     traffic = current.plan.traffic_of("verbs")  # the traffic over RDMA networks
-    if any(
-        stage_link.pair_groups[0] for stage_link in traffic.stage_links
-    ):  # a process group for each pair of stages
+    # A pair group is a process group for one pair of stages.
+    if any(stage_link.pair_groups[0] for stage_link in traffic.stage_links):
         used.add("pairs")
     if traffic.in_flight:  # messages between stages are received before the stage waits for them
         used.add("stage_links")

@@ -1,17 +1,22 @@
-"""Random sites, sizes, flags and devices on emulated GPUs: no job hangs, and its losses are stock's.
+"""Trains with random clusters, sizes, flags and devices on emulated GPUs.
 
     PYTHONPATH=tests:. HOLMES_TEST_CARRIER=nccl .venv-gpu/bin/python integration_tests/launches/on_gpus.py
         --count 100 --within 150 --results launches.jsonl
 
-DeepSpeed's pipeline example under each: one to three clusters of one to three nodes, unequal ones too, one or
-two GPUs a node; ZeRO 0 or 1, tied layers, overlap, micro-batches in flight; a device with one hardware
-queue, with few multiprocessors, with kernels that start late at random, or whose launches are waited for. A
-line for each case, then how many there were; exit status 1 where one hung or learned something else. A case
-is its seed: --seed N --count 1 repeats it. --results keeps a JSON line of each; seeds that have one there are
-not run again.
+No job may hang, and the losses must be those without holmes ("stock"). Each case trains DeepSpeed's
+pipeline example with a random choice of:
 
-Bringing up nodes and importing DeepSpeed took most of a case's time, so cases share a lab, one for each
-choice of three kinds of cluster, and stock trains once for each size and flags: its losses depend on no
+    clusters    one to three clusters of one to three nodes, with one or two GPUs a node
+    model       ZeRO 0 or 1, tied layers, overlap, micro-batches in flight
+    device      one hardware queue, few multiprocessors, kernels that start late at random, or a host that
+                waits for each launch
+
+A line for each case is printed, and then the counts. The exit status is 1 if a case hung or has other
+losses. A case is identified by its seed: --seed N --count 1 repeats it. --results writes a JSON line for
+each case; seeds that already have a line are skipped.
+
+Starting nodes and importing DeepSpeed would take most of the time. So cases share a lab if their clusters
+have NICs of the same kinds, and stock trains once for each size and flags, since its losses depend on no
 network.
 """
 
@@ -38,7 +43,9 @@ from holmes_lab.gpu.job import GpuClock, Gpus
 from holmes_ext.cluster.spec import load_spec
 from integration_tests.jobs import ONE_AT_A_TIME, PRELOAD, TRAIN, LabOf, losses
 
-MOST_RANKS, MOST_NODES, STEPS = 6, 3, 5
+MOST_RANKS = 6  # of a job
+MOST_NODES = 3  # of a cluster
+STEPS = 5
 SIZES = (
     f"--layers 4 --hidden 32 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4 --steps {STEPS}"
 ).split()
@@ -52,7 +59,7 @@ ONE_CHANNEL = dict.fromkeys(
     ),
     "1",
 )
-#: holmes's modules, too: each rank would import them.
+#: Modules that are imported before a process is forked for each rank, holmes's own included.
 PRELOADED = (
     *PRELOAD,
     "holmes_ext.job",
@@ -64,17 +71,16 @@ NAMES = "abc"
 
 @dataclass(frozen=True)
 class Drawn:
-    """nodes, kinds, gbps: of each cluster; flags: of the example; holmes: besides --holmes; device: of
-    DEVICES."""
+    """A random case."""
 
     seed: int
-    nodes: tuple[int, ...]
-    processes: int
-    kinds: tuple[str, ...]
-    gbps: tuple[int, ...]
-    flags: tuple[str, ...]
-    holmes: tuple[str, ...]
-    device: str
+    nodes: tuple[int, ...]  # number of nodes of each cluster
+    processes: int  # of each node
+    kinds: tuple[str, ...]  # kind of the NICs of each cluster
+    gbps: tuple[int, ...]  # rate of each cluster's NICs, Gb/s
+    flags: tuple[str, ...]  # of the example
+    holmes: tuple[str, ...]  # flags of holmes besides --holmes
+    device: str  # see DEVICES
 
     @property
     def world(self) -> int:
@@ -82,17 +88,17 @@ class Drawn:
 
     @property
     def job(self) -> str:
-        """What stock's losses depend on."""
+        """Return the number of ranks and the flags, on which the losses without holmes depend."""
         return f"{self.world} {' '.join(self.flags)}"
 
     @property
     def lab(self) -> tuple[str, ...]:
-        """Kinds of three clusters in which the case fits."""
+        """Return the kinds of NICs of three clusters into which the case fits."""
         return (*self.kinds, "ib", "ib")[: len(NAMES)]
 
     @property
     def site(self) -> str:
-        """cluster.toml."""
+        """Return the text of cluster.toml."""
         return site(self.kinds, self.gbps, self.nodes, self.processes)
 
     @property
@@ -106,7 +112,7 @@ class Drawn:
 
 
 def two_gpus() -> Gpus:
-    """As many in each node, so that all cases of a lab fork one Python."""
+    """Return two GPUs for each node, so that all cases of a lab fork their ranks from one Python."""
     return replace(gpus(), count=2)
 
 
@@ -119,15 +125,16 @@ def site(kinds: Sequence[str], gbps: Sequence[int], nodes: Sequence[int], proces
 
 
 def draw(seed: int) -> Drawn:
+    """Draw a random case."""
     rng = random.Random(seed)
-    while True:
-        nodes, processes = (
-            [rng.randint(1, MOST_NODES) for _ in range(rng.choice((1, 2, 2, 2, 3)))],
-            rng.choice((1, 1, 2)),
-        )
-        if 2 <= (world := sum(nodes) * processes) <= MOST_RANKS:
-            break
-    of_clusters = [(rng.choice(("ib", "roce")), rng.choice((1, 2, 4))) for _ in nodes]
+    world = 0
+    while not 2 <= world <= MOST_RANKS:
+        cluster_count = rng.choice((1, 2, 2, 2, 3))
+        nodes = [rng.randint(1, MOST_NODES) for _ in range(cluster_count)]
+        processes = rng.choice((1, 1, 2))
+        world = sum(nodes) * processes
+    nics = [(rng.choice(("ib", "roce")), rng.choice((1, 2, 4))) for _ in nodes]
+    kinds, gbps = zip(*nics)
     stages = rng.choice([count for count in range(1, 5) if world % count == 0])
     flags = [
         "--stages",
@@ -135,12 +142,11 @@ def draw(seed: int) -> Drawn:
         *rng.choice(([], ["--zero", "1"])),
         *(["--tied"] if rng.random() < 0.3 else []),
     ]
-    holmes = (
-        ["--holmes-inflight", rng.choice(("auto", "auto", "1", "3", "off"))] if stages > 1 else []
-    )
-    kinds, gbps = zip(*of_clusters)
+    holmes = []
+    if stages > 1:
+        holmes = ["--holmes-inflight", rng.choice(("auto", "auto", "1", "3", "off"))]
     device = rng.choice(DEVICES)
-    # several buckets in this small model
+    # The bucket is so small that this small model has several.
     holmes += [
         "--holmes-overlap",
         rng.choice(("on", "on", "auto", "off")),
@@ -151,36 +157,47 @@ def draw(seed: int) -> Drawn:
 
 
 class Launches:
-    """Cases in one lab. stock: losses by Drawn.job."""
+    """Training of cases in one lab."""
 
     def __init__(self, lab: Lab, folder: Path, stock: dict[str, list[float]]):
-        self.lab, self.folder, self.stock = lab, folder, stock
+        self.lab = lab
+        self.folder = folder
+        self.stock = stock  # Drawn.job -> losses without holmes
 
     def train(self, drawn: Drawn, *flags: str, device: str) -> list[float]:
-        """AssertionError with the circle of waits where it hangs."""
-        file, log = self.folder / "cluster.toml", self.folder / "log"
+        """Train a case, and return its losses.
+
+        Args:
+            flags: ("--holmes",), or nothing for a job without holmes.
+            device: Kind of device; see DEVICES.
+
+        Raises:
+            AssertionError: The job failed, or hangs; the message has the circle of waits.
+        """
+        file = self.folder / "cluster.toml"
+        log = self.folder / "log"
         file.write_text(drawn.site)
-        on = LabOf(file, self.lab, load_spec(file))
-        on_holmes = (*on.holmes, *drawn.holmes) if flags else ()
-        result = on.run(
+        nodes = LabOf(file, self.lab, load_spec(file))
+        holmes_flags = (*nodes.holmes, *drawn.holmes) if flags else ()
+        result = nodes.run(
             TRAIN,
             *SIZES,
             "--log",
             str(log),
             *drawn.flags,
-            *on_holmes,
+            *holmes_flags,
             preload=PRELOADED,
             env={**ONE_CHANNEL, **ONE_AT_A_TIME.get(device, {})},
             processes=drawn.processes,
             gpus=drawn.gpus if flags else two_gpus(),
         )
         assert result.returncode == 0, "\n".join(result.outputs.values())[-2000:]
-        found = losses(log)
-        assert len(found) == STEPS
-        return found
+        losses_of_steps = losses(log)
+        assert len(losses_of_steps) == STEPS
+        return losses_of_steps
 
     def difference(self, drawn: Drawn) -> float:
-        """Greatest difference of a step's loss to stock's."""
+        """Return the largest difference between a step's loss with holmes and without."""
         if drawn.job not in self.stock:
             self.stock[drawn.job] = self.train(drawn, device="plain")
         for node in self.lab.nodes:
@@ -192,6 +209,7 @@ class Launches:
 
 @contextlib.contextmanager
 def lab_of(kinds: Sequence[str], stock: dict[str, list[float]]) -> Iterator[Launches]:
+    """Start a lab with three clusters of these kinds of NICs."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "lab.toml")
         file.write_text(site(kinds, (4,) * 3, (MOST_NODES,) * 3, 2))
@@ -200,6 +218,7 @@ def lab_of(kinds: Sequence[str], stock: dict[str, list[float]]) -> Iterator[Laun
 
 
 def tried(launches: Launches, drawn: Drawn) -> dict[str, Any]:
+    """Run a case, and return the object for its line in the results."""
     case: dict[str, Any] = {
         "seed": drawn.seed,
         "case": str(drawn),
@@ -225,7 +244,8 @@ def main() -> int:
     )
     parser.add_argument("--results", type=Path, help="JSON lines, added to")
     arguments = parser.parse_args()
-    file, end = arguments.results, time.monotonic() + arguments.within
+    file = arguments.results
+    end = time.monotonic() + arguments.within
     lines = file.read_text().splitlines() if file is not None and file.exists() else []
     cases = {case["seed"]: case for case in map(json.loads, lines)}
     seeds = range(arguments.seed, arguments.seed + arguments.count)

@@ -20,7 +20,10 @@ from integration_tests.launches.cases import CaseResult, case, outcome, run_in_b
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
 
-WIDTH, LAYERS, STEPS, MICRO_BATCHES = 16, 9, 4, 4
+WIDTH = 16
+LAYERS = 9
+STEPS = 4
+MICRO_BATCHES = 4  # of each step
 FEATURES = [
     "overlap",
     "hierarchical",
@@ -34,15 +37,16 @@ ZEROS = {world: range(100 * world + 50, 100 * world + 60) for world in (4, 6)}
 
 
 def start():
+    """Initialize DeepSpeed in this rank."""
     os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # half a minute of compiling, and not used
-    )
+    # Compiling this operation would take half a minute, and the tests do not use it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     deepspeed.utils.logger.setLevel(100)
 
 
 def config(zero):
+    """Return DeepSpeed's configuration for a stage of ZeRO."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -62,21 +66,25 @@ class Layer(torch.nn.Linear):
         super().__init__(WIDTH, WIDTH)
 
 
-def pipeline_losses(one):
+def pipeline_losses(drawn):
+    """Train a random case with DeepSpeed's pipeline engine, and return its losses."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-    rng = one.rng
-    tied, zero = rng.random() < 0.5, rng.choice((0, 1))
-    kind = (
-        (lambda: TiedLayerSpec("ends", Layer, tied_weight_attr="weight"))
-        if tied
-        else (lambda: LayerSpec(Layer))
-    )
-    specs = [kind(), *(LayerSpec(Layer) for _ in range(LAYERS - 2)), kind()]
+    rng = drawn.rng
+    is_tied = rng.random() < 0.5
+    zero = rng.choice((0, 1))
+
+    def end_layer():
+        if is_tied:
+            return TiedLayerSpec("ends", Layer, tied_weight_attr="weight")
+        return LayerSpec(Layer)
+
+    inner_layers = [LayerSpec(Layer) for _ in range(LAYERS - 2)]
+    specs = [end_layer(), *inner_layers, end_layer()]
     with torch.no_grad():
         module = PipelineModule(
             specs,
-            num_stages=one.sizes.pipeline,
+            num_stages=drawn.sizes.pipeline,
             loss_fn=torch.nn.functional.mse_loss,
             seed_layers=True,
             seed_fn=torch.manual_seed,
@@ -93,13 +101,14 @@ def pipeline_losses(one):
     return [engine.train_batch(batches).item() for _ in range(STEPS)]
 
 
-def zero_losses(one):
+def zero_losses(drawn):
+    """Train a random case with DeepSpeed's engine and ZeRO, and return its losses."""
     torch.manual_seed(5)
     model = torch.nn.Sequential(*(Layer() for _ in range(4)))
-    zero = {"stage": one.seed % 4, "overlap_comm": one.rng.random() < 0.5}
-    given = config(one.seed % 4)
-    given["zero_optimization"] |= zero
-    engine, *_ = deepspeed.initialize(model=model, config=given)
+    stage = drawn.seed % 4
+    drawn_config = config(stage)
+    drawn_config["zero_optimization"]["overlap_comm"] = drawn.rng.random() < 0.5
+    engine, *_ = deepspeed.initialize(model=model, config=drawn_config)
     data = torch.Generator().manual_seed(torch.distributed.get_rank())
     losses = []
     for _ in range(2 * MICRO_BATCHES):
@@ -177,14 +186,12 @@ def check(results, seeds):
 def test_pipelines(world):
     seeds = PIPELINES[world]
     used = check(run_in_batches(train_cases, world, seeds, pipeline_losses), seeds)
-    assert all(
-        sum(name in one for one in used) >= 2
-        for name in ("overlap", "a hierarchical all-reduce", "pairs", "stage_links")
-    ), used
+    for feature in ("overlap", "a hierarchical all-reduce", "pairs", "stage_links"):
+        assert sum(feature in features for features in used) >= 2, used
 
 
 @pytest.mark.parametrize("world", [pytest.param(world, marks=full) for world in (4, 6)])
 def test_zero(world):
     seeds = ZEROS[world]
     used = check(run_in_batches(train_cases, world, seeds, zero_losses), seeds)
-    assert any("a hierarchical all-reduce" in one for one in used), used
+    assert any("a hierarchical all-reduce" in features for features in used), used

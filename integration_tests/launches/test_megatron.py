@@ -31,28 +31,32 @@ FEATURES = [
 SEEDS = {world: range(1000 * world, 1000 * world + 15) for world in (4, 6, 8)}
 
 
-def flags(one):
-    """Of examples/megatron_core/train.py."""
-    rng, stages = one.rng, one.sizes.pipeline
+def flags(drawn):
+    """Return flags of examples/megatron_core/train.py for a random case."""
+    rng = drawn.rng
+    stages = drawn.sizes.pipeline
     chunks = rng.choice((1, 2)) if stages > 1 else 1
     size = (
         f"--layers {stages * chunks} --hidden 16 --heads 2 --sequence 8 --micro-batch 1 --steps 2"
     )
-    given = f"{size} --micro-batches {2 * stages} --pipeline {stages} --virtual-pipeline {chunks}".split()
-    given += ["--distributed-optimizer"] * (rng.random() < 0.5) + ["--overlap"] * (
-        rng.random() < 0.5
-    )
-    return given
+    split = f"--micro-batches {2 * stages} --pipeline {stages} --virtual-pipeline {chunks}"
+    words = [*size.split(), *split.split()]
+    if rng.random() < 0.5:
+        words.append("--distributed-optimizer")
+    if rng.random() < 0.5:
+        words.append("--overlap")
+    return words
 
 
-def losses(one):
+def losses(drawn):
+    """Train a random case, and return the loss and the gradient norm of each step."""
     import train
     from megatron.core import parallel_state
     from options import parse_args
 
-    # its all-reduce would make the pipeline's communicator before the schedule does
+    # The all-reduce in this function would make the pipeline's communicator before the schedule does.
     train.describe = lambda *args: ""
-    entries = train.train(*parse_args(flags(one)))
+    entries = train.train(*parse_args(flags(drawn)))
     parallel_state.destroy_model_parallel()
     gc.collect()
     return [value for entry in entries for value in (entry["loss"], entry["grad_norm"])]
@@ -93,9 +97,7 @@ def test_megatron(world):
     stages, and early receives of messages between stages ("stage links").
     """
     seeds = SEEDS[world]
-    results = run_in_batches(
-        train_cases, world, seeds
-    )  # for each rank one RankResult for each seed
+    results = run_in_batches(train_cases, world, seeds)  # rank -> a RankResult for each seed
     used = []  # for each case the set of the features that it used
     for number, seed in enumerate(seeds):
         result_of_rank = {rank: rank_results[number] for rank, rank_results in enumerate(results)}

@@ -32,7 +32,7 @@ from integration_tests.jobs import (
     train_megatron,
 )
 
-INSTALLED = megatron_core()
+megatron_version = megatron_core()
 #: Every split trains the same global batches: 16 samples a step.
 SPLITS = {
     "pipeline 2": "--pipeline 2 --micro-batches 4 --steps 4",
@@ -62,7 +62,7 @@ SPLITS = {
 OVER_NCCL = "pipeline 2", "tensor 2 pipeline 2", "overlap", "distributed optimizer"
 #: Splits of the case "all splits" alone: other splits combine what each of these has by itself.
 LONGER = "pipeline 4", "context 2", "interleaved, each cluster an optimizer instance"
-#: Other models, whose losses are stock's but not the others'.
+#: Splits with models of other sizes.
 OTHERS = {
     "experts": "--layers 2 --pipeline 2 --experts 4 --expert 2 --micro-batches 4 --steps 3",
     "experts, distributed optimizer": (
@@ -116,13 +116,12 @@ def splits(request):
         wanted = {name: flags for name, flags in SPLITS.items() if name not in LONGER}
 
     unsupported = []
-    if INSTALLED < Version("0.15"):  # has no checkpoints that other splits can load
+    if megatron_version < Version("0.15"):  # has no checkpoints that other splits can load
         unsupported += ["--save", "--load"]
-    if INSTALLED < Version("0.14"):  # pins memory for context parallelism, which needs a GPU
+    if megatron_version < Version("0.14"):  # pins memory for context parallelism, which needs a GPU
         unsupported += ["--context"]
-    if INSTALLED < Version(
-        "0.13"
-    ):  # has no layouts, and needs Transformer Engine for this optimizer
+    # Has no layouts, and needs Transformer Engine for this optimizer.
+    if megatron_version < Version("0.13"):
         unsupported += ["--layout", "--distributed-optimizer"]
     return {
         name: flags
@@ -143,39 +142,39 @@ def both(two_clusters, splits, tmp_path_factory):
 def assert_stocks(stock, holmes, names):
     """Assert that losses and gradient norms of the named splits are equal without and with holmes."""
     for name in names:
-        for one, other in zip(stock[name]["entries"], holmes[name]["entries"], strict=True):
-            assert abs(one["loss"] - other["loss"]) <= 1e-6, (name, one, other)
-            assert abs(one["grad_norm"] - other["grad_norm"]) <= 2e-6, (name, one, other)
+        for expected, entry in zip(stock[name]["entries"], holmes[name]["entries"], strict=True):
+            assert abs(expected["loss"] - entry["loss"]) <= 1e-6, (name, expected, entry)
+            assert abs(expected["grad_norm"] - entry["grad_norm"]) <= 2e-6, (name, expected, entry)
 
 
 def losses_of(split):
+    """Return the loss of each step from the result of a split."""
     return [entry["loss"] for entry in split["entries"]]
 
 
 @pytest.mark.row("megatron-core")
 @over_nccl
 def test_losses_and_gradient_norms_are_stocks_under_every_split(both, splits):
-    assert_stocks(both[0][0], both[1][0], splits)
+    (stock, _, _), (holmes, _, _) = both
+    assert_stocks(stock, holmes, splits)
 
 
 @over_nccl
 def test_the_split_does_not_change_what_is_learned(both):
-    """The example's initial weights do not depend on the split, and a checkpoint is resumed where it was
-    left."""
-    for done in (both[0][0], both[1][0]):
-        reference = {entry["step"]: entry for entry in done["pipeline 2"]["entries"]}
-        for name in SPLITS.keys() & done.keys():
-            for entry in done[name]["entries"]:
-                assert abs(entry["loss"] - reference[entry["step"]]["loss"]) <= 5e-6, (name, entry)
-                assert abs(entry["grad_norm"] - reference[entry["step"]]["grad_norm"]) <= 5e-6, (
-                    name,
-                    entry,
-                )
-        if "resumed with other stages" in done:
-            assert [entry["step"] for entry in done["resumed with other stages"]["entries"]] == [
-                3,
-                4,
-            ]
+    """Losses do not depend on the split, and a checkpoint is resumed exactly.
+
+    The example's initial weights are the same for all splits.
+    """
+    for results, _, _ in both:  # without and with holmes
+        expected = {entry["step"]: entry for entry in results["pipeline 2"]["entries"]}
+        for name in SPLITS.keys() & results.keys():
+            for entry in results[name]["entries"]:
+                expected_entry = expected[entry["step"]]
+                for value in ("loss", "grad_norm"):
+                    assert abs(entry[value] - expected_entry[value]) <= 5e-6, (name, entry)
+        resumed = results.get("resumed with other stages")
+        if resumed:
+            assert [entry["step"] for entry in resumed["entries"]] == [3, 4]
 
 
 @gpu_only
@@ -184,11 +183,13 @@ def test_the_split_does_not_change_what_is_learned(both):
 )
 @over_nccl
 def test_messages_that_come_early_hold_nothing_up(two_clusters, both, tmp_path, how):
-    """Where the host waits for the device in each layer, where all streams share one hardware queue, and
-    where each launch is waited for."""
+    """Jobs train if the host waits for the device in each layer, or for each launch.
+
+    They also train if all CUDA streams share one hardware queue.
+    """
     through = (WAITS, how) if how == "synchronize" else ()
     wanted = {name: SPLITS[name] for name in ("pipeline 2", "tensor 2 pipeline 2")}
-    done, _, said = train_megatron(
+    results, _, output = train_megatron(
         two_clusters,
         tmp_path,
         wanted,
@@ -196,12 +197,14 @@ def test_messages_that_come_early_hold_nothing_up(two_clusters, both, tmp_path, 
         through=through,
         **ONE_AT_A_TIME.get(how, {}),
     )
-    assert "megatron-stage-links" in said or PHYSICAL  # which is said of what is imported before
-    assert_stocks(both[0][0], done, wanted)
+    # The message is printed for modules that are preloaded, which is not possible with a physical GPU.
+    assert "megatron-stage-links" in output or PHYSICAL
+    stock, _, _ = both[0]
+    assert_stocks(stock, results, wanted)
 
 
 @full
-@pytest.mark.skipif(INSTALLED < Version("0.14"), reason="its sends are no class's")
+@pytest.mark.skipif(megatron_version < Version("0.14"), reason="its sends are no class's")
 def test_more_micro_batches_in_flight_learn_the_same(two_clusters, both, tmp_path):
     """With two micro-batches more in flight than 1F1B has, losses and gradient norms do not change."""
     stock = both[0][0]  # name of a split -> its results without holmes
@@ -222,39 +225,43 @@ def test_every_layer_is_built_once(both):
 
 
 def test_every_stage_that_is_waited_for_reduces_in_buckets(both):
-    """Both stages' reductions are exposed on these fabrics: the later one too overlaps, which megatron-core
-    does not do by itself."""
-    stock, holmes = both[0][0], both[1][0]
+    """Holmes overlaps the reductions of both stages, which take long on these networks.
+
+    megatron-core by itself does not overlap the reduction of the later stage.
+    """
+    (stock, _, _), (holmes, _, _) = both
     assert stock["pipeline 2"]["buckets"] == {str(rank): [0] for rank in range(4)}
-    assert all(count > 2 for (count,) in holmes["pipeline 2"]["buckets"].values()), holmes[
-        "pipeline 2"
-    ]
+    buckets = holmes["pipeline 2"]["buckets"]
+    assert all(count > 2 for (count,) in buckets.values()), buckets
     if "overlap" in stock:  # not among the few splits that run over NCCL
         assert stock["overlap"]["buckets"]["2"] == [1]
         assert holmes["overlap"]["buckets"]["2"][0] > 2
-    # Nothing is reduced with four stages; a distributed optimizer's buckets stay unless the user says
-    # --holmes-overlap on: checkpoints may depend on them.
-    for own in {"pipeline 4", "distributed optimizer"} & stock.keys():
-        assert holmes[own]["buckets"] == stock[own]["buckets"]
+    # Four stages have nothing to reduce. Holmes keeps a distributed optimizer's buckets without the flag
+    # --holmes-overlap on, because checkpoints may depend on them.
+    for name in {"pipeline 4", "distributed optimizer"} & stock.keys():
+        assert holmes[name]["buckets"] == stock[name]["buckets"]
 
 
 @full
 @gloo_only  # stock cannot resume its distributed optimizer on a GPU without Apex or Transformer Engine
 def test_the_distributed_optimizer_and_experts_overlap_when_told_to(two_clusters, tmp_path):
-    """--holmes-overlap on: the same losses, also of a resumed job, with buckets that need no padding and
-    weights gathered under way."""
+    """With --holmes-overlap on, losses are the same, also of a resumed job.
+
+    Buckets need no padding, and weights are gathered during the forward pass.
+    """
     distributed = {
         name: flags for name, flags in SPLITS.items() if "--distributed-optimizer" in flags
     }
-    done = []
-    for name, more in (("stock", ()), ("holmes", (*two_clusters.holmes, "--holmes-overlap", "on"))):
-        (tmp_path / name).mkdir()
-        done.append(train_megatron(two_clusters, tmp_path / name, distributed | OTHERS, *more)[0])
-    stock, holmes = done
-    assert_stocks(stock, holmes, distributed | OTHERS)
+    splits = distributed | OTHERS
+    (tmp_path / "stock").mkdir()
+    stock, _, _ = train_megatron(two_clusters, tmp_path / "stock", splits)
+    (tmp_path / "holmes").mkdir()
+    flags = (*two_clusters.holmes, "--holmes-overlap", "on")
+    holmes, _, _ = train_megatron(two_clusters, tmp_path / "holmes", splits, *flags)
+    assert_stocks(stock, holmes, splits)
     narrow = holmes["distributed optimizer"]["buckets"]
-    # padded buckets would be saved wrong; a later stage of narrow layers has no others
-    if INSTALLED < Version("0.20"):
+    # These versions would save padded buckets wrong, and small buckets of narrow layers need padding.
+    if megatron_version < Version("0.20"):
         assert narrow == {"0": [3], "1": [3], "2": [1], "3": [1]}
     else:
         assert all(count > 3 for (count,) in narrow.values()), narrow
@@ -264,21 +271,21 @@ def test_the_distributed_optimizer_and_experts_overlap_when_told_to(two_clusters
 
 @over_nccl
 def test_gradients_leave_ethernet(both):
-    """Stock sends all over Ethernet; under holmes what need not cross clusters does not."""
-    for node, nics in both[0][1].items():
-        under_holmes = both[1][1][node]
-        assert fast(nics) < 0.1 and under_holmes["eth0"] < 0.6 * nics["eth0"], (
-            node,
-            nics,
-            under_holmes,
-        )
-        assert fast(under_holmes) > 0.4 * nics["eth0"], (node, nics, under_holmes)
+    """Without holmes all data uses Ethernet; with holmes only the data between clusters does."""
+    (_, stock_sent, _), (_, holmes_sent, _) = both
+    for node, stock_nics in stock_sent.items():
+        nics = holmes_sent[node]
+        assert fast(stock_nics) < 0.1, (node, stock_nics)
+        assert nics["eth0"] < 0.6 * stock_nics["eth0"], (node, stock_nics, nics)
+        assert fast(nics) > 0.4 * stock_nics["eth0"], (node, stock_nics, nics)
 
 
 @full
 def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_path):
-    """Batched (plain) and unbatched (interleaved) p2p, pipeline 4: a0-a1 and b0-b1 on their fabrics, a1-b0 on
-    Ethernet.
+    """Stages inside a cluster use its network, with batched and with unbatched sends.
+
+    There are 4 stages: a0-a1 and b0-b1 are inside clusters, a1-b0 uses Ethernet. The plain schedule sends
+    in batches, the interleaved schedule does not.
     """
     steps, micro_batches, hidden = 3, 8, 128
     split = (
@@ -293,72 +300,79 @@ def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_pat
     }
     losses = {}
     for name, splits in plans.items():
-        place = tmp_path / name
-        place.mkdir()
-        done, sent, output = train_megatron(
-            two_clusters, place, splits, *two_clusters.holmes, HOLMES_VERBOSE="on"
+        folder = tmp_path / name
+        folder.mkdir()
+        results, sent, output = train_megatron(
+            two_clusters, folder, splits, *two_clusters.holmes, HOLMES_VERBOSE="on"
         )
-        # MB of a chunk's output, one way: rows x sequence x hidden x 4 bytes
-        activations = steps * micro_batches * 2 * 32 * hidden * 4 / 1e6
-        stage_links = name == "batched" and INSTALLED >= Version("0.14")
-        group = (
-            "pipeline activations" if stage_links else "pipeline pair"
-        )  # of hidden stage links; interleaved: p2p's
+        # Output of a chunk, in one direction: samples x sequence x hidden x 4 bytes
+        activations_mb = steps * micro_batches * 2 * 32 * hidden * 4 / 1e6
+        has_stage_links = name == "batched" and megatron_version >= Version("0.14")
+        group = "pipeline activations" if has_stage_links else "pipeline pair"
         backend = "nccl" if ON_GPUS else "gloo"
         assert re.search(rf"group {group} \[0,1\] {backend}: \S+ via ib0", output)
         assert re.search(rf"{group} \[2,3\] {backend}: \S+ via roce0", output)
-        for node in ("a0", "b1"):  # the ends of a plain pipeline: one neighbour, inside the cluster
-            assert fast(sent[node]) > activations, (name, node, sent[node])
+        for node in ("a0", "b1"):  # ends of the pipeline, whose neighbour is inside the cluster
+            assert fast(sent[node]) > activations_mb, (name, node, sent[node])
             if name == "batched":
-                assert sent[node]["eth0"] < 0.5 * activations, (name, node, sent[node])
-        losses[name] = losses_of(done["chain"])
+                assert sent[node]["eth0"] < 0.5 * activations_mb, (name, node, sent[node])
+        losses[name] = losses_of(results["chain"])
     assert losses["batched"] == pytest.approx(losses["unbatched"], abs=1e-6)
     assert re.search(rf"group pipeline twin \[0,1\] {backend}: \S+ via ib0", output)
     assert re.search(rf"twin \[2,3\] {backend}: \S+ via roce0", output)
 
 
 def plan_of(two_clusters, directory, stage_layers):
+    """Save a plan with these layers of each stage, and return the flags with which a job uses it."""
     plan = build_plan(site_from_spec(two_clusters.spec), Sizes(pipeline=2))
     replace(plan, stage_layers=stage_layers, partition="speed").save(directory / "plan.json")
     return *two_clusters.holmes, "--holmes-plan", str(directory / "plan.json")
 
 
 def test_layers_of_the_plan_are_built(two_clusters, tmp_path, both):
-    """Uneven, with each way to recompute, interleaved and uneven with a chunk that has no layer at all, and a
-    layout of the user's own, which wins."""
+    """The job builds the layers that the plan gives to each stage.
+
+    The plans are uneven, with each way to recompute, and interleaved with a chunk that has no layer. A
+    layout of the user takes precedence over the plan.
+    """
     flags = plan_of(two_clusters, tmp_path, (3, 1))
     recomputed = [
         f"--recompute {way}"
         for way in ("selective", "uniform", "block", "block --recompute-layers 2")
     ]
-    more = {"planned": "", **{name: name for name in recomputed}}
-    if INSTALLED >= Version("0.13"):
-        more["own"] = "--layout Et|tttL"
-    plain = {
-        name: f"--pipeline 2 --micro-batches 4 --steps 2 {text}" for name, text in more.items()
+    further_flags = {"planned": "", **{name: name for name in recomputed}}  # by name of the split
+    if megatron_version >= Version("0.13"):
+        further_flags["own"] = "--layout Et|tttL"
+    splits = {
+        name: f"--pipeline 2 --micro-batches 4 --steps 2 {text}"
+        for name, text in further_flags.items()
     }
-    done, _, output = train_megatron(two_clusters, tmp_path, plain, *flags)
+    results, _, output = train_megatron(two_clusters, tmp_path, splits, *flags)
+    (stock, _, _), _ = both
     for name in ("planned", *recomputed):
-        assert done[name]["layers"] == {"0": [1, 2, 3], "1": [1, 2, 3], "2": [4], "3": [4]}, name
-        for one, stock in zip(done[name]["entries"], both[0][0]["pipeline 2"]["entries"]):
-            assert abs(one["loss"] - stock["loss"]) <= 5e-6, (name, one, stock)
-            assert abs(one["grad_norm"] - stock["grad_norm"]) <= 5e-6, (name, one, stock)
+        split = results[name]
+        assert split["layers"] == {"0": [1, 2, 3], "1": [1, 2, 3], "2": [4], "3": [4]}, name
+        for entry, expected in zip(split["entries"], stock["pipeline 2"]["entries"]):
+            assert abs(entry["loss"] - expected["loss"]) <= 5e-6, (name, entry, expected)
+            assert abs(entry["grad_norm"] - expected["grad_norm"]) <= 5e-6, (name, entry, expected)
     flags = plan_of(two_clusters, tmp_path, (1, 2, 0, 1))
     interleaved = {"interleaved": "--pipeline 2 --virtual-pipeline 2 --micro-batches 4 --steps 2"}
-    # no layout: the first and the last stage alone can have layers of their own
-    if INSTALLED < Version("0.13"):
+    # Without layouts, only the first and the last stage can have another number of layers.
+    if megatron_version < Version("0.13"):
         _, _, output = train_megatron(two_clusters, tmp_path, interleaved, *flags, returncode=2)
         assert (
             output.count("lets only the first and the last stage have layers of their own") == 1
         ), output
         assert "Traceback" not in output
         return
-    assert done["own"]["layers"] == {"0": [1], "1": [1], "2": [2, 3, 4], "3": [2, 3, 4]}
+    layers = {"0": [1], "1": [1], "2": [2, 3, 4], "3": [2, 3, 4]}  # rank -> numbers
+    assert results["own"]["layers"] == layers
     assert "your own (Et|tttL) wins over the plan's (3+1)" in output
-    assert losses_of(done["planned"]) == pytest.approx(losses_of(done["own"]), abs=1e-6)
-    done |= train_megatron(two_clusters, tmp_path, interleaved, *flags)[0]
-    assert done["interleaved"]["layers"] == {"0": [1], "1": [1], "2": [2, 3, 4], "3": [2, 3, 4]}
-    assert losses_of(done["interleaved"]) == pytest.approx(losses_of(done["own"]), abs=1e-6)
+    own_losses = losses_of(results["own"])
+    assert losses_of(results["planned"]) == pytest.approx(own_losses, abs=1e-6)
+    results, _, _ = train_megatron(two_clusters, tmp_path, interleaved, *flags)
+    assert results["interleaved"]["layers"] == layers
+    assert losses_of(results["interleaved"]) == pytest.approx(own_losses, abs=1e-6)
 
 
 TWO_STAGES = "--pipeline 2 --micro-batches 4 --steps 1"
@@ -395,11 +409,12 @@ def test_a_plan_for_another_job_is_one_line(two_clusters, tmp_path, layers, spli
 
 
 @pytest.mark.skipif(
-    INSTALLED < Version("0.13"), reason="its writer of checkpoints does not fit torch 2.13 (stock)"
+    megatron_version < Version("0.13"),
+    reason="its writer of checkpoints does not fit torch 2.13 (stock)",
 )
 @full
 def test_a_checkpoint_of_another_model_is_one_line(two_clusters, tmp_path):
-    """The example's own check: a line from each node that comes to it before the launcher ends all."""
+    """The example refuses the checkpoint, with a line from each node that reads it in time."""
     splits = {
         "saved": "--pipeline 2 --micro-batches 4 --steps 1 --save {results}/saved",
         "another": "--hidden 64 --pipeline 2 --micro-batches 4 --steps 2 --load {results}/saved",
@@ -411,7 +426,7 @@ def test_a_checkpoint_of_another_model_is_one_line(two_clusters, tmp_path):
     assert "saved with hidden 32, but this job has hidden 64" in output, output
 
 
-#: Arguments of initialize_model_parallel on 4 ranks, and what is told of them.
+#: (arguments of initialize_model_parallel on 4 ranks, pattern of the error).
 REFUSED = [
     ({"order": "tp-cp-ep-dp-xx"}, "order 'tp-cp-ep-dp-xx': .*tp, cp, ep, dp, pp"),
     ({"order": "tp-dp", "pipeline_model_parallel_size": 2}, "order 'tp-dp' lacks pp"),
@@ -433,23 +448,25 @@ REFUSED = [
 
 
 def test_bad_sizes_are_refused_before_any_group_is_made(two_clusters, tmp_path):
-    """One line each; nothing is half-initialized: the next call of the same processes is as good as the
-    first."""
+    """Each bad call fails with one line, and a later call in the same processes succeeds."""
     (tmp_path / "calls.json").write_text(json.dumps([arguments for arguments, _ in REFUSED]))
-    script, calls = str(SCRIPTS / "megatron_refusals.py"), str(tmp_path / "calls.json")
+    script = str(SCRIPTS / "megatron_refusals.py")
+    calls = str(tmp_path / "calls.json")
     lines = two_clusters.json(two_clusters.run(script, calls, *two_clusters.holmes))
     for line in lines:
-        for (told, left), (_, expected) in zip(line["told"], REFUSED, strict=True):
-            assert re.match(expected, told) and not left, (told, expected)
+        for (error, has_groups), (_, expected) in zip(line["told"], REFUSED, strict=True):
+            assert re.match(expected, error) and not has_groups, (error, expected)
     assert [line["sum"] for line in lines] == [1, 1, 5, 5]
 
 
 @pytest.mark.skipif(
-    INSTALLED < Version("0.14"), reason="the script uses HyperCommGrid, which is there from 0.14 on"
+    megatron_version < Version("0.14"),
+    reason="the script uses HyperCommGrid, which is there from 0.14 on",
 )
 def test_the_drop_in_initializer_needs_no_flag(two_clusters):
-    """Launched in turn, a0 b0 a1 b1, the program ends up on ranks where its data-parallel groups are inside a
-    cluster.
+    """The program's data-parallel groups are inside a cluster, although it was launched in turn.
+
+    The launcher starts a0, b0, a1, b1, and initialize_model_parallel of holmes renumbers the ranks.
     """
     env = {"HOLMES_CLUSTER": str(two_clusters.file), "OMP_NUM_THREADS": "1"}
     lines = two_clusters.json(two_clusters.run(str(SCRIPTS / "megatron_drop_in.py"), env=env))
@@ -460,7 +477,6 @@ def test_the_drop_in_initializer_needs_no_flag(two_clusters):
     assert {line["fabric"] for line in lines} == {"ib", "roce"}
     for line in lines:  # a grid without parallel_state, and four stages over it
         assert line["grid"] == line["data"] and line["grid_fabric"] == line["fabric"], line
-        assert set(line["pairs"]) == {line["fabric"], "ethernet"}, (
-            line
-        )  # one neighbour inside, one across
+        # One neighbour is inside the cluster, one across.
+        assert set(line["pairs"]) == {line["fabric"], "ethernet"}, line
         assert line["chain"] == line["rank"] + 1

@@ -1,5 +1,7 @@
-"""Experts that live where `holmes plan --experts` placed them: the same losses, fewer bytes between
-clusters."""
+"""Tests experts that are placed by `holmes plan --experts`.
+
+The losses must not change, and fewer bytes must cross between the clusters.
+"""
 
 import json
 import subprocess
@@ -13,7 +15,7 @@ pytest.importorskip("scipy")
 
 
 def trained(clusters, out, *flags, returncode=0):
-    """What scripts/experts.py wrote, and MB that crossed clusters."""
+    """Run scripts/experts.py; return what it wrote, the MB sent over Ethernet, and the output."""
     before = clusters.lab.counters()
     result = clusters.run(
         str(SCRIPTS / "experts.py"),
@@ -33,7 +35,8 @@ def trained(clusters, out, *flags, returncode=0):
 def test_experts_live_near_their_tokens_and_learn_the_same(two_clusters, tmp_path):
     sizes = ("--holmes-sizes", "expert=4")
     stock, crossed, _ = trained(two_clusters, tmp_path / "stock.json", *two_clusters.holmes, *sizes)
-    traffic, order = tmp_path / "traffic.json", tmp_path / "experts.json"
+    traffic = tmp_path / "traffic.json"
+    order = tmp_path / "experts.json"
     traffic.write_text(json.dumps({"version": 1, "rows": "rank", "counts": stock["counts"]}))
     plan = [
         sys.executable,
@@ -54,7 +57,7 @@ def test_experts_live_near_their_tokens_and_learn_the_same(two_clusters, tmp_pat
     done = subprocess.run(plan, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0 and "written" in done.stdout, done.stdout + done.stderr
     assert json.loads(order.read_text())["order"] != list(range(8))
-    placed, less, said = trained(
+    placed, crossed_when_placed, output = trained(
         two_clusters,
         tmp_path / "placed.json",
         *two_clusters.holmes,
@@ -62,9 +65,9 @@ def test_experts_live_near_their_tokens_and_learn_the_same(two_clusters, tmp_pat
         "--holmes-experts",
         str(order),
     )
-    assert "megatron-experts" in said
+    assert "megatron-experts" in output
     assert placed["losses"] == pytest.approx(stock["losses"], abs=1e-6)
-    assert less < 0.7 * crossed, (less, crossed)
+    assert crossed_when_placed < 0.7 * crossed, (crossed_when_placed, crossed)
 
 
 @full

@@ -1,10 +1,14 @@
-"""Joined jobs of megatron-core with tensor and pipeline parallelism: the mean of the jobs' weights after each
-step of plain SGD is a step of one synchronous job with as many data-parallel ranks as all of them have."""
+"""Tests joined jobs of megatron-core with tensor and pipeline parallelism.
+
+The jobs average their weights after each step of plain SGD. This must equal a step of one synchronous job
+with as many data-parallel ranks as all jobs have together.
+"""
 
 import contextlib
 import io
 import os
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -26,9 +30,9 @@ pytestmark = pytest.mark.skipif(
 OUTER = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal"
 STEPS = 3
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1}
-#: The distributed optimizer takes Adam alone; this one's steps are 0.1 x the gradient.
+#: The distributed optimizer supports only Adam. With these options, Adam's steps are 0.1 x the gradient.
 AS_SGD = {"adam_beta1": 0.0, "adam_eps": 1e8, "lr": 1e7}
-#: Ranks of a job, and its options.
+#: Name -> (number of ranks of a job, flags of the example).
 CASES = {
     "tensor 2": (2, "--tensor 2"),
     "pipeline 2": (2, "--pipeline 2"),
@@ -41,8 +45,14 @@ CASES = {
 
 
 def rank_of(rank, ranks, options, job, join):
-    """One rank: where it stands, and all its weights after the last step. job: (k, K): it reads the k-th of K
-    shares of each step's samples; join: "NAME@HOST:PORT", "" for one that joins nobody."""
+    """Train one rank, and return its (pipeline rank, tensor rank) and its weights after the last step.
+
+    Args:
+        ranks: Number of ranks of the job.
+        options: Flags of the example.
+        job: (k, K): the rank reads the k-th of K parts of each step's samples.
+        join: "NAME@HOST:PORT", or "" for a job that is not joined.
+    """
     torch.set_default_device(None)  # the example moves its model itself
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="1")
     sys.path.insert(0, str(examples() / "megatron_core"))
@@ -58,21 +68,20 @@ def rank_of(rank, ranks, options, job, join):
             [*options.split(), *"--micro-batch 1 --micro-batches 4 --clip 0".split()]
         )
         train.start_distributed(args, parser)
-        plain, how = train.OptimizerConfig, SGD if not args.distributed_optimizer else AS_SGD
-        train.OptimizerConfig = lambda **more: plain(**{**more, **how})
+        original_config = train.OptimizerConfig
+        sgd = AS_SGD if args.distributed_optimizer else SGD
+        train.OptimizerConfig = lambda **more: original_config(**{**more, **sgd})
         config, models, optimizer = train.build(args)
-    k, jobs = job
-    data, here = (
-        parallel_state.get_data_parallel_world_size(),
-        parallel_state.get_data_parallel_rank(),
-    )
+    job_number, jobs = job
+    data_size = parallel_state.get_data_parallel_world_size()
+    data_rank = parallel_state.get_data_parallel_rank()
     batches = train.Batches(
         train.load_text(),
         args.sequence,
         args.micro_batch,
         args.micro_batches,
-        jobs * data,
-        k * data + here,
+        jobs * data_size,
+        job_number * data_size + data_rank,
         args.seed,
     )
     before = [p.detach().clone() for model in models for p in model.parameters()]
@@ -82,14 +91,14 @@ def rank_of(rank, ranks, options, job, join):
     if args.overlap and args.distributed_optimizer:
         models[0].start_param_sync(force_sync=True)
     weights = [p.detach() for model in models for p in model.parameters()]
-    assert max(float((one - was).abs().max()) for one, was in zip(weights, before)) > 1e-3, (
-        "it has learnt something"
-    )
-    place = (
+    changes = [float((new - old).abs().max()) for new, old in zip(weights, before)]
+    assert max(changes) > 1e-3, "the model has not learned"
+    pipeline_and_tensor_rank = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
-    return place, torch.cat([one.flatten() for one in weights]).cpu().numpy()
+    flat_weights = torch.cat([weight.flatten() for weight in weights])
+    return pipeline_and_tensor_rank, flat_weights.cpu().numpy()
 
 
 @full
@@ -98,22 +107,14 @@ def test_averaging_after_each_step_is_one_synchronous_job(case):
     ranks, options = CASES[case]
     expected = dict(run_ranks(rank_of, 2 * ranks, 2 * ranks, options, (0, 1), "", timeout_s=170))
     with coordinator() as server:
-        found = in_threads(
-            {
-                name: lambda name=name, k=k: run_ranks(
-                    rank_of,
-                    ranks,
-                    ranks,
-                    options,
-                    (k, 2),
-                    f"{name}@127.0.0.1:{server.port}",
-                    timeout_s=170,
-                )
-                for k, name in enumerate(("east", "west"))
-            }
-        )
+        functions = {}
+        for number, name in enumerate(("east", "west")):
+            arguments = (ranks, options, (number, 2), f"{name}@127.0.0.1:{server.port}")
+            functions[name] = partial(run_ranks, rank_of, ranks, *arguments, timeout_s=170)
+        results = in_threads(functions)
         assert sum("commit" in event for event in server.told) == STEPS
-    for place, weights in (one for of_job in found.values() for one in of_job):
-        torch.testing.assert_close(
-            torch.from_numpy(weights), torch.from_numpy(expected[place]), rtol=0, atol=1e-6
-        )
+    for results_of_job in results.values():
+        for place, weights in results_of_job:
+            torch.testing.assert_close(
+                torch.from_numpy(weights), torch.from_numpy(expected[place]), rtol=0, atol=1e-6
+            )

@@ -1,13 +1,15 @@
-"""Tensor ranks share out what a stage sends to another cluster: losses are stock's, and half of the bytes
-cross."""
+"""Tests that tensor-parallel ranks share the activations that a stage sends to another cluster.
+
+Each rank sends a slice, so half of the bytes cross with two ranks. The losses must not change.
+"""
 
 import pytest
 from clusters import toml
 
 from integration_tests.jobs import full, lab_fixture, train_megatron
 
-#: 65 rows of a tensor, which 2 ranks cannot share out evenly. 1F1B goes through the mailbox, the interleaved
-#: schedule through megatron-core's unbatched operations.
+#: An activation has 65 rows, which 2 ranks cannot divide evenly. 1F1B sends through holmes's mailbox, the
+#: interleaved schedule by megatron-core's unbatched operations.
 MODEL = (
     "--layers 4 --hidden 128 --sequence 65 --micro-batch 1 "
     "--tensor 2 --pipeline 2 --micro-batches 8"
@@ -22,15 +24,24 @@ def stock(clusters, tmp_path_factory):
 
 
 def compared(stock, clusters, directory, *flags, tolerance=1e-6, **env):
-    """MB that crossed under holmes, of stock's; what was said. Losses are stock's."""
+    """Train with holmes, and assert that the losses are those of the job without holmes.
+
+    Returns:
+        MB on Ethernet as a share of the job without holmes, and the output of all ranks.
+    """
     flags = (*clusters.holmes, "--holmes-sizes", "tensor=2,pipeline=2", *flags)
-    done, sent, said = train_megatron(clusters, directory, SPLITS, *flags, model=MODEL, **env)
+    results, sent, output = train_megatron(clusters, directory, SPLITS, *flags, model=MODEL, **env)
+    stock_results, stock_sent, _ = stock
     for name in SPLITS:
-        for one, other in zip(stock[0][name]["entries"], done[name]["entries"], strict=True):
-            assert abs(one["loss"] - other["loss"]) <= tolerance, (name, one, other)
-            assert abs(one["grad_norm"] - other["grad_norm"]) <= 2 * tolerance, (name, one, other)
-    crossed, of_stock = (sum(nics["eth0"] for nics in each.values()) for each in (sent, stock[1]))
-    return crossed / of_stock, said
+        entries = zip(stock_results[name]["entries"], results[name]["entries"], strict=True)
+        for expected, entry in entries:
+            loss_difference = abs(expected["loss"] - entry["loss"])
+            norm_difference = abs(expected["grad_norm"] - entry["grad_norm"])
+            assert loss_difference <= tolerance, (name, expected, entry)
+            assert norm_difference <= 2 * tolerance, (name, expected, entry)
+    crossed_mb = sum(nics["eth0"] for nics in sent.values())
+    stock_crossed_mb = sum(nics["eth0"] for nics in stock_sent.values())
+    return crossed_mb / stock_crossed_mb, output
 
 
 def test_half_of_the_bytes_cross_and_losses_are_stocks(stock, clusters, tmp_path):
@@ -41,7 +52,7 @@ def test_half_of_the_bytes_cross_and_losses_are_stocks(stock, clusters, tmp_path
 
 @full
 def test_batched_operations_too(stock, clusters, tmp_path):
-    """megatron-core's own 1F1B sends batches."""
+    """Slices also work with megatron-core's own 1F1B schedule, which sends in batches."""
     assert compared(stock, clusters, tmp_path, "--holmes-inflight", "off")[0] <= 0.55
 
 

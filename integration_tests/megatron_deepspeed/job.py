@@ -1,4 +1,4 @@
-"""Runs a checkout's own pretrain_gpt.py in the lab: its corpus, its arguments, and what its log says."""
+"""Runs pretrain_gpt.py of a Megatron-DeepSpeed checkout on emulated nodes, and reads its log."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ class Log:
     seconds: dict[int, float]  # by training step, from 1
     lines: list[str]  # of holmes, except for those in `served` and `advice`
     served: list[str]  # "... gets an empty module": holmes replaces a module that is not installed
-    advice: list[
-        str
-    ]  # "a restart with --holmes-partition ...": other layers per stage would be faster
+    #: "a restart with --holmes-partition ...": other layers per stage would be faster
+    advice: list[str]
 
 
 def holmes_lines(result) -> list[str]:
@@ -79,20 +78,24 @@ def _is_advice(line: str) -> bool:
 
 
 def byte_vocabulary(source: Path, folder: Path) -> tuple[Path, Path]:
-    """Files for Megatron's GPT2BPETokenizer: GPT-2's 256 byte tokens and the end of a text, and no merges."""
-    known = json.loads((source / "examples_deepspeed/rebase/gpt2-vocab.json").read_text())
-    tokens = {token: number for token, number in known.items() if number < 256}
-    vocabulary, merges = folder / "bytes.json", folder / "merges.txt"
+    """Write the files of a vocabulary of bytes for Megatron's GPT2BPETokenizer.
+
+    Returns:
+        The file of tokens (GPT-2's 256 byte tokens and the end of a text), and the empty file of merges.
+    """
+    gpt2_tokens = json.loads((source / "examples_deepspeed/rebase/gpt2-vocab.json").read_text())
+    tokens = {token: number for token, number in gpt2_tokens.items() if number < 256}
+    vocabulary = folder / "bytes.json"
+    merges = folder / "merges.txt"
     vocabulary.write_text(json.dumps({**tokens, "<|endoftext|>": 256}))
     merges.write_text("#version: 0.2\n")
     return vocabulary, merges
 
 
 class Checkout:
-    """A copy of a Megatron-DeepSpeed checkout (running it compiles and writes into it), with a corpus made by
-    its own tool.
+    """Copy of a Megatron-DeepSpeed checkout, with a corpus made by its own tool.
 
-    vocabulary: files of tokens and merges, instead of GPT-2's.
+    It is a copy because running the scripts compiles code and writes files in the checkout.
     """
 
     def __init__(
@@ -128,9 +131,8 @@ class Checkout:
         tokens, merges = vocabulary or (rebase / "gpt2-vocab.json", rebase / "gpt2-merges.txt")
         self.vocabulary = ["--vocab-file", str(tokens), "--merge-file", str(merges)]
         self.corpus = self._make_corpus(folder)  # the training text, as token numbers
-        self.check(
-            ["make"], cwd=self.folder / "megatron" / "data"
-        )  # compiles the dataset's C++ helpers
+        # Compiles the dataset's C++ helpers.
+        self.check(["make"], cwd=self.folder / "megatron" / "data")
 
     def compile_adam(self) -> None:
         """Compile the C++ extension of DeepSpeed's fused Adam.
@@ -147,6 +149,7 @@ class Checkout:
         self.on_cpu.remove("--ds_fused_adam")
 
     def check(self, command: list[str], cwd: Path | None = None) -> None:
+        """Run a command in the copy, and assert that it succeeds."""
         env = {**os.environ, **self.env, **self.stand_ins(command)}
         done = subprocess.run(
             command, cwd=cwd or self.folder, env=env, capture_output=True, text=True
@@ -154,15 +157,12 @@ class Checkout:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def _make_corpus(self, folder: Path) -> Path:
-        """English that every Python installation has, one document for each topic."""
+        """Make a corpus of English text that every Python has, one document for each help topic."""
         from pydoc_data import topics
 
         text = folder / "topics.jsonl"
-        text.write_text(
-            "".join(
-                json.dumps({"text": topic}) + "\n" for _, topic in sorted(topics.topics.items())
-            )
-        )
+        lines = [json.dumps({"text": topic}) + "\n" for _, topic in sorted(topics.topics.items())]
+        text.write_text("".join(lines))
         tool = [
             sys.executable,
             "tools/preprocess_data.py",
@@ -187,7 +187,7 @@ class Checkout:
         return folder / "topics_text_document"
 
     def config(self, zero: int = 0, dtype: str = "fp32", **more) -> Path:
-        """A ds_config.json; its text is the file's name, so that equal ones are one file."""
+        """Write a ds_config.json, and return its path; equal configurations share one file."""
         document = {
             "train_batch_size": 16,
             "train_micro_batch_size_per_gpu": 2,
@@ -197,11 +197,12 @@ class Checkout:
                 "reduce_bucket_size": 10_000_000,
                 **more.pop("zero_optimization", {}),
             },
-            **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
-            # DeepSpeed refuses it without ZeRO
-            **({"data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" and zero else {}),
-            **more,
         }
+        if dtype == "bf16":
+            document["bf16"] = {"enabled": True}
+            if zero:  # without ZeRO, DeepSpeed refuses this key
+                document["data_types"] = {"grad_accum_dtype": "fp32"}
+        document.update(more)
         text = json.dumps(document, indent=1)
         path = self.folder / f"ds_{abs(hash(text)):x}.json"
         path.write_text(text)
@@ -216,7 +217,7 @@ class Checkout:
         config: Path | None = None,
         shape=SHAPE,
     ) -> list[str]:
-        """The command line of pretrain_gpt.py; `flags` come last and win."""
+        """Return the command line of pretrain_gpt.py; `flags` come last and override earlier flags."""
         return [
             str(self.folder / "pretrain_gpt.py"),
             *shape,
@@ -242,11 +243,14 @@ class Checkout:
 
     @staticmethod
     def stand_ins(arguments) -> dict[str, str]:
-        """The variable for modules that stock cannot do without (examples/megatron_deepspeed/site)."""
+        """Return the variable that replaces missing modules in jobs without holmes.
+
+        See examples/megatron_deepspeed/site.
+        """
         return {} if "--holmes" in arguments else {"STAND_INS": "1"}
 
     def run(self, clusters, *arguments: str, env=None, **more):
-        """Run it on every node of `clusters` (a LabOf); the lab's RunResult."""
+        """Run a command on every node of `clusters` (a LabOf), and return the lab's RunResult."""
         env = {**self.env, **self.stand_ins(arguments), **(env or {})}
         return clusters.run(*arguments, preload=PRELOADED, env=env, cwd=self.folder, **more)
 

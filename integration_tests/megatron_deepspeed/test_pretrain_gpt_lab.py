@@ -62,12 +62,12 @@ class Case:
 
     @property
     def sums_four_gradients(self) -> bool:
-        """Whether each gradient is a sum over all 4 ranks, so that its rounding depends on their order."""
+        """Return whether gradients are sums over all 4 ranks, so that rounding depends on the order."""
         return self.data * self.sequence == 4
 
     @property
     def is_tied_over_four_ranks(self) -> bool:
-        """Whether the tied embedding's gradient is a sum over 2 stages x 2 data-parallel ranks.
+        """Return whether the tied embedding's gradient is a sum over 2 stages x 2 data-parallel ranks.
 
         The rounding of such a sum depends on the order of the ranks.
         """
@@ -489,9 +489,8 @@ def test_a_hostfile_that_does_not_match_the_clusters(checkout, two_clusters, tmp
     The processes are started as `deepspeed --hostfile` starts them, by deepspeed.launcher.launch.
     """
     file = tmp_path / "c.toml"
-    file.write_text(
-        CLUSTER.read_text().replace("b[0-1]", "b0")
-    )  # without host b1, which the job uses
+    # Without host b1, which the job uses.
+    file.write_text(CLUSTER.read_text().replace("b[0-1]", "b0"))
     steps = 2
     arguments = checkout.arguments(steps, *NO_PIPELINE, "--holmes", "--holmes-cluster", str(file))
     result = run_with_launcher(checkout, two_clusters, "deepspeed", two_clusters.order, *arguments)

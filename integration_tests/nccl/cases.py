@@ -1,6 +1,6 @@
 """Script of one rank of a small NCCL job ("case") for test_gpus.py.
 
-    python cases.py SCENE [--holmes ...]
+    python cases.py CASE [--holmes ...]
 
 Prints a JSON line with the rank, the result of the case, and "groups": for each process group, in the order
 of first use, its ranks and the network that holmes gave it.
@@ -34,35 +34,49 @@ from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 LIMIT = timedelta(seconds=120)
+#: [ranks, name of the network] of each process group, in the order of first use.
 used: list = []
 
 
 def init(**more) -> tuple[int, int]:
+    """Initialize torch.distributed over NCCL, and return the rank and the number of ranks."""
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl", timeout=LIMIT, **more)
     return dist.get_rank(), dist.get_world_size()
 
 
 def use(group=None) -> float:
-    """The sum of the ranks' numbers over `group`, and a note of what it asked NCCL for."""
-    ranks, current = dist.get_process_group_ranks(group or dist.group.WORLD), session.active()
-    used.append([ranks, current.transport(ranks, "nccl").net_name if current is not None else ""])
+    """Return the sum of the ranks' numbers over a group, and record the group and its network."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    current = session.active()  # None without holmes
+    network = current.transport(ranks, "nccl").net_name if current is not None else ""
+    used.append([ranks, network])
     value = torch.full((1 << 18,), float(dist.get_rank()), device=DEVICE)
     dist.all_reduce(value, group=group)
     torch.cuda.synchronize()
     return value[-1].item()
 
 
-def report(found: dict) -> None:
-    on = session.active() is not None
-    print(json.dumps({"rank": dist.get_rank(), **found, "holmes": on, "groups": used}), flush=True)
+def report(result: dict) -> None:
+    """Print the result of the case as a JSON line."""
+    has_holmes = session.active() is not None
+    line = {"rank": dist.get_rank(), **result, "holmes": has_holmes, "groups": used}
+    print(json.dumps(line), flush=True)
+
+
+def group_of_half(rank: int, world: int) -> dist.ProcessGroup:
+    """Make a process group of each half of the ranks, and return the group of this rank."""
+    half = world // 2
+    first = dist.new_group(list(range(half)))
+    second = dist.new_group(list(range(half, world)))
+    return first if rank < half else second
 
 
 def networks() -> dict:
-    """A group inside each half of the ranks and one across, as new_group makes them."""
+    """Make a group inside each half of the ranks and one across them, and use each."""
     rank, world = init()
     half = world // 2
-    inside = [dist.new_group(list(range(start, start + half))) for start in (0, half)][rank >= half]
+    inside = group_of_half(rank, world)
     across = dist.new_group([0, half])
     return {
         "world": use(),
@@ -72,29 +86,28 @@ def networks() -> dict:
 
 
 def absent_network() -> dict:
-    """What becomes of a group that asks for a network that NCCL does not find."""
+    """Use a group whose network NCCL cannot find, and return the error."""
     rank, world = init()
-    half = world // 2
-    inside = [dist.new_group(list(range(start, start + half))) for start in (0, half)][rank >= half]
-    world_sum, failed = use(), ""
+    inside = group_of_half(rank, world)
+    world_sum = use()
+    message = ""
     try:
         use(inside)
     except RuntimeError as error:
-        failed = str(error)
-    report({"world": world_sum, "failed": failed})
-    os._exit(0)  # what is left of the failed communicator may not be waited for
+        message = str(error)
+    report({"world": world_sum, "failed": message})
+    os._exit(0)  # an ordinary exit could wait for the failed communicator
 
 
 def bound_device() -> dict:
-    """Groups that their members alone make, under init_process_group(device_id=...), as DeepSpeed starts."""
+    """Make groups with a bound device, as DeepSpeed does; one is made by its members alone."""
     rank, world = init(device_id=DEVICE)
-    found = {"world": use()}
+    sums = {"world": use()}
     if rank < 2:
-        found["pair"] = use(members_group([0, 1], "case pair"))
-    later = dist.new_group(
-        list(range(world))
-    )  # which torch splits off the default group, over all its ranks
-    return {**found, "later": use(later)}
+        sums["pair"] = use(members_group([0, 1], "case pair"))
+    # torch splits this group off the default group, over all ranks.
+    later = dist.new_group(list(range(world)))
+    return {**sums, "later": use(later)}
 
 
 def pipeline() -> dict:
@@ -141,87 +154,101 @@ def pipeline() -> dict:
         send_and_receive(recv_next=value)
     if not is_first:
         send_and_receive(send_prev=value + 1)
-    group_by_peer = p2p.neighbour_groups_of(
-        group
-    ).by_peer  # process groups of this rank and a neighbour
+    # Process groups of this rank and a neighbour.
+    group_by_peer = p2p.neighbour_groups_of(group).by_peer
     return {"value": value[-1].item(), "pairs": sorted(group_by_peer)}
 
 
 def settings(group) -> list:
-    own = group._get_backend(DEVICE).options
-    return [own.config.max_ctas, own.is_high_priority_stream, own._timeout.total_seconds()]
+    """Return a group's largest number of CTAs, its priority and its timeout in seconds."""
+    options = group._get_backend(DEVICE).options
+    timeout_s = options._timeout.total_seconds()
+    return [options.config.max_ctas, options.is_high_priority_stream, timeout_s]
 
 
 def mailbox() -> dict:
-    """Ten steps of a pipeline of four stages whose receives are posted early, with a wait for the device in
-    each pass.
+    """Run ten steps of a pipeline of four stages whose receives are posted early.
+
+    Each pass waits for the device.
     """
     rank, world = init(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
-    box = of_pairs(
-        zip(range(world), range(1, world)),
-        rank,
-        {one: one for one in range(world)},
-        dist.group.WORLD,
-    )
-    flight, count, wrong = ReceiveOrder((6, 4, 3, 1)), 8, torch.zeros((), device=DEVICE)
+    stage_of_rank = {stage: stage for stage in range(world)}
+    neighbours = zip(range(world), range(1, world))
+    box = of_pairs(neighbours, rank, stage_of_rank, dist.group.WORLD)
+    receive_order = ReceiveOrder((6, 4, 3, 1))  # micro-batches in flight of each stage
+    micro_batches = 8
+    wrong = torch.zeros((), device=DEVICE)  # number of wrong elements
     for peer in box.neighbours:
         box.expect([((4099,), torch.float32)], peer)
     for _ in range(10):
-        box.begin(flight, count, wrong)
-        for kind, index, _ in passes(rank, world, count, in_flight=flight.in_flight[rank]):
-            box.sending_pass, value = (
-                (kind, index),
-                torch.full((4099,), float(index), device=DEVICE),
-            )
-            source, target = (rank - 1, rank + 1) if kind == "F" else (rank + 1, rank - 1)
+        box.begin(receive_order, micro_batches, wrong)
+        in_flight = receive_order.in_flight[rank]
+        # kind: "F" for a forward pass, "B" for a backward pass; index: of the micro-batch
+        for kind, index, _ in passes(rank, world, micro_batches, in_flight=in_flight):
+            if kind == "F":
+                source, target = rank - 1, rank + 1
+                stages_before = rank
+            else:
+                source, target = rank + 1, rank - 1
+                stages_before = world - 1 - rank
+            box.sending_pass = (kind, index)
+            value = torch.full((4099,), float(index), device=DEVICE)
             if 0 <= source < world:
                 box.recv(value, source)
             torch.cuda.synchronize()
-            wrong += (value != index + (rank if kind == "F" else world - 1 - rank)).sum()
+            wrong += (value != index + stages_before).sum()  # each stage has added 1
             if 0 <= target < world:
                 box.send(value + 1, target)
             box.post_due_receives(kind, index)
             if kind == "B":
                 box.release_sent("F", index)
             elif rank:
-                box.release_sent("B", index - flight.in_flight[rank - 1])
+                box.release_sent("B", index - receive_order.in_flight[rank - 1])
         box.end()
     return {"wrong": int(wrong), "settings": [settings(group) for group in box.by_peer.values()]}
 
 
 def beside_receives() -> dict:
-    """Whether a kernel runs beside one receive that waits for its message, and beside two of one stream: they
-    were launched before it."""
+    """Return whether a kernel runs while one, or two, receives launched before it wait for messages."""
     rank, _ = init()
-    found, store, peer = {"world": use()}, dist.distributed_c10d._get_default_store(), rank ^ 1
-    values, one = torch.ones(2, 1 << 12, device=DEVICE), torch.ones(1, device=DEVICE)
-    first = (
-        dist.isend(one, peer) if rank % 2 else dist.irecv(one, peer)
-    )  # makes the pair's communicator
+    results = {"world": use()}
+    store = dist.distributed_c10d._get_default_store()
+    is_sender = rank % 2 == 1
+    peer = rank ^ 1  # ranks 0 and 1 are a pair, and so on
+    values = torch.ones(2, 1 << 12, device=DEVICE)
+    operand = torch.ones(1, device=DEVICE)
+    # The first message makes the pair's communicator.
+    first = dist.isend(operand, peer) if is_sender else dist.irecv(operand, peer)
     first.wait()
     for count in (1, 2):
-        if rank % 2:
+        if is_sender:
             store.get(f"{count} receives are posted by {peer}")
             works = [dist.isend(value, peer) for value in values[:count]]
         else:
-            works, done = [dist.irecv(value, peer) for value in values[:count]], torch.cuda.Event()
-            one.mul_(2)
-            done.record()
+            works = [dist.irecv(value, peer) for value in values[:count]]
+            kernel_end = torch.cuda.Event()
+            operand.mul_(2)
+            kernel_end.record()
             until = time.monotonic() + 5
-            while not (beside := done.query()) and time.monotonic() < until:
+            has_run = kernel_end.query()
+            while not has_run and time.monotonic() < until:
                 time.sleep(0.01)
-            found[f"beside {count}"] = beside
+                has_run = kernel_end.query()
+            results[f"beside {count}"] = has_run
             store.set(f"{count} receives are posted by {rank}", "")
         for work in works:
             work.wait()
         torch.cuda.synchronize()
-    return found
+    return results
 
 
 def hierarchical() -> dict:
-    """Greatest relative difference to a sum in float64, by what is summed: odd sizes, types, compression."""
+    """Return the largest relative error of hierarchical all-reduces, by type and compression.
+
+    The sizes are odd, and the reference is a sum in float64.
+    """
     rank, world = init()
-    found = {}
+    largest: dict[str, float] = {}
     for name, kind, compress in (
         ("float32", torch.float32, "off"),
         ("bfloat16", torch.bfloat16, "off"),
@@ -232,26 +259,26 @@ def hierarchical() -> dict:
         )
         for size in (1, 7, 4099, 1 << 16):
             parts = [
-                torch.randn(size, generator=torch.Generator().manual_seed(one))
-                for one in range(world)
+                torch.randn(size, generator=torch.Generator().manual_seed(other))
+                for other in range(world)
             ]
             mine = parts[rank].to(DEVICE, kind)
             reduction.all_reduce(mine).wait()
             expected = torch.stack(parts).to(kind).double().sum(0)
             difference = (mine.double().cpu() - expected).abs().max() / expected.abs().max()
-            found[name] = max(found.get(name, 0.0), difference.item())
-    return {"differences": found}
+            largest[name] = max(largest.get(name, 0.0), difference.item())
+    return {"differences": largest}
 
 
 def compiled() -> dict:
-    """Greatest difference of the gradients of a compiled model in DistributedDataParallel to their mean."""
+    """Compare the gradients of a compiled model in DistributedDataParallel with their mean."""
     rank, world = init()
-    net, worst = model(64), 0.0
+    net = model(64)
+    worst = 0.0
     wrapped = DistributedDataParallel(torch.compile(net, backend="aot_eager"))
     for step in range(4):
-        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank)).to(
-            DEVICE
-        )
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        batch = torch.randn(8, 64, generator=generator).to(DEVICE)
         net(batch).square().mean().backward()
         expected = [parameter.grad.clone() for parameter in net.parameters()]
         for gradient in expected:
@@ -265,28 +292,31 @@ def compiled() -> dict:
 
 
 def sharded() -> dict:
-    """Greatest difference of hybrid FSDP2's gradients to their mean; under a bound device torch splits the
-    groups of its mesh off the default one."""
+    """Compare the gradients of hybrid FSDP2 with their mean.
+
+    With a bound device, torch splits the groups of the mesh off the default group.
+    """
     rank, world = init(device_id=DEVICE)
-    found = {"world": use()}
+    world_sum = use()
     mesh = init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("replicas", "shards"))
-    plain, net, worst = model(64), model(64), 0.0
+    plain = model(64)
+    net = model(64)
+    worst = 0.0
     for layer in (*net, net):
         fully_shard(layer, mesh=mesh)
     for step in range(4):
-        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank)).to(
-            DEVICE
-        )
-        for one in (plain, net):
-            one.zero_grad(set_to_none=True)
-            one(batch).square().mean().backward()
-        for mine, parameter in zip(plain.parameters(), net.parameters()):
-            dist.all_reduce(mine.grad)
-            worst = max(
-                worst, (parameter.grad.full_tensor() - mine.grad / world).abs().max().item()
-            )
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        batch = torch.randn(8, 64, generator=generator).to(DEVICE)
+        for module in (plain, net):
+            module.zero_grad(set_to_none=True)
+            module(batch).square().mean().backward()
+        for unsharded, sharded_parameter in zip(plain.parameters(), net.parameters()):
+            dist.all_reduce(unsharded.grad)
+            mean = unsharded.grad / world
+            difference = (sharded_parameter.grad.full_tensor() - mean).abs().max().item()
+            worst = max(worst, difference)
     return {
-        **found,
+        "world": world_sum,
         "difference": worst,
         "inside": use(mesh.get_group("shards")),
         "across": use(mesh.get_group("replicas")),
@@ -294,10 +324,10 @@ def sharded() -> dict:
 
 
 def nic_down() -> dict:
-    """Sums inside each half without an end; after some, all hosts' HCA is down, as sysfs has it."""
+    """Reduce inside each half without end, and set all hosts' HCA to DOWN in sysfs after some steps."""
     rank, world = init()
-    half, value = world // 2, torch.ones(4099, device=DEVICE)
-    inside = [dist.new_group(list(range(start, start + half))) for start in (0, half)][rank >= half]
+    value = torch.ones(4099, device=DEVICE)
+    inside = group_of_half(rank, world)
     (port,) = Path(os.environ["HOLMES_SYSFS"]).glob("class/infiniband/*/ports/1/state")
     for step in range(100_000):
         dist.all_reduce(value, op=dist.ReduceOp.AVG, group=inside)
@@ -309,19 +339,19 @@ def nic_down() -> dict:
 
 
 def split() -> dict:
-    """split_group keeps the settings of its parent; its network is its own."""
+    """Return the settings of a group made by split_group, which has a network of its own."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = 4
     rank, world = init(device_id=DEVICE, pg_options=options)
-    found = {"world": use()}
+    world_sum = use()
     half = world // 2
-    made = dist.split_group(None, [list(range(half)), list(range(half, world))])
-    own = made._get_backend(DEVICE).options
+    group = dist.split_group(None, [list(range(half)), list(range(half, world))])
+    group_options = group._get_backend(DEVICE).options
     return {
-        **found,
-        "inside": use(made),
-        "max_ctas": own.config.max_ctas,
-        "priority": own.is_high_priority_stream,
+        "world": world_sum,
+        "inside": use(group),
+        "max_ctas": group_options.config.max_ctas,
+        "priority": group_options.is_high_priority_stream,
     }
 
 
@@ -333,9 +363,14 @@ def model(width: int = 512) -> torch.nn.Module:
 
 
 def differences(backward) -> float:
-    """Greatest difference between GradientReducer's averages and torch's, over 20 backward passes."""
+    """Compare GradientReducer's averages with torch's in 20 backward passes.
+
+    Returns:
+        The largest relative difference.
+    """
     rank, world = init()
-    net, worst = model(), 0.0
+    net = model()
+    worst = 0.0
     reducer = holmes_ext.GradientReducer(net.named_parameters())
     for step in range(20):
         torch.manual_seed(100 * step + rank)
@@ -350,16 +385,17 @@ def differences(backward) -> float:
             backward(net, batch)
         for gradient, parameter in zip(expected, net.parameters()):
             error = (parameter.grad - gradient / world).abs().max() / gradient.abs().max()
-            worst = max(worst, error.item() if bool(error == error) else float("inf"))
+            worst = max(worst, float("inf") if error.isnan() else error.item())
     return worst
 
 
 def reduction() -> dict:
+    """Compare the averages of GradientReducer with torch's."""
     return {"difference": differences(lambda net, batch: net(batch).square().mean().backward())}
 
 
 def side_streams() -> dict:
-    """Halves of the model on streams of their own: autograd runs their backward on those too."""
+    """Run halves of the model on separate streams, on which autograd also runs their backward passes."""
     streams = [torch.cuda.Stream() for _ in range(2)]
 
     def backward(net, batch) -> None:
@@ -376,14 +412,14 @@ def side_streams() -> dict:
 
 
 def memory() -> dict:
-    """Bytes that 40 gathers of 64 MiB leave allocated, none of them inside a step: as an evaluation loop
-    does."""
+    """Return the bytes that stay allocated after 40 all-gathers of 64 MiB outside any training step.
+
+    An evaluation loop calls such collectives.
+    """
     rank, world = init()
     use()
-    before, share = (
-        torch.cuda.memory_allocated(),
-        torch.ones((64 << 20) // 4 // world, device=DEVICE),
-    )
+    before = torch.cuda.memory_allocated()
+    share = torch.ones((64 << 20) // 4 // world, device=DEVICE)
     for _ in range(40):
         whole = torch.empty(share.numel() * world, device=DEVICE)
         dist.all_gather_into_tensor(whole, share, async_op=True).wait()

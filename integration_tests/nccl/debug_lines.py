@@ -1,4 +1,4 @@
-"""What NCCL_DEBUG=INFO says: which network each communicator of a process uses, on which devices.
+"""Reads the output of NCCL_DEBUG=INFO: the network and the devices of each communicator.
 
 NCCL 2.18 to 2.30 write, a line each, to stdout (src/debug.cc):
 
@@ -11,9 +11,9 @@ NCCL 2.18 to 2.30 write, a line each, to stdout (src/debug.cc):
                                                                                      as its ranks connect
     HOST:PID:TID [DEV] FILE:LINE NCCL WARN ...
 
-"Using network" and "Init START" of a communicator come from one thread, in this order. Channels do not say
-whose they are: they count for the communicator that was begun last, so a process should use its groups one
-after the other.
+"Using network" and "Init START" of a communicator come from one thread, in this order. A line about a
+channel does not name its communicator. It is counted for the communicator that was begun last, so a process
+should use its groups one after the other.
 """
 
 from __future__ import annotations
@@ -38,55 +38,56 @@ _CHANNEL = re.compile(
 
 @dataclass
 class Communicator:
-    """rank of `ranks`; network: "IB", "Socket" or a plugin's; split: made by ncclCommSplit; devices: what its
-    channels use ("mlx5_0:1/IB", "eth0"), "" where no line named the device; gdr: whether one of them is
-    GPUDirect RDMA."""
+    """A communicator, as NCCL describes it in one process."""
 
-    network: str
-    rank: int = -1
-    ranks: int = 0
-    split: bool = False
+    network: str  # "IB", "Socket" or a plugin's name
+    rank: int = -1  # of this process
+    ranks: int = 0  # number of ranks
+    split: bool = False  # made by ncclCommSplit
+    #: Devices of the channels, such as "mlx5_0:1/IB" or "eth0"; "" if no line names the device.
     devices: set[str] = field(default_factory=set)
-    gdr: bool = False
+    gdr: bool = False  # a channel uses GPUDirect RDMA
 
 
 @dataclass
 class Said:
-    """Of one process: its communicators in the order of their making, devices of each network, warnings."""
+    """The facts that NCCL printed in one process."""
 
-    communicators: list[Communicator]
-    devices: dict[str, list[str]]
+    communicators: list[Communicator]  # in the order in which they were made
+    devices: dict[str, list[str]]  # by network
     warnings: list[str]
 
 
 def read(output: str) -> Said:
-    """All that one process wrote; lines that are not NCCL's are passed over."""
-    said, asked = (
-        Said([], {}, []),
-        {},
-    )  # asked: thread -> the network of the communicator that it is making
+    """Return the facts in the output of one process; lines that are not NCCL's are skipped."""
+    said = Said(communicators=[], devices={}, warnings=[])
+    network_of_thread: dict[str, str] = {}  # network of the communicator that a thread is making
     for line in output.splitlines():
         match = _LINE.search(line)
         if match is None:
             continue
-        text, thread = match["text"], match["where"]
+        text = match["text"]
+        thread = match["where"]
         if match["level"] == "WARN":
             said.warnings.append(text)
         elif text.startswith("Using network "):
-            asked[thread] = text.removeprefix("Using network ").strip()
+            network_of_thread[thread] = text.removeprefix("Using network ").strip()
         elif begin := _BEGIN.match(text):
-            split = "split" in (begin["call"] or "").lower()
-            made = Communicator(
-                asked.pop(thread, ""), int(begin["rank"]), int(begin["ranks"]), split
+            communicator = Communicator(
+                network=network_of_thread.pop(thread, ""),
+                rank=int(begin["rank"]),
+                ranks=int(begin["ranks"]),
+                split="split" in (begin["call"] or "").lower(),
             )
-            said.communicators.append(made)
+            said.communicators.append(communicator)
         elif devices := _DEVICES.match(text):
             said.devices[devices["network"]] = [
                 name for _, name in _DEVICE.findall(devices["devices"])
             ]
         elif (channel := _CHANNEL.match(text)) and said.communicators:
-            last, number = said.communicators[-1], int(channel["device"])
-            known = said.devices.get(channel["network"], [])
-            last.devices.add(known[number] if number < len(known) else "")
-            last.gdr |= bool(channel["gdr"])
+            communicator = said.communicators[-1]
+            number = int(channel["device"])
+            names = said.devices.get(channel["network"], [])
+            communicator.devices.add(names[number] if number < len(names) else "")
+            communicator.gdr |= bool(channel["gdr"])
     return said

@@ -1,9 +1,9 @@
-"""Ranks on emulated GPUs, forked from one Python that has imported torch: that takes seconds.
+"""Forks ranks on emulated GPUs from one Python that has imported torch, since the import takes seconds.
 
     python forked.py < [[SCRIPT, ARGUMENT, ...], [environment of rank 0, ...]]
 
-In JSON, since an argument --holmes would be this process's own. A rank's output goes to the file of its
-number in this directory; JSON of their exit statuses is printed.
+The input is JSON, since a flag --holmes would belong to this process. The output of a rank goes into the
+file RANK.log in this directory, and the exit statuses are printed as JSON.
 """
 
 import json
@@ -16,6 +16,11 @@ from holmes_lab.process import zygote
 
 
 def main():
+    """Fork the ranks and print their exit statuses.
+
+    Returns:
+        In a rank, the variables of its script. In the parent process, None.
+    """
     script, environments = json.load(sys.stdin)
     zygote.import_for_ranks()
     children = []
@@ -28,7 +33,9 @@ def main():
                 os.dup2(log.fileno(), 2)
             return zygote.run_script(script, environment)
         children.append(child)
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps(statuses))
+    return None
 
 
-variables = main()  # a rank's, which live until its interpreter ends
+variables = main()  # keeps the variables of a rank alive until its interpreter ends

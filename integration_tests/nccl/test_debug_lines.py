@@ -1,5 +1,7 @@
-"""The reader of NCCL's lines, on lines made by the formats in NCCL's source (the file and line of each beside
-it)."""
+"""Tests the reader of NCCL's output, with lines made by the formats in NCCL's source.
+
+A comment beside each format names its file and line.
+"""
 
 import pytest
 
@@ -58,18 +60,13 @@ def test_a_split_and_sockets_through_another_ranks_proxy():
 
 
 def test_communicators_that_two_threads_make_at_once():
-    one, two = (
-        lines(f"Using network {name}", thread=thread) for name, thread in (("IB", 1), ("Socket", 2))
-    )
-    begun = [
-        lines(
-            f"ncclCommInitRankConfig comm 0x{thread} rank 0 nranks {thread} {WHERE} commId 0x1 - Init "
-            f"START",
-            thread=thread,
-        )
-        for thread in (1, 2)
-    ]
-    said = read(one + two + begun[1] + begun[0])
+    def start(thread):
+        ranks = thread
+        text = f"comm 0x{thread} rank 0 nranks {ranks} {WHERE} commId 0x1 - Init START"
+        return lines(f"ncclCommInitRankConfig {text}", thread=thread)
+
+    networks = lines("Using network IB", thread=1) + lines("Using network Socket", thread=2)
+    said = read(networks + start(thread=2) + start(thread=1))
     assert [(made.ranks, made.network) for made in said.communicators] == [(2, "Socket"), (1, "IB")]
 
 
@@ -87,7 +84,7 @@ def test_warnings_plugins_and_other_lines():
 
 
 def test_a_timestamp_before_the_line_does_not_matter():
-    """NCCL_DEBUG_TIMESTAMP_LEVELS (2.26 and newer)."""
+    """NCCL 2.26 and newer write timestamps if NCCL_DEBUG_TIMESTAMP_LEVELS is set."""
     written = lines("Using network IB", STARTS["2.27"]).splitlines()
     stamped = "".join(f"[2025-06-01 10:00:00] {line}\n" for line in written)
     assert len(read(stamped).communicators) == 1

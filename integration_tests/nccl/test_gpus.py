@@ -1,8 +1,8 @@
-"""What only a GPU can show of holmes under NCCL, the most basic first. `make gpu` runs it on emulated GPUs.
+"""Tests holmes under NCCL on real or emulated GPUs, the most basic cases first.
 
-`make nccl` on one machine with one GPU or more runs four ranks that NCCL takes for four hosts; where there is
-no RDMA, the fast fabrics of the plan are emulated and carried by sockets. On two nodes with NICs of their
-own, two ranks each:
+`make gpu` runs the tests on emulated GPUs. `make nccl` needs a machine with one GPU or more, and runs four
+ranks that NCCL takes for four hosts. Without RDMA, the fast networks of the plan are emulated by sockets.
+On two nodes with NICs, there are two ranks on each:
 
     make nccl NODE=0 MASTER_ADDR=host0 CLUSTER=cluster.toml      and NODE=1 on the other, at the same time
 """
@@ -23,14 +23,9 @@ pytestmark = pytest.mark.skipif(
 one_machine = pytest.mark.skipif(NODE is not None, reason="on one machine alone")
 two_nodes = pytest.mark.skipif(NODE is None, reason="HOLMES_NCCL_NODE: on two nodes")
 NO_RDMA = no_verbs({})
-HOLMES = (
-    "--holmes",
-    *(
-        ("--holmes-cluster", os.environ["HOLMES_NCCL_CLUSTER"])
-        if os.environ.get("HOLMES_NCCL_CLUSTER")
-        else ()
-    ),
-)
+HOLMES = ("--holmes",)
+if os.environ.get("HOLMES_NCCL_CLUSTER"):
+    HOLMES += ("--holmes-cluster", os.environ["HOLMES_NCCL_CLUSTER"])
 
 
 def flags_and_environment(emulated):
@@ -39,7 +34,7 @@ def flags_and_environment(emulated):
 
 @one_machine
 def test_00_ranks_on_one_gpu_are_hosts_to_nccl(tmp_path):
-    """Stock: what the other cases on one machine rest on."""
+    """NCCL takes ranks on one GPU for hosts, which all other cases on one machine need."""
     done = launch("networks", tmp_path, number=0, NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
     assert done.statuses == [0] * 4, done.outputs
     assert [line["world"] for line in done.lines] == [6.0] * 4
@@ -64,7 +59,10 @@ def test_01_each_group_has_the_network_it_asked_for(tmp_path, emulated):
 @one_machine
 @pytest.mark.skipif(not NO_RDMA, reason="this machine has RDMA: its IB network is there")
 def test_02_a_network_that_is_not_there_ends_its_group_alone(tmp_path, emulated):
-    """That net_name reaches NCCL for each group; and why holmes looks for verbs before it names "IB"."""
+    """NCCL receives the network of each group, and a group whose network is missing fails alone.
+
+    This is why holmes looks for verbs before it names the network "IB".
+    """
     flags, environment = emulated("")
     done = launch("absent_network", tmp_path, *flags, number=2, **environment)
     assert not any(done.statuses) and all(
@@ -80,7 +78,7 @@ def test_02_a_network_that_is_not_there_ends_its_group_alone(tmp_path, emulated)
 @one_machine
 @pytest.mark.skipif(bool(NO_RDMA), reason=f"no RDMA here: {NO_RDMA}")
 def test_03_ib_inside_a_cluster_and_sockets_across_on_one_machine(tmp_path):
-    """Of the machine's own HCAs, found by every rank."""
+    """Every rank finds the machine's HCAs, and groups inside a cluster use them."""
     done = launch("networks", tmp_path, "--holmes", "--holmes-preflight", "off", number=3)
     assert not any(done.statuses), done.outputs
     done.networks_as_asked()
@@ -96,7 +94,7 @@ def test_04_the_devices_are_those_that_the_plan_names(tmp_path):
 
 
 def test_05_groups_of_their_members_alone_under_a_bound_device(tmp_path, emulated):
-    """A hang, were they split off the default group (issue 13, finding 1)."""
+    """A group that was split off the default group would hang, as only its members make it."""
     flags, environment = flags_and_environment(emulated)
     done = launch("bound_device", tmp_path, *flags, number=5, **environment)
     assert not any(done.statuses), done.outputs
@@ -107,7 +105,7 @@ def test_05_groups_of_their_members_alone_under_a_bound_device(tmp_path, emulate
 
 @over_nccl
 def test_06_batched_sends_between_stages_of_two_clusters(tmp_path, emulated):
-    """A hang, were only some neighbours given a group (finding 2)."""
+    """The batch would hang if only some neighbours had a process group of their own."""
     flags, environment = flags_and_environment(emulated)
     done = launch("pipeline", tmp_path, *flags, number=6, **environment)
     assert not any(done.statuses), done.outputs
@@ -139,7 +137,7 @@ def test_08_a_file_that_forces_a_network_is_refused_in_one_line(tmp_path, emulat
 
 @pytest.mark.parametrize("case, number", [("reduction", 9), ("side_streams", 10)])
 def test_09_gradients_are_averaged_as_torch_does(tmp_path, emulated, case, number):
-    """In the way that the plan has for them; and from several streams (finding 4)."""
+    """Gradients are averaged right in the way that the plan chooses, and from several streams."""
     flags, environment = flags_and_environment(emulated)
     done = launch(case, tmp_path, *flags, number=number, **environment)
     assert not any(done.statuses), done.outputs
@@ -147,7 +145,7 @@ def test_09_gradients_are_averaged_as_torch_does(tmp_path, emulated, case, numbe
 
 
 def test_11_telemetry_keeps_no_outputs(tmp_path, emulated):
-    """Of gathers outside any step (finding 3); the watchdog, on by default, records too."""
+    """Telemetry, and the watchdog, keep no outputs of collectives outside training steps."""
     flags, environment = flags_and_environment(emulated)
     telemetry = str(tmp_path / "telemetry")
     done = launch(
@@ -160,7 +158,10 @@ def test_11_telemetry_keeps_no_outputs(tmp_path, emulated):
 @over_nccl
 @pytest.mark.parametrize("connections", ["8", "1"])
 def test_12_receives_posted_early_outlive_waits_for_the_device(tmp_path, emulated, connections):
-    """With one hardware queue too; the pairs' groups have the job's timeout and priority, and few CTAs."""
+    """Receives do not block waits for the device, with one hardware queue either.
+
+    The process groups of pairs have the job's timeout and priority, and few CTAs.
+    """
     flags, environment = flags_and_environment(emulated)
     number = 12 + int(connections == "1")
     done = launch(
@@ -206,7 +207,10 @@ def test_16_several_gpus_in_a_host(tmp_path, emulated, case):
 
 @over_nccl
 def test_17_a_split_that_would_share_its_parents_resources(tmp_path, emulated):
-    """It could not have a network of its own (ncclInvalidUsage)."""
+    """Holmes unsets a variable with which a split group could not have a network of its own.
+
+    NCCL would fail with ncclInvalidUsage.
+    """
     flags, environment = flags_and_environment(emulated)
     done = launch(
         "split", tmp_path, *flags, number=17, NCCL_COMM_SPLIT_SHARE_RESOURCES="1", **environment
@@ -231,7 +235,7 @@ def test_18_hybrid_fsdp_on_groups_that_torch_splits_off(tmp_path, emulated):
 @over_nccl
 @one_machine
 def test_19_a_job_ends_in_one_line_when_its_nic_stays_down(tmp_path, emulated):
-    """By what its port's sysfs says: nobody pulls a cable here."""
+    """The port's sysfs file says that the NIC is down; no cable is pulled."""
     flags, environment = emulated("Socket")
     done = launch(
         "nic_down", tmp_path, *flags, "--holmes-link-timeout", "2", number=19, **environment
@@ -246,8 +250,11 @@ def test_19_a_job_ends_in_one_line_when_its_nic_stays_down(tmp_path, emulated):
 @over_nccl
 @pytest.mark.parametrize("connections", ["8", "1"])
 def test_20_a_kernel_runs_beside_a_receive_that_waits(tmp_path, emulated, connections):
-    """That was launched before it, with the record and the wait that torch and NCCL put behind it; in one
-    hardware queue too, where a second receive, which waits for the first, may hold it up."""
+    """A kernel runs while a receive that was launched before it waits.
+
+    With one hardware queue this holds for one receive. A second receive, which waits for the first, may
+    hold the kernel up.
+    """
     flags, environment = flags_and_environment(emulated)
     number = 20 + int(connections == "1")
     done = launch(

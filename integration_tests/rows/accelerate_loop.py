@@ -48,7 +48,7 @@ def main() -> nn.Module:
     micro_batches = iter(accelerator.skip_first_batches(loader, steps_done * MICRO_BATCHES))
     log = None
     if accelerator.is_main_process:
-        log = open(args.log_file, "w")
+        log = open(args.log_file, "w")  # noqa: SIM115 - open until the process ends
 
     for step in range(steps_done + 1, args.steps + 1):
         losses = []

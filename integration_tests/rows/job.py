@@ -100,9 +100,8 @@ class Job:
     #: of a Python process that has loaded torch already, which would bypass how a user starts
     #: Python. {python} stands for the interpreter, {words} for the script and its arguments.
     shell: str = ""
-    launcher: str = (
-        ""  # the real launcher that starts all runs, such as "srun"; empty: the lab does
-    )
+    #: The real launcher that starts all runs, such as "srun"; empty: the lab starts them.
+    launcher: str = ""
     #: Patched features that the banner of holmes must list besides those of every job. Megatron's
     #: are not in the banner, because they are applied later, when Megatron is imported.
     features: frozenset[str] = frozenset()
@@ -131,9 +130,7 @@ class Job:
                 pytest.skip(
                     f"{self.name} needs the package {package}, which is not in {sys.prefix}"
                 )
-        if (
-            self.installed_in and not self.installed_in.is_dir()
-        ):  # only torchtitan has such a folder
+        if self.installed_in and not self.installed_in.is_dir():  # only torchtitan has a folder
             pytest.skip(f"{self.name} is not installed: make torchtitan")
         if self.checkout:
             checkout_or_skip(self.checkout)
@@ -366,9 +363,7 @@ class Runs:
         end_of_output = result.outputs[failed_rank][-4000:]
         assert result.returncode == 0, f"{name}: status {result.returncode}\n{end_of_output}"
         follows_plan(result)  # fails the test if holmes printed a difference from its plan
-        losses = command.read(
-            result, log
-        )  # from the log or from the output, depending on the script
+        losses = command.read(result, log)  # from the log or the output, depending on the script
         if resumed and self.job.checkpoints is not None:
             losses = self.job.checkpoints.losses_by_step(losses)
         return Run(losses=losses, text="\n".join(result.outputs.values()))

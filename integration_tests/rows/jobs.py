@@ -59,7 +59,7 @@ DATA_INSIDE_CLUSTERS = frozenset(
         Group(kind="data", where="inside", fabric="roce"),
     }
 )
-#: The a hierarchical all-reduce of a hierarchical all-reduce: inside each cluster, and across both.
+#: The groups of a hierarchical all-reduce: inside each cluster, and across both.
 HIERARCHICAL = DATA_INSIDE_CLUSTERS | {Group(kind="data", where="across", fabric="ethernet")}
 #: One group of all ranks: holmes does not split the collectives of the job into levels.
 WORLD = frozenset({Group(kind="world", where="across", fabric="ethernet")})
@@ -323,14 +323,12 @@ def zero_job(stage: int) -> Job:
             *("--stage", str(stage)),
             *STEPS_FLAG,
             preload=DEEPSPEED_MODULES,
-            read=commands._printed,  # the script prints its losses
+            read=commands._printed_losses,
         ),
         groups=HIERARCHICAL if has_hierarchical else WORLD,  # that `holmes report` must list
         checkpoints=SAVE_AFTER if stage in (1, 3) or FULL else None,
         reports_reductions=has_hierarchical,  # holmes reports only reductions that it makes itself
-        features=frozenset(
-            {"hierarchical", "telemetry-deepspeed"}
-        ),  # of holmes, which must be active
+        features=frozenset({"hierarchical", "telemetry-deepspeed"}),  # which must be active
         packages=("deepspeed",),
     )
 
@@ -528,9 +526,8 @@ def torchtitan(folder: Path) -> Command:
     """
     command = commands.torchtitan(folder, "HSDP", ranks=4)
     words = [word for word in command.words if word != "--checkpoint.load_only"]
-    preload = (
-        () if ON_GPUS else ("torch",)
-    )  # torchtitan itself imports pyarrow, which starts a thread
+    # torchtitan itself is not preloaded: it imports pyarrow, which starts a thread.
+    preload = () if ON_GPUS else ("torch",)
     return replace(command, words=(*words, "--training.steps", str(STEPS)), preload=preload)
 
 

@@ -115,7 +115,8 @@ def main() -> nn.Module:
     torch.set_num_threads(1)
     device = device_of_this_rank()
     dist.init_process_group()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     model = wrap_model(new_model(device), args.way, device)
     # Not AdamW: its steps do not change if all gradients are wrong by the same factor.
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
@@ -129,7 +130,7 @@ def main() -> nn.Module:
     if args.load:
         first_step = load(model, optimizer, args.load) + 1
 
-    log = open(args.log_file if rank == 0 else os.devnull, "w")
+    log = open(args.log_file if rank == 0 else os.devnull, "w")  # noqa: SIM115 - open until the end
     for step in range(first_step, args.steps + 1):
         batch = batch_of(step, rank, device)
         if reducer:

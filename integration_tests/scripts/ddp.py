@@ -1,4 +1,7 @@
-"""A small model under DistributedDataParallel: `ddp.py STEPS LOG`; a JSON line with the loss of each step."""
+"""Trains a small model with DistributedDataParallel, and logs the loss of each step.
+
+ddp.py STEPS LOG     LOG gets a JSON line for each step
+"""
 
 import json
 import sys
@@ -10,7 +13,8 @@ from torch import nn
 WIDTH = 256
 
 if __name__ == "__main__":
-    steps, path = int(sys.argv[1]), sys.argv[2]
+    steps = int(sys.argv[1])
+    path = sys.argv[2]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(1)

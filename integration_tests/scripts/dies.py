@@ -1,5 +1,9 @@
-"""Runs the script that its arguments name; on node NODE_THAT_DIES the process kills itself in the last
-backward of its 15th step."""
+"""Runs a training script in which one process kills itself.
+
+    dies.py SCRIPT ARGS
+
+The process on node NODE_THAT_DIES kills itself in the last backward pass of its 15th step.
+"""
 
 import os
 import runpy
@@ -8,14 +12,16 @@ import sys
 
 from holmes_ext.runtime.reduce.reducer import GradientReducer
 
-arm, armed = GradientReducer.arm, []
+original_arm = GradientReducer.arm
+steps = 0  # that have armed the reducer, which is done before the last backward pass
 
 
 def arm_or_die(reducer):
-    armed.append(True)
-    if os.environ["HOLMES_LAB_NODE"] == os.environ["NODE_THAT_DIES"] and len(armed) == 15:
+    global steps
+    steps += 1
+    if os.environ["HOLMES_LAB_NODE"] == os.environ["NODE_THAT_DIES"] and steps == 15:
         os.kill(os.getpid(), signal.SIGKILL)
-    arm(reducer)
+    original_arm(reducer)
 
 
 GradientReducer.arm = arm_or_die

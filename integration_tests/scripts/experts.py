@@ -1,6 +1,9 @@
-"""One MoE layer of megatron-core over all ranks, whose tokens come in kinds, a kind for each rank.
+"""Trains one MoE layer of megatron-core, whose experts are divided over all ranks.
 
-experts.py OUT     writes {"losses", "counts"} to OUT: tokens of each rank that go to each expert
+    experts.py OUT     writes {"losses", "counts"} to OUT
+
+The tokens of a rank resemble each other, so most of them go to few experts. "counts" has the number of
+tokens of each rank that go to each expert.
 """
 
 import json
@@ -16,12 +19,16 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# 0.16's router asks for it by name, which is not there without Transformer Engine
+# The router of megatron-core 0.16 reads this name, which does not exist without Transformer Engine.
 vars(moe_utils).setdefault("te_general_gemm", None)
-EXPERTS, HIDDEN, TOKENS, STEPS = 8, 32, 2048, 4
+EXPERTS = 8
+HIDDEN = 32
+TOKENS = 2048  # of each rank in each step
+STEPS = 4
 
 
 def layer_of(ranks):
+    """Return an MoE layer whose experts are divided over this number of ranks."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -48,33 +55,36 @@ def main():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpus else "gloo")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     layer = layer_of(ranks).to(device)
     counts = torch.zeros(ranks, EXPERTS, device=device)
-    router = layer.router.forward
+    original_forward = layer.router.forward
 
-    def counted(*args, **more):
-        probs, routing_map = router(*args, **more)
+    def counting_forward(*args, **more):
+        probabilities, routing_map = original_forward(*args, **more)
         counts[rank] += routing_map.sum(0)
-        return probs, routing_map
+        return probabilities, routing_map
 
-    layer.router.forward = counted
+    layer.router.forward = counting_forward
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(rank)
-    kind = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(100 + rank))
+    # All tokens of a rank are near this one.
+    center = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(100 + rank))
     losses = []
     for _ in range(STEPS):
-        tokens = (kind + 0.2 * torch.randn(TOKENS, 1, HIDDEN, generator=generator)).to(device)
+        tokens = (center + 0.2 * torch.randn(TOKENS, 1, HIDDEN, generator=generator)).to(device)
         optimizer.zero_grad()
         output, _ = layer(tokens)
         loss = (output - tokens).square().mean()
         loss.backward()
         dist.all_reduce(layer.router.weight.grad)
         optimizer.step()
-        dist.all_reduce(told := loss.detach().clone())
-        losses.append(told.item() / ranks)
+        loss_sum = loss.detach().clone()
+        dist.all_reduce(loss_sum)
+        losses.append(loss_sum.item() / ranks)
     dist.all_reduce(counts)
     if rank == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:

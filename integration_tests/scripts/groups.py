@@ -1,5 +1,6 @@
-"""A script that knows nothing of holmes: makes groups in every way torch has, uses each, prints what came out
-as JSON.
+"""A script without holmes that makes process groups in every way of torch, and uses each.
+
+Each rank prints the sums and its environment as a JSON line.
 """
 
 import json
@@ -11,13 +12,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
+rank = dist.get_rank()
+world = dist.get_world_size()
 half = world // 2
+first_half = dist.new_group(list(range(half)))
+second_half = dist.new_group(list(range(half, world)))
 groups = {
     "world": dist.group.WORLD,
-    "new_group": [dist.new_group(list(range(half))), dist.new_group(list(range(half, world)))][
-        rank >= half
-    ],
+    "new_group": first_half if rank < half else second_half,
     "new_subgroups": dist.new_subgroups(half)[0],
     "mesh": init_device_mesh("cpu", (2, half), mesh_dim_names=("pp", "dp"))["dp"].get_group(),
 }
@@ -29,17 +31,14 @@ for name, group in groups.items():
 big = torch.ones(500_000)
 for _ in range(4):
     dist.all_reduce(big, group=groups["new_group"])
-print(
-    json.dumps(
-        {
-            "rank": rank,
-            "env": int(os.environ["RANK"]),
-            "local": os.environ["LOCAL_RANK"],
-            "argv": sys.argv[1:],
-            "node": os.uname().nodename,
-            "sums": sums,
-            "holmes": "holmes_ext.job" in sys.modules,
-        }
-    )
-)
+report = {
+    "rank": rank,
+    "env": int(os.environ["RANK"]),
+    "local": os.environ["LOCAL_RANK"],
+    "argv": sys.argv[1:],
+    "node": os.uname().nodename,
+    "sums": sums,
+    "holmes": "holmes_ext.job" in sys.modules,
+}
+print(json.dumps(report))
 dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""A megatron-core program without --holmes that calls holmes_ext.initialize_model_parallel, then makes groups
-with HyperCommGrid as well.
+"""A megatron-core program that calls holmes_ext.initialize_model_parallel, without --holmes.
 
-Prints, as JSON, on which rank and node it ended up, what its groups are, and over which fabrics.
+It then makes groups with HyperCommGrid. Each rank prints a JSON line with its rank and node, its groups and
+their networks.
 """
 
 import json
@@ -27,23 +27,24 @@ from holmes_ext.runtime import session  # noqa: E402
 
 dist.init_process_group("gloo")
 before = dist.get_rank()
-if (
-    before == 0
-):  # it hosts the store, and leaves it long after the others, none of whom may meet it again
-    leave = dist.destroy_process_group
+if before == 0:
+    # This rank hosts the store of the process group, which initialize_model_parallel destroys to make another
+    # one. The rank leaves late, long after the other ranks, which must not meet it in the old group again.
+    destroy = dist.destroy_process_group
 
-    def leave_late():
-        dist.destroy_process_group = leave
+    def destroy_late():
+        dist.destroy_process_group = destroy
         time.sleep(4)
-        leave()
+        destroy()
 
-    dist.destroy_process_group = leave_late
+    dist.destroy_process_group = destroy_late
 holmes_ext.initialize_model_parallel(1, pipeline_model_parallel_size=2)
-rank, data = dist.get_rank(), parallel_state.get_data_parallel_group()
+rank = dist.get_rank()
+data = parallel_state.get_data_parallel_group()
 value = torch.ones(1) * rank
 dist.all_reduce(value, group=data)
 records = session.require().groups
-made = next(record for record in records if record.name == "DATA_PARALLEL_GROUP")
+data_record = next(record for record in records if record.name == "DATA_PARALLEL_GROUP")
 
 HyperCommGrid([2, 2], ["dp", "pp"], backend="gloo").create_pg("dp")
 grid = records[-1]
@@ -62,7 +63,7 @@ report = {
     "local_rank": os.environ["LOCAL_RANK"],
     "data": dist.get_process_group_ranks(data),
     "sum": value.item(),
-    "fabric": made.transport.kind,
+    "fabric": data_record.transport.kind,
     "grid": grid.ranks,
     "grid_fabric": grid.transport.kind,
     "chain": chain[0, 0, 0].item(),

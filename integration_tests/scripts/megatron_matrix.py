@@ -1,12 +1,16 @@
-"""Runs examples/megatron_core once for each of several splits in the same processes: starting them is what
-takes the time.
+"""Runs examples/megatron_core once for each of several splits in the same processes.
 
     megatron_matrix.py SPLITS.json RESULTS.json
 
-SPLITS.json: {name: [flags of train.py]}, where {results} stands for RESULTS.json's folder. RESULTS.json:
-{name: {"entries": [the log's entries], "layers": {rank: [numbers of the layers that it built]}, "buckets":
-{rank: [of each chunk, 0 where nothing overlaps]}, "gathers": {rank: whether weights travel during the forward
-pass}}}, by rank 0. With --context above 1 the attention is gathered_attention.py's.
+Starting the processes takes most of the time of a run. SPLITS.json is {name: [flags of train.py]}, where
+{results} stands for the folder of RESULTS.json. Rank 0 writes RESULTS.json: {name: result}, and a result is
+
+    entries    the log's entries
+    layers     rank -> numbers of the layers that it built
+    buckets    rank -> number of gradient buckets of each chunk, 0 if nothing overlaps
+    gathers    rank -> whether weights are gathered during the forward pass
+
+With --context above 1, attention is that of gathered_attention.py.
 """
 
 import gc
@@ -26,28 +30,29 @@ from options import parse_args  # noqa: E402
 
 
 def allow_context_parallelism() -> None:
-    """Without Transformer Engine."""
-    spec_of = gpt_layer_specs.get_gpt_layer_local_spec
+    """Let the example use context parallelism without Transformer Engine."""
+    original = gpt_layer_specs.get_gpt_layer_local_spec
 
-    def spec(*args, **kwargs):
-        made = spec_of(*args, **kwargs)
+    def get_gpt_layer_local_spec(*args, **kwargs):
+        spec = original(*args, **kwargs)
         if parallel_state.get_context_parallel_world_size() > 1:
-            made.submodules.self_attention.submodules.core_attention = GatheredAttention
-        return made
+            spec.submodules.self_attention.submodules.core_attention = GatheredAttention
+        return spec
 
-    gpt_layer_specs.get_gpt_layer_local_spec = spec
-    train.HAVE_TE = True  # what start_distributed() asks for
+    gpt_layer_specs.get_gpt_layer_local_spec = get_gpt_layer_local_spec
+    train.HAVE_TE = True  # start_distributed() refuses context parallelism without it
 
 
 def main(splits: dict, results: Path) -> None:
+    """Train all splits, and write the results."""
     torch.set_num_threads(1)
     allow_context_parallelism()
-    done, built = {}, []
-    build = train.build
+    result_of_split = {}
+    built = []  # layers, buckets and gathers (see above) of this rank in the present split
+    original_build = train.build
 
-    def build_and_keep(args):
-        made = build(args)
-        models = made[1]
+    def build(args):
+        config, models, optimizer = original_build(args)
         layers = [
             layer.layer_number
             for model in models
@@ -59,26 +64,26 @@ def main(splits: dict, results: Path) -> None:
             for model in models
         ]
         built[:] = layers, buckets, models[0].ddp_config.overlap_param_gather
-        return made
+        return config, models, optimizer
 
-    train.build = build_and_keep
+    train.build = build
     for name, flags in splits.items():
-        entries = train.train(
-            *parse_args([flag.replace("{results}", str(results.parent)) for flag in flags])
-        )
+        flags = [flag.replace("{results}", str(results.parent)) for flag in flags]
+        entries = train.train(*parse_args(flags))
         ranks = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, built)
         parts = {
             key: {rank: part[index] for rank, part in enumerate(ranks)}
             for index, key in enumerate(("layers", "buckets", "gathers"))
         }
-        done[name] = {"entries": entries, **parts}
+        result_of_split[name] = {"entries": entries, **parts}
         parallel_state.destroy_model_parallel()
-        for place in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
-            setattr(parallel_state, place, None)  # which it leaves to the next split before 0.14
+        # megatron-core before 0.14 does not reset these variables.
+        parallel_state._EMBEDDING_GLOBAL_RANKS = None
+        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
         gc.collect()
         if torch.distributed.get_rank() == 0:
-            results.write_text(json.dumps(done))
+            results.write_text(json.dumps(result_of_split))
     torch.distributed.destroy_process_group()
 
 

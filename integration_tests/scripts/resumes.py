@@ -1,6 +1,8 @@
-"""examples/megatron_core/train.py from its last checkpoint where there is one: what a launcher starts again.
+"""Runs examples/megatron_core/train.py from its last checkpoint, if there is one.
 
-resumes.py SAVE [ARGS]
+    resumes.py SAVE [ARGS]
+
+A launcher can start it again after a failure.
 """
 
 import runpy

@@ -1,5 +1,8 @@
-"""A script that knows nothing of holmes: FSDP2, sharded inside halves of the job and replicated between them
-(HSDP). Prints rank, node and losses as JSON."""
+"""A script without holmes that trains with FSDP2 and HSDP: replicas of sharded weights.
+
+Weights are sharded inside each half of the ranks and replicated between the halves. Each rank prints its
+rank, its node and the losses as JSON.
+"""
 
 import json
 import os
@@ -11,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group()  # names no backend
-rank, world = dist.get_rank(), dist.get_world_size()
+rank = dist.get_rank()
+world = dist.get_world_size()
 torch.manual_seed(0)
 model = nn.Sequential(
     *(nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)) for _ in range(3))
@@ -22,9 +26,9 @@ for layer in (*model, model):
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 losses = []
 for step in range(6):
-    batch = torch.randn(world * 8, 64, generator=torch.Generator().manual_seed(step))[
-        rank * 8 : (rank + 1) * 8
-    ]
+    generator = torch.Generator().manual_seed(step)
+    global_batch = torch.randn(world * 8, 64, generator=generator)
+    batch = global_batch[rank * 8 : (rank + 1) * 8]
     loss = (model(batch) - batch.flip(1)).square().mean()
     loss.backward()
     optimizer.step()

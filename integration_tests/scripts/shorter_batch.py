@@ -1,7 +1,8 @@
-"""A DeepSpeed pipeline whose data has a shorter micro-batch than the others: STEP and MICRO_BATCH say which
-one.
+"""Trains a DeepSpeed pipeline, one of whose micro-batches is shorter than the others.
 
     shorter_batch.py STEP MICRO_BATCH FLAGS     two stages x two data-parallel ranks
+
+STEP and MICRO_BATCH, counted from 0, select the shorter micro-batch.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ with contextlib.redirect_stdout(io.StringIO()):
 
 
 def data():
+    """Yield micro-batches of 4 rows, one of which has 3."""
     for number in range(10**6):
         rows = 3 if number == STEP * MICRO_BATCHES + MICRO_BATCH else 4
         yield torch.ones(rows, 8), torch.ones(rows, 8)

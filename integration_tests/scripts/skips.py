@@ -1,10 +1,11 @@
-"""A traced pipeline of torch.distributed.pipelining with skip connections: stage 0's result is used again by
-the last.
+"""A pipeline of torch.distributed.pipelining, traced from a model with a skip connection.
 
-    skips.py LOG        torchrun's variables say which rank; LOG: a JSON line with the loss of each batch
+    skips.py LOG
 
-Four stages, one on each rank; forward only, as torch 2.13 refuses the backward pass ("Backward of skip
-connections not supported yet"). NCCL on GPUs, gloo on CPUs.
+The last stage uses the result of stage 0 again. torchrun's environment variables must be set. LOG gets a
+JSON line with the loss of each batch. There are four stages, one on each rank. Only the forward pass runs,
+as torch 2.13 refuses the backward pass ("Backward of skip connections not supported yet"). The backend is
+NCCL on GPUs, gloo on CPUs.
 """
 
 import json
@@ -16,10 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
-STEPS, WIDTH, ROWS, MICRO_BATCHES = 4, 64, 16, 4
+STEPS = 4
+WIDTH = 64
+ROWS = 16  # of a batch
+MICRO_BATCHES = 4
 
 
 class Skips(nn.Module):
+    """A model whose last layer adds the output of the first one."""
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
@@ -32,13 +38,15 @@ class Skips(nn.Module):
 
 
 def main(log: str) -> None:
+    """Run the pipeline, and write the losses."""
     torch.set_num_threads(1)
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group()
-    rank, stages = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    stages = dist.get_world_size()
     traced = pipeline(
         Skips(),
         mb_args=(torch.zeros(ROWS // MICRO_BATCHES, WIDTH),),
@@ -47,21 +55,19 @@ def main(log: str) -> None:
     stage = traced.build_stage(rank, device, dist.new_group(list(range(stages))))
     stage.submod.to(device)
     schedule = ScheduleGPipe(stage, MICRO_BATCHES)
-    found = []
+    losses = []
     for step in range(STEPS):
         x, y = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
         with torch.no_grad():
             result = schedule.step(*([x] if rank == 0 else []))
-        total = (
-            nn.functional.mse_loss(result, y)
-            if rank == stages - 1
-            else torch.zeros((), device=device)
-        )
-        dist.all_reduce(total)
-        found.append(total.item())
+        loss = torch.zeros((), device=device)
+        if rank == stages - 1:
+            loss = nn.functional.mse_loss(result, y)
+        dist.all_reduce(loss)  # only the last stage has a loss
+        losses.append(loss.item())
     if rank == 0:
         with open(log, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"loss": loss}) + "\n" for loss in found)
+            file.writelines(json.dumps({"loss": loss}) + "\n" for loss in losses)
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ def command(micro_batch):
 
 
 def test_trainers_of_different_sizes_train_alike(tmp_path):
-    """On the same data: their pseudo-gradients agree, so their losses must, whatever they are made of."""
+    """Jobs that read the same data have the same pseudo-gradients and losses."""
     east, west = run(tmp_path, (2, command(2)), (1, command(4)), OUTER)
     assert len(east) == len(west) == 9
     assert max(abs(a - b) for a, b in zip(east, west)) < 1e-4, (east, west)

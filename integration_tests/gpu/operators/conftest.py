@@ -28,13 +28,14 @@ def has_cuda_build() -> bool:
 
 
 def emulated_environment() -> dict[str, str]:
-    """Builds what the cache lacks. Two GPUs."""
+    """Build the emulated GPU if needed, and return the environment of a process with two such GPUs."""
     from holmes_lab.gpu import recipes
     from holmes_lab.gpu.build import build, cache_folder
     from holmes_lab.gpu.compiler import find_compiler
     from holmes_lab.gpu.torch_build import find_torch
 
-    torch, compiler = find_torch(sys.executable, os.environ), find_compiler()
+    torch = find_torch(sys.executable, os.environ)
+    compiler = find_compiler()
     built = build(
         [recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch)], cache_folder()
     )
@@ -52,10 +53,9 @@ def emulated_environment() -> dict[str, str]:
 
 
 def pytest_configure(config):
-    only_here = all(
-        Path(argument.split("::")[0]).resolve().is_relative_to(HERE) for argument in config.args
-    )
-    if MARK in os.environ or not only_here or not has_cuda_build():
+    paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    only_this_folder = all(path.is_relative_to(HERE) for path in paths)
+    if MARK in os.environ or not only_this_folder or not has_cuda_build():
         return
     config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
     os.execve(

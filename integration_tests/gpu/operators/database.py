@@ -1,4 +1,4 @@
-"""torch's own database of operators (OpInfo): the same call on the CPU and on an emulated GPU."""
+"""Calls each operator of torch's own test database (OpInfo) on the CPU and on an emulated GPU."""
 
 import warnings
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ DTYPES = (
     torch.bool,
 )
 
-#: Their numbers are random, or memory that nobody wrote.
+#: Operators whose results are random numbers or uninitialized memory. They are not compared.
 RANDOM = {
     "bernoulli",
     "cauchy",
@@ -53,7 +53,8 @@ RANDOM = {
     "nn.functional.rrelu",
 }
 
-#: Their calls name a device, or lay their input out in memory in a way that a copy loses.
+#: Operators whose sample inputs name a device, or have a memory layout that a copy would lose. They are not
+#: compared.
 NOT_MOVED = {
     "as_strided",
     "full_like",
@@ -66,7 +67,7 @@ NOT_MOVED = {
     "zeros_like",
 }
 
-#: torch itself computes them otherwise on CUDA than on the CPU. operator -> how
+#: Operators that torch computes differently on CUDA than on the CPU -> the difference.
 OTHERWISE = {
     "linalg.lstsq": "LAPACK's driver: gels on CUDA, gelsy on the CPU",
     "renorm": "its derivative adds up in float on CUDA, in double on the CPU",
@@ -79,23 +80,23 @@ OTHERWISE = {
 
 
 def moved(value: Any, device: str) -> Any:
-    """With each tensor in it on a device, a leaf like before."""
-    return tree_map(
-        lambda one: (
-            one.detach().to(device).requires_grad_(one.requires_grad)
-            if isinstance(one, torch.Tensor)
-            else one
-        ),
-        value,
-    )
+    """Return a copy of a tree whose tensors are leaves on the device."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
+
+    return tree_map(move, value)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    return [one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)]
+    leaves, _ = tree_flatten(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Also where both are not a number."""
+    """Return whether two tensors are equal in all bits; NaN equals NaN."""
     right = right.detach().cpu()
     left = left.detach()
     if left.layout != torch.strided:
@@ -103,11 +104,12 @@ def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     if left.is_complex():
-        left, right = (torch.view_as_real(one.resolve_conj().contiguous()) for one in (left, right))
+        left = torch.view_as_real(left.resolve_conj().contiguous())
+        right = torch.view_as_real(right.resolve_conj().contiguous())
     if left.is_floating_point():
-        return torch.equal(left.isnan(), right.isnan()) and torch.equal(
-            left.nan_to_num(7.0), right.nan_to_num(7.0)
-        )
+        if not torch.equal(left.isnan(), right.isnan()):
+            return False
+        return torch.equal(left.nan_to_num(7.0), right.nan_to_num(7.0))
     return torch.equal(left, right)
 
 
@@ -124,7 +126,7 @@ def dtypes_of(op: Any) -> list[torch.dtype]:
 
 
 def differences(op: Any, dtype: torch.dtype, most: int) -> Iterator[str]:
-    """Runs `most` samples on both devices, forward and, where there is one, backward."""
+    """Run up to `most` samples on both devices, forward and backward, and yield the differences."""
     with_gradients = (
         op.supports_autograd
         and (dtype.is_floating_point or dtype.is_complex)
@@ -137,13 +139,14 @@ def differences(op: Any, dtype: torch.dtype, most: int) -> Iterator[str]:
         call = (sample.input, sample.args, sample.kwargs)
         if sample.kwargs.get("dropout_p"):
             continue
-        on_cpu, on_gpu = moved(call, "cpu"), moved(call, "cuda")
+        on_cpu = moved(call, "cpu")
+        on_gpu = moved(call, "cuda")
         try:
-            expected = op(on_cpu[0], *on_cpu[1], **on_cpu[2])
-        except RuntimeError:  # the CPU has no kernel for it
+            expected = _call(op, on_cpu)
+        except RuntimeError:  # the CPU has no kernel for this operator
             continue
-        found = op(on_gpu[0], *on_gpu[1], **on_gpu[2])
-        pairs = list(zip(tensors(expected), tensors(found), strict=True))
+        result = _call(op, on_gpu)
+        pairs = list(zip(tensors(expected), tensors(result), strict=True))
         for left, right in pairs:
             if not equal_bits(left, right):
                 yield f"{dtype}, sample {index}: {left.shape} {left.flatten()[:4]} and {right.flatten()[:4]}"
@@ -154,9 +157,15 @@ def differences(op: Any, dtype: torch.dtype, most: int) -> Iterator[str]:
                 yield f"{dtype}, sample {index}: {problem}"
 
 
+def _call(op: Any, call: tuple[Any, tuple, dict]) -> Any:
+    first_input, args, kwargs = call
+    return op(first_input, *args, **kwargs)
+
+
 def gradient_differences(
     pairs: list[tuple[torch.Tensor, torch.Tensor]], on_cpu: Any, on_gpu: Any
 ) -> Iterator[str]:
+    """Yield the differences between the gradients of the inputs on the CPU and on the GPU."""
     pairs = [
         (left, right)
         for left, right in pairs
@@ -174,14 +183,18 @@ def gradient_differences(
         expected = torch.autograd.grad(
             [left for left, _ in pairs], [left for left, _ in inputs], weights, allow_unused=True
         )
-    except RuntimeError:  # the CPU has no derivative for it
+    except RuntimeError:  # the CPU has no derivative of this operator
         return
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         [right for _, right in pairs],
         [right for _, right in inputs],
         [weight.cuda() for weight in weights],
         allow_unused=True,
     )
-    for left, right in zip(expected, found, strict=True):
-        if (left is None) != (right is None) or left is not None and not equal_bits(left, right):
+    for left, right in zip(expected, gradients, strict=True):
+        if left is None or right is None:
+            is_equal = left is right
+        else:
+            is_equal = equal_bits(left, right)
+        if not is_equal:
             yield f"gradients {left} and {right}"

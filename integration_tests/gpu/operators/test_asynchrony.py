@@ -1,5 +1,8 @@
-"""The host runs ahead of the device, memory is reused as on a GPU, and what goes wrong in a kernel is
-told."""
+"""Tests that an emulated GPU runs asynchronously like a physical one.
+
+The host runs ahead of the device, memory is reused in the order of a stream, and an error in a kernel is
+reported later, with the operator's name.
+"""
 
 import ctypes
 import json
@@ -16,20 +19,30 @@ import torch
 
 @contextmanager
 def blocked():
-    """Nothing that is put into the current stream runs before the end of the with block."""
-    gate, opened, stream = threading.Event(), [], torch.cuda.current_stream()
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: opened.append(gate.wait(30)))
+    """Hold back all work that is launched on the current stream, until the context ends.
+
+    The test fails if the host has waited for the stream meanwhile. The context yields the event that opens
+    the stream early.
+    """
+    gate = threading.Event()
+    was_opened = []  # False: the function below waited until its timeout
+    stream = torch.cuda.current_stream()
+    # The stream calls this function on the host before any kernel that is launched after it.
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: was_opened.append(gate.wait(30)))
     ctypes.CDLL(None).cudaLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), function, None)
     try:
         yield gate
     finally:
         gate.set()
         stream.synchronize()
-    assert opened == [True], "the host waited for the stream"
+    assert was_opened == [True], "the host waited for the stream"
 
 
 def in_a_process(code: str, **environ: str) -> str:
-    """A device whose kernel failed is lost to its process."""
+    """Run code in another process, and return its output.
+
+    A process cannot use a device any more after a kernel has failed.
+    """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
@@ -84,7 +97,7 @@ def test_host_runs_ahead(call):
     inputs = torch.randn(8, 8, device="cuda")
     torch.cuda.synchronize()
     with blocked():
-        call(inputs)  # the first time, when what its outputs look like is not known yet
+        call(inputs)  # at the first call, the shapes of the outputs are not known yet
         call(inputs)
 
 
@@ -141,7 +154,7 @@ def test_who_reads_values_waits(call):
 
         thread = threading.Thread(target=run)
         thread.start()
-        thread.join(timeout=1)  # the longer, the surer one that does not wait is caught
+        thread.join(timeout=1)  # a call that does not wait returns within this time
         gate.set()
         thread.join()
     assert returned_while_blocked == [False]
@@ -172,8 +185,7 @@ def test_a_missing_wait_gives_old_numbers():
 
 
 def test_memory_is_reused_in_stream_order():
-    """Freed memory goes to the next tensor of the same stream at once, and that is right, for the stream
-    orders it."""
+    """The next tensor of a stream takes freed memory at once, as a stream's kernels run in order."""
     torch.cuda.empty_cache()
     first = torch.ones(1000, device="cuda")
     torch.cuda.synchronize()
@@ -187,7 +199,7 @@ def test_memory_is_reused_in_stream_order():
 
 
 def test_a_buffer_that_another_stream_still_reads_is_overwritten():
-    """What record_stream is for."""
+    """Freed memory is reused while another stream reads it, unless record_stream was called."""
     results = []
     for recorded in False, True:
         side = torch.cuda.Stream()
@@ -206,7 +218,7 @@ def test_a_buffer_that_another_stream_still_reads_is_overwritten():
 
 
 def test_an_index_out_of_range_is_told_with_its_operator():
-    said = in_a_process("""
+    output = in_a_process("""
         import torch
         table = torch.randn(4, 2, device="cuda")
         out = table.index_select(0, torch.tensor([1, 9], device="cuda"))
@@ -219,9 +231,9 @@ def test_an_index_out_of_range_is_told_with_its_operator():
         except RuntimeError as error:
             print("again", error)
     """)
-    first, again = said.split("again")
-    assert "aten::index_select" in first and "index out of range" in first
-    assert "aten::index_select" in again
+    first_error, second_error = output.split("again")
+    assert "aten::index_select" in first_error and "index out of range" in first_error
+    assert "aten::index_select" in second_error
 
 
 def ones(*sizes, **options):
@@ -265,7 +277,7 @@ def test_wrong_arguments_are_refused_at_the_call(call, text):
     assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]  # the device lives on
 
 
-def drawn() -> list[torch.Tensor]:
+def random_tensors() -> list[torch.Tensor]:
     return [
         torch.rand(5, device="cuda"),
         torch.randn(5, device="cuda"),
@@ -280,16 +292,16 @@ def drawn() -> list[torch.Tensor]:
 def test_random_numbers_repeat():
     torch.cuda.manual_seed(3)
     state = torch.cuda.get_rng_state()
-    first = drawn()
+    first = random_tensors()
     torch.cuda.set_rng_state(state)
-    again = drawn()
-    assert all(torch.equal(left, right) for left, right in zip(first, again, strict=True))
+    second = random_tensors()
+    assert all(torch.equal(left, right) for left, right in zip(first, second, strict=True))
     with torch.random.fork_rng(devices=[0]):
         inside = torch.rand(5, device="cuda")
     assert torch.equal(inside, torch.rand(5, device="cuda"))
     assert not torch.equal(inside, torch.rand(5, device="cuda"))
-    own = torch.Generator(device="cuda").manual_seed(3)
-    assert torch.equal(torch.rand(5, device="cuda", generator=own), first[0])
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    assert torch.equal(torch.rand(5, device="cuda", generator=generator), first[0])
     assert abs(torch.randn(100_000, device="cuda").std().item() - 1) < 0.02
 
 
@@ -312,9 +324,11 @@ def test_threads_of_the_program_have_streams_of_their_own_order():
 
 
 def test_a_matrix_product_takes_its_flops():
-    """At 100 MFLOP/s 2 x 256^3 operations keep a stream busy for a third of a second, and the host goes
-    on."""
-    said = json.loads(
+    """At 100 MFLOP/s, 2 x 256^3 operations keep a stream busy for a third of a second.
+
+    The host runs ahead meanwhile.
+    """
+    is_host_ahead, took_ms = json.loads(
         in_a_process(
             """
         import json, torch
@@ -332,12 +346,14 @@ def test_a_matrix_product_takes_its_flops():
             HOLMES_GPU_MFLOPS="100",
         )
     )
-    assert said[0] and said[1] >= 2 * 256**3 / 100e6 * 1000 * 0.999
+    flops = 2 * 256**3
+    expected_ms = flops / 100e6 * 1000
+    assert is_host_ahead and took_ms >= expected_ms * 0.999
 
 
 @pytest.mark.parametrize("lengths", [[], [32, 32]], ids=["attention", "packed sequences"])
 def test_attention_takes_its_flops(lengths):
-    """Of both passes, as torch's own counter has them."""
+    """Both passes take at least as long as torch's FLOP counter implies."""
     took_ms, flops = json.loads(
         in_a_process(
             f"""

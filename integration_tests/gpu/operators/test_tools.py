@@ -1,5 +1,4 @@
-"""What people use around their operators: the CUDA sanitizer, torch.compile, profiler, attention backends,
-memory."""
+"""Tests tools on an emulated GPU: CUDA sanitizer, torch.compile, profiler, attention backends."""
 
 import pytest
 import torch
@@ -23,16 +22,15 @@ RACE = """
 
 
 def test_the_sanitizer_names_both_sides_of_a_race():
-    said = in_a_process(RACE.format(wait=""), TORCH_CUDA_SANITIZER="1")
-    assert "CUDASanitizerErrors" in said and "possible data race" in said
-    assert "aten::mul.Tensor" in said and "aten::add_.Tensor" in said
+    output = in_a_process(RACE.format(wait=""), TORCH_CUDA_SANITIZER="1")
+    assert "CUDASanitizerErrors" in output and "possible data race" in output
+    assert "aten::mul.Tensor" in output and "aten::add_.Tensor" in output
 
 
 def test_the_sanitizer_finds_nothing_where_the_stream_waits():
-    said = in_a_process(
-        RACE.format(wait="side.wait_stream(torch.cuda.current_stream())"), TORCH_CUDA_SANITIZER="1"
-    )
-    assert said.strip() == "4000.0"
+    code = RACE.format(wait="side.wait_stream(torch.cuda.current_stream())")
+    output = in_a_process(code, TORCH_CUDA_SANITIZER="1")
+    assert output.strip() == "4000.0"
 
 
 def test_compiled_functions_compute_the_same():
@@ -60,28 +58,27 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_attention_whichever_is_chosen(backend, dtype):
-    """Its numbers are the CPU's, forward and backward, and bits of the CPU's flash kernel where CUDA takes a
-    fused one.
+    """Attention has the CPU's numbers, forward and backward.
+
+    With a fused backend, all bits are those of the CPU's flash kernel.
     """
     if (backend, dtype) == (SDPBackend.FLASH_ATTENTION, torch.float32):
         pytest.skip("CUDA's flash kernel takes no float32")
-    found, expected = (
-        [torch.randn(1, 2, 8, 16, dtype=dtype, requires_grad=True) for _ in range(3)] for _ in "ab"
-    )
-    for one, other in zip(found, expected):
-        other.data.copy_(one.data)
+    inputs = [torch.randn(1, 2, 8, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
+    inputs_on_cpu = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     attend = torch.nn.functional.scaled_dot_product_attention
     with sdpa_kernel(backend):
-        output = attend(*(one.cuda() for one in found), is_causal=True)
+        output = attend(*(tensor.cuda() for tensor in inputs), is_causal=True)
     output.sum().backward()
-    other = attend(*expected, is_causal=True)
-    other.sum().backward()
-    pairs = [
-        (output.cpu(), other),
-        *((one.grad, other.grad) for one, other in zip(found, expected)),
-    ]
-    exact = backend is not SDPBackend.MATH
-    assert all(torch.equal(*pair) if exact else torch.allclose(*pair, atol=1e-2) for pair in pairs)
+    output_on_cpu = attend(*inputs_on_cpu, is_causal=True)
+    output_on_cpu.sum().backward()
+    pairs = [(output.cpu(), output_on_cpu)]
+    pairs += [(left.grad, right.grad) for left, right in zip(inputs, inputs_on_cpu)]
+    for left, right in pairs:
+        if backend is SDPBackend.MATH:
+            assert torch.allclose(left, right, atol=1e-2)
+        else:
+            assert torch.equal(left, right)
 
 
 def test_a_graph_is_refused_by_name():

@@ -1,4 +1,7 @@
-"""What is learned on an emulated GPU is what is learned on the CPU, bit by bit."""
+"""Tests that training on an emulated GPU gives the same losses and weights as on the CPU.
+
+All bits must be equal.
+"""
 
 import copy
 
@@ -11,10 +14,8 @@ from torch.utils.checkpoint import checkpoint
 class Recurrent(nn.Module):
     def __init__(self, kind: type, **options):
         super().__init__()
-        self.recurrent, self.head = (
-            kind(8, 16, num_layers=2, batch_first=True, **options),
-            nn.LazyLinear(4),
-        )
+        self.recurrent = kind(8, 16, num_layers=2, batch_first=True, **options)
+        self.head = nn.LazyLinear(4)
 
     def forward(self, x):
         return self.head(self.recurrent(x)[0]).flatten(1)
@@ -24,20 +25,22 @@ class Transformer(nn.Module):
     def __init__(self, **options):
         super().__init__()
         layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, **options)
-        self.embedding, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.embedding = nn.Embedding(50, 32)
+        self.head = nn.Linear(32, 50)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, tokens):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
-        return self.head(self.layers(self.embedding(tokens), mask=mask, is_causal=True)).flatten(
-            0, 1
-        )
+        hidden = self.layers(self.embedding(tokens), mask=mask, is_causal=True)
+        return self.head(hidden).flatten(0, 1)
 
 
 class RmsNormed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.before, self.norm, self.head = nn.Linear(8, 32), nn.RMSNorm(32), nn.Linear(32, 4)
+        self.before = nn.Linear(8, 32)
+        self.norm = nn.RMSNorm(32)
+        self.head = nn.Linear(32, 4)
 
     def forward(self, x):
         return self.head(nn.functional.silu(self.norm(self.before(x))))
@@ -116,9 +119,10 @@ OPTIMIZERS = {
 
 
 def losses(model, optimizer, batch, device, dtype=None, steps=6):
+    """Train on a device, and return the losses and the weights after the last step."""
     model = copy.deepcopy(model).to(device)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
-    inputs, labels = (one.to(device) for one in batch)
+    inputs, labels = (tensor.to(device) for tensor in batch)
 
     def closure():
         optimizer.zero_grad()
@@ -128,17 +132,20 @@ def losses(model, optimizer, batch, device, dtype=None, steps=6):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         return loss
 
-    seen = [optimizer.step(closure).detach() for _ in range(steps)]  # nobody waits for the device
-    return torch.stack(seen).tolist(), [one.detach().cpu() for one in model.parameters()]
+    # No step waits for the device: the losses are read at the end.
+    step_losses = [optimizer.step(closure).detach() for _ in range(steps)]
+    weights = [parameter.detach().cpu() for parameter in model.parameters()]
+    return torch.stack(step_losses).tolist(), weights
 
 
 def assert_equal(model, optimizer, batch, dtype=None):
-    model(batch[0])  # lazy parameters
-    expected, weights = losses(model, optimizer, batch, "cpu", dtype)
-    found, on_gpu = losses(model, optimizer, batch, "cuda", dtype)
-    assert found == expected
-    assert all(torch.equal(left, right) for left, right in zip(weights, on_gpu, strict=True))
-    assert expected[-1] < expected[0]
+    model(batch[0])  # initializes lazy parameters
+    losses_on_cpu, weights_on_cpu = losses(model, optimizer, batch, "cpu", dtype)
+    losses_on_gpu, weights_on_gpu = losses(model, optimizer, batch, "cuda", dtype)
+    assert losses_on_gpu == losses_on_cpu
+    for left, right in zip(weights_on_cpu, weights_on_gpu, strict=True):
+        assert torch.equal(left, right)
+    assert losses_on_cpu[-1] < losses_on_cpu[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -162,22 +169,23 @@ def test_in_bfloat16(name):
 
 
 def test_mixed_precision_with_a_loss_scaler():
-    """Autocast's lists differ between CUDA and the CPU, so it is compared with autocast by hand: the first
-    layer is float16 and the loss is float32 on both."""
+    """Autocast and GradScaler have the same results on the GPU as on the CPU.
+
+    The lists of operators that autocast casts differ between devices, so the model has only a matrix
+    product in float16 and a loss in float32, which are the same on both.
+    """
     weight, inputs = torch.randn(8, 8), torch.randn(4, 8)
     results = []
     for device in "cpu", "cuda":
         parameter = nn.Parameter(weight.clone().to(device))
-        optimizer, scaler = (
-            torch.optim.SGD([parameter], lr=0.1),
-            torch.amp.GradScaler(device, init_scale=1024.0),
-        )
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0)
         for step in range(4):
             optimizer.zero_grad()
             with torch.autocast(device, dtype=torch.float16):
                 loss = (inputs.to(device) @ parameter).float().square().mean()
             if step == 2:
-                loss = loss * float("inf")  # this step is left out
+                loss = loss * float("inf")  # the scaler skips this step
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_([parameter], 1.0)
@@ -210,7 +218,7 @@ def test_saved_and_loaded(tmp_path):
 
 
 def test_two_gpus_in_one_process():
-    """Autograd runs a thread for each device."""
+    """Autograd, which runs a thread for each device, works with two GPUs in one process."""
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     inputs = torch.randn(4, 8)
