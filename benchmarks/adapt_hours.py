@@ -76,12 +76,13 @@ def drawn(draw: random.Random, pipeline: bool) -> list[Part]:
     """Return the random parts of one hour.
 
     Args:
-        draw: Source of random numbers. pipeline: Whether the job is a pipeline, whose rates have other
-        limits than those of data-parallel jobs.
+        draw: Source of random numbers.
+        pipeline: Whether the job is a pipeline, whose rates have other limits than those of data-parallel
+            jobs.
     """
     min_rate = MIN_RATE[pipeline]
     max_rate = MAX_RATE[pipeline]
-    rate = max_rate / 2 ** draw.randrange(4)
+    rate = max_rate / 2 ** draw.randrange(4)  # the hour begins at 1, 1/2, 1/4 or 1/8 of the maximum
     parts: list[Part] = []
     left_s = HOUR_S
     while left_s > 0:
@@ -90,7 +91,7 @@ def drawn(draw: random.Random, pipeline: bool) -> list[Part]:
         factor = {"halves": 0.5, "doubles": 2.0}.get(event, 1.0)
         rate = max(min_rate, min(max_rate, rate * factor))
         rate_of_part = rate
-        if event == "backup":
+        if event == "backup":  # takes 7/8 of the rate, until the part ends
             rate_of_part = max(min_rate, rate / 8)
         parts.append(
             Part(
@@ -151,15 +152,19 @@ class SummingJob(SimulatedJob):
         )
 
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
-        """Return the seconds of the next step, and a function that returns what a rank measures of it."""
+        """Return the seconds of the next step, and a function that returns what a rank measures of it.
+
+        The function returns (operations, no messages of a pipeline, figures of the gradient reduction).
+        """
+        # The way in which all ranks now reduce gradients.
         reduction: ReductionSpec = self.each(lambda traffic: traffic.reductions[0])
         step = self.hour.simulated(self.part, reduction)
-        gone = self.gone  # seconds for which the link is away in this step
+        gone = self.gone  # seconds for which the Ethernet link is down in this step
         hierarchical = is_hierarchical(reduction, self.hour.bytes)
         ranks = tuple(range(len(self.ranks)))
         group_fields = {"ranks": ranks, "description": "hierarchical" if hierarchical else ""}
 
-        def told(rank: Any) -> tuple[Any, ...]:
+        def measurements_of(rank: Any) -> tuple[Any, ...]:
             """Return the operations of the step and their sums, as a rank records them."""
             done = DoneReduction(
                 reduction, self.hour.bytes, hierarchical, reduction.overlap, follows=True
@@ -168,7 +173,7 @@ class SummingJob(SimulatedJob):
             ops = [
                 Op(
                     Group(transport=Transport(name), **group_fields),
-                    seconds + gone * (name == ETHERNET),
+                    end=seconds + gone * (name == ETHERNET),  # only Ethernet fails
                 )
                 for name, seconds in step.busy.items()
             ]
@@ -179,7 +184,7 @@ class SummingJob(SimulatedJob):
             }
             return ops, (), figures
 
-        return step.seconds, told
+        return step.seconds, measurements_of
 
 
 @dataclass(frozen=True)
@@ -271,7 +276,12 @@ class SumsHour:
         return self.simulated(part, fixed).seconds
 
     def _simulated(self, part: Part, reduction: ReductionSpec) -> SumStep:
-        """Simulate a step in a part of the hour with one way to reduce gradients."""
+        """Simulate a step in a part of the hour with one way to reduce gradients.
+
+        Args:
+            part: The rate of Ethernet, and how much longer a slow GPU computes.
+            reduction: Whether gradients are reduced hierarchically or in a ring, and in which buckets.
+        """
         hour_site = self.site(part.rate)
         hierarchical = is_hierarchical(reduction, self.bytes)
         layers = self.model.layers
@@ -291,9 +301,11 @@ class SumsHour:
         order = [node.name for node in hour_site.nodes]
         step = simulate(hour_site, order, Sizes(), self.model, run, costs=costs)
         busy: dict[str, float] = {}
+        # `carried`: bytes by (sender, network, port). The fullest port decides how long a network is busy.
         for (_, name, _), carried in step.carried.items():
             rate = hour_site.fabric_by_name[name].rate_bps
             busy[name] = max(busy.get(name, 0.0), 8 * carried / rate)
+        # The rank that waits longest for its gradient reductions.
         exposed = max(
             sum(span.end - span.start for span in line.spans if span.kind == "reduce")
             for line in step.ranks
@@ -340,25 +352,27 @@ def rows(name: str, number: int) -> list[Row]:
             name,
             f"steps, learns : the best fixed plan of each part ({about}, simulated)",
             [sum(learned) / best_per_part],
-            "x",
-            True,
-            ">= 0.95",
+            unit="x",
+            emulated=True,
+            target=">= 0.95",
         ),
         Row.median(
             name,
             f"steps, learns : the best one fixed plan ({about}, simulated)",
             [sum(learned) / best_fixed],
-            "x",
-            True,
-            ">= 1",
+            unit="x",
+            emulated=True,
+            target=">= 1",
         ),
         Row.median(
             name,
             f"steps, the best plan of each part : the best one ({about}, simulated)",
             [best_per_part / best_fixed],
-            "x",
-            True,
+            unit="x",
+            emulated=True,
         ),
-        Row.median(name, f"changes ({about}, simulated)", [changes], "changes", True),
-        Row.median(name, f"steps, learns ({about}, simulated)", [sum(learned)], "steps", True),
+        Row.median(name, f"changes ({about}, simulated)", [changes], unit="changes", emulated=True),
+        Row.median(
+            name, f"steps, learns ({about}, simulated)", [sum(learned)], unit="steps", emulated=True
+        ),
     ]

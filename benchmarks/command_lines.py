@@ -42,7 +42,8 @@ from holmes_ext.planner.search.result import SearchResult
 #: Name in --cases -> name of the checkout.
 CASES = {"megatron-lm": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
 ROOT = Path(__file__).resolve().parents[1]
-#: A script that takes its micro-batch and all else from who calls it: there is nothing in it to price.
+#: A script that gets its micro-batch and all other sizes from the script that calls it. There is nothing in
+#: it for which a time could be predicted.
 FROM_ITS_CALLER = "ds_pretrain_gpt_1.3B_dense_base_script.sh"
 
 
@@ -144,7 +145,8 @@ def measure(case: str) -> list[Row]:
         "flags and keys that are unknown": (len(unknown), "<= 0"),
     }
     return [
-        Row.of(case, metric, n, "", (n, n), False, target) for metric, (n, target) in counts.items()
+        Row.of(case, metric, n, unit="", spread=(n, n), emulated=False, target=target)
+        for metric, (n, target) in counts.items()
     ]
 
 

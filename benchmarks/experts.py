@@ -90,22 +90,46 @@ def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
     costs = [answer.best.cost / placed(answer, EPLB).cost for answer, _ in answers]
     return [
         Row.median(
-            case, "tokens by the slowness of their links, placed : EPLB", costs, "x", False, "<= 1"
+            case,
+            "tokens by the slowness of their links, placed : EPLB",
+            costs,
+            unit="x",
+            emulated=False,
+            target="<= 1",
         ),
-        Row.median(case, "tokens across clusters, placed : EPLB", parts(EPLB), "x", False),
-        Row.median(case, "tokens across clusters, placed : identity", parts(IDENTITY), "x", False),
+        Row.median(
+            case, "tokens across clusters, placed : EPLB", parts(EPLB), unit="x", emulated=False
+        ),
+        Row.median(
+            case,
+            "tokens across clusters, placed : identity",
+            parts(IDENTITY),
+            unit="x",
+            emulated=False,
+        ),
         Row.median(
             case,
             "proven within",
             [answer.gap for answer, _ in answers],
-            "of the cost",
-            False,
-            "<= 0.02",
+            unit="of the cost",
+            emulated=False,
+            target="<= 0.02",
         ),
         Row.median(
-            case, "fullest rank : mean", [answer.best.fullest for answer, _ in answers], "x", False
+            case,
+            "fullest rank : mean",
+            [answer.best.fullest for answer, _ in answers],
+            unit="x",
+            emulated=False,
         ),
-        Row.median(case, "seconds", [seconds for _, seconds in answers], "s", False, "<= 10"),
+        Row.median(
+            case,
+            "seconds",
+            [seconds for _, seconds in answers],
+            unit="s",
+            emulated=False,
+            target="<= 10",
+        ),
     ]
 
 

@@ -179,7 +179,7 @@ def rows_of(name: str, case: Case) -> list[Row]:
             case.engine
         ]
         accelerator = {"flops": case.flops, "classes": [classes[0]], "layout": classes[1]}
-        variant = Variant(name, spec, interleave(spec), flags)
+        variant = Variant(name, spec, interleave(spec), flags=flags)
         series = compare(
             [variant],
             command,
@@ -192,19 +192,28 @@ def rows_of(name: str, case: Case) -> list[Row]:
     steps, predicted = series.steps[0], result["candidates"][0]["step_seconds"]
     error = predicted / series.median - 1
     return [
-        Row.median(name, "measured step", steps, "s", True),
-        Row.of(name, "predicted step", predicted, "s", (predicted, predicted), True),
-        Row.of(name, "error", error, "of the measured", (error, error), True),
+        Row.median(name, "measured step", steps, unit="s", emulated=True),
+        Row.of(
+            name,
+            "predicted step",
+            predicted,
+            unit="s",
+            spread=(predicted, predicted),
+            emulated=True,
+        ),
+        Row.of(name, "error", error, unit="of the measured", spread=(error, error), emulated=True),
         Row.of(
             name,
             "error without its sign",
             abs(error),
-            "of the measured",
-            (abs(error),) * 2,
-            True,
-            "<= 0.1",
+            unit="of the measured",
+            spread=(abs(error),) * 2,
+            emulated=True,
+            target="<= 0.1",
         ),
-        Row.of(name, "stages", best["pipeline"], "", (best["pipeline"],) * 2, True),
+        Row.of(
+            name, "stages", best["pipeline"], unit="", spread=(best["pipeline"],) * 2, emulated=True
+        ),
     ]
 
 

@@ -87,16 +87,28 @@ def build() -> list[Row]:
             "build",
             "cold, NCCL's numbers tried",
             [seconds[0]],
-            "s",
-            False,
-            "<= 420",
-            busy[0] if others > 0.1 else None,
+            unit="s",
+            emulated=False,
+            target="<= 420",
+            busy=busy[0] if others > 0.1 else None,
         ),
         Row.median(
-            "build", "cold, CPU time (two cores have 840 s)", [cpu[0]], "s", False, "<= 840"
+            "build",
+            "cold, CPU time (two cores have 840 s)",
+            [cpu[0]],
+            unit="s",
+            emulated=False,
+            target="<= 840",
         ),
-        Row.median("build", "from the cache: the command", [seconds[1]], "s", False),
-        Row.median("build", "from the cache: finding it", [finding_s], "s", False, "<= 1"),
+        Row.median("build", "from the cache: the command", [seconds[1]], unit="s", emulated=False),
+        Row.median(
+            "build",
+            "from the cache: finding it",
+            [finding_s],
+            unit="s",
+            emulated=False,
+            target="<= 1",
+        ),
     ]
 
 
@@ -109,9 +121,9 @@ def rank() -> list[Row]:
             "rank",
             "peak of its resident memory",
             [peak / 1e3 for peak in peaks],
-            "GB",
-            False,
-            "<= 0.8",
+            unit="GB",
+            emulated=False,
+            target="<= 0.8",
         )
     ]
 
@@ -126,11 +138,24 @@ def operator() -> list[Row]:
         costs = json.loads(result.stdout[0])
     more, more_cpu = (gpu - cpu for gpu, cpu in zip(costs["gpu"], costs["cpu"]))
     return [
-        Row.median("operator", "on the CPU", [costs["cpu"][0]], "us", False),
+        Row.median("operator", "on the CPU", [costs["cpu"][0]], unit="us", emulated=False),
         Row.median(
-            "operator", "more on an emulated GPU", [more], "us", False, "<= 10", result.busy
+            "operator",
+            "more on an emulated GPU",
+            [more],
+            unit="us",
+            emulated=False,
+            target="<= 10",
+            busy=result.busy,
         ),
-        Row.median("operator", "more, CPU time of all threads", [more_cpu], "us", False, "<= 10"),
+        Row.median(
+            "operator",
+            "more, CPU time of all threads",
+            [more_cpu],
+            unit="us",
+            emulated=False,
+            target="<= 10",
+        ),
     ]
 
 
@@ -150,10 +175,20 @@ def nic_bytes() -> list[Row]:
             beside = max(map(abs, sent[other])) / theory
             rows += [
                 Row.median(
-                    "bytes", f"{network}: off a ring's theory", [off], "of it", False, "<= 0.02"
+                    "bytes",
+                    f"{network}: off a ring's theory",
+                    [off],
+                    unit="of it",
+                    emulated=False,
+                    target="<= 0.02",
                 ),
                 Row.median(
-                    "bytes", f"{network}: on the other NIC", [beside], "of it", False, "<= 0.001"
+                    "bytes",
+                    f"{network}: on the other NIC",
+                    [beside],
+                    unit="of it",
+                    emulated=False,
+                    target="<= 0.001",
                 ),
             ]
     return rows
@@ -199,7 +234,16 @@ def losses() -> list[Row]:
             assert len(gpu) == len(cpu) > 1 and gpu[-1] < gpu[0], (command.name, gpu, cpu)
             difference = max(abs(a - b) for a, b in zip(gpu, cpu))
             tell(f"  {difference:.2g}")
-            rows.append(Row.median("losses", command.name, [difference], "nats", False, "<= 1e-6"))
+            rows.append(
+                Row.median(
+                    "losses",
+                    command.name,
+                    [difference],
+                    unit="nats",
+                    emulated=False,
+                    target="<= 1e-6",
+                )
+            )
     return rows
 
 

@@ -107,7 +107,7 @@ def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
         replace(variant, env={**variant.env, **LESS_MEMORY})
         for variant in (
             Variant("stock", spec, order),
-            Variant("holmes", spec, order, holmes),
+            Variant("holmes", spec, order, flags=holmes),
             all_rdma(spec),
         )
     ]
@@ -218,7 +218,15 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
     """
     site = site_from_spec(all_rdma(spec).spec if variant == "all-RDMA" else spec)
     order, only = interleave(spec), stock_fabric(site)
-    model = Model(LAYERS, HIDDEN, 4, SEQUENCE, 256, micro_batches=MICRO_BATCHES, activation_width=4)
+    model = Model(
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=4,
+        sequence=SEQUENCE,
+        vocabulary=256,
+        micro_batches=MICRO_BATCHES,
+        activation_width=4,
+    )
     execution = Execution(TRAITS[ENGINES[name]], block_s=block_s, cores=CORES)
     if variant == "holmes":
         launched = replace(site, nodes=tuple(site.node_by_name[node] for node in order))
@@ -235,7 +243,12 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
         order, only = plan.nodes, None
     elif variant == "all-RDMA":
         order = tuple(node.name for node in site.nodes)
-    costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops_of(name)), LAYERS, STAGES, MICRO_BATCHES)
+    costs = even_costs(
+        forward_s(HIDDEN, SEQUENCE, flops_of(name)),
+        layers=LAYERS,
+        stages=STAGES,
+        micro_batches=MICRO_BATCHES,
+    )
     return simulate(
         site,
         order,
@@ -270,14 +283,27 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
     difference, main = max_loss_difference(stock, ours), name == "Megatron-LM"
     rows = [
-        ratio_row(name, "holmes : stock", stock, ours, ">= 1.6" if main else ">= 1.67"),
-        ratio_row(name, "holmes : all-RDMA", bound, ours, "" if main else ">= 0.97"),
-        Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-5"),
+        ratio_row(name, "holmes : stock", stock, ours, target=">= 1.6" if main else ">= 1.67"),
+        ratio_row(name, "holmes : all-RDMA", bound, ours, target="" if main else ">= 0.97"),
+        Row.median(
+            name,
+            "largest loss difference",
+            [difference],
+            unit="nats",
+            emulated=False,
+            target="<= 1e-5",
+        ),
     ]
     if not main:
         rows += predictions(name, spec, by_variant)
     rows += [
-        Row.median(name, f"share of the cores used, {series.name}", [series.busy], "of them", False)
+        Row.median(
+            name,
+            f"share of the cores used, {series.name}",
+            [series.busy],
+            unit="of them",
+            emulated=False,
+        )
         for series in by_variant.values()
     ]
     return [*rows, *step_rows(name, by_variant)]
@@ -290,20 +316,24 @@ def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> lis
     """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
     block_s = fitted(name, spec, bound.median)
-    rows = [Row.median(name, "software of a block (fitted to all-RDMA)", [block_s], "s", True)]
+    rows = [
+        Row.median(
+            name, "software of a block (fitted to all-RDMA)", [block_s], unit="s", emulated=True
+        )
+    ]
     for series in (stock, ours):
         seconds = predicted(name, spec, series.name, block_s)
         error = seconds / series.median - 1
         rows += [
-            Row.median(name, f"predicted step {series.name}", [seconds], "s", True),
+            Row.median(name, f"predicted step {series.name}", [seconds], unit="s", emulated=True),
             Row.median(
                 name,
                 f"error of the prediction, {series.name}",
                 [abs(error)],
-                "of the measured",
-                True,
-                "<= 0.05",
-                max(series.busy, bound.busy),
+                unit="of the measured",
+                emulated=True,
+                target="<= 0.05",
+                busy=max(series.busy, bound.busy),
             ),
         ]
     return rows

@@ -291,10 +291,10 @@ def differences(rows: list[Row]) -> list[Row]:
                     case,
                     f"{way} - {less}",
                     value,
-                    "nats",
-                    (value, value),
-                    False,
-                    f"{sign} {limit:.3f}",
+                    unit="nats",
+                    spread=(value, value),
+                    emulated=False,
+                    target=f"{sign} {limit:.3f}",
                 )
             )
     return compared
@@ -353,7 +353,14 @@ def main() -> int:
                 losses.append(values)
             for name, values in zip(MEASURED, zip(*losses)):
                 spread, metric = (min(values), max(values)), f"{name}, {way}"
-                row = Row.of(case + beside, metric, statistics.fmean(values), "nats", spread, False)
+                row = Row.of(
+                    case + beside,
+                    metric,
+                    statistics.fmean(values),
+                    unit="nats",
+                    spread=spread,
+                    emulated=False,
+                )
                 rows[row.case, metric] = row
             write([*rows.values()], args.json)
     title = f"{args.jobs} joined jobs of batch {ROWS}, {args.steps} steps, {args.seeds} seeds"

@@ -82,12 +82,26 @@ def lab(repetitions: int) -> list[Row]:
         chosen_rows = [[row for row in run if row.what.endswith(ending)] for run in runs]
         errors = [max(abs(row.achieved / row.configured - 1) for row in run) for run in chosen_rows]
         rows.append(
-            Row.median("lab", f"largest error, {name}", errors, "of the rate", True, "<= 0.1")
+            Row.median(
+                "lab",
+                f"largest error, {name}",
+                errors,
+                unit="of the rate",
+                emulated=True,
+                target="<= 0.1",
+            )
         )
     trips = [[row for row in run if row.what == "round trip"] for run in runs]
     over = [max(map(_over, run)) for run in trips]
     rows.append(
-        Row.median("lab", "largest error of a round trip", over, "of max(1 ms, 5 %)", True, "<= 1")
+        Row.median(
+            "lab",
+            "largest error of a round trip",
+            over,
+            unit="of max(1 ms, 5 %)",
+            emulated=True,
+            target="<= 1",
+        )
     )
     return rows
 
@@ -114,9 +128,19 @@ def delay_line(repetitions: int) -> list[Row]:
                 sent_bits = 8 * (_sent(emulated) - sent_before)
                 busy_s = sent_bits / 500e6  # of the link
                 shares.append((_cpu(emulated.delay_line) - cpu_before) / busy_s)
-        rows.append(Row.median("delay line", f"CPU, {name}", shares, "cores", True, target))
         rows.append(
-            Row.median("delay line", f"rate, {name}", [rate / 1e6 for rate in rates], "Mb/s", True)
+            Row.median(
+                "delay line", f"CPU, {name}", shares, unit="cores", emulated=True, target=target
+            )
+        )
+        rows.append(
+            Row.median(
+                "delay line",
+                f"rate, {name}",
+                [rate / 1e6 for rate in rates],
+                unit="Mb/s",
+                emulated=True,
+            )
         )
     return rows
 
@@ -149,10 +173,10 @@ def probe(repetitions: int) -> list[Row]:
             "probe",
             f"largest error of a {name}, 4 clusters",
             max(errors),
-            "of the configured",
-            (min(errors), max(errors)),
-            True,
-            "<= 0.1",
+            unit="of the configured",
+            spread=(min(errors), max(errors)),
+            emulated=True,
+            target="<= 0.1",
         )
         for name, errors in worst
     ]
@@ -166,7 +190,14 @@ def probe_eight(repetitions: int) -> list[Row]:
     }
     seconds = [_probe(site(links, 2, "100Mb/s"))[1] for _ in range(repetitions)]
     return [
-        Row.median("probe 8", "8 clusters, 28 links, start included", seconds, "s", True, "<= 120")
+        Row.median(
+            "probe 8",
+            "8 clusters, 28 links, start included",
+            seconds,
+            unit="s",
+            emulated=True,
+            target="<= 120",
+        )
     ]
 
 

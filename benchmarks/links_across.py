@@ -76,10 +76,12 @@ def _reduction(case: str, file: str, repetitions: int, target: str) -> list[Row]
     with tuned(spec) as lab:
         seconds = _sums(lab, spec, ways, repetitions)
     for name, values in seconds.items():
-        rows.append(Row.median(case, f"10 MiB, {name}", values, "s", True))
+        rows.append(Row.median(case, f"10 MiB, {name}", values, unit="s", emulated=True))
     for name, wanted in ((TODAY, target), (FLAT, "")):
         ratios = [a / b for a, b in zip(seconds[name], seconds[PLANNED])]
-        rows.append(Row.median(case, f"{name} / {PLANNED}", ratios, "x", True, wanted))
+        rows.append(
+            Row.median(case, f"{name} / {PLANNED}", ratios, unit="x", emulated=True, target=wanted)
+        )
     return rows
 
 
@@ -143,7 +145,12 @@ def placement(repetitions: int) -> list[Row]:
             seconds.append(time.perf_counter() - begin)
         rows.append(
             Row.median(
-                "placement", f"eight cities, 64 GPUs, {stages} stages", seconds, "s", False, "<= 1"
+                "placement",
+                f"eight cities, 64 GPUs, {stages} stages",
+                seconds,
+                unit="s",
+                emulated=False,
+                target="<= 1",
             )
         )
     return rows

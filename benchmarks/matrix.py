@@ -399,11 +399,11 @@ def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
                 row.name,
                 f"{case}, holmes : stock",
                 ratio,
-                "x",
-                spread,
-                True,
-                target,
-                seconds["busy"],
+                unit="x",
+                spread=spread,
+                emulated=True,
+                target=target,
+                busy=seconds["busy"],
             )
         )
         # Buckets of another size let a ring of four add in another order, and the log has seven digits.
@@ -416,7 +416,9 @@ def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
 
 
 def figure(row: Row, metric: str, value: float, unit: str, target: str = "") -> Figure:
-    return Figure.of(row.name, metric, value, unit, (value, value), False, target)
+    return Figure.of(
+        row.name, metric, value, unit=unit, spread=(value, value), emulated=False, target=target
+    )
 
 
 def next_versions(pip: list[str], slim: bool) -> int:

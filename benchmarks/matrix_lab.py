@@ -45,7 +45,7 @@ def variants(clusters: str, *flags: str) -> list[Variant]:
     ours = ("--holmes", "--holmes-cluster", str(file), *flags)
     return [
         Variant("stock", spec, interleave(spec)),
-        Variant("holmes", spec, interleave(spec), ours),
+        Variant("holmes", spec, interleave(spec), flags=ours),
     ]
 
 

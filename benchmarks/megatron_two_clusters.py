@@ -54,7 +54,7 @@ def case(name: str, repetitions: int, steps: int) -> list[Row]:
             "holmes",
             spec,
             interleave(spec),
-            (
+            flags=(
                 "--holmes",
                 "--holmes-cluster",
                 str(path),
@@ -91,18 +91,25 @@ def case(name: str, repetitions: int, steps: int) -> list[Row]:
         max_loss_difference(stock, holmes),
     )
     return [
-        ratio_row(name, "holmes : stock", stock, holmes, ratio),
-        ratio_row(name, "holmes : all-RDMA", all_fast, holmes, bound),
-        ratio_row(name, "stock : all-RDMA", all_fast, stock, ""),
-        Row.of(name, "A/A difference (noise)", noise, "of a step", (noise, noise), stock.emulated),
+        ratio_row(name, "holmes : stock", stock, holmes, target=ratio),
+        ratio_row(name, "holmes : all-RDMA", all_fast, holmes, target=bound),
+        ratio_row(name, "stock : all-RDMA", all_fast, stock, target=""),
+        Row.of(
+            name,
+            "A/A difference (noise)",
+            noise,
+            unit="of a step",
+            spread=(noise, noise),
+            emulated=stock.emulated,
+        ),
         Row.of(
             name,
             "largest loss difference",
             difference,
-            "nats",
-            (difference, difference),
-            False,
-            "<= 1e-6",
+            unit="nats",
+            spread=(difference, difference),
+            emulated=False,
+            target="<= 1e-6",
         ),
         *step_rows(name, series),
     ]

@@ -100,11 +100,11 @@ def cluster_toml(case: Case) -> str:
 def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
     """Return the model with the GPUs of a case."""
     return Model(
-        layers,
-        hidden,
-        HEADS,
-        SEQUENCE,
-        256,
+        layers=layers,
+        hidden=hidden,
+        heads=HEADS,
+        sequence=SEQUENCE,
+        vocabulary=256,
         tied=False,
         micro_batches=micro_batches,
         activation_width=4,
@@ -149,11 +149,14 @@ def cell_of(case: Case, name: str, micro_batches: int, spec: SiteSpec, directory
             file = directory / f"{name}-{micro_batches}-{method}.json"
             plan.save(file)
             variants[split] = Variant(
-                f"{title} {method}", spec, interleave(spec), (*flags, "--holmes-plan", str(file))
+                f"{title} {method}",
+                spec,
+                interleave(spec),
+                flags=(*flags, "--holmes-plan", str(file)),
             )
     first = next(iter(variants.values()))
     again = (
-        Variant(f"{title} again", spec, first.order, first.flags)
+        Variant(f"{title} again", spec, first.order, flags=first.flags)
         if micro_batches == case.micro_batches[1]
         else None
     )
@@ -190,7 +193,7 @@ def profiled(case: Case, name: str, spec: SiteSpec, directory: Path) -> Variant:
         "--holmes-profile",
         f"{PROFILED},{profile_file(directory, name)}",
     )
-    return Variant(f"{case.name}/{name} profiled", spec, interleave(spec), (*flags, *more))
+    return Variant(f"{case.name}/{name} profiled", spec, interleave(spec), flags=(*flags, *more))
 
 
 def profile_file(directory: Path, name: str) -> Path:
@@ -275,7 +278,14 @@ def rows_of(case: Case, cell: Cell, series: dict[str, Series], profile: Profile)
     if cell.again is not None:
         noise = abs(series[cell.again.name].median / by_method["uniform"].median - 1)
         rows.append(
-            Row.of(cell.title, "A/A difference (noise)", noise, "of a step", (noise, noise), True)
+            Row.of(
+                cell.title,
+                "A/A difference (noise)",
+                noise,
+                unit="of a step",
+                spread=(noise, noise),
+                emulated=True,
+            )
         )
     return rows
 
@@ -388,11 +398,19 @@ def _measured_rows(
             title,
             f"step {method} {'+'.join(map(str, split))}",
             series.median,
-            "s",
-            (min(run), max(run)),
-            series.emulated,
+            unit="s",
+            spread=(min(run), max(run)),
+            emulated=series.emulated,
         ),
-        Row.of(title, f"loss difference {method}", loss, "nats", (loss, loss), False, "<= 1e-6"),
+        Row.of(
+            title,
+            f"loss difference {method}",
+            loss,
+            unit="nats",
+            spread=(loss, loss),
+            emulated=False,
+            target="<= 1e-6",
+        ),
     ]
 
 
@@ -412,16 +430,21 @@ def error_rows(
         target = "" if "alone" in what else "<= 0.05"
         rows += [
             Row.of(
-                title, f"predicted {method}{what}", predicted, "s", (predicted, predicted), False
+                title,
+                f"predicted {method}{what}",
+                predicted,
+                unit="s",
+                spread=(predicted, predicted),
+                emulated=False,
             ),
             Row.of(
                 title,
                 f"prediction error {method}{what}",
                 abs(error),
-                "of the step",
-                (error, error),
-                True,
-                target,
+                unit="of the step",
+                spread=(error, error),
+                emulated=True,
+                target=target,
             ),
         ]
     return rows
@@ -437,7 +460,17 @@ def _comparisons(title: str, case: Case, of: dict[str, Series]) -> list[Row]:
             if case.speed != 1 and worse == "uniform" and better == "balanced"
             else f">= {1 - NOISE}"
         )
-        rows.append(Row.of(title, f"{better} : {worse}", ratio, "x", (ratio, ratio), True, target))
+        rows.append(
+            Row.of(
+                title,
+                f"{better} : {worse}",
+                ratio,
+                unit="x",
+                spread=(ratio, ratio),
+                emulated=True,
+                target=target,
+            )
+        )
     return rows
 
 

@@ -292,7 +292,13 @@ def measure(case: str, args: Any, runs: Runs) -> list[Row]:
         for key in values[0] if values else ():
             text, unit = metrics[key]
             rows.append(
-                Row.median(case, f"{text}, {name}", [result[key] for result in values], unit, True)
+                Row.median(
+                    case,
+                    f"{text}, {name}",
+                    [result[key] for result in values],
+                    unit=unit,
+                    emulated=True,
+                )
             )
     return rows
 

@@ -360,7 +360,7 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     rows = []
 
     def row(metric: str, values: list[float], unit: str, target: str = "") -> None:
-        rows.append(Row.median(name, metric, values, unit, False, target))
+        rows.append(Row.median(name, metric, values, unit=unit, emulated=False, target=target))
 
     limit = ""
     if dtfm:

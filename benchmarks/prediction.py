@@ -357,17 +357,19 @@ def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> f
     site, order = placed(case, spec)
     sizes = Sizes(pipeline=case.stages).complete(site.world_size)
     gpt = Model(
-        case.layers,
-        case.hidden,
-        4,
-        16,
-        256,
+        layers=case.layers,
+        hidden=case.hidden,
+        heads=4,
+        sequence=16,
+        vocabulary=256,
         micro_batches=case.micro_batches,
         activation_width=4,
         tied=case.engine == "plain",
     )
     forward = forward_s(case.hidden, 16, case.flops)
-    costs = even_costs(forward, case.layers, case.stages, case.micro_batches)
+    costs = even_costs(
+        forward, layers=case.layers, stages=case.stages, micro_batches=case.micro_batches
+    )
     execution = Execution(
         engine=TRAITS[case.engine],
         virtual=case.virtual,
@@ -484,21 +486,46 @@ def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
                     "calibration",
                     f"{engine}: CPU time of a {name}",
                     value,
-                    unit,
-                    (value, value),
-                    True,
+                    unit=unit,
+                    spread=(value, value),
+                    emulated=True,
                 )
             )
     for case in cases:
         links, steps = measured.links(case.file), measured.steps[case.name]
         median, predicted = statistics.median(steps), predict(case, links, known[case.engine])
-        rows.append(Row.of(case.name, "measured step", median, "s", (min(steps), max(steps)), True))
         rows.append(
-            Row.of(case.name, "predicted step", predicted, "s", (predicted, predicted), True)
+            Row.of(
+                case.name,
+                "measured step",
+                median,
+                unit="s",
+                spread=(min(steps), max(steps)),
+                emulated=True,
+            )
+        )
+        rows.append(
+            Row.of(
+                case.name,
+                "predicted step",
+                predicted,
+                unit="s",
+                spread=(predicted, predicted),
+                emulated=True,
+            )
         )
         error = predicted / median - 1
         errors.append(abs(error))
-        rows.append(Row.of(case.name, "error", error, "of the measured", (error, error), True))
+        rows.append(
+            Row.of(
+                case.name,
+                "error",
+                error,
+                unit="of the measured",
+                spread=(error, error),
+                emulated=True,
+            )
+        )
     if len(cases) >= 24:
         spread = (min(errors), max(errors))
         rows.append(
@@ -506,10 +533,10 @@ def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
                 f"{len(errors)} lab cases",
                 "median error",
                 statistics.median(errors),
-                "of the measured",
-                spread,
-                True,
-                "<= 0.03",
+                unit="of the measured",
+                spread=spread,
+                emulated=True,
+                target="<= 0.03",
             )
         )
         rows.append(
@@ -517,10 +544,10 @@ def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
                 f"{len(errors)} lab cases",
                 "worst error",
                 max(errors),
-                "of the measured",
-                spread,
-                True,
-                "<= 0.1",
+                unit="of the measured",
+                spread=spread,
+                emulated=True,
+                target="<= 0.1",
             )
         )
     return rows

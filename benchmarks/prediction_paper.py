@@ -78,14 +78,26 @@ def paper_rows() -> list[Row]:
     )
     predicted = steps(site, model)
     rows = [
-        Row.of(CASE, f"predicted step, {name}", seconds, "s", (seconds, seconds), True)
+        Row.of(
+            CASE,
+            f"predicted step, {name}",
+            seconds,
+            unit="s",
+            spread=(seconds, seconds),
+            emulated=True,
+        )
         for name, seconds in predicted.items()
     ]
     for name, bar in BARS.items():
         ratio = predicted[name] / predicted["Holmes"]
         rows.append(
             Row.of(
-                CASE, f"Holmes : {name}, predicted (paper {bar})", ratio, "x", (ratio, ratio), True
+                CASE,
+                f"Holmes : {name}, predicted (paper {bar})",
+                ratio,
+                unit="x",
+                spread=(ratio, ratio),
+                emulated=True,
             )
         )
         miss = abs(ratio / bar - 1)
@@ -94,10 +106,10 @@ def paper_rows() -> list[Row]:
                 CASE,
                 f"Holmes : {name}, off the paper's bar by",
                 miss,
-                "of the bar",
-                (miss, miss),
-                True,
-                f"<= {WITHIN}",
+                unit="of the bar",
+                spread=(miss, miss),
+                emulated=True,
+                target=f"<= {WITHIN}",
             )
         )
     others = {
@@ -113,9 +125,9 @@ def paper_rows() -> list[Row]:
                     CASE,
                     f"Holmes : {name}, {what} (paper {bar})",
                     ratio,
-                    "x",
-                    (ratio, ratio),
-                    True,
+                    unit="x",
+                    spread=(ratio, ratio),
+                    emulated=True,
                 )
             )
     return rows

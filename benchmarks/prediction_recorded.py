@@ -117,19 +117,33 @@ def recorded_rows(prediction: Any) -> list[Row]:
             predicted = prediction.predict(case, Links(), overhead)
             errors.append(abs(predicted / row["value"] - 1))
             rows.append(
-                Row.of(case.name, "measured step", row["value"], "s", tuple(row["spread"]), True)
+                Row.of(
+                    case.name,
+                    "measured step",
+                    row["value"],
+                    unit="s",
+                    spread=tuple(row["spread"]),
+                    emulated=True,
+                )
             )
             rows.append(
-                Row.of(case.name, "predicted step", predicted, "s", (predicted, predicted), True)
+                Row.of(
+                    case.name,
+                    "predicted step",
+                    predicted,
+                    unit="s",
+                    spread=(predicted, predicted),
+                    emulated=True,
+                )
             )
             rows.append(
                 Row.of(
                     case.name,
                     "error",
                     predicted / row["value"] - 1,
-                    "of the measured",
-                    (errors[-1], errors[-1]),
-                    True,
+                    unit="of the measured",
+                    spread=(errors[-1], errors[-1]),
+                    emulated=True,
                 )
             )
     if not errors:
@@ -142,10 +156,18 @@ def recorded_rows(prediction: Any) -> list[Row]:
             name,
             "median error",
             statistics.median(errors),
-            "of the measured",
-            spread,
-            True,
-            "<= 0.03",
+            unit="of the measured",
+            spread=spread,
+            emulated=True,
+            target="<= 0.03",
         ),
-        Row.of(name, "worst error", max(errors), "of the measured", spread, True, "<= 0.1"),
+        Row.of(
+            name,
+            "worst error",
+            max(errors),
+            unit="of the measured",
+            spread=spread,
+            emulated=True,
+            target="<= 0.1",
+        ),
     ]

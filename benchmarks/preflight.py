@@ -111,7 +111,7 @@ def preflights(per_node: int, runs: int) -> list:
 def _row(case: str, metric: str, values: list[float], unit: str, target: str = ""):
     from harness import Row
 
-    return Row.median(case, metric, values, unit, True, target)
+    return Row.median(case, metric, values, unit=unit, emulated=True, target=target)
 
 
 class Everything:
@@ -241,27 +241,34 @@ def healthy_steps(cycles: int) -> list:
     noise = [(again / off - 1) * 100 for again, off in zip(by["off again"], by["off"])]
     return [
         *(
-            Row.median("step", f"healthy step, everything {which}", times, "s", True)
+            Row.median("step", f"healthy step, everything {which}", times, unit="s", emulated=True)
             for which, times in by.items()
         ),
         Row.of(
             "step",
             "everything on against off, more",
             statistics.median(more),
-            "%",
-            _quartiles(more),
-            True,
-            "<= 0.5",
+            unit="%",
+            spread=_quartiles(more),
+            emulated=True,
+            target="<= 0.5",
         ),
         Row.of(
             "step",
             "off again against off, more (A/A, noise)",
             statistics.median(noise),
-            "%",
-            _quartiles(noise),
-            True,
+            unit="%",
+            spread=_quartiles(noise),
+            emulated=True,
         ),
-        Row.median("watch", "share of a core, one look each second", [look], "%", False, "<= 0.5"),
+        Row.median(
+            "watch",
+            "share of a core, one look each second",
+            [look],
+            unit="%",
+            emulated=False,
+            target="<= 0.5",
+        ),
     ]
 
 

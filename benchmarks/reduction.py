@@ -142,10 +142,10 @@ def step(repetitions: int) -> list[Row]:
             "step",
             "largest difference of the losses",
             worst,
-            "nats",
-            (worst, worst),
-            False,
-            "<= 1e-5",
+            unit="nats",
+            spread=(worst, worst),
+            emulated=False,
+            target="<= 1e-5",
         )
     )
     return rows
@@ -191,15 +191,15 @@ def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[R
     holmes = ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap")
     variants = [
         Variant("stock", spec, order),
-        Variant("holmes, not overlapped", spec, order, (*holmes, "off")),
-        Variant("holmes", spec, order, (*holmes, "on")),
+        Variant("holmes, not overlapped", spec, order, flags=(*holmes, "off")),
+        Variant("holmes", spec, order, flags=(*holmes, "on")),
         bound,
         Variant(
             "all-RDMA, overlapped",
             bound.spec,
             bound.order,
-            ("--holmes", "--holmes-overlap", "on"),
-            bound.env,
+            flags=("--holmes", "--holmes-overlap", "on"),
+            env=bound.env,
         ),
     ]
     series = compare(
@@ -227,14 +227,16 @@ def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[R
         rows.append(_ratio(case, series, over, under, target))
     worst = max_loss_difference(series["stock"], series["holmes"])
     metric = "largest difference of the losses, holmes and stock"
-    rows.append(Row.median(case, metric, [worst], "nats", False, "<= 1e-6"))
+    rows.append(Row.median(case, metric, [worst], unit="nats", emulated=False, target="<= 1e-6"))
     return rows
 
 
 def _ratio(case: str, series: dict[str, Series], over: str, under: str, target: str) -> Row:
     ratios = [a / b for a, b in zip(series[over].medians, series[under].medians)]
     busy = max(series[over].busy, series[under].busy)
-    return Row.median(case, f"{over} / {under}", ratios, "x", True, target, busy)
+    return Row.median(
+        case, f"{over} / {under}", ratios, unit="x", emulated=True, target=target, busy=busy
+    )
 
 
 def gather(repetitions: int, case: str = "gather") -> list[Row]:
@@ -252,7 +254,7 @@ def gather(repetitions: int, case: str = "gather") -> list[Row]:
             "--holmes-sizes",
             "pipeline=2",
         )
-        under = Variant("under the forward", spec, interleave(spec), flags)
+        under = Variant("under the forward", spec, interleave(spec), flags=flags)
         waited = replace(under, name="waited for", env={"HOLMES_DISABLE": "megatron-gather"})
         script = str(examples() / "megatron_core" / "train.py")
         series = compare(
@@ -281,10 +283,10 @@ def gather(repetitions: int, case: str = "gather") -> list[Row]:
             case,
             "largest difference of the losses",
             worst,
-            "nats",
-            (worst, worst),
-            False,
-            "<= 1e-6",
+            unit="nats",
+            spread=(worst, worst),
+            emulated=False,
+            target="<= 1e-6",
         )
     )
     return rows
@@ -403,7 +405,7 @@ def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
 
 
 def _row(case: str, metric: str, values: list[float], unit: str, target: str = "") -> Row:
-    return Row.median(case, metric, values, unit, True, target)
+    return Row.median(case, metric, values, unit=unit, emulated=True, target=target)
 
 
 CASES = {

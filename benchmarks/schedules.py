@@ -49,7 +49,7 @@ def measure(name: str) -> list[Row]:
         forward, backward, stage_links, count, (0.0,) * len(stage_links), no_limit
     )
     now = max(walked_ends(forward, backward, stage_links, count, held))
-    rows = [Row.median(name, "1F1B in flight", [now], "s", False)]
+    rows = [Row.median(name, "1F1B in flight", [now], unit="s", emulated=False)]
     per_stage, fullest = tuple(map(float, held)), (float(max(held)),) * STAGES
     for memory, most in (("each stage's", per_stage), ("the fullest", fullest)):
         times = Times(forward, forward, forward, stage_links, count, most)
@@ -71,7 +71,14 @@ def measure(name: str) -> list[Row]:
         ):
             row_target = target if what in ("ratio", "ratio, NCCL") else ""
             rows.append(
-                Row.median(name, f"{what}, memory of {memory}", [value], unit, False, row_target)
+                Row.median(
+                    name,
+                    f"{what}, memory of {memory}",
+                    [value],
+                    unit=unit,
+                    emulated=False,
+                    target=row_target,
+                )
             )
     return rows
 

@@ -139,9 +139,9 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
             config.write_text(json.dumps(launch.config))
             stock_flags = ("--deepspeed_config", str(config))
         flags = (str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
-        variants.append(Variant(name, spec, interleave(spec), (*engine.flags, *flags)))
+        variants.append(Variant(name, spec, interleave(spec), flags=(*engine.flags, *flags)))
     nodes = tuple(node.name for node in asked.network.site.nodes)  # stock's are in the plan's order
-    variants.append(Variant(STOCK, spec, nodes, stock_flags))
+    variants.append(Variant(STOCK, spec, nodes, flags=stock_flags))
     size = [
         "--layers",
         model.layers,
@@ -185,24 +185,40 @@ def rows(case: str) -> list[Row]:
                 case,
                 f"{name}, measured step",
                 series.median,
-                "s",
-                series.spread,
-                True,
+                unit="s",
+                spread=series.spread,
+                emulated=True,
                 busy=series.busy,
             )
         )
         if name in plans_of:
             error = plans_of[name].step_s / series.median - 1
             table.append(
-                Row.median(case, f"{name}, predicted step", [plans_of[name].step_s], "s", False)
+                Row.median(
+                    case,
+                    f"{name}, predicted step",
+                    [plans_of[name].step_s],
+                    unit="s",
+                    emulated=False,
+                )
             )
             table.append(
-                Row.median(case, f"{name}, predicted against measured", [error], "fraction", True)
+                Row.median(
+                    case,
+                    f"{name}, predicted against measured",
+                    [error],
+                    unit="fraction",
+                    emulated=True,
+                )
             )
             apart = max_loss_difference(series, by_variant[STOCK])
             table.append(
                 Row.median(
-                    case, f"{name}, greatest difference of a loss from stock's", [apart], "", True
+                    case,
+                    f"{name}, greatest difference of a loss from stock's",
+                    [apart],
+                    unit="",
+                    emulated=True,
                 )
             )
     now = next(iter(plans_of))
@@ -211,4 +227,7 @@ def rows(case: str) -> list[Row]:
     )
     ratio = by_variant[now].median / by_variant[LISTED].median
     busy = max(measured.busy for measured in by_variant.values())
-    return [*table, Row.median(case, what, [ratio], "x", True, target, busy=busy)]
+    return [
+        *table,
+        Row.median(case, what, [ratio], unit="x", emulated=True, target=target, busy=busy),
+    ]

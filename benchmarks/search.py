@@ -119,10 +119,32 @@ def measure_sites() -> list[harness.Row]:
     proven, middle = sum(gap < 1e-6 for gap in gaps), sorted(took)[len(took) // 2]
     return [
         harness.Row.of(
-            SITES, "proven to be the best", proven, "sites", (proven, proven), False, ""
+            SITES,
+            "proven to be the best",
+            proven,
+            unit="sites",
+            spread=(proven, proven),
+            emulated=False,
+            target="",
         ),
-        harness.Row.of(SITES, "gap", max(gaps), "fraction", (min(gaps), max(gaps)), False, ""),
-        harness.Row.of(SITES, "whole command", middle, "s", (min(took), max(took)), False, ""),
+        harness.Row.of(
+            SITES,
+            "gap",
+            max(gaps),
+            unit="fraction",
+            spread=(min(gaps), max(gaps)),
+            emulated=False,
+            target="",
+        ),
+        harness.Row.of(
+            SITES,
+            "whole command",
+            middle,
+            unit="s",
+            spread=(min(took), max(took)),
+            emulated=False,
+            target="",
+        ),
     ]
 
 

@@ -78,9 +78,9 @@ def loss_row(case: str, series: dict[str, Series], name: str, stock: str = "stoc
         case,
         f"{name}: largest loss difference",
         [max_loss_difference(series[stock], series[name])],
-        "nats",
-        False,
-        "<= 1e-6",
+        unit="nats",
+        emulated=False,
+        target="<= 1e-6",
     )
 
 
@@ -97,19 +97,19 @@ def data_parallel(stack: str, args) -> list[Row]:
     with_stack, with_reducer = (["--stack", name] for name in (stack, "reducer"))
     variants = [
         replace(all_rdma(spec), name=ONE, flags=tuple(with_stack)),
-        Variant("stock", spec, order, tuple(with_stack)),
-        Variant("holmes", spec, order, (*with_stack, *flags)),
-        Variant("GradientReducer", spec, order, (*with_reducer, *flags)),
+        Variant("stock", spec, order, flags=tuple(with_stack)),
+        Variant("holmes", spec, order, flags=(*with_stack, *flags)),
+        Variant("GradientReducer", spec, order, flags=(*with_reducer, *flags)),
     ]
     series = run(stack, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
     return [
-        ratio_row(stack, "holmes : stock", series["stock"], series["holmes"], ">= 1.35"),
+        ratio_row(stack, "holmes : stock", series["stock"], series["holmes"], target=">= 1.35"),
         ratio_row(
             stack,
             "holmes : GradientReducer",
             series["GradientReducer"],
             series["holmes"],
-            ">= 0.95",
+            target=">= 0.95",
         ),
         loss_row(stack, series, "holmes"),
         *step_rows(stack, series),
@@ -148,17 +148,24 @@ def one_cluster(args) -> list[Row]:
         spec, ddp = load_spec(file), ("--stack", "ddp")
         flags = (*ddp, "--holmes", "--holmes-cluster", str(file))
         stock, again = (
-            Variant(name, spec, bound.order, ddp, env=bound.env)
+            Variant(name, spec, bound.order, flags=ddp, env=bound.env)
             for name in ("stock", "stock again")
         )
-        variants = [stock, Variant("holmes", spec, bound.order, flags), again]
+        variants = [stock, Variant("holmes", spec, bound.order, flags=flags), again]
         series = run(case, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
     cost, noise = (
         series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again")
     )
     return [
-        Row.median(case, "what holmes adds to a step", [cost], "of a step", True, "<= 0.01"),
-        Row.median(case, "A/A difference (noise)", [abs(noise)], "of a step", True),
+        Row.median(
+            case,
+            "what holmes adds to a step",
+            [cost],
+            unit="of a step",
+            emulated=True,
+            target="<= 0.01",
+        ),
+        Row.median(case, "A/A difference (noise)", [abs(noise)], unit="of a step", emulated=True),
         loss_row(case, series, "holmes"),
         *step_rows(case, series),
     ]
@@ -170,14 +177,16 @@ def sharded(args) -> list[Row]:
     spec, order, flags = of_clusters()
     variants = [
         Variant("stock", spec, order),
-        Variant("hybrid", spec, order, (*flags, "--holmes-fsdp", "hybrid")),
-        Variant("holmes", spec, order, flags),
+        Variant("hybrid", spec, order, flags=(*flags, "--holmes-fsdp", "hybrid")),
+        Variant("holmes", spec, order, flags=flags),
         replace(all_rdma(spec), name=ONE),
     ]
     series = run(case, variants, [str(FSDP2), *MODEL], "Block", FSDP_FLOPS, args)
     return [
-        ratio_row(case, "hybrid : stock", series["stock"], series["hybrid"], ">= 2"),
-        ratio_row(case, "holmes without hybrid : stock", series["stock"], series["holmes"], ""),
+        ratio_row(case, "hybrid : stock", series["stock"], series["hybrid"], target=">= 2"),
+        ratio_row(
+            case, "holmes without hybrid : stock", series["stock"], series["holmes"], target=""
+        ),
         loss_row(case, series, "hybrid"),
         loss_row(case, series, "holmes"),
         *predictions(case, series),
@@ -193,7 +202,11 @@ def predictions(case: str, series: dict[str, Series]) -> list[Row]:
     sources = {"stock": ("holmes", "of weights across"), "hybrid": ("hybrid", "FSDP hybrid")}
     return [
         Row.median(
-            case, f"predicted collectives {name}", [_seconds(series[run], words)], "s", False
+            case,
+            f"predicted collectives {name}",
+            [_seconds(series[run], words)],
+            unit="s",
+            emulated=False,
         )
         for name, (run, words) in sources.items()
     ]
@@ -211,11 +224,15 @@ def placed(args) -> list[Row]:
     """
     case = "hsdp"
     spec, order, flags = of_clusters()
-    variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags)]
+    variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags=flags)]
     series = run(case, variants, [str(FSDP2), *MODEL, "--replicas", "2"], "Block", FSDP_FLOPS, args)
     return [
         ratio_row(
-            case, "holmes : the launcher's order", series["stock"], series["holmes"], ">= 1.5"
+            case,
+            "holmes : the launcher's order",
+            series["stock"],
+            series["holmes"],
+            target=">= 1.5",
         ),
         loss_row(case, series, "holmes"),
         *step_rows(case, series),
@@ -240,12 +257,16 @@ def breadth_first(args) -> list[Row]:
         "4",
     )  # without sizes the plan keeps clusters as blocks
     orders = {"1F1B": flags, "breadth first": (*flags, "--schedule", "LoopedBFS", "--chunks", "4")}
-    variants = [Variant(name, spec, order, options) for name, options in orders.items()]
+    variants = [Variant(name, spec, order, flags=options) for name, options in orders.items()]
     variants.append(
-        Variant("1F1B, torch's waits", spec, order, flags, {"HOLMES_DISABLE": "pipelining"})
+        Variant(
+            "1F1B, torch's waits", spec, order, flags=flags, env={"HOLMES_DISABLE": "pipelining"}
+        )
     )
     variants += [
-        Variant(f"{name}, nothing reduced", spec, order, (*options, "--data-parallel", "alone"))
+        Variant(
+            f"{name}, nothing reduced", spec, order, flags=(*options, "--data-parallel", "alone")
+        )
         for name, options in orders.items()
     ]
     series = run(case, variants, [str(PIPELINE), *PIPELINE_MODEL], "Block", PIPELINE_FLOPS, args)
@@ -262,12 +283,17 @@ def breadth_first(args) -> list[Row]:
     return [
         *(
             Row.median(
-                case, f"exposed reduction, breadth first : {name}", values, "x", True, "<= 0.5"
+                case,
+                f"exposed reduction, breadth first : {name}",
+                values,
+                unit="x",
+                emulated=True,
+                target="<= 0.5",
             )
             for name, values in ratios.items()
         ),
         *(
-            Row.median(case, f"exposed reduction, {name}", seconds, "s", True)
+            Row.median(case, f"exposed reduction, {name}", seconds, unit="s", emulated=True)
             for name, seconds in exposed.items()
         ),
         *(
@@ -275,9 +301,9 @@ def breadth_first(args) -> list[Row]:
                 case,
                 f"exposed reduction, {name}, simulated",
                 seconds,
-                "s",
-                (seconds, seconds),
-                True,
+                unit="s",
+                spread=(seconds, seconds),
+                emulated=True,
             )
             for name, seconds in simulated_exposure(spec).items()
         ),
@@ -299,9 +325,18 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
     )
     layers, hidden, micro_batches = 16, PIPELINE_HIDDEN, 8
     gpt = Model(
-        layers, hidden, 4, 16, 256, micro_batches=micro_batches, activation_width=4, tied=False
+        layers=layers,
+        hidden=hidden,
+        heads=4,
+        sequence=16,
+        vocabulary=256,
+        micro_batches=micro_batches,
+        activation_width=4,
+        tied=False,
     )
-    costs = even_costs(forward_s(hidden, 16, PIPELINE_FLOPS), layers, 4, micro_batches)
+    costs = even_costs(
+        forward_s(hidden, 16, PIPELINE_FLOPS), layers=layers, stages=4, micro_batches=micro_batches
+    )
     exposed = {}
     for name, more in {"1F1B": {}, "breadth first": {"virtual": 4, "breadth_first": True}}.items():
         run = Execution(DDP, overlap="on", **prediction.DDP_BUCKETS, **more)

@@ -106,9 +106,9 @@ class Networks:
                 "networks",
                 "CPU time of a parameter",
                 self.parameter_s,
-                "s",
-                (self.parameter_s,) * 2,
-                True,
+                unit="s",
+                spread=(self.parameter_s,) * 2,
+                emulated=True,
             )
         ]
         for network, key in (
@@ -116,7 +116,9 @@ class Networks:
         ):
             values = [turn[network][key] for turn in self.turns]
             what, unit = COSTS.get(key, (f"CPU time of a byte on {key}", "s"))
-            table.append(Row.median("networks", f"{network}: {what}", values, unit, True))
+            table.append(
+                Row.median("networks", f"{network}: {what}", values, unit=unit, emulated=True)
+            )
         return table
 
     def _save(self) -> None:
@@ -185,8 +187,17 @@ def sharded(
 
 def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: bool) -> float:
     site, order, links = stack_site.placed(way)
-    gpt = Model(LAYERS, HIDDEN, 4, SEQUENCE, BYTES, micro_batches=1, activation_width=4, tied=tied)
-    costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops), LAYERS, 1, 1)
+    gpt = Model(
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=4,
+        sequence=SEQUENCE,
+        vocabulary=BYTES,
+        micro_batches=1,
+        activation_width=4,
+        tied=tied,
+    )
+    costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops), layers=LAYERS, stages=1, micro_batches=1)
     only = stock_fabric(site) if way == "stock" else None
     return simulate(site, order, Sizes().complete(len(order)), gpt, run, links, only, costs).step_s
 
@@ -210,15 +221,22 @@ def rows(case: str, predicted: dict[str, float], measured: dict[str, float]) -> 
     for name, seconds in predicted.items():
         error = seconds / measured[name] - 1
         table += [
-            Row.of(case, f"predicted step {name}", seconds, "s", (seconds, seconds), True),
+            Row.of(
+                case,
+                f"predicted step {name}",
+                seconds,
+                unit="s",
+                spread=(seconds, seconds),
+                emulated=True,
+            ),
             Row.of(
                 case,
                 f"error of the prediction, {name}",
                 abs(error),
-                "of the measured",
-                (error, error),
-                True,
-                "<= 0.1",
+                unit="of the measured",
+                spread=(error, error),
+                emulated=True,
+                target="<= 0.1",
             ),
         ]
     return table

@@ -173,7 +173,9 @@ def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
                 str(telemetry),
             )
             flags += ("--holmes-inflight", INFLIGHT[how])
-            runs.append(Run(Variant(name, spec, interleave(spec), flags), how, file, telemetry))
+            runs.append(
+                Run(Variant(name, spec, interleave(spec), flags=flags), how, file, telemetry)
+            )
     return model, runs
 
 
@@ -237,18 +239,25 @@ def _ratios(
             name,
             "what holmes's stage links add to a step",
             ours.median / both - 1,
-            "of a step",
-            (min(pairs), max(pairs)),
-            True,
-            "<= 0.005",
-            max(engine.busy, again.busy, ours.busy),
+            unit="of a step",
+            spread=(min(pairs), max(pairs)),
+            emulated=True,
+            target="<= 0.005",
+            busy=max(engine.busy, again.busy, ours.busy),
         )
         noise = abs(again.median / engine.median - 1)
         difference = max_loss_difference(engine, ours)
         return [
             cost,
-            Row.median(name, "A/A difference (noise)", [noise], "of a step", True),
-            Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6"),
+            Row.median(name, "A/A difference (noise)", [noise], unit="of a step", emulated=True),
+            Row.median(
+                name,
+                "largest loss difference",
+                [difference],
+                unit="nats",
+                emulated=False,
+                target="<= 1e-6",
+            ),
         ]
     rows = [
         ratio_row(
@@ -256,7 +265,7 @@ def _ratios(
             f"{how}: slow stage link : free stage link",
             series[f"{how}, slow"],
             series[f"{how}, free"],
-            case.target if how == "holmes" else "",
+            target=case.target if how == "holmes" else "",
         )
         for how in ("holmes", "engine")
     ]
@@ -267,13 +276,15 @@ def _ratios(
             f"slow stage link, {how} : holmes",
             series[f"{how}, slow"],
             series["holmes, slow"],
-            "",
+            target="",
         )
         for how in others
     ]
     extra = {how: exposed[f"{how}, slow"] - exposed[f"{how}, free"] for how in ("holmes", "engine")}
     rows += [
-        Row.median(name, f"exposed by the slow stage link, {how}", [extra[how]], "s", True)
+        Row.median(
+            name, f"exposed by the slow stage link, {how}", [extra[how]], unit="s", emulated=True
+        )
         for how in extra
     ]
     rows.append(
@@ -281,9 +292,9 @@ def _ratios(
             name,
             "exposed by the slow stage link, holmes : engine",
             [extra["holmes"] / extra["engine"]],
-            "x",
-            True,
-            "<= 0.25" if case.target else "",
+            unit="x",
+            emulated=True,
+            target="<= 0.25" if case.target else "",
         )
     )
     difference = max(
@@ -291,7 +302,14 @@ def _ratios(
     )
     return [
         *rows,
-        Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6"),
+        Row.median(
+            name,
+            "largest loss difference",
+            [difference],
+            unit="nats",
+            emulated=False,
+            target="<= 1e-6",
+        ),
     ]
 
 
@@ -362,7 +380,12 @@ def predicted_step(
     site = site_from_spec(spec)
     launched = replace(site, nodes=tuple(site.node_by_name[name] for name in interleave(spec)))
     plan = build_plan(launched, sizes, model=model, options=options)
-    costs = even_costs(block_forward_s, model.layers, plan.sizes.pipeline, model.micro_batches)
+    costs = even_costs(
+        block_forward_s,
+        layers=model.layers,
+        stages=plan.sizes.pipeline,
+        micro_batches=model.micro_batches,
+    )
     block_s, parameter_s, step_s = _overheads(engine)
     traffic = plan.traffic_of("sockets")
     overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
@@ -394,10 +417,16 @@ def prediction_rows(
     for variant, seconds in predicted.items():
         error = seconds / measured[variant] - 1
         errors.append(abs(error))
-        rows.append(Row.median(name, f"predicted step {variant}", [seconds], "s", True))
+        rows.append(
+            Row.median(name, f"predicted step {variant}", [seconds], unit="s", emulated=True)
+        )
         rows.append(
             Row.median(
-                name, f"error of the prediction, {variant}", [error], "of the measured", True
+                name,
+                f"error of the prediction, {variant}",
+                [error],
+                unit="of the measured",
+                emulated=True,
             )
         )
     return [
@@ -406,10 +435,10 @@ def prediction_rows(
             name,
             "worst error of the predictions",
             max(errors),
-            "of the measured",
-            (min(errors), max(errors)),
-            True,
-            "<= 0.1",
+            unit="of the measured",
+            spread=(min(errors), max(errors)),
+            emulated=True,
+            target="<= 0.1",
         ),
     ]
 

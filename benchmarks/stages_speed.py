@@ -70,8 +70,23 @@ def main() -> int:
         seconds.append(time.process_time() - begin)
     name, spread = f"{LAYERS} layers, {STAGES} stages", (min(seconds), max(seconds))
     rows = [
-        Row.of(name, "slowest partition", max(seconds), "CPU s", spread, False, "<= 1.0"),
-        Row.of(name, "median partition", statistics.median(seconds), "CPU s", spread, False),
+        Row.of(
+            name,
+            "slowest partition",
+            max(seconds),
+            unit="CPU s",
+            spread=spread,
+            emulated=False,
+            target="<= 1.0",
+        ),
+        Row.of(
+            name,
+            "median partition",
+            statistics.median(seconds),
+            unit="CPU s",
+            spread=spread,
+            emulated=False,
+        ),
     ]
     return finish(rows, args.json, f"The balanced partition, {args.count} random cases")
 

@@ -232,10 +232,16 @@ def main() -> int:
             tell(f"{case}: run {run + 1} of {args.runs}: {measured[-1][0]:.2f} s")
         seconds, crossed, memory, reading = (list(values) for values in zip(*measured))
         rows += [
-            Row.median(case, "verdict", seconds, "s", False, TARGETS.get(world, "")),
-            Row.median(case, "through rank 0", [size / 1e6 for size in crossed], "MB", False),
-            Row.median(case, "memory of rank 0", [size / 1e6 for size in memory], "MB", False),
-            Row.median(case, "one rank reads the verdict", reading, "s", False),
+            Row.median(
+                case, "verdict", seconds, unit="s", emulated=False, target=TARGETS.get(world, "")
+            ),
+            Row.median(
+                case, "through rank 0", [size / 1e6 for size in crossed], unit="MB", emulated=False
+            ),
+            Row.median(
+                case, "memory of rank 0", [size / 1e6 for size in memory], unit="MB", emulated=False
+            ),
+            Row.median(case, "one rank reads the verdict", reading, unit="s", emulated=False),
         ]
     return finish(rows, args.json, "from the last rank's report to the last rank's verdict")
 

@@ -91,11 +91,11 @@ def ratio_row(case: str, name: str, top: Series, bottom: Series, target: str) ->
         case,
         name,
         top.median / bottom.median,
-        "x",
-        (min(pairs), max(pairs)),
-        bottom.emulated,
-        target,
-        max(top.busy, bottom.busy),
+        unit="x",
+        spread=(min(pairs), max(pairs)),
+        emulated=bottom.emulated,
+        target=target,
+        busy=max(top.busy, bottom.busy),
     )
 
 
@@ -106,9 +106,9 @@ def step_rows(case: str, by_variant: dict[str, Series]) -> list[Row]:
             case,
             f"step {name}",
             series.median,
-            "s",
-            series.spread,
-            series.emulated,
+            unit="s",
+            spread=series.spread,
+            emulated=series.emulated,
             busy=series.busy,
         )
         for name, series in by_variant.items()
@@ -116,12 +116,18 @@ def step_rows(case: str, by_variant: dict[str, Series]) -> list[Row]:
     for name, series in by_variant.items():
         for node, nics in series.sent.items():
             rows += [
-                Row.median(case, f"bytes {name} {node} {nic}", [sent], "bytes/step", False)
+                Row.median(
+                    case, f"bytes {name} {node} {nic}", [sent], unit="bytes/step", emulated=False
+                )
                 for nic, sent in nics.items()
             ]
         slow, fast = series.megabytes
-        rows.append(Row.median(case, f"Ethernet {name}", [slow], "MB/step/node", False))
-        rows.append(Row.median(case, f"fast NIC {name}", [fast], "MB/step/node", False))
+        rows.append(
+            Row.median(case, f"Ethernet {name}", [slow], unit="MB/step/node", emulated=False)
+        )
+        rows.append(
+            Row.median(case, f"fast NIC {name}", [fast], unit="MB/step/node", emulated=False)
+        )
     return rows
 
 
@@ -143,12 +149,12 @@ def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
     )
     variants = [
         Variant("stock", spec, order),
-        Variant("holmes", spec, order, flags),
+        Variant("holmes", spec, order, flags=flags),
         all_rdma(spec),
     ]
     if case.ratio:
         variants.append(
-            Variant("holmes, overlap off", spec, order, (*flags, "--holmes-overlap", "off"))
+            Variant("holmes, overlap off", spec, order, flags=(*flags, "--holmes-overlap", "off"))
         )
         variants.append(Variant("stock again", spec, order))
     series = run(case.name, variants, case, repetitions, steps)
@@ -164,29 +170,35 @@ def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
                 f"{name} : stock",
                 stock,
                 series[name],
-                case.ratio if name == "holmes" else "",
+                target=case.ratio if name == "holmes" else "",
             ),
             ratio_row(
                 case.name,
                 f"{name} : all-RDMA",
                 bound,
                 series[name],
-                case.bound if name == "holmes" else "",
+                target=case.bound if name == "holmes" else "",
             ),
             Row.median(
                 case.name,
                 f"{name}: largest loss difference",
                 [difference],
-                "nats",
-                False,
-                "<= 1e-6",
+                unit="nats",
+                emulated=False,
+                target="<= 1e-6",
             ),
         ]
-    rows.append(ratio_row(case.name, "stock : all-RDMA", bound, stock, ""))
+    rows.append(ratio_row(case.name, "stock : all-RDMA", bound, stock, target=""))
     if case.ratio:
         noise = abs(series["stock again"].median / stock.median - 1)
         rows.append(
-            Row.median(case.name, "A/A difference (noise)", [noise], "of a step", stock.emulated)
+            Row.median(
+                case.name,
+                "A/A difference (noise)",
+                [noise],
+                unit="of a step",
+                emulated=stock.emulated,
+            )
         )
     return rows + step_rows(case.name, series)
 
@@ -203,7 +215,7 @@ def control(repetitions: int, steps: int) -> list[Row]:
         stock, again = (
             Variant(name, spec, bound.order, env=bound.env) for name in ("stock", "stock again")
         )
-        variants = [stock, Variant("holmes", spec, bound.order, flags), again]
+        variants = [stock, Variant("holmes", spec, bound.order, flags=flags), again]
         series = run(case.name, variants, case, repetitions, steps)
     cost, noise = (
         series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again")
@@ -213,12 +225,14 @@ def control(repetitions: int, steps: int) -> list[Row]:
             case.name,
             "what holmes adds to a step",
             [cost],
-            "of a step",
-            True,
-            "<= 0.01",
-            max(measured.busy for measured in series.values()),
+            unit="of a step",
+            emulated=True,
+            target="<= 0.01",
+            busy=max(measured.busy for measured in series.values()),
         ),
-        Row.median(case.name, "A/A difference (noise)", [abs(noise)], "of a step", True),
+        Row.median(
+            case.name, "A/A difference (noise)", [abs(noise)], unit="of a step", emulated=True
+        ),
         *step_rows(case.name, series),
     ]
 
@@ -277,7 +291,11 @@ def startup(repetitions: int) -> list[Row]:
                 if repetition:  # the first starts the preloading process
                     seconds[name].append(time.monotonic() - begin)
     added = [b - a for a, b in zip(seconds["stock"], seconds["holmes"])]
-    return [Row.median(START, "seconds that holmes adds", added, "s", False, "<= 1.0")]
+    return [
+        Row.median(
+            START, "seconds that holmes adds", added, unit="s", emulated=False, target="<= 1.0"
+        )
+    ]
 
 
 def main() -> int:

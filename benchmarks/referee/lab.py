@@ -64,7 +64,7 @@ def run(case: Case, grid: Grid) -> Run:
         flags = tuple(str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
         spec = case.spec.only(set(grid.nodes))
         slow = replace(spec, wan=spec.wan.scaled(1.0, SLOWER))
-        variant = Variant("plan", slow, interleave(spec), flags)
+        variant = Variant("plan", slow, interleave(spec), flags=flags)
         series = _run(variant, case, grid.sizes.pipeline, case_accelerator(case), 1 / SLOWER)
         stock = _stock_losses(case, grid.sizes.data, grid.micro_batch)
         apart = max(abs(a - b) for a, b in zip(series.losses, stock, strict=True))

@@ -97,7 +97,7 @@ class Table:
         """Add the median of some values as a row, in place of an earlier row with the same metric."""
         name = f"{planner}: {metric}"
         self.rows = [row for row in self.rows if (row.case, row.metric) != (case, name)]
-        self.rows.append(Row.median(case, name, values, unit, emulated, busy=busy))
+        self.rows.append(Row.median(case, name, values, unit=unit, emulated=emulated, busy=busy))
 
     def save(self) -> None:
         """Write the results file and the file of plans."""
@@ -131,11 +131,13 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
         planned = [case for case in asked if NONE not in table.notes[case][planner]]
         if asked:
             what = f"{planner}: cases with a plan that starts and fits, of {len(asked)}"
-            rows.append(Row.median("all", what, [len(planned)], "", False))
+            rows.append(Row.median("all", what, [len(planned)], unit="", emulated=False))
         for metric, unit in ((REGRET, "fraction"), (SEARCH, "s")):
             values = [table.value(case, planner, metric) for case in planned]
             if known := [value for value in values if value is not None]:
-                rows.append(Row.median("all", f"{planner}: {metric}", known, unit, False))
+                rows.append(
+                    Row.median("all", f"{planner}: {metric}", known, unit=unit, emulated=False)
+                )
         for predicted, actual, what in ((PREDICTED, STEP, ERROR), (STEP, MEASURED, LAB_ERROR)):
             pairs = [
                 (table.value(case, planner, predicted), table.value(case, planner, actual))
@@ -145,7 +147,11 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
                 prediction / step - 1 for prediction, step in pairs if prediction and step
             ]:
                 row = Row.median(
-                    "all", f"{planner}: {what}", errors, "fraction", actual == MEASURED
+                    "all",
+                    f"{planner}: {what}",
+                    errors,
+                    unit="fraction",
+                    emulated=actual == MEASURED,
                 )
                 rows.append(row)
     return rows + targets(table, cases)
@@ -193,12 +199,12 @@ def targets(table: Table, cases: list[str]) -> list[Row]:
                 rows.append(Row.of("all", f"{what}, {label}", *figures))
     if ratios:
         what = f"{OURS}: seconds of search, times those of the best of the field"
-        rows.append(Row.median("all", what, ratios, "x", False, "<= 0.2"))
+        rows.append(Row.median("all", what, ratios, unit="x", emulated=False, target="<= 0.2"))
         where = f"within {NEAR:.0%} of the best plan"
         what = f"the field: cases with a plan {where}, of {len(ratios)}"
-        rows.append(Row.median("all", what, [len(near)], "", False))
+        rows.append(Row.median("all", what, [len(near)], unit="", emulated=False))
         what = f"{OURS}: there, seconds of search, times those of the fastest of the field {where}"
-        rows.append(Row.median("all", what, near, "x", False))
+        rows.append(Row.median("all", what, near, unit="x", emulated=False))
         rows.append(_beside_the_next(table, cases, field))
     return rows
 
@@ -228,4 +234,4 @@ def _beside_the_next(table: Table, cases: list[str], field: set[str]) -> Row:
         for case in planned[following]
     ]
     what = f"{OURS}: seconds of search, times those of {following}, next by its median regret"
-    return Row.median("all", what, ratios, "x", False, "<= 0.2")
+    return Row.median("all", what, ratios, unit="x", emulated=False, target="<= 0.2")
