@@ -301,7 +301,8 @@ class SumsHour:
         order = [node.name for node in hour_site.nodes]
         step = simulate(hour_site, order, Sizes(), self.model, run, costs=costs)
         busy: dict[str, float] = {}
-        # `carried`: bytes by (sender, network, port). The fullest port decides how long a network is busy.
+        # `carried`: NIC, as (class of node, network, direction) -> bytes. The NIC that carries most bytes
+        # decides how long its network is busy.
         for (_, name, _), carried in step.carried.items():
             rate = hour_site.fabric_by_name[name].rate_bps
             busy[name] = max(busy.get(name, 0.0), 8 * carried / rate)

@@ -65,8 +65,11 @@ def checkout(case: str) -> Path:
 
 
 def site(world: int) -> Site:
-    """Return two clusters with nodes for `world` ranks, of 8 GPUs each if there are enough ranks."""
-    fabrics = (
+    """Return an InfiniBand and a RoCE cluster with nodes for `world` ranks, connected by Ethernet.
+
+    Nodes have 8 GPUs if there are enough ranks for one such node in each cluster.
+    """
+    fabrics = (  # name, kind, rate in bits/s, latency in seconds
         Fabric(ETHERNET, "ethernet", 25 * 10**9, 3e-5),
         Fabric("ib", "ib", 200 * 10**9, 2e-6),
         Fabric("roce", "roce", 200 * 10**9, 4e-6),
@@ -84,14 +87,19 @@ def site(world: int) -> Site:
 def priced(description: CommandLine) -> float:
     """Return the predicted seconds of a training step, or 0.0 if the layout cannot be predicted.
 
-    The job runs on two clusters with the smallest data-parallel size that fills them.
+    The job runs on two clusters (see site()) with the smallest data-parallel size that fills them.
+
+    Args:
+        description: What holmes has read from a command line: the model, its parallel sizes and its flags.
     """
     assert description.model is not None
     sizes = description.sizes or Sizes()
-    inner = sizes.pipeline * sizes.tensor * sizes.context
-    for count in range(1, 400):
-        world = inner * count
-        if world % (16 if world > 16 else 2) or count * sizes.context * sizes.tensor % sizes.expert:
+    ranks_of_replica = sizes.pipeline * sizes.tensor * sizes.context
+    for replicas in range(1, 400):
+        world = ranks_of_replica * replicas
+        fills_nodes = world % (16 if world > 16 else 2) == 0  # the same number in both clusters
+        has_expert_groups = replicas * sizes.context * sizes.tensor % sizes.expert == 0
+        if not (fills_nodes and has_expert_groups):
             continue
         try:
             complete = sizes.complete(world)

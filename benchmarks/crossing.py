@@ -52,13 +52,13 @@ SLICES = "megatron-slices"
 FLOPS = {"slices": 1.4e9 / 2, "tied": 2.3e9}
 
 
-def ethernet(series: Series) -> float:
+def ethernet_bytes(series: Series) -> float:
     """Return the bytes that all nodes sent over Ethernet for each step, including the start of the job."""
     return sum(nics["eth0"] for nics in series.sent.values())
 
 
 def slices(repetitions: int, steps: int) -> list[Row]:
-    """Measure the case "slices", and return its rows."""
+    """Measure the case "slices" (see the module docstring), and return its rows."""
     script = [
         str(examples() / "megatron_core" / "train.py"),
         "--tensor",
@@ -90,7 +90,7 @@ def slices(repetitions: int, steps: int) -> list[Row]:
     rows = []
     for name in schedules:
         cut, whole = series[f"slices, {name}"], series[f"whole, {name}"]
-        share = ethernet(cut) / ethernet(whole)
+        share = ethernet_bytes(cut) / ethernet_bytes(whole)
         target = ">= 1.2" if name == "own schedule" else ""
         rows += [
             Row.median(
@@ -150,8 +150,14 @@ def slices(repetitions: int, steps: int) -> list[Row]:
 
 
 def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
-    """Measure the case "tied" with an engine, and return its rows."""
-    case, (example, stages, paced, feature) = f"tied {engine}", ENGINES[engine]
+    """Measure the case "tied" (see the module docstring) with an engine, and return its rows.
+
+    Args:
+        engine: "deepspeed" or "megatron".
+    """
+    case = f"tied {engine}"
+    # Example folder, flag for stages, layers that the accelerator slows down, holmes's feature.
+    example, stages, paced, feature = ENGINES[engine]
     script = [
         str(examples() / example / "train.py"),
         stages,
@@ -194,7 +200,9 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
         for name in series
     }
     levels, pairs, none = (series[name] for name in ("hierarchical", "pairs", "not tied"))
-    sent = (ethernet(levels) - ethernet(none)) / (ethernet(pairs) - ethernet(none))
+    # What the tied embedding costs: bytes and seconds in excess of the model whose embedding is not tied.
+    base_bytes = ethernet_bytes(none)
+    sent = (ethernet_bytes(levels) - base_bytes) / (ethernet_bytes(pairs) - base_bytes)
     exposed = {
         name: [a - b for a, b in zip(series[name].medians, none.medians)]
         for name in ("hierarchical", "pairs")
@@ -240,7 +248,16 @@ def run(
     steps: int,
     accelerator: dict,
 ) -> dict[str, Series]:
-    """Run the variants in the lab, and return their measurements by name."""
+    """Run the variants in the lab, and return their measurements by name.
+
+    Args:
+        case: Name of the case, for lines about the progress.
+        variants: The job with and without a feature of holmes.
+        script: The training script and its arguments.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run, of which the first 3 are not measured.
+        accelerator: Settings of the emulated accelerator.
+    """
     total = repetitions * len(variants)
     started = iter(range(1, total + 1))
     return compare(

@@ -74,10 +74,11 @@ CASES = {
 
 
 def searched(case: Case, folder: Path) -> dict:
-    """Run `holmes plan --json`, and return what it prints.
+    """Run `holmes plan --json` for a case, and return the document that it prints.
 
     Args:
-        folder: The plan is written there, as plan.json.
+        case: The model, the global batch and the clusters.
+        folder: For the input files, and for the plan, which is written to plan.json.
     """
     cluster = folder / "cluster.toml"
     model = folder / "model.toml"
@@ -166,7 +167,11 @@ def command_of(case: Case, result: dict, folder: Path) -> tuple[list[str], tuple
 
 
 def rows_of(name: str, case: Case) -> list[Row]:
-    """Search a plan, start the job with it, and return predicted and measured steps."""
+    """Search a plan, start the job with it, and return rows with predicted and measured steps.
+
+    Args:
+        name: Name of the case in the results.
+    """
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         result = searched(case, folder)

@@ -115,7 +115,8 @@ def build() -> list[Row]:
 def rank() -> list[Row]:
     """Measure the largest resident memory of a rank."""
     with Lab(THREE) as lab:
-        peaks = [line["peak_mb"] for line in all_reduces(lab, 2, "IB", order=("a0", "a1"))[0]]
+        printed, _ = all_reduces(lab, 2, "IB", order=("a0", "a1"))
+        peaks = [line["peak_mb"] for line in printed]
     return [
         Row.median(
             "rank",
@@ -166,18 +167,19 @@ def nic_bytes() -> list[Row]:
     with Lab(THREE) as lab:
         for network, used in (("Socket", "eth0"), ("IB", "ib0")):
             tell(f"bytes, {network}")
+            # Bytes of ROUNDS and of twice as many all-reduces. The difference has no start-up in it.
             few, many = (all_reduces(lab, count * ROUNDS, network)[1] for count in (1, 2))
             sent = {
                 nic: [many[node][nic] - few[node][nic] for node in many] for nic in ("eth0", "ib0")
             }
             other = "ib0" if used == "eth0" else "eth0"
-            off = max(abs(size / theory - 1) for size in sent[used])
-            beside = max(map(abs, sent[other])) / theory
+            error = max(abs(size / theory - 1) for size in sent[used])
+            beside = max(map(abs, sent[other])) / theory  # bytes that took the wrong network
             rows += [
                 Row.median(
                     "bytes",
                     f"{network}: off a ring's theory",
-                    [off],
+                    [error],
                     unit="of it",
                     emulated=False,
                     target="<= 0.02",
@@ -221,7 +223,10 @@ def all_reduces(
 
 
 def losses() -> list[Row]:
-    """Compare the losses of training commands on emulated GPUs and on CPUs."""
+    """Compare the losses of training commands on emulated GPUs and on CPUs.
+
+    The training commands are those of integration_tests/gpu/commands.py.
+    """
     from integration_tests.gpu import commands
 
     rows = []
@@ -231,6 +236,7 @@ def losses() -> list[Row]:
             gpu, cpu = (
                 command.losses(lab, "a0,b0,a1,b1", gpus) for gpus in (emulated_gpus(), None)
             )
+            # The training has made steps, and the loss has fallen.
             assert len(gpu) == len(cpu) > 1 and gpu[-1] < gpu[0], (command.name, gpu, cpu)
             difference = max(abs(a - b) for a, b in zip(gpu, cpu))
             tell(f"  {difference:.2g}")

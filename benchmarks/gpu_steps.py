@@ -173,14 +173,22 @@ def command_of(name: str, folder: Path, source: Path, batch: int, steps: int) ->
 def pretrain_gpt(
     name: str, variants: Sequence[Variant], folder: Path, source: Path, repetitions: int, steps: int
 ) -> dict[str, Series]:
-    """Run pretrain_gpt.py in each variant, and return step times and losses from the script's log."""
-    command = command_of(
-        name, folder, source, MICRO_BATCHES * len(variants[0].order) // STAGES, steps
-    )
+    """Run pretrain_gpt.py in each variant, and return step times and losses from the script's log.
+
+    Args:
+        name: "Megatron-LM" or "Megatron-DeepSpeed".
+        folder: For the files of the runs.
+        source: The checkout with the script.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
+    """
+    replicas = len(variants[0].order) // STAGES  # data-parallel; one GPU on each node
+    command = command_of(name, folder, source, batch=MICRO_BATCHES * replicas, steps=steps)
     by_variant = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
-        labs = {variant.spec.digest: variant.spec for variant in variants}
-        labs = {digest: stack.enter_context(tuned(spec)) for digest, spec in labs.items()}
+        # Variants on equal clusters (with the same hash of their description) share a lab.
+        specs = {variant.spec.digest: variant.spec for variant in variants}
+        labs = {digest: stack.enter_context(tuned(spec)) for digest, spec in specs.items()}
         for _ in range(repetitions):
             for variant in variants:
                 tell(f"{name}: {variant.name}")
@@ -217,6 +225,7 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
         block_s: Seconds of software for the forward or the backward pass of a block.
     """
     site = site_from_spec(all_rdma(spec).spec if variant == "all-RDMA" else spec)
+    # Without holmes, all groups use the single network that all nodes share (`only`).
     order, only = interleave(spec), stock_fabric(site)
     model = Model(
         layers=LAYERS,
@@ -279,9 +288,14 @@ def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
 
 
 def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Row]:
-    """Return the rows of results of a case."""
+    """Return the rows of results of a case.
+
+    Args:
+        by_variant: Measurements of "stock", "holmes" and "all-RDMA".
+    """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
-    difference, main = max_loss_difference(stock, ours), name == "Megatron-LM"
+    difference = max_loss_difference(stock, ours)
+    main = name == "Megatron-LM"  # has other targets, and no prediction
     rows = [
         ratio_row(name, "holmes : stock", stock, ours, target=">= 1.6" if main else ">= 1.67"),
         ratio_row(name, "holmes : all-RDMA", bound, ours, target="" if main else ">= 0.97"),

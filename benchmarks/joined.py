@@ -192,6 +192,8 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
 def eight_as_two(rows: list[Row]) -> list[Row]:
     """Return a row that compares what joining costs eight jobs with what it costs two.
 
+    The value is the ratio of "joined / apart" of eight jobs to that of two jobs.
+
     Args:
         rows: All rows. The result is empty if the cases "2 jobs" and "8 jobs" are not among them.
     """

@@ -248,7 +248,7 @@ def case(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Ro
     """Train on an emulated site without holmes, with holmes, and in three more variants; return the results.
 
     Args:
-        name: A key of SCENES, e.g. "4+4" for two clusters of 4 nodes.
+        name: A key of CASES, e.g. "4+4" for two clusters of 4 nodes.
         checkout: The copy of Megatron-DeepSpeed that is trained with.
         repetitions: Runs of each variant.
         steps: Training steps of a run.
