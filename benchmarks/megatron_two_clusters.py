@@ -44,7 +44,14 @@ CASES = {
 
 
 def case(name: str, repetitions: int, steps: int) -> list[Row]:
-    """Measure a case without holmes, with holmes and on a single InfiniBand cluster; return its rows."""
+    """Measure a case without holmes, with holmes and on a single InfiniBand cluster; return its rows.
+
+    Args:
+        name: A key of CASES.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run, of which the first 3 are not measured.
+    """
+    # `ratio` and `bound` are the targets of holmes : stock and of holmes : all-RDMA.
     file, micro_batches, flops, (flags, holmes_flags), ratio, bound = CASES[name]
     path = examples() / "clusters" / file
     spec = load_spec(path)

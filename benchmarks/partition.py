@@ -116,7 +116,7 @@ def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
 
 @dataclass
 class Cell:
-    """One model and number of micro-batches of a case."""
+    """One model and number of micro-batches of a case, with its plans and runs."""
 
     title: str
     plans: dict[str, tuple[Plan, tuple[int, ...]]]  # method -> its plan and layers of each stage
@@ -126,7 +126,11 @@ class Cell:
 
 
 def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> tuple[Plan, tuple[int, ...]]:
-    """Return the plan by one method of partitioning, and the layers of its stages."""
+    """Return the plan by one method of partitioning, and the layers of its stages.
+
+    Args:
+        method: "uniform", "speed" or "balanced".
+    """
     plan = build_plan(
         site_from_spec(spec),
         Sizes(pipeline=2),
@@ -138,7 +142,15 @@ def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> tuple[Plan
 
 
 def cell_of(case: Case, name: str, micro_batches: int, spec: SiteSpec, directory: Path) -> Cell:
-    """Make the plans of all methods for a model, and the variants to run."""
+    """Make the plans of all methods for a model, write them, and return them with the variants to run.
+
+    Methods with the same layers of the stages share a variant.
+
+    Args:
+        name: Name of the model, a key of MODELS.
+        spec: The clusters of the case.
+        directory: For the files of the plans.
+    """
     title = title_of(case, name, micro_batches)
     model = model_of(case, *MODELS[name], micro_batches)
     flags = flags_of(case, name, micro_batches, directory)
@@ -164,7 +176,12 @@ def cell_of(case: Case, name: str, micro_batches: int, spec: SiteSpec, directory
 
 
 def flags_of(case: Case, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
-    """Return the flags of a run, without a plan."""
+    """Return the flags of a run of the training script, without those of a plan.
+
+    Args:
+        name: Name of the model, a key of MODELS.
+        directory: Folder that has the cluster.toml.
+    """
     layers, hidden = MODELS[name]
     return (
         "--layers",
@@ -232,7 +249,13 @@ def run_case(case: Case, wanted: list[tuple[str, int]], steps: int, skip: int) -
 
 
 def measure(case: Case, runs: list[Variant], steps: int, skip: int) -> dict[str, Series]:
-    """Run the variants in a lab, and return their measurements by name."""
+    """Run the variants in a lab, and return their measurements by name.
+
+    Args:
+        runs: The variants. Each runs once.
+        steps: Training steps of a run.
+        skip: First steps that are not measured.
+    """
     script = [
         str(examples() / "deepspeed_pipeline" / "train.py"),
         "--stages",
@@ -257,7 +280,12 @@ def measure(case: Case, runs: list[Variant], steps: int, skip: int) -> dict[str,
 
 
 def rows_of(case: Case, cell: Cell, series: dict[str, Series], profile: Profile) -> list[Row]:
-    """Return the rows of results of a cell."""
+    """Return the rows of results of a cell (one model and number of micro-batches).
+
+    Args:
+        series: Measurements by the name of the variant.
+        profile: Of the uniform partition, with the cell's number of micro-batches.
+    """
     by_method = {
         method: series[cell.variants[split].name] for method, (_, split) in cell.plans.items()
     }
@@ -292,6 +320,7 @@ def rows_of(case: Case, cell: Cell, series: dict[str, Series], profile: Profile)
 
 @cache
 def _overheads() -> tuple[float, float, float]:
+    """Return the CPU seconds of a block's pass, of a parameter and of a step, fitted for DeepSpeed."""
     return prediction.calibrate("deepspeed", Measured.load(prediction.STORE))
 
 
@@ -303,15 +332,23 @@ def with_software(case: Case, model: Model, plan: Plan, split: tuple[int, ...]) 
     """
     block_s, parameter_s, step_s = _overheads()
     forward = forward_s(model.hidden, SEQUENCE, FLOPS)
+    # Factor of the pass times of the two stages. The first node is in stage 0, the last one in stage 1.
     slower = [
         1 / case.speed if node.startswith("b") else 1.0 for node in (plan.nodes[0], plan.nodes[-1])
     ]
     nothing = ((0.0,) * (model.layers + 2),) * 2
-    forward_backward = [
+    # By stage: seconds of the embedding, of each block, and of the output layer.
+    forward_rows, backward_rows = (
         tuple((0.0, *[passes * forward * times] * model.layers, 0.0) for times in slower)
-        for passes in (1, 2)
-    ]
-    costs = StageCosts(*forward_backward, nothing, nothing, model.micro_batches)
+        for passes in (1, 2)  # a backward pass takes twice as long as a forward pass
+    )
+    costs = StageCosts(
+        forward_s=forward_rows,
+        backward_s=backward_rows,
+        reduction_s=nothing,
+        transfer_s=nothing,
+        micro_batches=model.micro_batches,
+    )
     run = Execution(
         TRAITS["deepspeed"],
         stage_layers=split,
@@ -349,10 +386,11 @@ def predicted_anew(file: Path) -> list[Row]:
         for row in kept(file)
         if "predict" not in row.metric or row.metric.endswith("by profile")
     ]
+    # The metric is "step METHOD LAYERS", for example "step balanced 5+3".
     measured = {
         (row.case, row.metric.split()[1]): row for row in rows if row.metric.startswith("step ")
     }
-    more: dict[Row, list[Row]] = {}
+    more: dict[Row, list[Row]] = {}  # row of a measured step -> rows of its predictions
     for case in CASES:
         with tempfile.TemporaryDirectory() as directory:
             spec = case_spec(case, Path(directory))
@@ -390,7 +428,15 @@ def by_profile(case: Case, plan: Plan, split: tuple[int, ...], profile: Profile)
 def _measured_rows(
     title: str, method: str, split: tuple[int, ...], series: Series, uniform: Series
 ) -> list[Row]:
-    """Return rows with the step time of a partition, and its loss difference to the uniform partition."""
+    """Return rows with the step time of a partition, and its loss difference to the uniform partition.
+
+    Args:
+        title: Name of the case in the results.
+        method: The method of partitioning.
+        split: Layers of each stage.
+        series: Measurements of the partition, from one run.
+        uniform: Measurements of the uniform partition.
+    """
     (run,) = series.steps
     loss = max_loss_difference(uniform, series)
     return [
@@ -422,7 +468,10 @@ def error_rows(
     Predictions from numbers alone have no target, because they do not contain the CPU work of the software.
 
     Args:
-        predictions: Name of a kind of prediction -> seconds.
+        title: Name of the case in the results.
+        method: The method of partitioning.
+        measured: The measured step, in seconds.
+        predictions: Kind of prediction (see the module docstring) -> seconds.
     """
     rows = []
     for what, predicted in predictions.items():
@@ -451,7 +500,12 @@ def error_rows(
 
 
 def _comparisons(title: str, case: Case, of: dict[str, Series]) -> list[Row]:
-    """Return rows with the ratios of the step times of two methods."""
+    """Return rows with the ratios of the step times of two methods.
+
+    Args:
+        title: Name of the case in the results.
+        of: Method -> measurements.
+    """
     rows = []
     for better, worse in (("speed", "uniform"), ("balanced", "speed"), ("balanced", "uniform")):
         ratio = of[worse].median / of[better].median

@@ -8,8 +8,7 @@ The simulator is planner/simulate/step.py. Nothing is fitted to a case. Its inpu
 - the networks, as `holmes probe` measures them in the lab of each cluster file
 - the seconds of the emulated accelerator
 - three CPU times for each engine: of a block's forward or backward pass, of a parameter and of a step.
-  They are fitted
-  to the five runs of CALIBRATION, which are not among the cases.
+  They are fitted to the five runs of CALIBRATION, which are not among the cases.
 - the CPU seconds of a byte that is sent, for each network of each cluster file (prediction_hosts.py)
 
 The nodes of the lab share the cores of this machine, and so do those of the simulation (Execution.cores).
@@ -353,6 +352,7 @@ def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> f
         links: The measured links.
         overhead: CPU seconds of a block's forward or backward pass, of a parameter, and of a step.
     """
+    block_s, parameter_s, step_s = overhead
     spec = cluster_spec(case)
     site, order = placed(case, spec)
     sizes = Sizes(pipeline=case.stages).complete(site.world_size)
@@ -386,9 +386,9 @@ def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> f
         hierarchical=case.hierarchical,
         direct=True,
         zero=case.zero,
-        block_s=overhead[0],
-        parameter_s=overhead[1],
-        step_s=overhead[2],
+        block_s=block_s,
+        parameter_s=parameter_s,
+        step_s=step_s,
         sums=1 if case.engine == "plain" else 0,
         cores=CORES,
         notices=True,
@@ -398,7 +398,10 @@ def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> f
 
 
 def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
-    """Return the three CPU seconds of an engine, fitted to its calibration runs (see overheads)."""
+    """Return the three CPU seconds of an engine, fitted to its calibration runs.
+
+    They are those of a block's pass, of a parameter and of a step (see overheads()).
+    """
     cases = [case for case in CALIBRATION if case.engine == engine]
     return overheads(
         cases,
@@ -417,7 +420,9 @@ def overheads(
     prediction is not linear in them: which process waits for a core depends on them.
 
     Args:
+        cases: The calibration runs.
         seconds: Measured step of each case.
+        links: The measured links of their cluster file.
     """
     from scipy.optimize import nnls
 
@@ -450,6 +455,8 @@ def measure_missing(
     """Measure what the store does not have, each case `runs` times, in turns.
 
     Args:
+        measured: The measurements in the store; new ones are added.
+        store: The file. It is written after each measurement.
         until: No measurement begins after this time (time.monotonic).
     """
     for run, case in itertools.product(range(1, runs + 1), cases):
@@ -472,7 +479,10 @@ def measure_missing(
 
 
 def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
-    """Return rows with measured and predicted steps, and the errors of the predictions."""
+    """Return rows with measured and predicted steps, and the errors of the predictions.
+
+    Rows with the median and the worst error follow if there are 24 cases or more.
+    """
     rows, errors = [], []
     known = {engine: calibrate(engine, measured) for engine in {case.engine for case in cases}}
     for engine, (of_block, of_parameter, of_step) in sorted(known.items()):

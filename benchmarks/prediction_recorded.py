@@ -96,7 +96,7 @@ def recorded_rows(prediction: Any) -> list[Row]:
             (row["scene"], row["metric"]): row
             for row in json.loads((RESULTS / recorded.file).read_text())["rows"]
         }
-        if row := values.get((recorded.recorded_case, recorded.metric)):
+        if row := values.get((recorded.recorded_case, recorded.metric)):  # was measured
             name = (
                 f"recorded: {cases[recorded.case].engine} {recorded.recorded_case} "
                 f"{recorded.metric.removeprefix('step ')}"
@@ -107,10 +107,12 @@ def recorded_rows(prediction: Any) -> list[Row]:
             cases_of_engine.setdefault(case.engine, []).append((case, row))
     rows, errors = [], []
     for engine_cases in cases_of_engine.values():
+        # The calibration: pairs (case on a single fast cluster, seconds of its measured step).
         fast = [(case, row["value"]) for case, row in engine_cases if case.way == "rdma"]
         if not fast:
             continue
-        overhead = prediction.overheads(*zip(*fast))
+        fast_cases, fast_seconds = zip(*fast)
+        overhead = prediction.overheads(fast_cases, fast_seconds)
         for case, row in engine_cases:
             if case.way == "rdma":
                 continue

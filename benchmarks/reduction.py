@@ -152,7 +152,13 @@ def step(repetitions: int) -> list[Row]:
 
 
 def _plain(lab: Lab, nodes: Any, flags: list[str], flops: float) -> list[dict[str, Any]]:
-    """Run examples/plain_torch, and return the lines of its log without the first steps."""
+    """Run examples/plain_torch, and return the lines of its log without the first steps.
+
+    Args:
+        nodes: Nodes in the order of their ranks.
+        flags: Flags of the script. Without --holmes, gloo uses Ethernet.
+        flops: FLOP/s of an emulated GPU.
+    """
     steps, skip = 10, 3
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
@@ -185,7 +191,13 @@ def pipeline(repetitions: int, case: str = "pipeline") -> list[Row]:
 
 
 def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[Row]:
-    """Run DeepSpeed's pipeline engine in its variants, and return the rows of results."""
+    """Run DeepSpeed's pipeline engine in its variants, and return the rows of results.
+
+    Args:
+        case: "pipeline" or "pipeline 8".
+        file: Cluster file of `spec`.
+        spec: Two clusters of 4 nodes.
+    """
     order = interleave(spec)
     bound = all_rdma(spec)
     holmes = ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap")
@@ -232,6 +244,7 @@ def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[R
 
 
 def _ratio(case: str, series: dict[str, Series], over: str, under: str, target: str) -> Row:
+    """Return a row with the step time of the variant `over`, divided by that of `under`."""
     ratios = [a / b for a, b in zip(series[over].medians, series[under].medians)]
     busy = max(series[over].busy, series[under].busy)
     return Row.median(
@@ -305,7 +318,7 @@ def ring(repetitions: int) -> list[Row]:
                 lab.set_rate(node, f"{cluster.kind}0", 8 * spec.ethernet_rate_bps)
         clusters = [list(range(4)), list(range(4, 8))]
         counted = spec.clusters[0].nodes
-        seconds, sent = _sums(
+        seconds, sent = _time_reductions(
             lab, ("flat ring", "hierarchical"), order, clusters, counted, repetitions
         )
     rows = [_row("ring", f"10 MiB, {name}", values, "s") for name, values in seconds.items()]
@@ -332,7 +345,9 @@ def owners(repetitions: int) -> list[Row]:
     with Lab(spec, realtime=True) as lab:
         for count in (4, 2):
             order, size = spec.clusters[0].nodes[:count], f"{count} nodes"
-            seconds, sent = _sums(lab, ("all-reduce", "to owners"), order, [], order, repetitions)
+            seconds, sent = _time_reductions(
+                lab, ("all-reduce", "to owners"), order, [], order, repetitions
+            )
             rows += [
                 _row("owners", f"{size}, 10 MiB, {name}", values, "s")
                 for name, values in seconds.items()
@@ -347,7 +362,7 @@ def owners(repetitions: int) -> list[Row]:
     return rows
 
 
-def _sums(
+def _time_reductions(
     lab: Lab,
     names: Sequence[str],
     order: Sequence[str],
@@ -355,10 +370,12 @@ def _sums(
     counted: Sequence[str],
     repetitions: int,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Run each way to sum 10 MiB in turn.
+    """Run each way to reduce 10 MiB in turn, as jobs of ring_rank().
 
     Args:
         names: The ways.
+        order: Nodes in the order of their ranks.
+        clusters: Ranks of each cluster.
         counted: Nodes whose Ethernet bytes are counted.
 
     Returns:

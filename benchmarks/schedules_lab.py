@@ -114,7 +114,18 @@ def question(framework: str) -> SearchResult:
 def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
     """Return the planning problem, and the plans with 1F1B and with listed passes."""
     asked = question(framework)
-    shape = Shape(STAGES, 1, 1, 1, 1, 1, 1, MICRO_BATCHES, "none", 0)
+    shape = Shape(
+        pipeline=STAGES,
+        tensor=1,
+        context=1,
+        expert=1,
+        data=1,
+        virtual=1,
+        micro_batch=1,
+        micro_batches=MICRO_BATCHES,
+        recompute="none",
+        zero=0,
+    )
     nodes = [node.name for node in asked.network.site.nodes]
     placement = asked.network.placement(nodes, shape.sizes().complete(asked.network.world))
     baseline = timed(asked, asked.candidate(shape, placement, (LAYERS // STAGES,) * STAGES))
@@ -124,7 +135,14 @@ def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
 
 
 def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, Series]]:
-    """Run an engine with all schedules, and return its measurements."""
+    """Run an engine with all schedules.
+
+    Args:
+        folder: For the files of the cluster, the plans and DeepSpeed's configuration.
+
+    Returns:
+        The plans of the schedules of holmes, and the measurements of all schedules, by name.
+    """
     asked, candidates = plans(engine.framework)
     spec, model, variants = parse_spec(SITE), asked.model, []
     cluster, config, stock_flags = folder / "cluster.toml", folder / "ds_config.json", engine.flags

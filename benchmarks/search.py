@@ -50,7 +50,13 @@ SITES, SITE_SECONDS = "nodes of 30 random sites", 10
 
 
 def measure(clusters: str, model: str, batch: int) -> dict[str, float]:
-    """Run `holmes plan --json` once, and return metric -> value."""
+    """Run `holmes plan --json` once, and return metric -> value, with the metrics of UNITS.
+
+    Args:
+        clusters: Name of a file in examples/clusters, without .toml.
+        model: Name of a file in examples/models, without .toml.
+        batch: Global batch size.
+    """
     files = (
         "--cluster",
         EXAMPLES / "clusters" / f"{clusters}.toml",

@@ -59,7 +59,15 @@ def of_clusters() -> tuple[SiteSpec, tuple[str, ...], tuple[str, ...]]:
 def run(
     case: str, variants: list[Variant], script: list[str], classes: str, flops: float, args
 ) -> dict[str, Series]:
-    """Run the variants of a script in the lab, and return their measurements."""
+    """Run the variants of a script in the lab, and return their measurements.
+
+    Args:
+        case: Name of the case, for lines about the progress.
+        script: The training script and its arguments.
+        classes: Name of the class of transformer layers, which sleep as long as a GPU would compute.
+        flops: FLOP/s of an emulated GPU.
+        args: Options of this program.
+    """
     total, started = args.repetitions * len(variants), iter(range(1, 1000))
     return compare(
         variants,
@@ -74,6 +82,7 @@ def run(
 
 
 def loss_row(case: str, series: dict[str, Series], name: str, stock: str = "stock") -> Row:
+    """Return a row with the largest difference between the losses of two variants."""
     return Row.median(
         case,
         f"{name}: largest loss difference",
@@ -92,7 +101,12 @@ def networks() -> list[Row]:
 
 
 def data_parallel(stack: str, args) -> list[Row]:
-    """Compare a stack without and with holmes, and with a plain loop that uses GradientReducer."""
+    """Compare a stack without and with holmes, and with a plain loop that uses GradientReducer.
+
+    Args:
+        stack: "trainer" (of transformers) or "lightning".
+        args: Options of this program.
+    """
     spec, order, flags = of_clusters()
     with_stack, with_reducer = (["--stack", name] for name in (stack, "reducer"))
     variants = [
@@ -123,7 +137,10 @@ def predicted(
     """Return rows with predicted steps, and their errors.
 
     Args:
+        case: Name of the case in the results.
+        series: Variant -> measurements. The CPU seconds of the software are fitted to the variant ONE.
         step: A function of benchmarks/stacks_prediction.py.
+        flops: FLOP/s of an emulated GPU.
         options_of: Variant -> keyword arguments of `step`.
     """
     stack_site = prediction.StackSite.of(CLUSTERS)
@@ -213,6 +230,7 @@ def predictions(case: str, series: dict[str, Series]) -> list[Row]:
 
 
 def _seconds(series: Series, words: str) -> float:
+    """Return the number before " s of " in the printed line that contains the words."""
     line = next(line for line in series.lines if words in line)
     return float(line.partition(" s of ")[0].rpartition(", ")[2])
 
@@ -271,7 +289,7 @@ def breadth_first(args) -> list[Row]:
     ]
     series = run(case, variants, [str(PIPELINE), *PIPELINE_MODEL], "Block", PIPELINE_FLOPS, args)
     exposed = {}
-    for name in (variant.name for variant in variants[:3]):
+    for name in (variant.name for variant in variants[:3]):  # those that reduce gradients
         alone = series[f"{name.split(',')[0]}, nothing reduced"]
         exposed[name] = [
             with_sums - least for with_sums, least in zip(series[name].medians, alone.medians)
@@ -315,7 +333,8 @@ def breadth_first(args) -> list[Row]:
 def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
     """Return the simulated exposed seconds of both schedules, with the rates of the cluster file."""
     site, sizes = site_from_spec(spec), Sizes(pipeline=4, order=PIPELINES_FIRST).complete(8)
-    order, endless = [node.name for node in site.nodes], 1e15
+    order, endless = [node.name for node in site.nodes], 1e15  # a rate in bits/s
+    # The same clusters, where reductions take no time. The difference of the steps is exposed.
     free = replace(
         site,
         fabrics=tuple(  # pipelines inside clusters: only sums are on Ethernet

@@ -77,7 +77,12 @@ class Networks:
     def measure(self, file: Path, turns: int = 3) -> None:
         """Measure what the store does not have.
 
-        The networks are measured in turn, because the speed of this machine changes with time.
+        The networks are measured in turn, because the speed of this machine changes with time. The store
+        is written after each measurement.
+
+        Args:
+            file: The cluster file.
+            turns: Measurements of each network.
         """
         spec = load_spec(file)
         with tempfile.TemporaryDirectory() as directory:
@@ -136,12 +141,18 @@ class StackSite:
 
     @classmethod
     def of(cls, file: Path) -> StackSite:
+        """Return the nodes of a cluster file, with the measurements of its networks in the store."""
         networks = Networks.load()
         return cls(
             load_spec(file), networks.links(file.stem), networks.links(ONE), networks.parameter_s
         )
 
     def placed(self, way: str) -> tuple[Site, tuple[str, ...], Links]:
+        """Return the site, its nodes in the order of their ranks, and its links.
+
+        Args:
+            way: "stock", "holmes" or "one cluster".
+        """
         spec = all_rdma(self.spec).spec if way == "one cluster" else self.spec
         site = site_from_spec(spec)
         order = interleave(self.spec) if way == "stock" else tuple(node.name for node in site.nodes)
@@ -152,9 +163,10 @@ def data_parallel(stack_site: StackSite, way: str, flops: float, parameter_s: fl
     """Return the predicted seconds of a step of DistributedDataParallel.
 
     Args:
-        way: "stock" (one ring over Ethernet), "holmes" (hierarchical) or "one cluster". parameter_s: CPU
-        seconds of a parameter, mainly for the norm and the optimizer. Computing a block is inside its
-            emulated time.
+        way: "stock" (one ring over Ethernet), "holmes" (hierarchical) or "one cluster".
+        flops: FLOP/s of an emulated GPU.
+        parameter_s: CPU seconds of a parameter, mainly for the norm and the optimizer. Computing a block
+            is inside its emulated time.
     """
     buckets = {"hierarchical": True, "direct": True} if way == "holmes" else DDP_BUCKETS
     run = Execution(DDP, overlap="on", parameter_s=parameter_s, sums=1, cores=CORES, **buckets)
@@ -216,7 +228,11 @@ def fitted(predict: Callable[[float], float], measured: float) -> float:
 
 
 def rows(case: str, predicted: dict[str, float], measured: dict[str, float]) -> list[Row]:
-    """Return rows with a predicted step and its error."""
+    """Return rows with predicted steps and their errors.
+
+    Args:
+        predicted, measured: Variant -> seconds of a step.
+    """
     table = []
     for name, seconds in predicted.items():
         error = seconds / measured[name] - 1

@@ -149,7 +149,15 @@ class Run:
 
 
 def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
-    """Write the model's file into a folder, and return it and the runs with their cluster files."""
+    """Write the files of a case, and return the model's file and the runs to make.
+
+    Each stage link has a run with holmes and one with the engine's own schedule. A case with a single stage
+    link also runs the latter again ("again"), to measure the noise. A case with more than two stages also
+    runs 1F1B ("own").
+
+    Args:
+        folder: For the model's file and the cluster files.
+    """
     model, runs = folder / "model.toml", []
     model.write_text(MODEL_TOML.format(micro_batches=case.micro_batches, flops=case.flops))
     for stage_link, text in case.stage_links.items():
@@ -227,8 +235,14 @@ def _pipeline_s(telemetry: Path) -> float:
 def _ratios(
     name: str, case: Case, series: dict[str, Series], exposed: dict[str, float]
 ) -> list[Row]:
-    """Return rows that compare the variants of a case."""
-    if len(case.stage_links) == 1:
+    """Return rows that compare the variants of a case.
+
+    Args:
+        name: Name of the case in the results.
+        series: "SCHEDULE, STAGE LINK" (such as "holmes, slow") -> measurements.
+        exposed: The same key -> seconds of a step for which a rank waits for its neighbours.
+    """
+    if len(case.stage_links) == 1:  # what holmes costs where nothing must be hidden
         engine, again = series["engine, as it is"], series["again, as it is"]
         ours = series["holmes, as it is"]
         both = statistics.median([*engine.medians, *again.medians])
@@ -318,6 +332,7 @@ def _ratios(
 
 @cache
 def _overheads(engine: str) -> tuple[float, float, float]:
+    """Return the CPU seconds of a block's pass, of a parameter and of a step, fitted for an engine."""
     return calibrate(engine, Measured.load(STORE))
 
 
@@ -344,8 +359,9 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
         for row in rows
         if row.metric.startswith("step ")
     }
-    place = next(number for number, row in enumerate(rows) if row.metric.startswith("step "))
-    return [*rows[:place], *prediction_rows(name, measured, predicted), *rows[place:]]
+    # The predictions come before the measured steps, as in measured_anew().
+    index = next(number for number, row in enumerate(rows) if row.metric.startswith("step "))
+    return [*rows[:index], *prediction_rows(name, measured, predicted), *rows[index:]]
 
 
 def predict(case: Case, run: Run, model_file: Path) -> float:
@@ -374,8 +390,11 @@ def predicted_step(
     """Return the predicted seconds of a step under holmes.
 
     Args:
+        engine: "deepspeed" or "megatron".
         block_forward_s: Seconds of the forward pass of a block.
-        cut, tied: As in Execution.
+        options: Options of holmes, such as the micro-batches in flight.
+        cut: Whether each tensor-parallel rank sends only a slice of an activation between clusters.
+        tied: Whether gradients of tied weights are reduced hierarchically.
     """
     site = site_from_spec(spec)
     launched = replace(site, nodes=tuple(site.node_by_name[name] for name in interleave(spec)))

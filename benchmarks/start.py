@@ -41,13 +41,19 @@ TIMEOUT_S = 300.0
 
 
 def report(rank: int, world: int) -> dict:
-    """Return the report of a rank, as in runtime/start/rank.py. The first rank of a node adds its NICs."""
+    """Return the report of a rank, as in runtime/start/rank.py. The first rank of a node adds its NICs.
+
+    Args:
+        rank: The rank.
+        world: Number of all ranks.
+    """
     from holmes_ext.cluster.nic import Nic
     from holmes_ext.cluster.node_report import NodeReport
 
     node, local = divmod(rank, PER_NODE)
     high, low = divmod(node, 256)
     ib = 2 * node * PER_NODE < world  # the first half of the nodes has InfiniBand
+    # As many settings as a real rank reports; all ranks must agree on them.
     agreed = {f"setting {number}": "value" for number in range(24)}
     document = {
         "node": f"node{node:05d}",
@@ -124,6 +130,13 @@ def clients_main(
 
     All connect to the store and wait for a line from rank 0. Then they exchange their reports, and the
     process prints when the last rank had the verdict.
+
+    Args:
+        first, last: The ranks from `first` to `last` - 1.
+        world: Number of all ranks.
+        port: Of the store.
+        commands: Lines from rank 0.
+        results: Lines to rank 0.
     """
     from holmes_ext.runtime.start.exchange import exchange
     from holmes_ext.runtime.start.store import connect
@@ -136,6 +149,7 @@ def clients_main(
     go = threading.Event()
 
     def rank_main(rank: int) -> None:
+        """Connect as one rank, exchange its report for the verdict, and append the time to `ends`."""
         rank_process = process(rank, world, port)
         rank_report = report(rank, world)
         store = connect(rank_process, TIMEOUT_S)
@@ -180,6 +194,7 @@ def rank0_main(world: int) -> None:
     port, request = 29500, PlanRequest(Options(), Sizes(pipeline=4, tensor=8))
 
     def decide(reports, nodes):
+        """Return the verdict for all ranks: the site and the plan for the reported nodes."""
         site, plan = request.make_plan(nodes)
         return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": []}
 

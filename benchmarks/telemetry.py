@@ -128,7 +128,7 @@ def steps(repetitions: int, count: int) -> list[Row]:
 
 
 def turns(repetitions: int, count: int) -> list[Row]:
-    """Compare the recorded steps of each run with the steps between them."""
+    """Compare the recorded steps of each run with the steps between them (see telemetry_turns.py)."""
     case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [
@@ -146,6 +146,10 @@ def turns(repetitions: int, count: int) -> list[Row]:
         )
 
     def added(measured: Series) -> list[float]:
+        """Return for each run what the recorder adds to a step, as a part of it.
+
+        The recorder is on in every second step, from step 0 on.
+        """
         return [
             statistics.median(run[::2]) / statistics.median(run[1::2]) - 1 for run in measured.steps
         ]

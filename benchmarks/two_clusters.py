@@ -81,10 +81,14 @@ def script(case: Case) -> list[str]:
 
 
 def ratio_row(case: str, name: str, top: Series, bottom: Series, target: str) -> Row:
-    """Return a row with the ratio of two step times, and its spread over the repetitions.
+    """Return a row with the ratio of two median step times, and its spread over the repetitions.
 
     Args:
-        top: Its step time is divided by that of `bottom`.
+        case: Name of the case in the results.
+        name: Name of the metric.
+        top: Measurements of a variant. Its step time is divided by that of `bottom`.
+        bottom: Measurements of another variant.
+        target: A bound such as ">= 1.6"; "" if there is none.
     """
     pairs = [a / b for a, b in zip(top.medians, bottom.medians)]
     return Row.of(
@@ -205,7 +209,7 @@ def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
 
 def control(repetitions: int, steps: int) -> list[Row]:
     """Measure a homogeneous cluster, where holmes must not cost anything."""
-    case = Case(CONTROL, "two_clusters_8.toml", 2, 6, 4, 2.3e9)
+    case = Case(CONTROL, "two_clusters_8.toml", stages=2, layers=6, micro_batches=4, flops=2.3e9)
     bound = all_rdma(load_spec(examples() / "clusters" / case.file))
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "one.toml")
@@ -238,6 +242,7 @@ def control(repetitions: int, steps: int) -> list[Row]:
 
 
 def one_cluster_toml(spec: SiteSpec) -> str:
+    """Return the text of a cluster.toml for a site with a single cluster."""
     (cluster,) = spec.clusters
     nodes = ", ".join(f'"{node}"' for node in cluster.nodes)
     rates = [f'rate = "{bps / 1e6:g}Mb/s"' for bps in (spec.ethernet_rate_bps, cluster.rate_bps)]
@@ -251,7 +256,11 @@ def one_cluster_toml(spec: SiteSpec) -> str:
 def run(
     name: str, variants: list[Variant], case: Case, repetitions: int, steps: int
 ) -> dict[str, Series]:
-    """Run the variants of a case in the lab, and return their measurements by name."""
+    """Run the variants of a case in the lab, and return their measurements by name.
+
+    Args:
+        name: Name of the case, for lines about the progress.
+    """
     accelerator = {"flops": case.flops / case.slower, "classes": ["Block"]}
     total = repetitions * len(variants)
     started = iter(range(1, total + 1))

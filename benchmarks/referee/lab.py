@@ -72,6 +72,7 @@ def run(case: Case, grid: Grid) -> Run:
 
 
 def case_accelerator(case: Case) -> dict:
+    """Return the settings of the emulated accelerator, with the speeds of the clusters' GPUs."""
     base = case.model.gpu.flops
     speed = {name: case.gpu(name).flops / base for name in case.site.clusters}
     return {"flops": base / SLOWER, "classes": ["Block"], "layout": "bsh", "speed": speed}
@@ -82,6 +83,10 @@ def _stock_losses(case: Case, data: int, micro_batch: int) -> list[float]:
     """Return the losses of DeepSpeed without holmes, with the same samples on each data-parallel rank.
 
     The job has one stage and one cluster, and runs as fast as this machine can.
+
+    Args:
+        data: Data-parallel size.
+        micro_batch: Samples of a micro-batch.
     """
     nodes = [node.name for node in case.site.nodes][:data]
     config = {
@@ -100,7 +105,14 @@ def _stock_losses(case: Case, data: int, micro_batch: int) -> list[float]:
 def _run(
     variant: Variant, case: Case, stages: int, accelerator: dict | None = None, scale: float = 1.0
 ) -> Series:
-    """Run a variant in the lab, and return its measurements."""
+    """Run examples/deepspeed_pipeline with the model of a case in the lab, and return its measurements.
+
+    Args:
+        variant: The clusters, the order of nodes, and the flags of the script.
+        stages: Number of pipeline stages.
+        accelerator: Settings of the emulated accelerator; None: computing takes as long as on this machine.
+        scale: Factor of all network rates.
+    """
     model = case.model
     size = [
         "--layers",

@@ -41,6 +41,11 @@ class Table:
     """Rows of the results file and new rows, and notes about the plans."""
 
     def __init__(self, path: Path | None):
+        """Load the rows of a results file, and the plans beside it (NAME_plans.json).
+
+        Args:
+            path: The results file; None keeps nothing.
+        """
         self.path, self.rows = path, kept(path)
         self.notes_path = path.with_name(f"{path.stem}_plans.json") if path else None
         known = self.notes_path is not None and self.notes_path.exists()
@@ -107,7 +112,7 @@ class Table:
 
 
 def regrets(table: Table, cases: list[str]) -> None:
-    """Add the regret of each planner on each case: how much longer its step is than that of the best plan.
+    """Add the regret of each planner on each case: its step relative to that of the best plan, less 1.
 
     There are regrets of simulated steps, and of measured steps if there are any.
     """
@@ -123,7 +128,11 @@ def regrets(table: Table, cases: list[str]) -> None:
 def over_cases(table: Table, cases: list[str]) -> list[Row]:
     """Return rows with medians over all cases in which a planner has a plan.
 
-    Rows with the targets of `holmes plan` follow.
+    The metrics are the number of such cases, the regret, the seconds of the search, and the errors of
+    predictions. Rows with the targets of `holmes plan` follow.
+
+    Args:
+        cases: Names of the cases that have been planned.
     """
     rows = []
     for planner in PLANNERS:
@@ -160,12 +169,21 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
 def targets(table: Table, cases: list[str]) -> list[Row]:
     """Return rows with the targets of `holmes plan`.
 
-    There are no rows before all other planners have run on all cases.
+    There are no rows before other planners have run on every case.
+
+    Args:
+        cases: Names of the cases that have been planned.
     """
-    field, rows = {*sailor.PLANNERS, dtfm.NAME}, []
+    field, rows = {*sailor.PLANNERS, dtfm.NAME}, []  # the published planners
     if not all(field & {*table.notes.get(case, {})} for case in load_cases()):
         return rows
-    ours, others, regret, ratios, near = [], [], [], [], []
+    ours, others = (
+        [],
+        [],
+    )  # errors of the simulation against the lab, for plans of holmes and others
+    regret = []  # of holmes, on each case
+    ratios = []  # search time of holmes : that of the planner with the best plan, on each case
+    near = []  # the same to the fastest planner within NEAR of the best plan
     for case in cases:
         steps = {name: table.value(case, name, STEP) for name in table.notes[case]}
         for name in steps:
