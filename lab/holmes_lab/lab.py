@@ -25,7 +25,7 @@ from holmes_ext.errors import HolmesError
 from holmes_lab import state
 from holmes_lab.emulate.accelerator import VARIABLE as ACCELERATOR
 from holmes_lab.gpu.job import OF_TEMPLATE, Gpus
-from holmes_lab.network import crossing, sysfs_tree
+from holmes_lab.network import crossing, namespaces, sysfs_tree
 from holmes_lab.network import shaping as network
 from holmes_lab.process import ranks, wire, zygote
 from holmes_lab.process.job import Job, OnLine, RunResult
@@ -44,9 +44,7 @@ _ROOTS = os.pathsep.join(
     str(Path(package.__file__ or "").parents[1]) for package in (holmes_lab, holmes_ext)
 )
 _SWITCH = ""  # name of the switch, where other functions take the name of a node
-#: MASTER_PORT of the first job. Ports of the nodes are not those of this machine. It is below the ephemeral
-#: ports.
-_FIRST_PORT = 29500
+_FIRST_PORT = 29500  # MASTER_PORT of the first job, below the ephemeral ports
 
 
 class Lab:
@@ -88,9 +86,7 @@ class Lab:
         self._ports = itertools.count(_FIRST_PORT)
         self._zygotes: dict[TemplateKey, socket.socket] = {}
         self._pids: dict[str, tuple[int, int]] = {}
-        # PID of the process that delays frames between clusters; None if the site has no links between
-        # clusters.
-        self.delay_line: int | None = None
+        self.delay_line: int | None = None  # PID of the process that delays frames between clusters
 
     def __enter__(self) -> Lab:
         """Create the nodes and networks."""
@@ -227,12 +223,7 @@ class Lab:
     ) -> dict[str, Any]:
         """Return the message from which the launcher (process/launch.py) starts one process.
 
-        Args:
-            number: Rank, or number of the program.
-            host: Name of the node.
-            argv: Program and arguments.
-            env: The whole environment.
-            directory: Working directory.
+        `number` is the rank, or the number of a program that is no rank.
         """
         holder = self._pids[self._node(host).name][0]
         return {
@@ -270,15 +261,8 @@ class Lab:
         """Return node -> NIC -> (bytes received, bytes sent) since the lab was created."""
         result: dict[str, dict[str, tuple[int, int]]] = {}
         for node in self.nodes:
-            # Two lines of titles. Then "NAME: RECEIVED ... SENT ...": bytes are fields 0 and 8.
-            lines = Path(f"/proc/{self._pids[node.name][0]}/net/dev").read_text().splitlines()[2:]
-            fields = {
-                name.strip(): rest.split()
-                for name, _, rest in (line.partition(":") for line in lines)
-            }
-            result[node.name] = {
-                nic.name: (int(fields[nic.name][0]), int(fields[nic.name][8])) for nic in node.nics
-            }
+            bytes_of = namespaces.interface_bytes(self._pids[node.name][0])
+            result[node.name] = {nic.name: bytes_of[nic.name] for nic in node.nics}
         return result
 
     def set_link(self, node: str, nic: str, up: bool) -> None:
@@ -340,11 +324,7 @@ class Lab:
             self._tool(host, "tc", shape + "\n")
 
     def variables(self, host: str) -> dict[str, str]:
-        """Return the environment variables that describe a host to its processes.
-
-        Args:
-            host: Name of a node, or "login".
-        """
+        """Return the environment variables that describe a node, or the host "login", to its processes."""
         cluster = self._node(host).cluster
         return {
             "HOLMES_SYSFS": str(self.sysfs(host)),
@@ -374,11 +354,7 @@ class Lab:
         return self._by_name[name]
 
     def _start_keeper(self) -> None:
-        """Start the keeper, the process that holds all namespaces of the lab (process/keeper.py).
-
-        Raises:
-            HolmesError: This machine lacks a right, or the keeper has ended.
-        """
+        """Start the keeper, the process that owns all namespaces of the lab (process/keeper.py)."""
         self._control, theirs = wire.pair()
         owner = state.identity(os.getpid())
         # Entries of state.json, from which `holmes lab down` and `holmes lab shell` find this lab.
@@ -494,15 +470,12 @@ class Lab:
         return self._zygotes[key]
 
     def _ask(self, do: str, descriptors: Sequence[int] = (), **arguments: Any) -> dict[str, Any]:
-        """Let the keeper do something, and return its answer.
+        """Call a method Keeper.do_NAME in the keeper process, and return its result.
 
         Args:
-            do: Name of a method Keeper.do_NAME.
-            descriptors: File descriptors for the method, its first arguments.
-            arguments: Keyword arguments of the method.
-
-        Raises:
-            HolmesError: The method failed, or the keeper has ended.
+            do: NAME of the method.
+            descriptors: File descriptors that are passed as its first arguments.
+            arguments: Its keyword arguments.
         """
         try:
             wire.send(self._control, {"do": do, **arguments}, descriptors)
@@ -514,11 +487,7 @@ class Lab:
         return answer
 
     def _answer(self) -> dict[str, Any]:
-        """Return the next message of the keeper.
-
-        Raises:
-            HolmesError: The keeper has ended. The message has the last line of its log.
-        """
+        """Return the next message of the keeper, or raise HolmesError with its last line if it has ended."""
         message, _ = wire.receive(self._control)
         if message is None:
             log = self.directory / "keeper.log"

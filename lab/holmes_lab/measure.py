@@ -83,7 +83,7 @@ def measure(spec: SiteSpec, scale: float = 1.0) -> tuple[list[LinkRow], list[Cro
         HolmesError: there is only one node, or a measurement failed.
     """
     with tuned(spec, scale) as lab:
-        pairs = _pairs(lab.nodes)
+        pairs = _pairs_to_measure(lab.nodes)
         if len(lab.nodes) <= 1:
             raise HolmesError(f"{spec.source}: one node has no link to measure; name at least two")
         links = []
@@ -223,8 +223,8 @@ def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[
     return rows
 
 
-def _pairs(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
-    """Return the two nodes to measure for each fabric.
+def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
+    """Return fabric (network) -> the two nodes between which it is measured.
 
     On Ethernet, they are the first two nodes of different clusters. If each cluster has an Ethernet
     of its own, they are the first two nodes of the same cluster, and there is no pair if every
@@ -232,10 +232,10 @@ def _pairs(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
     """
     pairs: dict[str, tuple[LabNode, LabNode]] = {}
     for first, second in itertools.combinations(nodes, 2):
-        fabrics = {nic.fabric for nic in first.nics[1:]}
+        fabrics = {nic.fabric for nic in first.nics[1:]}  # without Ethernet, the first NIC
         for fabric in fabrics.intersection(nic.fabric for nic in second.nics[1:]):
             pairs.setdefault(fabric, (first, second))
-    is_split = nodes[0].site is not None
+    is_split = nodes[0].site is not None  # each cluster has an Ethernet of its own
     preferred = []
     for first, second in itertools.combinations(nodes, 2):
         is_same_cluster = first.cluster == second.cluster
