@@ -114,10 +114,10 @@ def drawn() -> list[Case]:
     draw = random.Random(32)
     return [
         Case(
-            draw.choice((4, 6, 8)),
-            draw.choice((32, 48, 64, 96)),
-            draw.choice((6, 8, 10, 12)),
-            draw.choice((0.08, 0.1, 0.14)),
+            layers=draw.choice((4, 6, 8)),
+            hidden=draw.choice((32, 48, 64, 96)),
+            micro_batches=draw.choice((6, 8, 10, 12)),
+            stage_s=draw.choice((0.08, 0.1, 0.14)),
         )
         for _ in range(DRAWN)
     ]
@@ -248,8 +248,13 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
 
     Each repetition runs the job with --holmes-adapt off, on, and off again. The difference of the two
     runs without it is the noise.
+
+    Args:
+        engine: "deepspeed", "megatron", or "plain" for the data-parallel loop.
+        name: Name of the case in the results.
+        runs: Results of earlier runs.
     """
-    case = Case(6, 32, 6 if engine in ENGINES else 2, 0.1)
+    case = Case(layers=6, hidden=32, micro_batches=6 if engine in ENGINES else 2, stage_s=0.1)
 
     def run_off_on_off() -> list[tuple[float, float]]:
         """Return (seconds of a step, busy share of the cores) of three runs: off, on, off again."""

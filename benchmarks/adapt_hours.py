@@ -112,6 +112,7 @@ class PipelineHour:
     """
 
     def __init__(self, draw: random.Random):
+        """Draw the speed of the layers and the number of micro-batches."""
         self.layer_s = draw.choice(
             (0.02, 0.033, 0.05)
         )  # forward pass of a layer on the first stage
@@ -132,10 +133,11 @@ class PipelineHour:
         job.case = self.case(part)
         job.slower = part.slower / RANK_SPEED
 
-    def step_s(self, part: Part, held: int) -> float:
+    def step_s(self, part: Part, in_flight: int) -> float:
         """Return the step time with a fixed number of micro-batches in flight, in seconds."""
         slower = part.slower / RANK_SPEED
-        return step_s(step_of(self.case(part), (held, 1), self.micro_batches, slower))
+        # The last stage has one micro-batch in flight.
+        return step_s(step_of(self.case(part), (in_flight, 1), self.micro_batches, slower))
 
 
 class SummingJob(SimulatedJob):
@@ -147,7 +149,14 @@ class SummingJob(SimulatedJob):
         super().__init__(
             hour.site(part.rate),
             Sizes(),
-            lambda rank: Stage("torch", 0, 1, 1, {}, {rank: 0}),
+            lambda rank: Stage(
+                framework="torch",
+                stage=0,
+                tensor=1,
+                micro_batches=1,
+                gradient_bytes={},
+                stages={rank: 0},
+            ),
             patient=True,
         )
 
@@ -167,7 +176,11 @@ class SummingJob(SimulatedJob):
         def measurements_of(rank: Any) -> tuple[Any, ...]:
             """Return the operations of the step and their sums, as a rank records them."""
             done = DoneReduction(
-                reduction, self.hour.bytes, hierarchical, reduction.overlap, follows=True
+                planned=reduction,
+                bytes=self.hour.bytes,
+                hierarchical=hierarchical,
+                overlap=reduction.overlap,
+                follows=True,
             )
             rank.current.reductions[ranks] = done
             ops = [
@@ -231,6 +244,7 @@ class SumsHour:
     """
 
     def __init__(self, draw: random.Random):
+        """Draw the speed of the networks, the number of ranks, and the model."""
         self.fast = draw.choice((1, 2)) * 10**9  # bits/s inside a cluster
         self.processes = draw.choice((4, 8))  # of a node
         self.compute_s = draw.choice((0.2, 0.5, 1.0))  # of a step's passes
@@ -290,7 +304,13 @@ class SumsHour:
         forward_s = (0.0, *(layer_s,) * layers, 0.0)
         backward_s = tuple(2 * seconds for seconds in forward_s)
         nothing = ((0.0,) * (layers + 2),)
-        costs = StageCosts((forward_s,), (backward_s,), nothing, nothing, 1)
+        costs = StageCosts(
+            forward_s=(forward_s,),
+            backward_s=(backward_s,),
+            reduction_s=nothing,
+            transfer_s=nothing,
+            micro_batches=1,
+        )
         run = Execution(
             EngineTraits(),
             overlap="on" if reduction.overlap else "off",
@@ -327,7 +347,7 @@ def rows(name: str, number: int) -> list[Row]:
     parts = drawn(draw, pipeline)
     if isinstance(hour, SumsHour):
         hour.prepare(parts)
-    learned = [0] * len(parts)  # steps of the adapting job in each part
+    learned = [0] * len(parts)  # number of steps that the adapting job makes in each part
     end = 0.0  # of the current part, in simulated seconds
     job = hour.start(parts[0])
     try:
@@ -341,13 +361,13 @@ def rows(name: str, number: int) -> list[Row]:
         changes = sum("plan" in document for document in job.documents)
     finally:
         job.end()
-    steps_of_plans = []  # of each fixed plan, the steps in each part
+    steps_of_plans = []  # for each fixed plan, its numbers of steps in the parts
     for plan in hour.fixed:
         steps = [(part.seconds - part.gone) / hour.step_s(part, plan) for part in parts]
         steps_of_plans.append(steps)
     best_per_part = sum(map(max, zip(*steps_of_plans)))
     best_fixed = max(map(sum, steps_of_plans))
-    about = "in flight" if pipeline else "sums"
+    about = "in flight" if pipeline else "sums"  # what the plans differ in, for names of metrics
     return [
         Row.median(
             name,

@@ -90,9 +90,25 @@ def _deciding() -> Deciding:
     options = Options()
     plan = build_plan(clusters, Sizes(2), options=options)
     assert plan.world_size == WORLD and plan.sizes is not None
-    process = Process(0, WORLD, 0, NODE, "host", 1, "simulated")
-    current = Session(options, process, clusters, plan, 0, maker=maker)
-    return Deciding(current, plan.sizes, "sockets", lambda line: None, lambda document: None)
+    process = Process(
+        rank=0,
+        world_size=WORLD,
+        local_rank=0,
+        local_world_size=NODE,
+        master_addr="host",
+        master_port=1,
+        launcher="simulated",
+    )
+    current = Session(
+        options=options, process=process, site=clusters, plan=plan, rank=0, maker=maker
+    )
+    return Deciding(
+        current,
+        plan.sizes,
+        network_api="sockets",
+        tell=lambda line: None,
+        put=lambda document: None,
+    )
 
 
 def main() -> None:
@@ -116,7 +132,9 @@ def main() -> None:
         The vote begins when all ranks have connected to the store.
         """
         store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
-        vote = Vote(store, "adapt", rank, WORLD, threading.Event(), PATIENCE_S)
+        vote = Vote(
+            store, "adapt", rank=rank, world=WORLD, stopped=threading.Event(), patience_s=PATIENCE_S
+        )
         boundary = Boundary(lambda number: "")
         figures = report(stages, rank)
         if store.add("ready", 1) == WORLD:

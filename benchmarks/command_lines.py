@@ -70,9 +70,9 @@ def site(world: int) -> Site:
     Nodes have 8 GPUs if there are enough ranks for one such node in each cluster.
     """
     fabrics = (  # name, kind, rate in bits/s, latency in seconds
-        Fabric(ETHERNET, "ethernet", 25 * 10**9, 3e-5),
-        Fabric("ib", "ib", 200 * 10**9, 2e-6),
-        Fabric("roce", "roce", 200 * 10**9, 4e-6),
+        Fabric(ETHERNET, kind="ethernet", rate_bps=25 * 10**9, latency_s=3e-5),
+        Fabric("ib", kind="ib", rate_bps=200 * 10**9, latency_s=2e-6),
+        Fabric("roce", kind="roce", rate_bps=200 * 10**9, latency_s=4e-6),
     )
     nodes_of_cluster = max(1, world // 16)
     gpus_of_node = min(8, world // 2)
@@ -104,7 +104,7 @@ def priced(description: CommandLine) -> float:
         try:
             complete = sizes.complete(world)
             result = SearchResult(
-                Network(site(world)), description.model, 0, rules=Rules(overlap=True)
+                Network(site(world)), description.model, global_batch=0, rules=Rules(overlap=True)
             )
             shape = shape_of(description.model, complete, description.zero, description.virtual)
             return layout_candidate(result, complete, shape, description.stage_layers).formula_s

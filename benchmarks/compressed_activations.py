@@ -88,9 +88,9 @@ def main() -> int:
             losses, sent = curves(
                 "compressed activations",
                 KINDS,
-                args.seeds,
-                lambda kind, seed: train(lab, file, kind, args.steps, seed),
-                args.json,
+                seeds=args.seeds,
+                train=lambda kind, seed: train(lab, file, kind, args.steps, seed),
+                path=args.json,
             )
     if args.picture:
         draw(losses, args.picture, "Stage links narrowed between the clusters")

@@ -139,7 +139,7 @@ def rows(
     table = []
 
     def row(metric: str, values: list[float], unit: str) -> None:
-        """Append a row with the mean of the values over the seeds."""
+        """Append a row with the mean of the values of all seeds to the table."""
         table.append(
             Row.of(
                 case,
@@ -246,9 +246,9 @@ def main() -> int:
         losses, sent = curves(
             "compression",
             KINDS,
-            args.seeds,
-            lambda kind, seed: train(lab, kind, args.steps, seed),
-            args.json,
+            seeds=args.seeds,
+            train=lambda kind, seed: train(lab, kind, args.steps, seed),
+            path=args.json,
         )
     if args.picture:
         draw(losses, args.picture, "Gradients compressed between the clusters")

@@ -116,7 +116,13 @@ def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
 def example(
     name: str, variants: Sequence[Variant], repetitions: int, steps: int
 ) -> dict[str, Series]:
-    """Run an example script in each variant, and return the measurements by variant."""
+    """Run an example script in each variant, and return the measurements by variant.
+
+    Args:
+        name: A key of SCRIPTS.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run, of which the first SKIP are not measured.
+    """
     folder, stages, preload = SCRIPTS[name]
     script = [str(examples() / folder / "train.py"), *MODEL, stages, str(STAGES)]
     return compare(
@@ -327,6 +333,10 @@ def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> lis
     """Return rows with the predicted steps of stock and holmes, and their errors.
 
     The seconds of software for a block are fitted to the measured step of all-RDMA.
+
+    Args:
+        name: The case.
+        by_variant: Measurements of "stock", "holmes" and "all-RDMA".
     """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
     block_s = fitted(name, spec, bound.median)

@@ -91,7 +91,13 @@ class Row:
         target: str = "",
         busy: float | None = None,
     ) -> Row:
-        """Return a row with the median of several runs, and with the smallest and largest value."""
+        """Return a row with the median of several runs, and with the smallest and largest value.
+
+        The other arguments are those of of().
+
+        Args:
+            values: Value of each run.
+        """
         spread = min(values), max(values)
         return cls.of(case, metric, statistics.median(values), unit, spread, emulated, target, busy)
 

@@ -98,11 +98,25 @@ uplink = "{self.rate}"
 
 HALF = ("--micro-batches", "1")
 CASES = {
-    "20 Mb/s": Case("20 Mb/s", "min=2,every=16,fragments=4,delay=1,timeout=60", 16, 44, (16, 14)),
-    "20 Mb/s half batch": Case("20 Mb/s", "min=2,timeout=60", 32, 96, (3, 18), HALF, TOKENS // 2),
-    "5.6 Mb/s": Case("5.6 Mb/s", "min=2,timeout=60", 32, 32, (2, 7)),
-    "2 jobs": Case("20 Mb/s", "min=2,timeout=60", 32, 32, jobs=2, flops=FLOPS / 2),
-    "8 jobs": Case("20 Mb/s", "min=8,timeout=60", 32, 32, jobs=8, flops=FLOPS / 2),
+    "20 Mb/s": Case(
+        "20 Mb/s",
+        outer="min=2,every=16,fragments=4,delay=1,timeout=60",
+        skip=16,
+        steps=44,
+        synchronous=(16, 14),
+    ),
+    "20 Mb/s half batch": Case(
+        "20 Mb/s",
+        outer="min=2,timeout=60",
+        skip=32,
+        steps=96,
+        synchronous=(3, 18),
+        batch=HALF,
+        tokens=TOKENS // 2,
+    ),
+    "5.6 Mb/s": Case("5.6 Mb/s", outer="min=2,timeout=60", skip=32, steps=32, synchronous=(2, 7)),
+    "2 jobs": Case("20 Mb/s", outer="min=2,timeout=60", skip=32, steps=32, jobs=2, flops=FLOPS / 2),
+    "8 jobs": Case("20 Mb/s", outer="min=8,timeout=60", skip=32, steps=32, jobs=8, flops=FLOPS / 2),
 }
 RATIO = "joined / apart"
 
@@ -127,7 +141,9 @@ def run(
     for seed, (name, (nodes, flags)) in enumerate(jobs.items(), start=1):
         log = directory / f"{name}.jsonl"
         words = [*case.batch, *flags]
-        job = start(lab, name, nodes, words, skip + steps, seed, log, case.flops)
+        job = start(
+            lab, name, nodes, flags=words, steps=skip + steps, seed=seed, log=log, flops=case.flops
+        )
         running.append((len(nodes), job))
     total = 0.0
     for ranks, job in running:
@@ -139,6 +155,11 @@ def run(
 
 def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
     """Measure a case in turn with separate jobs, joined jobs and a single synchronous job.
+
+    Args:
+        name: A key of CASES.
+        file: The cluster file of the case.
+        runs: Results of earlier runs.
 
     Returns:
         No rows if no time is left for a run.

@@ -90,10 +90,10 @@ def deepspeed(repetitions: int) -> dict[str, Series]:
     return run(
         variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"),
         two_clusters.script(case),
-        "Block",
-        case.flops,
-        repetitions,
-        ("torch", "deepspeed"),
+        classes="Block",
+        flops=case.flops,
+        repetitions=repetitions,
+        preload=("torch", "deepspeed"),
     )
 
 
@@ -114,10 +114,10 @@ def megatron_core(repetitions: int) -> dict[str, Series]:
     return run(
         variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"),
         script,
-        "TransformerLayer",
-        5e9,
-        repetitions,
-        megatron_two_clusters.PRELOAD,
+        classes="TransformerLayer",
+        flops=5e9,
+        repetitions=repetitions,
+        preload=megatron_two_clusters.PRELOAD,
         layout="sbh",
     )
 
@@ -128,10 +128,10 @@ def trainer(repetitions: int) -> dict[str, Series]:
     return run(
         variants("two_clusters_8.toml"),
         script,
-        "GPT2Block",
-        stacks.DDP_FLOPS,
-        repetitions,
-        ("torch", "transformers.trainer"),
+        classes="GPT2Block",
+        flops=stacks.DDP_FLOPS,
+        repetitions=repetitions,
+        preload=("torch", "transformers.trainer"),
     )
 
 
@@ -140,10 +140,10 @@ def fsdp2(repetitions: int) -> dict[str, Series]:
     return run(
         variants("two_clusters_8.toml", "--holmes-fsdp", "hybrid"),
         [stacks.FSDP2, *stacks.MODEL],
-        "Block",
-        stacks.FSDP_FLOPS,
-        repetitions,
-        ("torch",),
+        classes="Block",
+        flops=stacks.FSDP_FLOPS,
+        repetitions=repetitions,
+        preload=("torch",),
     )
 
 

@@ -98,7 +98,10 @@ def cluster_toml(case: Case) -> str:
 
 
 def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
-    """Return the model with the GPUs of a case."""
+    """Return the model with the GPUs of a case.
+
+    The GPUs of cluster b are `case.speed` times as fast as those of cluster a.
+    """
     return Model(
         layers=layers,
         hidden=hidden,
@@ -172,7 +175,7 @@ def cell_of(case: Case, name: str, micro_batches: int, spec: SiteSpec, directory
         if micro_batches == case.micro_batches[1]
         else None
     )
-    return Cell(title, plans, variants, again, model)
+    return Cell(title, plans=plans, variants=variants, again=again, model=model)
 
 
 def flags_of(case: Case, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
@@ -202,6 +205,10 @@ def profiled(case: Case, name: str, spec: SiteSpec, directory: Path) -> Variant:
     """Return the run that measures a profile, without overlap as in `holmes tune`.
 
     The profile is written to profile_file(directory, name).
+
+    Args:
+        name: Name of the model, a key of MODELS.
+        spec: The clusters of the case.
     """
     flags = flags_of(replace(case, overlap=False), name, case.micro_batches[1], directory)
     more = (
@@ -291,12 +298,14 @@ def rows_of(case: Case, cell: Cell, series: dict[str, Series], profile: Profile)
     }
     rows = []
     for method, (plan, split) in cell.plans.items():
-        rows += _measured_rows(cell.title, method, split, by_method[method], by_method["uniform"])
+        rows += _measured_rows(
+            cell.title, method, split=split, series=by_method[method], uniform=by_method["uniform"]
+        )
         rows += error_rows(
             cell.title,
             method,
-            by_method[method].median,
-            {
+            measured=by_method[method].median,
+            predictions={
                 "": with_software(case, cell.model, plan, split),
                 ", numbers alone": plan.predicted["step_seconds"],
                 " by profile": by_profile(case, plan, split, profile),
@@ -404,8 +413,8 @@ def predicted_anew(file: Path) -> list[Row]:
                         more[row] = error_rows(
                             title,
                             method,
-                            row.value,
-                            {
+                            measured=row.value,
+                            predictions={
                                 "": with_software(case, model, plan, split),
                                 ", numbers alone": plan.predicted["step_seconds"],
                             },

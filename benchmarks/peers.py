@@ -287,7 +287,15 @@ def measure(case: str, args: Any, runs: Runs) -> list[Row]:
                         tempfile.TemporaryDirectory() as directory,
                         server_of(lab, way.library, python) as where,
                     ):
-                        run = Run(lab, python, way, where, Path(directory), args, seed)
+                        run = Run(
+                            lab,
+                            python=python,
+                            way=way,
+                            where=where,
+                            place=Path(directory),
+                            args=args,
+                            seed=seed,
+                        )
                         return trained(run) if case == "train" else killed(run)
 
                 values = runs.of(f"{case}, {name}, seed {seed}, {args.steps} steps", once)

@@ -84,6 +84,11 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
     """Join by torchft's DiLoCo over gloo while this context is open, and yield the optimizer.
 
     The code follows torchft's train_diloco.py.
+
+    Args:
+        args: Options of this program.
+        gpt: The model.
+        inner: Its optimizer.
     """
     from torch.distributed import TCPStore
     from torchft import Manager, ProcessGroupGloo
@@ -164,6 +169,11 @@ def hivemind_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opt
 
     The code follows the quick start of hivemind with local updates: it averages weights. A round is
     `steps` of both jobs.
+
+    Args:
+        args: Options of this program.
+        gpt: The model.
+        inner: Its optimizer.
     """
     import hivemind
 

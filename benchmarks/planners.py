@@ -128,7 +128,15 @@ def _fitting(
 
 
 def ask(table: Table, case: Case, planner: str, args) -> None:
-    """Let a planner plan a case, and add its plan to the table."""
+    """Let a planner plan a case, and add its plan and the simulated step to the table.
+
+    If there is no plan, the reason is noted. A planner that was too slow on CUT cases of about the same size
+    is not run.
+
+    Args:
+        planner: One of PLANNERS.
+        args: Options of this program.
+    """
     begin, notes = time.monotonic(), table.notes.setdefault(case.name, {})
     # Either the small cases, which also run in the lab, or the larger ones.
     same_size = [name for name, other in load_cases().items() if other.run == case.run]

@@ -394,7 +394,9 @@ def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> f
         notices=True,
     )
     only = stock_fabric(site) if case.way != "holmes" else None
-    return simulate(site, order, sizes, gpt, execution, links, only, costs).step_s
+    return simulate(
+        site, order, sizes, gpt, execution=execution, links=links, only=only, costs=costs
+    ).step_s
 
 
 def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:

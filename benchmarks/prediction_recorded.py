@@ -50,12 +50,12 @@ def _recorded() -> tuple[Recorded, ...]:
         ):
             results.append(
                 Recorded(
-                    f"deepspeed {case} holmes",
-                    way,
-                    overlap,
-                    "two_clusters.json",
-                    recorded,
-                    f"step {metric}",
+                    case=f"deepspeed {case} holmes",
+                    way=way,
+                    overlap=overlap,
+                    file="two_clusters.json",
+                    recorded_case=recorded,
+                    metric=f"step {metric}",
                 )
             )
     for way, overlap, metric in (
@@ -65,12 +65,12 @@ def _recorded() -> tuple[Recorded, ...]:
     ):
         results.append(
             Recorded(
-                "megatron 4+4 holmes",
-                way,
-                overlap,
-                "megatron_two_clusters.json",
-                "4+4",
-                f"step {metric}",
+                case="megatron 4+4 holmes",
+                way=way,
+                overlap=overlap,
+                file="megatron_two_clusters.json",
+                recorded_case="4+4",
+                metric=f"step {metric}",
             )
         )
     return tuple(results)

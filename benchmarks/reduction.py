@@ -399,7 +399,14 @@ def _time_reductions(
 
 
 def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
-    """Run one rank of the case "ring" or "owners", and print the median seconds on rank 0."""
+    """Run one rank of the case "ring" or "owners", and print the median seconds on rank 0.
+
+    Args:
+        name: "hierarchical", "to owners" (each rank gets the sum of one part only), or any other name for an
+            all-reduce of torch.
+        clusters: Ranks of each cluster, for "hierarchical".
+        times: Number of measurements.
+    """
     import torch.distributed as dist
 
     from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce

@@ -71,14 +71,14 @@ class Engine:
 #: Case -> engine.
 ENGINES_OF = {
     "40 ms; 16 micro-batches; run in the lab": Engine(
-        "deepspeed", "deepspeed_pipeline", "Head", "--stages"
+        "deepspeed", folder="deepspeed_pipeline", plain="Head", stages="--stages"
     ),
     "40 ms; 16 micro-batches; torch pipelining in the lab": Engine(
         "torch",
-        "torch_pipelining",
-        "Linear",
-        "--pipeline",
-        ("--schedule", "1F1B", "--micro-batch", "1", "--micro-batches", str(MICRO_BATCHES)),
+        folder="torch_pipelining",
+        plain="Linear",
+        stages="--pipeline",
+        flags=("--schedule", "1F1B", "--micro-batch", "1", "--micro-batches", str(MICRO_BATCHES)),
     ),
 }
 
@@ -150,9 +150,14 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
     for name, candidate in candidates.items():
         plan = folder / f"{len(variants)}.json"
         plan_of(asked, candidate, Options(schedule="auto")).save(str(plan))
-        launch = launches(candidate, model, MICRO_BATCHES, True, str(cluster), str(plan))[
-            engine.framework
-        ]
+        launch = launches(
+            candidate,
+            model,
+            global_batch=MICRO_BATCHES,
+            overlap=True,
+            cluster=str(cluster),
+            plan=str(plan),
+        )[engine.framework]
         if launch.config:
             config.write_text(json.dumps(launch.config))
             stock_flags = ("--deepspeed_config", str(config))

@@ -115,7 +115,9 @@ def data_parallel(stack: str, args) -> list[Row]:
         Variant("holmes", spec, order, flags=(*with_stack, *flags)),
         Variant("GradientReducer", spec, order, flags=(*with_reducer, *flags)),
     ]
-    series = run(stack, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
+    series = run(
+        stack, variants, [str(JOB), *MODEL], classes="GPT2Block", flops=DDP_FLOPS, args=args
+    )
     return [
         ratio_row(stack, "holmes : stock", series["stock"], series["holmes"], target=">= 1.35"),
         ratio_row(
@@ -169,7 +171,9 @@ def one_cluster(args) -> list[Row]:
             for name in ("stock", "stock again")
         )
         variants = [stock, Variant("holmes", spec, bound.order, flags=flags), again]
-        series = run(case, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
+        series = run(
+            case, variants, [str(JOB), *MODEL], classes="GPT2Block", flops=DDP_FLOPS, args=args
+        )
     cost, noise = (
         series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again")
     )
@@ -198,7 +202,7 @@ def sharded(args) -> list[Row]:
         Variant("holmes", spec, order, flags=flags),
         replace(all_rdma(spec), name=ONE),
     ]
-    series = run(case, variants, [str(FSDP2), *MODEL], "Block", FSDP_FLOPS, args)
+    series = run(case, variants, [str(FSDP2), *MODEL], classes="Block", flops=FSDP_FLOPS, args=args)
     return [
         ratio_row(case, "hybrid : stock", series["stock"], series["hybrid"], target=">= 2"),
         ratio_row(
@@ -243,7 +247,14 @@ def placed(args) -> list[Row]:
     case = "hsdp"
     spec, order, flags = of_clusters()
     variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags=flags)]
-    series = run(case, variants, [str(FSDP2), *MODEL, "--replicas", "2"], "Block", FSDP_FLOPS, args)
+    series = run(
+        case,
+        variants,
+        [str(FSDP2), *MODEL, "--replicas", "2"],
+        classes="Block",
+        flops=FSDP_FLOPS,
+        args=args,
+    )
     return [
         ratio_row(
             case,
@@ -287,7 +298,14 @@ def breadth_first(args) -> list[Row]:
         )
         for name, options in orders.items()
     ]
-    series = run(case, variants, [str(PIPELINE), *PIPELINE_MODEL], "Block", PIPELINE_FLOPS, args)
+    series = run(
+        case,
+        variants,
+        [str(PIPELINE), *PIPELINE_MODEL],
+        classes="Block",
+        flops=PIPELINE_FLOPS,
+        args=args,
+    )
     exposed = {}
     for name in (variant.name for variant in variants[:3]):  # those that reduce gradients
         alone = series[f"{name.split(',')[0]}, nothing reduced"]

@@ -198,6 +198,14 @@ def sharded(
 
 
 def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: bool) -> float:
+    """Return the simulated seconds of a step of the model.
+
+    Args:
+        way: "stock", "holmes" or "one cluster".
+        flops: FLOP/s of an emulated GPU.
+        run: How the stack communicates, and its CPU seconds.
+        tied: Whether the output layer shares the weights of the embedding.
+    """
     site, order, links = stack_site.placed(way)
     gpt = Model(
         layers=LAYERS,
@@ -211,7 +219,16 @@ def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: b
     )
     costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops), layers=LAYERS, stages=1, micro_batches=1)
     only = stock_fabric(site) if way == "stock" else None
-    return simulate(site, order, Sizes().complete(len(order)), gpt, run, links, only, costs).step_s
+    return simulate(
+        site,
+        order,
+        Sizes().complete(len(order)),
+        gpt,
+        execution=run,
+        links=links,
+        only=only,
+        costs=costs,
+    ).step_s
 
 
 def fitted(predict: Callable[[float], float], measured: float) -> float:

@@ -126,13 +126,21 @@ def _cases() -> dict[str, Case]:
     cases = {}
     for engine in ENGINES:
         layout = ("--layout", "Ett|tt|t|tL") if engine == "megatron" else ()
-        cases[f"{engine} unequal"] = Case(engine, 6, far, flops=FLOPS / 3, stages=4, layout=layout)
+        cases[f"{engine} unequal"] = Case(
+            engine, micro_batches=6, stage_links=far, flops=FLOPS / 3, stages=4, layout=layout
+        )
         cases |= {
-            f"{engine} 8": Case(engine, 8, half, "<= 1.15"),
-            f"{engine} 16": Case(engine, 16, half, "<= 1.08"),
+            f"{engine} 8": Case(engine, micro_batches=8, stage_links=half, target="<= 1.15"),
+            f"{engine} 16": Case(engine, micro_batches=16, stage_links=half, target="<= 1.08"),
         }
-        cases[f"{engine} one cluster"] = Case(engine, 8, {"as it is": ONE}, steps=24)
-    return cases | {"deepspeed latency": Case("deepspeed", 16, far, "<= 1.15", FLOPS * 64 / 60)}
+        cases[f"{engine} one cluster"] = Case(
+            engine, micro_batches=8, stage_links={"as it is": ONE}, steps=24
+        )
+    return cases | {
+        "deepspeed latency": Case(
+            "deepspeed", micro_batches=16, stage_links=far, target="<= 1.15", flops=FLOPS * 64 / 60
+        )
+    }
 
 
 CASES = _cases()

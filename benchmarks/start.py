@@ -77,11 +77,11 @@ def report(rank: int, world: int) -> dict:
         Nic(
             "ib" if ib else "roce",
             f"mlx5_{hca}",
-            1,
-            (f"net{hca}",),
-            "up",
-            "ACTIVE",
-            2 * 10**11,
+            port=1,
+            netdevs=(f"net{hca}",),
+            state="up",
+            state_text="ACTIVE",
+            rate_bps=2 * 10**11,
             addresses=(f"11.{high}.{low}.{hca + 1}/8",),
             subnet_prefix="fec0:0000:0000:0001" if ib else "",
             pci=f"0000:{hca:02x}:00.0",
@@ -90,7 +90,10 @@ def report(rank: int, world: int) -> dict:
         for hca in range(8)
     )
     nics = NodeReport(
-        document["node"], document["identity"], f"10.{high}.{low}.1", (ethernet, *fast)
+        name=document["node"],
+        identity=document["identity"],
+        ethernet=f"10.{high}.{low}.1",
+        nics=(ethernet, *fast),
     )
     return {**document, "nics_of_node": nics.to_dict()}
 
@@ -99,7 +102,15 @@ def process(rank: int, world: int, port: int):
     """Return the identity of a rank, as a launcher gives it."""
     from holmes_ext.runtime.start.launcher import Process
 
-    return Process(rank, world, rank % PER_NODE, PER_NODE, "127.0.0.1", port, "benchmark")
+    return Process(
+        rank=rank,
+        world_size=world,
+        local_rank=rank % PER_NODE,
+        local_world_size=PER_NODE,
+        master_addr="127.0.0.1",
+        master_port=port,
+        launcher="benchmark",
+    )
 
 
 @dataclass(frozen=True)

@@ -47,20 +47,47 @@ class Case:
 
 
 CASES = (
-    Case("2+2", "two_clusters_4.toml", 2, 6, 8, 6.7e9, ">= 1.6", ">= 0.97"),
-    Case("4+4", "two_clusters_8.toml", 2, 6, 4, 2.3e9, ">= 1.6", ">= 0.97"),
-    Case("2+4 pipeline 3", "two_clusters_6.toml", 3, 6, 6, 3.3e9),
-    Case("three clusters", "three_clusters_8.toml", 4, 8, 4, 2.3e9),
-    Case("4+4 slow RoCE", "two_clusters_8_slow_roce.toml", 2, 6, 4, 2.3e9),
+    Case(
+        "2+2",
+        "two_clusters_4.toml",
+        stages=2,
+        layers=6,
+        micro_batches=8,
+        flops=6.7e9,
+        ratio=">= 1.6",
+        bound=">= 0.97",
+    ),
+    Case(
+        "4+4",
+        "two_clusters_8.toml",
+        stages=2,
+        layers=6,
+        micro_batches=4,
+        flops=2.3e9,
+        ratio=">= 1.6",
+        bound=">= 0.97",
+    ),
+    Case("2+4 pipeline 3", "two_clusters_6.toml", stages=3, layers=6, micro_batches=6, flops=3.3e9),
+    Case(
+        "three clusters", "three_clusters_8.toml", stages=4, layers=8, micro_batches=4, flops=2.3e9
+    ),
+    Case(
+        "4+4 slow RoCE",
+        "two_clusters_8_slow_roce.toml",
+        stages=2,
+        layers=6,
+        micro_batches=4,
+        flops=2.3e9,
+    ),
     Case(
         "4+4 three times slower",
         "two_clusters_8.toml",
-        2,
-        6,
-        4,
-        2.3e9,
-        ">= 1.6",
-        ">= 0.97",
+        stages=2,
+        layers=6,
+        micro_batches=4,
+        flops=2.3e9,
+        ratio=">= 1.6",
+        bound=">= 0.97",
         slower=3.0,
     ),
 )

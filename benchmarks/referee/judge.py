@@ -64,7 +64,13 @@ def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
         rules = replace(rules, reductions=REDUCTIONS)
     network = Network(site_from_spec(spec), Links.of_spec(spec))
     return SearchResult(
-        network, case.model, case.batch, limits, rules, engine, stock_overlap=engine.overlaps
+        network,
+        case.model,
+        global_batch=case.batch,
+        limits=limits,
+        rules=rules,
+        engine=engine,
+        stock_overlap=engine.overlaps,
     )
 
 
@@ -122,7 +128,12 @@ def grid_of(note: Mapping[str, Any]) -> Grid:
     """Return the plan of an entry in the file of plans."""
     pipeline, tensor, data = note["sizes"]
     sizes = Sizes(pipeline, tensor, data=data)
-    return Grid(sizes, tuple(note["nodes"]), tuple(note["split"]), note["micro_batch"])
+    return Grid(
+        sizes,
+        nodes=tuple(note["nodes"]),
+        split=tuple(note["split"]),
+        micro_batch=note["micro_batch"],
+    )
 
 
 def holmes_plan(case: Case, seconds: float) -> tuple[Grid, float, float]:
@@ -136,7 +147,13 @@ def holmes_plan(case: Case, seconds: float) -> tuple[Grid, float, float]:
     result = best_use(search(asked(case), seconds, rows=1, prove=False), case.spec, until, rows=1)
     spent, best = sum(os.times()[:4]) - begin, result.best
     nodes, shape = result.network.nodes(best.placement), best.shape
-    grid = Grid(best.placement.sizes, nodes, best.split, shape.micro_batch, best.step_s)
+    grid = Grid(
+        best.placement.sizes,
+        nodes=nodes,
+        split=best.split,
+        micro_batch=shape.micro_batch,
+        predicted_s=best.step_s,
+    )
     assert result.optimality_gap is not None
     return grid, spent, result.optimality_gap.gap
 
@@ -154,7 +171,9 @@ def typed(case: Case) -> Grid:
         if sizes.tensor > case.site.processes:  # ranks of a node
             continue
         nodes = tuple(result.network.nodes(launched(result.network, sizes)))
-        last = Grid(sizes, nodes, uniform(case.model.layers, sizes.pipeline), 1)
+        last = Grid(
+            sizes, nodes=nodes, split=uniform(case.model.layers, sizes.pipeline), micro_batch=1
+        )
         if candidate(case, last)[1].fits:
             return last
     if last is None:
@@ -196,5 +215,12 @@ def random_plans(case: Case, count: int) -> list[Grid]:
         # Borders between stages, and from them the layers of each stage.
         borders = sorted(dice.sample(range(1, case.model.layers), chosen.pipeline - 1))
         split = tuple(high - low for low, high in zip([0, *borders], [*borders, case.model.layers]))
-        grids.append(Grid(chosen, tuple(dice.sample(nodes, len(nodes))), split, dice.choice(parts)))
+        grids.append(
+            Grid(
+                chosen,
+                nodes=tuple(dice.sample(nodes, len(nodes))),
+                split=split,
+                micro_batch=dice.choice(parts),
+            )
+        )
     return grids

@@ -55,9 +55,14 @@ def run(case: Case, grid: Grid) -> Run:
         )
         cluster.write_text(case.text)
         plan_of(result, simulated).save(str(plan))
-        launch = launches(simulated, case.model, case.batch, True, str(cluster), str(plan))[
-            "deepspeed"
-        ]
+        launch = launches(
+            simulated,
+            case.model,
+            global_batch=case.batch,
+            overlap=True,
+            cluster=str(cluster),
+            plan=str(plan),
+        )["deepspeed"]
         if launch.lacks:
             raise HolmesError(f"DeepSpeed cannot: {', '.join(launch.lacks)}")
         config.write_text(json.dumps(launch.config))
@@ -65,7 +70,13 @@ def run(case: Case, grid: Grid) -> Run:
         spec = case.spec.only(set(grid.nodes))
         slow = replace(spec, wan=spec.wan.scaled(1.0, SLOWER))
         variant = Variant("plan", slow, interleave(spec), flags=flags)
-        series = _run(variant, case, grid.sizes.pipeline, case_accelerator(case), 1 / SLOWER)
+        series = _run(
+            variant,
+            case,
+            stages=grid.sizes.pipeline,
+            accelerator=case_accelerator(case),
+            scale=1 / SLOWER,
+        )
         stock = _stock_losses(case, grid.sizes.data, grid.micro_batch)
         apart = max(abs(a - b) for a, b in zip(series.losses, stock, strict=True))
         return Run([seconds / SLOWER for seconds in series.steps[0]], apart, series.busy)
@@ -99,7 +110,9 @@ def _stock_losses(case: Case, data: int, micro_batch: int) -> list[float]:
         file.write(json.dumps(config))
         file.flush()
         variant = all_rdma(replace(case.spec.only(set(nodes)), wan=Wan()))
-        return _run(replace(variant, flags=("--deepspeed_config", file.name)), case, 1).losses
+        return _run(
+            replace(variant, flags=("--deepspeed_config", file.name)), case, stages=1
+        ).losses
 
 
 def _run(

@@ -129,7 +129,14 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
     if pipeline == count and list(split) != wanted:
         changed.append(f"blocks {'-'.join(map(str, wanted))} became {'-'.join(map(str, split))}")
     sizes = Sizes(pipeline, tensor, data=ranks // tensor // pipeline)
-    return Grid(sizes, nodes, split, plan.micro_batch, plan.predicted_s, tuple(changed))
+    return Grid(
+        sizes,
+        nodes=nodes,
+        split=split,
+        micro_batch=plan.micro_batch,
+        predicted_s=plan.predicted_s,
+        changed=tuple(changed),
+    )
 
 
 def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str, ...]:

@@ -101,6 +101,11 @@ class View:
     def layers(self, gpu: str, tensor: int, micro_batch: int) -> list[Json]:
         """Return what each layer takes on a rank: the embedding, the blocks and the output layer.
 
+        Args:
+            gpu: Sailor's name of the GPU type.
+            tensor: Tensor-parallel size.
+            micro_batch: Sequences of a micro-batch.
+
         Returns:
             For each layer, the seconds of its forward and backward pass, with the all-reduces of the
             tensor-parallel group; and the bytes of its parameters, of what is kept for the backward pass,

@@ -99,7 +99,13 @@ class Table:
         emulated: bool = False,
         busy: float | None = None,
     ):
-        """Add the median of some values as a row, in place of an earlier row with the same metric."""
+        """Add the median of some values as a row, in place of an earlier row with the same metric.
+
+        The other arguments are those of Row.median().
+
+        Args:
+            metric: Name of the metric, without the planner.
+        """
         name = f"{planner}: {metric}"
         self.rows = [row for row in self.rows if (row.case, row.metric) != (case, name)]
         self.rows.append(Row.median(case, name, values, unit=unit, emulated=emulated, busy=busy))
@@ -236,6 +242,10 @@ def _beside_the_next(table: Table, cases: list[str], field: set[str]) -> Row:
     """Return a row that compares the search of holmes with that of the next best planner.
 
     It is the planner with the smallest median regret among those that have a plan for most cases.
+
+    Args:
+        cases: Names of the cases that have been planned.
+        field: The other planners.
     """
     planned = {
         name: [case for case in cases if table.value(case, name, REGRET) is not None]

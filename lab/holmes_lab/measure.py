@@ -163,7 +163,15 @@ def flood(
     """
     near, far = (list(side[:count]) for side in sides)
     link = f"{near[0].cluster} to {far[0].cluster}"
-    return _streams(lab, link, "flood", near, far, [node.address for node in far], sizes)
+    return _streams(
+        lab,
+        link,
+        what="flood",
+        near=near,
+        far=far,
+        addresses=[node.address for node in far],
+        sizes=sizes,
+    )
 
 
 def _streams(
@@ -198,10 +206,16 @@ def _streams(
 
 
 def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[LinkRow]:
-    """Measure messages of all sizes between two nodes on a fabric."""
+    """Measure messages of all sizes between two nodes on a fabric (network).
+
+    Args:
+        link: Name of the fabric.
+    """
     near = next(nic for nic in first.nics if nic.fabric == link)
     far = next(nic for nic in second.nics if nic.fabric == link)
-    (measured,) = _streams(lab, link, "messages", [first], [second], [far.address], SIZES)
+    (measured,) = _streams(
+        lab, link, what="messages", near=[first], far=[second], addresses=[far.address], sizes=SIZES
+    )
     configured_bps = min(near.rate_bps, far.rate_bps)
     rows = []
     for size, seconds in zip(SIZES, measured["seconds"]):

@@ -97,7 +97,13 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
         """
         flags = join_flags(name, where, OUTER)
         job = start(
-            lab, name, NODES[name], flags, count, number, directory / f"{name}{number}.jsonl"
+            lab,
+            name,
+            NODES[name],
+            flags=flags,
+            steps=count,
+            seed=number,
+            log=directory / f"{name}{number}.jsonl",
         )
         jobs.append({"job": name, "from": time.monotonic() - begin, "losses": []})
         screen.line(f"{jobs[-1]['from']:4.0f} s  {name} starts")

@@ -159,6 +159,13 @@ class Pacer:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
+        """Prepare to emulate; install() begins.
+
+        Args:
+            config: The settings.
+            clock: Returns the time in seconds.
+            sleep: Sleeps for some seconds.
+        """
         self.config, self.clock, self.sleep = config, clock, sleep
         self.calls = 0  # emulated forward passes
         self.unfinished: _Backward | None = None  # the backward pass that runs now
@@ -297,7 +304,7 @@ class Pacer:
             self._delayed_s[self._delayed_key] += delayed_s
         # A backward pass takes twice as long as a forward pass.
         backward = _Backward(self, 2 * target - delayed_s, whole_at_start=input_with_grad is None)
-        if has_backward:
+        if input_with_grad is not None and has_backward:
             # Registered now, because the layer may change its input in place.
             input_with_grad.register_hook(backward.finish)
         start, self._inside = self.clock(), True

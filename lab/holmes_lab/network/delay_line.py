@@ -74,6 +74,12 @@ class Passing:
         path: tuple[Sequence[Clock], float],
         end: float,
     ):
+        """Create a frame that has passed nothing yet.
+
+        Args:
+            path: Clocks before the latency, and the seconds of the latency.
+            end: Time at which the frame arrived.
+        """
         hops, latency_s = path
         self.pieces = pieces
         self.bits = bits
