@@ -1,15 +1,23 @@
-"""Stages on link matrices: DT-FM's five cases of 64 GPUs (arXiv 2206.01288), its own search beside ours.
+"""Compares placements of pipeline stages by holmes with those by DT-FM, on DT-FM's cases (arXiv 2206.01288).
 
     python benchmarks/placement.py --json FILE [--dtfm FOLDER --seeds 0,1,2 --trials 4900]
 
-By DT-FM's objective (8 stages of 8 GPUs, every two GPUs a link of their own): the slowest stage's
-data-parallel group + 2 x the pipeline's path, each stage link the worst link of the best matching. Ours:
-plan/arrange/spread.py with that objective. The lower bound is of every placement (`least`). Then what
-`holmes plan` finds for the same sizes by the simulated step, in which links between clusters are shared: the
-step, its cost by DT-FM's objective, and the step of DT-FM's own placement.
+The five cases have 64 GPUs in several places, which form 8 stages of 8 GPUs. In DT-FM's objective, every two
+GPUs have a link of their own. It is the sum of two times:
 
-FOLDER: DT-FM's scheduler.py and config.py, from scheduler/heuristic_evolutionary_solver of its repository;
-what it found is kept there (theirs_CASE_SEED.json), for it takes minutes. Seconds are of the CPU.
+- the slowest data-parallel group of a stage
+- twice the path of the pipeline. GPUs of neighbouring stages are paired as well as possible, and the
+  slowest pair decides the time of a stage link
+
+The search of holmes (plan/arrange/spread.py) runs with the same objective. Matrix.least() is a lower bound
+for all placements.
+
+Then `holmes plan` searches with the same sizes. It minimizes the simulated step, in which GPUs share links
+between clusters. Results are that step, its cost by DT-FM's objective, and the step of DT-FM's placement.
+
+FOLDER has scheduler.py and config.py of scheduler/heuristic_evolutionary_solver in DT-FM's repository.
+Results of DT-FM's search are kept there (theirs_CASE_SEED.json), because it takes minutes. Seconds are CPU
+seconds.
 """
 
 from __future__ import annotations
