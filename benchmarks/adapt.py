@@ -114,10 +114,10 @@ def drawn() -> list[Case]:
     draw = random.Random(32)
     return [
         Case(
-            draw.choice((4, 6, 8)),
-            draw.choice((32, 48, 64, 96)),
-            draw.choice((6, 8, 10, 12)),
-            draw.choice((0.08, 0.1, 0.14)),
+            layers=draw.choice((4, 6, 8)),
+            hidden=draw.choice((32, 48, 64, 96)),
+            micro_batches=draw.choice((6, 8, 10, 12)),
+            stage_s=draw.choice((0.08, 0.1, 0.14)),
         )
         for _ in range(DRAWN)
     ]
@@ -131,8 +131,12 @@ ISSUE = Case(layers=6, hidden=192, micro_batches=8, stage_s=0.262144)
 
 
 def _script(engine: str, case: Case) -> list[str]:
-    """Return the training script of a case with its arguments."""
-    example, stages, _ = ENGINES.get(engine, PLAIN)
+    """Return the training script of a case with its arguments.
+
+    Args:
+        engine: "deepspeed" or "megatron" for 2 pipeline stages; any other for the data-parallel loop.
+    """
+    example, stages, _ = ENGINES.get(engine, PLAIN)  # example folder, flag for the number of stages
     model = (
         f"--layers {case.layers} --hidden {case.hidden} --heads 4 "
         f"--sequence {SEQUENCE} --micro-batch 1"
@@ -152,7 +156,7 @@ def _accelerator(engine: str, case: Case) -> dict[str, Any]:
 
 
 def _file(folder: Path, rate_bps: float) -> Path:
-    """Write a cluster file whose Ethernet has a rate in bits/s, and return its path."""
+    """Write a cluster file of 2 + 2 nodes whose Ethernet has a rate in bits/s, and return its path."""
     file = folder / f"{rate_bps:.0f}.toml"
     file.write_text(two(f"{rate_bps / 1e6:.3f}Mb/s"))
     return file
@@ -162,17 +166,20 @@ def _variant(name: str, file: Path, *flags: str) -> Variant:
     """Return a job under holmes on the clusters of a file, with nodes of both clusters in turn."""
     spec = load_spec(file)
     return Variant(
-        name, spec, interleave(spec), ("--holmes", "--holmes-cluster", str(file), *flags)
+        name, spec, interleave(spec), flags=("--holmes", "--holmes-cluster", str(file), *flags)
     )
 
 
 def half_a_stage(
     engine: str, case: Case, name: str, repetitions: int, over_nccl: bool = False
 ) -> list[Row]:
-    """Compare an adapted job with a slow stage link with the same job with a free one.
+    """Measure how much a slow link between two pipeline stages delays a job that adapts its plan.
+
+    The job is compared with the same job on a network whose transfers take next to no time ("free").
 
     Args:
         engine: "deepspeed" or "megatron".
+        case: The job. Over the slow link, an activation takes half of a stage's time.
         name: Name of the case in the results.
         over_nccl: Whether the job uses emulated GPUs and NCCL.
     """
@@ -201,12 +208,21 @@ def half_a_stage(
     learns, ideal, *others = series.values()
     difference = max_loss_difference(learns, ideal)
     return [
-        ratio_row(name, "slow stage link, learns : free stage link", learns, ideal, "<= 1.15"),
+        ratio_row(
+            name, "slow stage link, learns : free stage link", learns, ideal, target="<= 1.15"
+        ),
         *(
-            ratio_row(name, "slow stage link, stays : free stage link", stays, ideal, "")
+            ratio_row(name, "slow stage link, stays : free stage link", stays, ideal, target="")
             for stays in others
         ),
-        Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6"),
+        Row.median(
+            name,
+            "largest loss difference",
+            [difference],
+            unit="nats",
+            emulated=False,
+            target="<= 1e-6",
+        ),
         *steps_of(name, series),
     ]
 
@@ -218,9 +234,9 @@ def steps_of(name: str, by_variant: dict[str, Series]) -> list[Row]:
             name,
             f"step {series.name}",
             series.median,
-            "s",
-            series.spread,
-            series.emulated,
+            unit="s",
+            spread=series.spread,
+            emulated=series.emulated,
             busy=series.busy,
         )
         for series in by_variant.values()
@@ -232,10 +248,15 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
 
     Each repetition runs the job with --holmes-adapt off, on, and off again. The difference of the two
     runs without it is the noise.
-    """
-    case = Case(6, 32, 6 if engine in ENGINES else 2, 0.1)
 
-    def three() -> list[tuple[float, float]]:
+    Args:
+        engine: "deepspeed", "megatron", or "plain" for the data-parallel loop.
+        name: Name of the case in the results.
+        runs: Results of earlier runs.
+    """
+    case = Case(layers=6, hidden=32, micro_batches=6 if engine in ENGINES else 2, stage_s=0.1)
+
+    def run_off_on_off() -> list[tuple[float, float]]:
         """Return (seconds of a step, busy share of the cores) of three runs: off, on, off again."""
         with tempfile.TemporaryDirectory() as directory:
             free = _file(Path(directory), 1e9)
@@ -253,30 +274,40 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
             )
         return [(measured.median, measured.busy) for measured in series.values()]
 
-    triples = [runs.of(f"{name}: {number}", three) for number in range(1, repetitions + 1)]
-    if None in triples:
+    triples = [runs.of(f"{name}: {number}", run_off_on_off) for number in range(1, repetitions + 1)]
+    if None in triples:  # no time was left for a run
         return []
     busy = max(share for triple in triples for _, share in triple)
     offs = [off_s for (off_s, _), _, _ in triples]
     ons = [on_s for _, (on_s, _), _ in triples]
     agains = [again_s for _, _, (again_s, _) in triples]
+    # "on" relative to the mean of "off" and "off again"
     costs = [2 * on / (off + again) - 1 for off, on, again in zip(offs, ons, agains)]
     noise = [again / off - 1 for off, again in zip(offs, agains)]
     return [
         Row.median(
-            name, "what learning adds to a step", costs, "of a step", True, "<= 0.005", busy
+            name,
+            "what learning adds to a step",
+            costs,
+            unit="of a step",
+            emulated=True,
+            target="<= 0.005",
+            busy=busy,
         ),
-        Row.median(name, "A/A difference (noise)", noise, "of a step", True),
+        Row.median(name, "A/A difference (noise)", noise, unit="of a step", emulated=True),
         *(
-            Row.median(name, f"step {how}", seconds, "s", True, busy=busy)
+            Row.median(name, f"step {how}", seconds, unit="s", emulated=True, busy=busy)
             for how, seconds in (("off", [*offs, *agains]), ("on", ons))
         ),
     ]
 
 
 def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
-    """Count the steps of a job while the rates of the network change (adapt_trace.py)."""
-    case = Case(6, 64, 8, 0.05)
+    """Count the steps of a job while the rates of the network change (adapt_trace.py).
+
+    The number of repetitions is not used: one run of the trace is long enough.
+    """
+    case = Case(layers=6, hidden=64, micro_batches=8, stage_s=0.05)
     return adapt_trace.rows(
         name,
         _script(engine, case),
@@ -289,10 +320,14 @@ def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
 
 
 def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
-    """Compare predicted and measured steps of jobs that have not run yet (adapt_prediction.py)."""
-    case = Case(6, 64, 8, 0.1)
+    """Compare predicted and measured steps of jobs that have not run yet (adapt_prediction.py).
+
+    The number of repetitions is not used: each configuration runs once.
+    """
+    case = Case(layers=6, hidden=64, micro_batches=8, stage_s=0.1)
 
     def run(variant: Variant, micro_batches: int) -> float:
+        """Run the job with a number of micro-batches, and return its median step time in seconds."""
         varied = replace(case, micro_batches=micro_batches)
         (series,) = compare(
             [variant],

@@ -76,12 +76,13 @@ def drawn(draw: random.Random, pipeline: bool) -> list[Part]:
     """Return the random parts of one hour.
 
     Args:
-        draw: Source of random numbers. pipeline: Whether the job is a pipeline, whose rates have other
-        limits than those of data-parallel jobs.
+        draw: Source of random numbers.
+        pipeline: Whether the job is a pipeline, whose rates have other limits than those of data-parallel
+            jobs.
     """
     min_rate = MIN_RATE[pipeline]
     max_rate = MAX_RATE[pipeline]
-    rate = max_rate / 2 ** draw.randrange(4)
+    rate = max_rate / 2 ** draw.randrange(4)  # the hour begins at 1, 1/2, 1/4 or 1/8 of the maximum
     parts: list[Part] = []
     left_s = HOUR_S
     while left_s > 0:
@@ -90,7 +91,7 @@ def drawn(draw: random.Random, pipeline: bool) -> list[Part]:
         factor = {"halves": 0.5, "doubles": 2.0}.get(event, 1.0)
         rate = max(min_rate, min(max_rate, rate * factor))
         rate_of_part = rate
-        if event == "backup":
+        if event == "backup":  # takes 7/8 of the rate, until the part ends
             rate_of_part = max(min_rate, rate / 8)
         parts.append(
             Part(
@@ -111,6 +112,7 @@ class PipelineHour:
     """
 
     def __init__(self, draw: random.Random):
+        """Draw the speed of the layers and the number of micro-batches."""
         self.layer_s = draw.choice(
             (0.02, 0.033, 0.05)
         )  # forward pass of a layer on the first stage
@@ -131,10 +133,11 @@ class PipelineHour:
         job.case = self.case(part)
         job.slower = part.slower / RANK_SPEED
 
-    def step_s(self, part: Part, held: int) -> float:
+    def step_s(self, part: Part, in_flight: int) -> float:
         """Return the step time with a fixed number of micro-batches in flight, in seconds."""
         slower = part.slower / RANK_SPEED
-        return step_s(step_of(self.case(part), (held, 1), self.micro_batches, slower))
+        # The last stage has one micro-batch in flight.
+        return step_s(step_of(self.case(part), (in_flight, 1), self.micro_batches, slower))
 
 
 class SummingJob(SimulatedJob):
@@ -146,29 +149,44 @@ class SummingJob(SimulatedJob):
         super().__init__(
             hour.site(part.rate),
             Sizes(),
-            lambda rank: Stage("torch", 0, 1, 1, {}, {rank: 0}),
+            lambda rank: Stage(
+                framework="torch",
+                stage=0,
+                tensor=1,
+                micro_batches=1,
+                gradient_bytes={},
+                stages={rank: 0},
+            ),
             patient=True,
         )
 
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
-        """Return the seconds of the next step, and a function that returns what a rank measures of it."""
+        """Return the seconds of the next step, and a function that returns what a rank measures of it.
+
+        The function returns (operations, no messages of a pipeline, figures of the gradient reduction).
+        """
+        # The way in which all ranks now reduce gradients.
         reduction: ReductionSpec = self.each(lambda traffic: traffic.reductions[0])
         step = self.hour.simulated(self.part, reduction)
-        gone = self.gone  # seconds for which the link is away in this step
+        gone = self.gone  # seconds for which the Ethernet link is down in this step
         hierarchical = is_hierarchical(reduction, self.hour.bytes)
         ranks = tuple(range(len(self.ranks)))
         group_fields = {"ranks": ranks, "description": "hierarchical" if hierarchical else ""}
 
-        def told(rank: Any) -> tuple[Any, ...]:
+        def measurements_of(rank: Any) -> tuple[Any, ...]:
             """Return the operations of the step and their sums, as a rank records them."""
             done = DoneReduction(
-                reduction, self.hour.bytes, hierarchical, reduction.overlap, follows=True
+                planned=reduction,
+                bytes=self.hour.bytes,
+                hierarchical=hierarchical,
+                overlap=reduction.overlap,
+                follows=True,
             )
             rank.current.reductions[ranks] = done
             ops = [
                 Op(
                     Group(transport=Transport(name), **group_fields),
-                    seconds + gone * (name == ETHERNET),
+                    end=seconds + gone * (name == ETHERNET),  # only Ethernet fails
                 )
                 for name, seconds in step.busy.items()
             ]
@@ -179,7 +197,7 @@ class SummingJob(SimulatedJob):
             }
             return ops, (), figures
 
-        return step.seconds, told
+        return step.seconds, measurements_of
 
 
 @dataclass(frozen=True)
@@ -226,6 +244,7 @@ class SumsHour:
     """
 
     def __init__(self, draw: random.Random):
+        """Draw the speed of the networks, the number of ranks, and the model."""
         self.fast = draw.choice((1, 2)) * 10**9  # bits/s inside a cluster
         self.processes = draw.choice((4, 8))  # of a node
         self.compute_s = draw.choice((0.2, 0.5, 1.0))  # of a step's passes
@@ -271,7 +290,12 @@ class SumsHour:
         return self.simulated(part, fixed).seconds
 
     def _simulated(self, part: Part, reduction: ReductionSpec) -> SumStep:
-        """Simulate a step in a part of the hour with one way to reduce gradients."""
+        """Simulate a step in a part of the hour with one way to reduce gradients.
+
+        Args:
+            part: The rate of Ethernet, and how much longer a slow GPU computes.
+            reduction: Whether gradients are reduced hierarchically or in a ring, and in which buckets.
+        """
         hour_site = self.site(part.rate)
         hierarchical = is_hierarchical(reduction, self.bytes)
         layers = self.model.layers
@@ -280,7 +304,13 @@ class SumsHour:
         forward_s = (0.0, *(layer_s,) * layers, 0.0)
         backward_s = tuple(2 * seconds for seconds in forward_s)
         nothing = ((0.0,) * (layers + 2),)
-        costs = StageCosts((forward_s,), (backward_s,), nothing, nothing, 1)
+        costs = StageCosts(
+            forward_s=(forward_s,),
+            backward_s=(backward_s,),
+            reduction_s=nothing,
+            transfer_s=nothing,
+            micro_batches=1,
+        )
         run = Execution(
             EngineTraits(),
             overlap="on" if reduction.overlap else "off",
@@ -291,9 +321,12 @@ class SumsHour:
         order = [node.name for node in hour_site.nodes]
         step = simulate(hour_site, order, Sizes(), self.model, run, costs=costs)
         busy: dict[str, float] = {}
+        # `carried`: NIC, as (class of node, network, direction) -> bytes. The NIC that carries most bytes
+        # decides how long its network is busy.
         for (_, name, _), carried in step.carried.items():
             rate = hour_site.fabric_by_name[name].rate_bps
             busy[name] = max(busy.get(name, 0.0), 8 * carried / rate)
+        # The rank that waits longest for its gradient reductions.
         exposed = max(
             sum(span.end - span.start for span in line.spans if span.kind == "reduce")
             for line in step.ranks
@@ -314,7 +347,7 @@ def rows(name: str, number: int) -> list[Row]:
     parts = drawn(draw, pipeline)
     if isinstance(hour, SumsHour):
         hour.prepare(parts)
-    learned = [0] * len(parts)  # steps of the adapting job in each part
+    learned = [0] * len(parts)  # number of steps that the adapting job makes in each part
     end = 0.0  # of the current part, in simulated seconds
     job = hour.start(parts[0])
     try:
@@ -328,37 +361,39 @@ def rows(name: str, number: int) -> list[Row]:
         changes = sum("plan" in document for document in job.documents)
     finally:
         job.end()
-    steps_of_plans = []  # of each fixed plan, the steps in each part
+    steps_of_plans = []  # for each fixed plan, its numbers of steps in the parts
     for plan in hour.fixed:
         steps = [(part.seconds - part.gone) / hour.step_s(part, plan) for part in parts]
         steps_of_plans.append(steps)
     best_per_part = sum(map(max, zip(*steps_of_plans)))
     best_fixed = max(map(sum, steps_of_plans))
-    about = "in flight" if pipeline else "sums"
+    about = "in flight" if pipeline else "sums"  # what the plans differ in, for names of metrics
     return [
         Row.median(
             name,
             f"steps, learns : the best fixed plan of each part ({about}, simulated)",
             [sum(learned) / best_per_part],
-            "x",
-            True,
-            ">= 0.95",
+            unit="x",
+            emulated=True,
+            target=">= 0.95",
         ),
         Row.median(
             name,
             f"steps, learns : the best one fixed plan ({about}, simulated)",
             [sum(learned) / best_fixed],
-            "x",
-            True,
-            ">= 1",
+            unit="x",
+            emulated=True,
+            target=">= 1",
         ),
         Row.median(
             name,
             f"steps, the best plan of each part : the best one ({about}, simulated)",
             [best_per_part / best_fixed],
-            "x",
-            True,
+            unit="x",
+            emulated=True,
         ),
-        Row.median(name, f"changes ({about}, simulated)", [changes], "changes", True),
-        Row.median(name, f"steps, learns ({about}, simulated)", [sum(learned)], "steps", True),
+        Row.median(name, f"changes ({about}, simulated)", [changes], unit="changes", emulated=True),
+        Row.median(
+            name, f"steps, learns ({about}, simulated)", [sum(learned)], unit="steps", emulated=True
+        ),
     ]

@@ -40,7 +40,7 @@ TRAITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON}
 
 
 @dataclass(frozen=True)
-class Other:
+class Configuration:
     """Configuration of a job: rate of the network, micro-batches and layers of each stage."""
 
     rate: float = 2.0  # in units of the rate at which an activation takes half of a stage's time
@@ -53,21 +53,25 @@ class Other:
         return f"{self.rate:g} x half a stage's rate, {self.micro_batches} micro-batches, {self.layers}"
 
 
-SEEN = Other()
+SEEN = Configuration()
 UNSEEN = (
-    Other(1.0),
-    Other(0.5),
-    Other(8.0),
-    Other(micro_batches=16),
-    Other(micro_batches=5),
-    Other(layers=(4, 2)),
-    Other(1.0, 12, (4, 2)),
-    Other(4.0, 6, (2, 4)),
+    Configuration(1.0),
+    Configuration(0.5),
+    Configuration(8.0),
+    Configuration(micro_batches=16),
+    Configuration(micro_batches=5),
+    Configuration(layers=(4, 2)),
+    Configuration(1.0, 12, (4, 2)),
+    Configuration(4.0, 6, (2, 4)),
 )
 
 
-def pipeline_of(profile: Profile, files: dict[float, Path], engine: str, other: Other) -> float:
-    """Return the seconds of the passes of a pipeline step, predicted from a measured profile.
+def pipeline_of(
+    profile: Profile, files: dict[float, Path], engine: str, other: Configuration
+) -> float:
+    """Return the predicted seconds of a pipeline step, without the work outside of its passes.
+
+    The measured time of each stage link is changed by the difference that the network rates make.
 
     Args:
         profile: Measured in the configuration SEEN.
@@ -87,8 +91,9 @@ def pipeline_of(profile: Profile, files: dict[float, Path], engine: str, other: 
         link_seconds.append([link.seconds(profile.activation_bytes) for link in stage_links])
     before, after = link_seconds
     stages = []
-    for stage, then_s, now_s in zip(profile.stages, (*before, 0.0), (*after, 0.0)):
-        stage_link_s = max(0.0, stage.stage_link_s + now_s - then_s)
+    # The last stage has no link to a next one: 0.
+    for stage, before_s, after_s in zip(profile.stages, (*before, 0.0), (*after, 0.0)):
+        stage_link_s = max(0.0, stage.stage_link_s + after_s - before_s)
         stages.append(replace(stage, stage_link_s=stage_link_s))
     other_profile = replace(profile, stages=tuple(stages), micro_batches=other.micro_batches)
     network = networks[1]
@@ -133,13 +138,15 @@ def rows(
         }
 
         def learn() -> tuple[float, dict[str, Any]]:
+            """Run the configuration SEEN; return its step time in seconds and the model that it wrote."""
             telemetry = folder / "telemetry"
             seen = variant("seen", files[SEEN.rate], "--holmes-telemetry", str(telemetry))
             seconds = run(seen, SEEN.micro_batches)
             models = [rank.model for rank in load(telemetry).ranks if rank.model is not None]
             return seconds, models[0]
 
-        def measure(other: Other) -> float:
+        def measure(other: Configuration) -> float:
+            """Run a configuration, and return its step time in seconds."""
             layers = (
                 "--holmes-sizes",
                 "pipeline=2",
@@ -152,14 +159,15 @@ def rows(
         measured = [runs.of(f"{name}: {other.name}", partial(measure, other)) for other in UNSEEN]
         if learned is None or None in measured:
             return []
-        (folder / "model.json").write_text(json.dumps(learned[1]))
+        seen_step_s, model_document = learned
+        (folder / "model.json").write_text(json.dumps(model_document))
         profile = load_profile(folder / "model.json")
         base_s = pipeline_of(profile, files, engine, SEEN)
         for other, measured_s in zip(UNSEEN, measured):
-            predicted_s = learned[0] - base_s + pipeline_of(profile, files, engine, other)
+            predicted_s = seen_step_s - base_s + pipeline_of(profile, files, engine, other)
             errors.append(abs(predicted_s / measured_s - 1))
             step_rows += [
-                Row.median(name, f"{other.name}: {what}", [seconds], "s", True)
+                Row.median(name, f"{other.name}: {what}", [seconds], unit="s", emulated=True)
                 for what, seconds in (("predicted", predicted_s), ("measured", measured_s))
             ]
     spread = min(errors), max(errors)
@@ -168,11 +176,19 @@ def rows(
             name,
             "predicted step of unseen cases, median error",
             statistics.median(errors),
-            "of a step",
-            spread,
-            True,
-            "<= 0.02",
+            unit="of a step",
+            spread=spread,
+            emulated=True,
+            target="<= 0.02",
         ),
-        Row.of(name, "the same, worst", max(errors), "of a step", spread, True, "<= 0.05"),
+        Row.of(
+            name,
+            "the same, worst",
+            max(errors),
+            unit="of a step",
+            spread=spread,
+            emulated=True,
+            target="<= 0.05",
+        ),
         *step_rows,
     ]

@@ -38,8 +38,7 @@ def half_mbps(layer_s: float) -> float:
 
     Args:
         layer_s: Seconds of the forward pass of a layer. A stage has three layers, and a backward pass
-        takes twice as
-            long as a forward pass.
+            takes twice as long as a forward pass.
     """
     stage_s = 3 * 3 * layer_s  # three layers, forward and backward
     return ACTIVATION_BITS / (stage_s / 2) / 1e6
@@ -56,12 +55,16 @@ def drawn(name: str, number: int) -> list[Row]:
     micro_batches = draw.choice((6, 8, 12, 16))
     slower = draw.choice((0.8, 1.0, 1.2)) / 1.3
     layers = (3, 3)  # of each stage
+    # Layers of each stage, seconds of a layer, and rate of the link in Mb/s.
     case = (layers, layer_s, round(half_mbps(layer_s), 3))
     free_case = (layers, layer_s, FREE_MBPS)
     job = LearningJob(case, micro_batches, patient=True)
-    job.slower = slower
+    job.slower = slower  # factor of the seconds of all passes
+    # The step with the plan at the start, and the best step over the free link with a fixed plan.
     stays = step_s(step_of(case, job.held(), micro_batches, slower))
-    free = min(step_s(step_of(free_case, (held, 1), micro_batches, slower)) for held in FIXED)
+    free = min(
+        step_s(step_of(free_case, (in_flight, 1), micro_batches, slower)) for in_flight in FIXED
+    )
     try:
         for _ in range(FIRST):
             job.step()
@@ -76,11 +79,15 @@ def drawn(name: str, number: int) -> list[Row]:
             name,
             "slow stage link, learns : free stage link (simulated)",
             [learns / free],
-            "x",
-            True,
-            "<= 1.15",
+            unit="x",
+            emulated=True,
+            target="<= 1.15",
         ),
         Row.median(
-            name, "slow stage link, stays : free stage link (simulated)", [stays / free], "x", True
+            name,
+            "slow stage link, stays : free stage link (simulated)",
+            [stays / free],
+            unit="x",
+            emulated=True,
         ),
     ]

@@ -73,6 +73,7 @@ def rows(
         flags = () if plan == "learns" else ("--holmes-inflight", plan, "--holmes-adapt", "off")
 
         def run(flags: tuple[str, ...] = flags) -> list[int]:
+            """Run the trace with these flags; return the number of steps in each part."""
             with tempfile.TemporaryDirectory() as directory:
                 file = write(Path(directory), half_bps)
                 return _steps_of(
@@ -91,20 +92,20 @@ def rows(
             name,
             "steps, learns : the best fixed plan of each part",
             [totals["learns"] / sum(best)],
-            "x",
-            True,
-            ">= 0.95",
+            unit="x",
+            emulated=True,
+            target=">= 0.95",
         ),
         Row.median(
             name,
             "steps, learns : the best one fixed plan",
             [totals["learns"] / fixed],
-            "x",
-            True,
-            ">= 1",
+            unit="x",
+            emulated=True,
+            target=">= 1",
         ),
         *(
-            Row.median(name, f"steps, {plan}", [total], "steps", True)
+            Row.median(name, f"steps, {plan}", [total], unit="steps", emulated=True)
             for plan, total in totals.items()
         ),
     ]
@@ -117,7 +118,17 @@ def _steps_of(
     half_bps: float,
     folder: Path,
 ) -> list[int]:
-    """Run one job through the trace, and return the number of steps in each part."""
+    """Run one job through the trace, and return the number of steps in each part.
+
+    The job is killed after the last part.
+
+    Args:
+        variant: The job's clusters, order of nodes and flags.
+        script: The training script and its arguments.
+        accelerator: Settings of the emulated accelerator.
+        half_bps: Rate in bits/s that corresponds to the rate 1 of a part.
+        folder: For the job's log and the speeds of its accelerators.
+    """
     log = folder / "log.jsonl"  # the job writes a line for each step
     throttle = folder / "throttle.json"  # the emulated accelerators read their speeds there
     with Lab(variant.spec, realtime=True) as lab:
@@ -130,7 +141,7 @@ def _steps_of(
             preload=("torch",),
             timeout=900,
         )
-        while _lines(log) < 3:
+        while _lines(log) < 3:  # the first steps, which warm up
             if job.poll() is not None:
                 raise SystemExit(f"adapt.py: {job.poll().outputs}")
             time.sleep(0.1)
@@ -140,6 +151,7 @@ def _steps_of(
             for node in lab.nodes:
                 lab.set_rate(node.name, "eth0", round(part.rate * half_bps))
             lab.set_link("b0", "eth0", part.link)
+            # Renamed, so that no accelerator reads a half-written file.
             new = throttle.with_suffix(".new")
             new.write_text(json.dumps({"b0": part.speed}))
             new.rename(throttle)

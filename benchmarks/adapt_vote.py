@@ -68,8 +68,9 @@ def report(stages: list[dict[str, Any]], rank: int) -> dict[str, Any]:
         rank: Number of the rank. The first half of the ranks is the first stage.
     """
     half = WORLD // 2
-    first, second = rank % half, rank % half + half
+    first, second = rank % half, rank % half + half  # the rank and its peer in the other stage
     figures = stages[rank // half]
+    # A key is "f SENDER>RECEIVER" for activations (forward), and "b ..." for gradients (backward).
     messages = {f"f {first}>{second}": "f", f"b {second}>{first}": "b"}
     steps_of = {key[0]: steps for key, steps in figures["messages"].items()}
     return {
@@ -89,9 +90,25 @@ def _deciding() -> Deciding:
     options = Options()
     plan = build_plan(clusters, Sizes(2), options=options)
     assert plan.world_size == WORLD and plan.sizes is not None
-    process = Process(0, WORLD, 0, NODE, "host", 1, "simulated")
-    current = Session(options, process, clusters, plan, 0, maker=maker)
-    return Deciding(current, plan.sizes, "sockets", lambda line: None, lambda document: None)
+    process = Process(
+        rank=0,
+        world_size=WORLD,
+        local_rank=0,
+        local_world_size=NODE,
+        master_addr="host",
+        master_port=1,
+        launcher="simulated",
+    )
+    current = Session(
+        options=options, process=process, site=clusters, plan=plan, rank=0, maker=maker
+    )
+    return Deciding(
+        current,
+        plan.sizes,
+        network_api="sockets",
+        tell=lambda line: None,
+        put=lambda document: None,
+    )
 
 
 def main() -> None:
@@ -110,9 +127,14 @@ def main() -> None:
     outcomes: list[tuple[float, float, str]] = []  # (start, end, verdict) of each rank
 
     def run_rank(rank: int) -> None:
-        """Vote as one rank, and append its times and its verdict to `outcomes`."""
+        """Vote as one rank, and append its times and its verdict to `outcomes`.
+
+        The vote begins when all ranks have connected to the store.
+        """
         store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
-        vote = Vote(store, "adapt", rank, WORLD, threading.Event(), PATIENCE_S)
+        vote = Vote(
+            store, "adapt", rank=rank, world=WORLD, stopped=threading.Event(), patience_s=PATIENCE_S
+        )
         boundary = Boundary(lambda number: "")
         figures = report(stages, rank)
         if store.add("ready", 1) == WORLD:
@@ -139,12 +161,13 @@ def main() -> None:
     starts, ends, verdicts = zip(*outcomes)
     print(json.dumps([max(starts), max(ends), sorted(set(verdicts))]), flush=True)
     process_store.add("over", 1)
-    while process == 0 and process_store.add("over", 0) < PROCESSES:  # the store ends with it
+    # Process 0 has the server of the store, and must not end before the other processes.
+    while process == 0 and process_store.add("over", 0) < PROCESSES:
         time.sleep(0.05)
 
 
 def rows(name: str, repetitions: int) -> list[Row]:
-    """Measure the vote on an emulated node, and return the seconds of each repetition."""
+    """Measure the vote on an emulated node, and return a row with the seconds of a repetition."""
     seconds = []
     command = [sys.executable, __file__, json.dumps(measured())]
     with Lab(spec("a ib 10Gb/s a0", ethernet="10Gb/s")) as lab:
@@ -155,7 +178,11 @@ def rows(name: str, repetitions: int) -> list[Row]:
             starts, ends, verdicts = zip(*outcomes)
             assert all(distinct == [TAKE] for distinct in verdicts), verdicts
             seconds.append(max(ends) - max(starts))
-    return [Row.median(name, f"{WORLD} simulated ranks agree", seconds, "s", False, "<= 1")]
+    return [
+        Row.median(
+            name, f"{WORLD} simulated ranks agree", seconds, unit="s", emulated=False, target="<= 1"
+        )
+    ]
 
 
 if __name__ == "__main__":

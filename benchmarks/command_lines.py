@@ -42,7 +42,8 @@ from holmes_ext.planner.search.result import SearchResult
 #: Name in --cases -> name of the checkout.
 CASES = {"megatron-lm": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
 ROOT = Path(__file__).resolve().parents[1]
-#: A script that takes its micro-batch and all else from who calls it: there is nothing in it to price.
+#: A script that gets its micro-batch and all other sizes from the script that calls it. There is nothing in
+#: it for which a time could be predicted.
 FROM_ITS_CALLER = "ds_pretrain_gpt_1.3B_dense_base_script.sh"
 
 
@@ -64,11 +65,14 @@ def checkout(case: str) -> Path:
 
 
 def site(world: int) -> Site:
-    """Return two clusters with nodes for `world` ranks, of 8 GPUs each if there are enough ranks."""
-    fabrics = (
-        Fabric(ETHERNET, "ethernet", 25 * 10**9, 3e-5),
-        Fabric("ib", "ib", 200 * 10**9, 2e-6),
-        Fabric("roce", "roce", 200 * 10**9, 4e-6),
+    """Return an InfiniBand and a RoCE cluster with nodes for `world` ranks, connected by Ethernet.
+
+    Nodes have 8 GPUs if there are enough ranks for one such node in each cluster.
+    """
+    fabrics = (  # name, kind, rate in bits/s, latency in seconds
+        Fabric(ETHERNET, kind="ethernet", rate_bps=25 * 10**9, latency_s=3e-5),
+        Fabric("ib", kind="ib", rate_bps=200 * 10**9, latency_s=2e-6),
+        Fabric("roce", kind="roce", rate_bps=200 * 10**9, latency_s=4e-6),
     )
     nodes_of_cluster = max(1, world // 16)
     gpus_of_node = min(8, world // 2)
@@ -83,19 +87,24 @@ def site(world: int) -> Site:
 def priced(description: CommandLine) -> float:
     """Return the predicted seconds of a training step, or 0.0 if the layout cannot be predicted.
 
-    The job runs on two clusters with the smallest data-parallel size that fills them.
+    The job runs on two clusters (see site()) with the smallest data-parallel size that fills them.
+
+    Args:
+        description: What holmes has read from a command line: the model, its parallel sizes and its flags.
     """
     assert description.model is not None
     sizes = description.sizes or Sizes()
-    inner = sizes.pipeline * sizes.tensor * sizes.context
-    for count in range(1, 400):
-        world = inner * count
-        if world % (16 if world > 16 else 2) or count * sizes.context * sizes.tensor % sizes.expert:
+    ranks_of_replica = sizes.pipeline * sizes.tensor * sizes.context
+    for replicas in range(1, 400):
+        world = ranks_of_replica * replicas
+        fills_nodes = world % (16 if world > 16 else 2) == 0  # the same number in both clusters
+        has_expert_groups = replicas * sizes.context * sizes.tensor % sizes.expert == 0
+        if not (fills_nodes and has_expert_groups):
             continue
         try:
             complete = sizes.complete(world)
             result = SearchResult(
-                Network(site(world)), description.model, 0, rules=Rules(overlap=True)
+                Network(site(world)), description.model, global_batch=0, rules=Rules(overlap=True)
             )
             shape = shape_of(description.model, complete, description.zero, description.virtual)
             return layout_candidate(result, complete, shape, description.stage_layers).formula_s
@@ -144,7 +153,8 @@ def measure(case: str) -> list[Row]:
         "flags and keys that are unknown": (len(unknown), "<= 0"),
     }
     return [
-        Row.of(case, metric, n, "", (n, n), False, target) for metric, (n, target) in counts.items()
+        Row.of(case, metric, n, unit="", spread=(n, n), emulated=False, target=target)
+        for metric, (n, target) in counts.items()
     ]
 
 

@@ -39,7 +39,12 @@ def train(lab: Lab, kind: str, steps: int, seed: int) -> tuple[list[float], floa
     """Train once, and return the losses and the bytes that the Ethernet NICs of a cluster sent for each step.
 
     Args:
-        kind: One of KINDS.
+        kind: One of KINDS. "flat" runs without holmes.
+        steps: Number of training steps.
+        seed: Seed of the weights and of the order of the text.
+
+    Raises:
+        SystemExit: The training failed.
     """
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
@@ -69,7 +74,7 @@ def train(lab: Lab, kind: str, steps: int, seed: int) -> tuple[list[float], floa
             raise SystemExit(
                 f"compression.py: status {result.returncode}:\n{result.outputs[result.first_failed or 0]}"
             )
-        after = lab.counters()
+        after = lab.counters()  # node -> NIC -> (bytes received, bytes sent)
         sent = sum(
             after[node]["eth0"][1] - before[node]["eth0"][1] for node in lab.spec.clusters[0].nodes
         )
@@ -134,9 +139,16 @@ def rows(
     table = []
 
     def row(metric: str, values: list[float], unit: str) -> None:
-        """Append a row with the mean of the values over the seeds."""
+        """Append a row with the mean of the values of all seeds to the table."""
         table.append(
-            Row.of(case, metric, statistics.fmean(values), unit, (min(values), max(values)), False)
+            Row.of(
+                case,
+                metric,
+                statistics.fmean(values),
+                unit=unit,
+                spread=(min(values), max(values)),
+                emulated=False,
+            )
         )
 
     for kind in losses:
@@ -172,7 +184,13 @@ def rows(
 
 
 def draw(losses: dict[str, list[list[float]]], path: Path, what: str) -> None:
-    """Draw the loss curves, and their differences to "off", into a PNG file."""
+    """Draw the loss curves, and their differences to "off", into a PNG file.
+
+    Args:
+        losses: Kind of compression -> losses of each seed.
+        path: The PNG file.
+        what: Title of the loss curves.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -188,12 +206,14 @@ def draw(losses: dict[str, list[list[float]]], path: Path, what: str) -> None:
     }
     for kind in losses:
         for number, (curve, difference) in enumerate(zip(losses[kind], differences(losses, kind))):
-            label = kind if number == 0 else None
-            places = [WINDOW * k + WINDOW // 2 for k in range(len(means(curve)))]
-            left.plot(places, means(curve), color=colours[kind], linewidth=0.9, label=label)
+            label = kind if number == 0 else None  # one entry of the legend for all seeds
+            steps = [
+                WINDOW * k + WINDOW // 2 for k in range(len(means(curve)))
+            ]  # centre of a window
+            left.plot(steps, means(curve), color=colours[kind], linewidth=0.9, label=label)
             if kind != "off":
                 right.plot(
-                    places,
+                    steps,
                     difference,
                     color=colours[kind],
                     linewidth=0.9,
@@ -226,9 +246,9 @@ def main() -> int:
         losses, sent = curves(
             "compression",
             KINDS,
-            args.seeds,
-            lambda kind, seed: train(lab, kind, args.steps, seed),
-            args.json,
+            seeds=args.seeds,
+            train=lambda kind, seed: train(lab, kind, args.steps, seed),
+            path=args.json,
         )
     if args.picture:
         draw(losses, args.picture, "Gradients compressed between the clusters")

@@ -52,13 +52,13 @@ SLICES = "megatron-slices"
 FLOPS = {"slices": 1.4e9 / 2, "tied": 2.3e9}
 
 
-def ethernet(series: Series) -> float:
+def ethernet_bytes(series: Series) -> float:
     """Return the bytes that all nodes sent over Ethernet for each step, including the start of the job."""
     return sum(nics["eth0"] for nics in series.sent.values())
 
 
 def slices(repetitions: int, steps: int) -> list[Row]:
-    """Measure the case "slices", and return its rows."""
+    """Measure the case "slices" (see the module docstring), and return its rows."""
     script = [
         str(examples() / "megatron_core" / "train.py"),
         "--tensor",
@@ -81,7 +81,7 @@ def slices(repetitions: int, steps: int) -> list[Row]:
             "in flight": ("--holmes-inflight", "1"),
         }
         variants = [
-            Variant(f"{cut}, {name}", spec, interleave(spec), (*base, *flags), env)
+            Variant(f"{cut}, {name}", spec, interleave(spec), flags=(*base, *flags), env=env)
             for name, flags in schedules.items()
             for cut, env in (("slices", {}), ("whole", {OFF: SLICES}))
         ]
@@ -90,22 +90,43 @@ def slices(repetitions: int, steps: int) -> list[Row]:
     rows = []
     for name in schedules:
         cut, whole = series[f"slices, {name}"], series[f"whole, {name}"]
-        share = ethernet(cut) / ethernet(whole)
+        share = ethernet_bytes(cut) / ethernet_bytes(whole)
         target = ">= 1.2" if name == "own schedule" else ""
         rows += [
             Row.median(
-                "slices", f"crossing bytes, {name}", [share], "of whole ones'", False, "<= 0.55"
+                "slices",
+                f"crossing bytes, {name}",
+                [share],
+                unit="of whole ones'",
+                emulated=False,
+                target="<= 0.55",
             ),
-            ratio_row("slices", f"step, whole : slices, {name}", whole, cut, target),
+            ratio_row("slices", f"step, whole : slices, {name}", whole, cut, target=target),
         ]
     difference = max(
         max_loss_difference(series["whole, own schedule"], other) for other in series.values()
     )
     rows.append(
-        Row.median("slices", "largest loss difference", [difference], "nats", False, "<= 1e-6")
+        Row.median(
+            "slices",
+            "largest loss difference",
+            [difference],
+            unit="nats",
+            emulated=False,
+            target="<= 1e-6",
+        )
     )
     h, tokens, sizes = 192, 32, Sizes(tensor=2, pipeline=2)
-    model = Model(4, h, 4, tokens, 256, micro_batches=8, activation_width=4, tied=False)
+    model = Model(
+        layers=4,
+        hidden=h,
+        heads=4,
+        sequence=tokens,
+        vocabulary=256,
+        micro_batches=8,
+        activation_width=4,
+        tied=False,
+    )
     # Of a rank: half of the weights, all of the norms and of two biases
     forward = forward_s(h, tokens, FLOPS["slices"], 6 * h * h + 9.5 * h)
     predicted = {
@@ -129,8 +150,14 @@ def slices(repetitions: int, steps: int) -> list[Row]:
 
 
 def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
-    """Measure the case "tied" with an engine, and return its rows."""
-    case, (example, stages, paced, feature) = f"tied {engine}", ENGINES[engine]
+    """Measure the case "tied" (see the module docstring) with an engine, and return its rows.
+
+    Args:
+        engine: "deepspeed" or "megatron".
+    """
+    case = f"tied {engine}"
+    # Example folder, flag for stages, layers that the accelerator slows down, holmes's feature.
+    example, stages, paced, feature = ENGINES[engine]
     script = [
         str(examples() / example / "train.py"),
         stages,
@@ -145,13 +172,21 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
         spec = load_spec(file)
         flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "pipeline=2")
         variants = [
-            Variant("hierarchical", spec, interleave(spec), (*flags, "--tied")),
-            Variant("pairs", spec, interleave(spec), (*flags, "--tied"), {OFF: feature}),
-            Variant("not tied", spec, interleave(spec), flags),
+            Variant("hierarchical", spec, interleave(spec), flags=(*flags, "--tied")),
+            Variant("pairs", spec, interleave(spec), flags=(*flags, "--tied"), env={OFF: feature}),
+            Variant("not tied", spec, interleave(spec), flags=flags),
         ]
         series = run(case, variants, script, repetitions, steps, {"flops": FLOPS["tied"], **paced})
     forward = forward_s(288, 16, FLOPS["tied"])
-    model = Model(4, 288, 4, 16, 256, micro_batches=4, activation_width=4)
+    model = Model(
+        layers=4,
+        hidden=288,
+        heads=4,
+        sequence=16,
+        vocabulary=256,
+        micro_batches=4,
+        activation_width=4,
+    )
     predicted = {
         name: predicted_step(
             engine,
@@ -165,7 +200,9 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
         for name in series
     }
     levels, pairs, none = (series[name] for name in ("hierarchical", "pairs", "not tied"))
-    sent = (ethernet(levels) - ethernet(none)) / (ethernet(pairs) - ethernet(none))
+    # What the tied embedding costs: bytes and seconds in excess of the model whose embedding is not tied.
+    base_bytes = ethernet_bytes(none)
+    sent = (ethernet_bytes(levels) - base_bytes) / (ethernet_bytes(pairs) - base_bytes)
     exposed = {
         name: [a - b for a, b in zip(series[name].medians, none.medians)]
         for name in ("hierarchical", "pairs")
@@ -173,28 +210,30 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
     shares = [a / b for a, b in zip(*exposed.values())]
     share = statistics.median(exposed["hierarchical"]) / statistics.median(exposed["pairs"])
     return [
-        Row.median(case, "crossing bytes of it", [sent], "of pairs'", False, "<= 0.3"),
+        Row.median(
+            case, "crossing bytes of it", [sent], unit="of pairs'", emulated=False, target="<= 0.3"
+        ),
         Row.of(
             case,
             "exposed time of it",
             share,
-            "of pairs'",
-            (min(shares), max(shares)),
-            True,
-            "<= 0.3",
+            unit="of pairs'",
+            spread=(min(shares), max(shares)),
+            emulated=True,
+            target="<= 0.3",
         ),
         *(
-            Row.median(case, f"exposed, {name}", seconds, "s", True)
+            Row.median(case, f"exposed, {name}", seconds, unit="s", emulated=True)
             for name, seconds in exposed.items()
         ),
-        ratio_row(case, "step, pairs : hierarchical", pairs, levels, ""),
+        ratio_row(case, "step, pairs : hierarchical", pairs, levels, target=""),
         Row.median(
             case,
             "largest loss difference",
             [max_loss_difference(pairs, levels)],
-            "nats",
-            False,
-            "<= 1e-6",
+            unit="nats",
+            emulated=False,
+            target="<= 1e-6",
         ),
         *prediction_rows(case, medians(series), predicted),
         *step_rows(case, series),
@@ -209,7 +248,16 @@ def run(
     steps: int,
     accelerator: dict,
 ) -> dict[str, Series]:
-    """Run the variants in the lab, and return their measurements by name."""
+    """Run the variants in the lab, and return their measurements by name.
+
+    Args:
+        case: Name of the case, for lines about the progress.
+        variants: The job with and without a feature of holmes.
+        script: The training script and its arguments.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run, of which the first 3 are not measured.
+        accelerator: Settings of the emulated accelerator.
+    """
     total = repetitions * len(variants)
     started = iter(range(1, total + 1))
     return compare(

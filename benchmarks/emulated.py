@@ -33,6 +33,7 @@ def forward_s(hidden: int, tokens: int, flops: float, parameters: float = 0) -> 
     """
     all_parameters = 12 * hidden**2 + 13 * hidden
     pacer = Pacer(Config(flops, classes=("Block",)))  # type: ignore[arg-type]
+    # "classes": a layer with attention. The shape is [batch, sequence, hidden].
     return pacer.seconds(parameters or all_parameters, (1, tokens, hidden), "classes")
 
 
@@ -44,10 +45,18 @@ def even_costs(seconds: float, layers: int, stages: int, micro_batches: int) -> 
     Args:
         seconds: Seconds of the forward pass of a block.
         layers: Number of blocks.
+        stages: Number of pipeline stages.
+        micro_batches: Micro-batches of a step.
     """
 
     def row(block_s: float) -> tuple[tuple[float, ...], ...]:
         """Return for each stage the seconds of the embedding, of each block, and of the output layer."""
         return ((0.0, *[block_s] * layers, 0.0),) * stages
 
-    return StageCosts(row(seconds), row(2 * seconds), row(0.0), row(0.0), micro_batches)
+    return StageCosts(
+        forward_s=row(seconds),
+        backward_s=row(2 * seconds),
+        reduction_s=row(0.0),
+        transfer_s=row(0.0),
+        micro_batches=micro_batches,
+    )

@@ -87,8 +87,8 @@ def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        keep = shutil.ignore_patterns(".git", "*.bin", "*.json.gz", "tests", "images", "docs")
-        shutil.copytree(checkout, copy, ignore=keep, ignore_dangling_symlinks=True)
+        left_out = shutil.ignore_patterns(".git", "*.bin", "*.json.gz", "tests", "images", "docs")
+        shutil.copytree(checkout, copy, ignore=left_out, ignore_dangling_symlinks=True)
         tools = Path(folder) / "bin"
         tools.mkdir()
         for name in LAUNCHERS:
@@ -97,10 +97,11 @@ def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
         for name in HARMLESS.split():
             if program := shutil.which(name):
                 (tools / name).symlink_to(program)
-        (copy / "tmp").mkdir()  # which some expect
+        (copy / "tmp").mkdir()  # a folder that some scripts expect
         for script in copy.glob("examples*/**/*.sh"):
             text = script.read_text(errors="replace")
             script.write_text(LOG.sub("", TO_FILL_IN.sub("FILLED_IN", text)))
+        # Scripts run as the user "nobody", who must be able to write.
         for path in (Path(folder), *Path(folder).rglob("*")):
             if not path.is_symlink():
                 path.chmod(0o777)
@@ -108,22 +109,27 @@ def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
         for script in sorted(copy.glob("examples*/**/*.sh")):
             text, name = script.read_text(errors="replace"), str(script.relative_to(copy))
             if MENTIONS.search(text):
-                places = (script.parent, copy) if "TEMPLATE" in text else (copy, script.parent)
+                # Folders in which the script is started, one after the other.
+                folders = (script.parent, copy) if "TEMPLATE" in text else (copy, script.parent)
                 tries = (
-                    _said(script, place, tools, words) for words in ARGUMENTS for place in places
+                    _launched_trainings(script, start, tools, words)
+                    for words in ARGUMENTS
+                    for start in folders
                 )
+                first_success = next(filter(None, tries), [])
                 commands += [
-                    (name, _kept(argv, places, configs)) for argv in next(filter(None, tries), [])
+                    (name, _with_kept_config(argv, folders, configs)) for argv in first_success
                 ]
         return commands
 
 
-def _kept(argv: list[str], places: tuple[Path, ...], configs: Path) -> list[str]:
-    """Return a command line whose ds_config file has been copied to `configs`.
+def _with_kept_config(argv: list[str], folders: tuple[Path, ...], configs: Path) -> list[str]:
+    """Copy the ds_config file of a command line to `configs`, and return the command line with the copy.
 
     Args:
-        argv: The command line.
-        places: Folders in which the file can be: the script wrote it, or it is beside the script.
+        argv: The command line. Without a ds_config file that exists, its words stay as they are.
+        folders: Folders in which the file can be: the script wrote it, or it is beside the script.
+        configs: Folder for the copy.
     """
     flag = "--deepspeed_config"
     words = [
@@ -131,22 +137,27 @@ def _kept(argv: list[str], places: tuple[Path, ...], configs: Path) -> list[str]
         for word in argv
         for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])
     ]
-    if flag in words[:-1]:
+    if flag in words[:-1]:  # with a value behind it
         at = words.index(flag) + 1
-        if source := next(
-            (place / words[at] for place in places if (place / words[at]).is_file()), None
-        ):
+        candidates = [folder / words[at] for folder in folders]
+        if source := next((path for path in candidates if path.is_file()), None):
+            # The number makes the name unique.
             kept = configs / f"{len(list(configs.iterdir()))}_{source.name}"
             kept.write_bytes(source.read_bytes())
             words[at] = str(kept)
     return words
 
 
-def _said(script: Path, place: Path, tools: Path, arguments: tuple[str, ...]) -> list[list[str]]:
-    """Run a shell script, and return the command lines of training scripts for its launchers.
+def _launched_trainings(
+    script: Path, start: Path, tools: Path, arguments: tuple[str, ...]
+) -> list[list[str]]:
+    """Run a shell script, and return the arguments of all training scripts that it passes to launchers.
+
+    The launchers are programs that only record their command lines (STAND_IN). Nothing is trained.
 
     Args:
-        place: Folder in which the script is started.
+        script: The shell script.
+        start: Folder in which the script is started.
         tools: Folder with the only programs that the script can run.
         arguments: Arguments of the script.
     """
@@ -159,11 +170,12 @@ def _said(script: Path, place: Path, tools: Path, arguments: tuple[str, ...]) ->
         "HOME": str(tools.parent),
         "HOSTNAME": "node0",
     }
+    # As root, the script runs as the user "nobody" (65534), because it comes from elsewhere.
     nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
             ["/bin/bash", str(script), *arguments],
-            cwd=place,
+            cwd=start,
             env=environ,
             timeout=LIMIT_S,
             check=False,
@@ -172,9 +184,10 @@ def _said(script: Path, place: Path, tools: Path, arguments: tuple[str, ...]) ->
             stderr=subprocess.DEVNULL,
             **nobody,
         )
+    # STAND_IN ends each word with \0, and each call with \0\n\0.
     calls = record.read_text(errors="replace").split("\0\n\0")
     lines = [argv for call in calls for argv in _trainings(call.split("\0"))]
-    return [list(argv) for argv in dict.fromkeys(map(tuple, lines))]
+    return [list(argv) for argv in dict.fromkeys(map(tuple, lines))]  # each once, in their order
 
 
 def _trainings(call: list[str]) -> Iterator[list[str]]:
@@ -182,15 +195,14 @@ def _trainings(call: list[str]) -> Iterator[list[str]]:
 
     Args:
         call: Words of the launcher's command line, and its input. The name of the training script is a
-        word, or is in
-            a text that the launcher would run.
+            word, or is in a text that the launcher would run.
     """
     for number, word in enumerate(call):
         if TRAINS.search(word.strip()):
             if any(call[number + 1 :]):
                 yield [text for text in call[number + 1 :] if text.strip()]
             return
-        if any(TRAINS.search(part) for part in word.split()):
+        if any(TRAINS.search(part) for part in word.split()):  # a text with a command line in it
             joined = word.replace("\\\n", " ")
             line = next(
                 line

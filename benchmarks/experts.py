@@ -40,7 +40,12 @@ SITES = {
 
 
 def places(name: str, expert: int) -> Places:
-    """Return the places for experts on the ranks of a cluster file."""
+    """Return the ranks on which experts can be placed, with the links between them.
+
+    Args:
+        name: Name of a cluster file in examples/clusters, without .toml.
+        expert: Expert-parallel size.
+    """
     spec = load_spec(examples() / "clusters" / f"{name}.toml")
     site = site_from_spec(spec)
     sizes = Sizes(expert=expert).complete(site.world_size)
@@ -55,7 +60,7 @@ def counts(rng: random.Random, ranks: int, experts: int) -> Counts:
         ranks: Number of ranks.
         experts: Number of experts.
     """
-    skew = rng.choice((0.5, 1, 2, 3))
+    skew = rng.choice((0.5, 1, 2, 3))  # exponent: the larger, the more tokens go to few experts
     preference = rng.choice(
         (0.0, 0.0, 2.0, 10.0)
     )  # further tokens of a rank for its preferred experts
@@ -72,10 +77,11 @@ def counts(rng: random.Random, ranks: int, experts: int) -> Counts:
 
 
 def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
-    """Return the rows of results.
+    """Return the rows of results of a case.
 
     Args:
-        answers: Pairs (placements that were found, seconds of the search).
+        answers: For each random problem, the placements that were found (those of holmes, EPLB and
+            megatron-core) and the seconds of the search.
     """
 
     def placed(answer: Answer, name: str) -> Placed:
@@ -90,27 +96,57 @@ def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
     costs = [answer.best.cost / placed(answer, EPLB).cost for answer, _ in answers]
     return [
         Row.median(
-            case, "tokens by the slowness of their links, placed : EPLB", costs, "x", False, "<= 1"
+            case,
+            "tokens by the slowness of their links, placed : EPLB",
+            costs,
+            unit="x",
+            emulated=False,
+            target="<= 1",
         ),
-        Row.median(case, "tokens across clusters, placed : EPLB", parts(EPLB), "x", False),
-        Row.median(case, "tokens across clusters, placed : identity", parts(IDENTITY), "x", False),
+        Row.median(
+            case, "tokens across clusters, placed : EPLB", parts(EPLB), unit="x", emulated=False
+        ),
+        Row.median(
+            case,
+            "tokens across clusters, placed : identity",
+            parts(IDENTITY),
+            unit="x",
+            emulated=False,
+        ),
         Row.median(
             case,
             "proven within",
             [answer.gap for answer, _ in answers],
-            "of the cost",
-            False,
-            "<= 0.02",
+            unit="of the cost",
+            emulated=False,
+            target="<= 0.02",
         ),
         Row.median(
-            case, "fullest rank : mean", [answer.best.fullest for answer, _ in answers], "x", False
+            case,
+            "fullest rank : mean",
+            [answer.best.fullest for answer, _ in answers],
+            unit="x",
+            emulated=False,
         ),
-        Row.median(case, "seconds", [seconds for _, seconds in answers], "s", False, "<= 10"),
+        Row.median(
+            case,
+            "seconds",
+            [seconds for _, seconds in answers],
+            unit="s",
+            emulated=False,
+            target="<= 10",
+        ),
     ]
 
 
 def measure(case: str, names: list[str], per_rank: tuple[int, ...], count: int) -> list[Row]:
-    """Place experts for `count` random problems, and return the rows of results."""
+    """Place experts for `count` random problems, and return the rows of results.
+
+    Args:
+        case: Name of the case in the results.
+        names: Cluster files to choose from, keys of SITES.
+        per_rank: Numbers of experts on a rank to choose from.
+    """
     answers = []
     for seed in range(count):
         rng = random.Random(seed)

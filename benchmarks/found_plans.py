@@ -74,10 +74,11 @@ CASES = {
 
 
 def searched(case: Case, folder: Path) -> dict:
-    """Run `holmes plan --json`, and return what it prints.
+    """Run `holmes plan --json` for a case, and return the document that it prints.
 
     Args:
-        folder: The plan is written there, as plan.json.
+        case: The model, the global batch and the clusters.
+        folder: For the input files, and for the plan, which is written to plan.json.
     """
     cluster = folder / "cluster.toml"
     model = folder / "model.toml"
@@ -166,7 +167,11 @@ def command_of(case: Case, result: dict, folder: Path) -> tuple[list[str], tuple
 
 
 def rows_of(name: str, case: Case) -> list[Row]:
-    """Search a plan, start the job with it, and return predicted and measured steps."""
+    """Search a plan, start the job with it, and return rows with predicted and measured steps.
+
+    Args:
+        name: Name of the case in the results.
+    """
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         result = searched(case, folder)
@@ -179,7 +184,7 @@ def rows_of(name: str, case: Case) -> list[Row]:
             case.engine
         ]
         accelerator = {"flops": case.flops, "classes": [classes[0]], "layout": classes[1]}
-        variant = Variant(name, spec, interleave(spec), flags)
+        variant = Variant(name, spec, interleave(spec), flags=flags)
         series = compare(
             [variant],
             command,
@@ -192,19 +197,28 @@ def rows_of(name: str, case: Case) -> list[Row]:
     steps, predicted = series.steps[0], result["candidates"][0]["step_seconds"]
     error = predicted / series.median - 1
     return [
-        Row.median(name, "measured step", steps, "s", True),
-        Row.of(name, "predicted step", predicted, "s", (predicted, predicted), True),
-        Row.of(name, "error", error, "of the measured", (error, error), True),
+        Row.median(name, "measured step", steps, unit="s", emulated=True),
+        Row.of(
+            name,
+            "predicted step",
+            predicted,
+            unit="s",
+            spread=(predicted, predicted),
+            emulated=True,
+        ),
+        Row.of(name, "error", error, unit="of the measured", spread=(error, error), emulated=True),
         Row.of(
             name,
             "error without its sign",
             abs(error),
-            "of the measured",
-            (abs(error),) * 2,
-            True,
-            "<= 0.1",
+            unit="of the measured",
+            spread=(abs(error),) * 2,
+            emulated=True,
+            target="<= 0.1",
         ),
-        Row.of(name, "stages", best["pipeline"], "", (best["pipeline"],) * 2, True),
+        Row.of(
+            name, "stages", best["pipeline"], unit="", spread=(best["pipeline"],) * 2, emulated=True
+        ),
     ]
 
 

@@ -87,31 +87,44 @@ def build() -> list[Row]:
             "build",
             "cold, NCCL's numbers tried",
             [seconds[0]],
-            "s",
-            False,
-            "<= 420",
-            busy[0] if others > 0.1 else None,
+            unit="s",
+            emulated=False,
+            target="<= 420",
+            busy=busy[0] if others > 0.1 else None,
         ),
         Row.median(
-            "build", "cold, CPU time (two cores have 840 s)", [cpu[0]], "s", False, "<= 840"
+            "build",
+            "cold, CPU time (two cores have 840 s)",
+            [cpu[0]],
+            unit="s",
+            emulated=False,
+            target="<= 840",
         ),
-        Row.median("build", "from the cache: the command", [seconds[1]], "s", False),
-        Row.median("build", "from the cache: finding it", [finding_s], "s", False, "<= 1"),
+        Row.median("build", "from the cache: the command", [seconds[1]], unit="s", emulated=False),
+        Row.median(
+            "build",
+            "from the cache: finding it",
+            [finding_s],
+            unit="s",
+            emulated=False,
+            target="<= 1",
+        ),
     ]
 
 
 def rank() -> list[Row]:
     """Measure the largest resident memory of a rank."""
     with Lab(THREE) as lab:
-        peaks = [line["peak_mb"] for line in all_reduces(lab, 2, "IB", order=("a0", "a1"))[0]]
+        printed, _ = all_reduces(lab, 2, "IB", order=("a0", "a1"))
+        peaks = [line["peak_mb"] for line in printed]
     return [
         Row.median(
             "rank",
             "peak of its resident memory",
             [peak / 1e3 for peak in peaks],
-            "GB",
-            False,
-            "<= 0.8",
+            unit="GB",
+            emulated=False,
+            target="<= 0.8",
         )
     ]
 
@@ -126,11 +139,24 @@ def operator() -> list[Row]:
         costs = json.loads(result.stdout[0])
     more, more_cpu = (gpu - cpu for gpu, cpu in zip(costs["gpu"], costs["cpu"]))
     return [
-        Row.median("operator", "on the CPU", [costs["cpu"][0]], "us", False),
+        Row.median("operator", "on the CPU", [costs["cpu"][0]], unit="us", emulated=False),
         Row.median(
-            "operator", "more on an emulated GPU", [more], "us", False, "<= 10", result.busy
+            "operator",
+            "more on an emulated GPU",
+            [more],
+            unit="us",
+            emulated=False,
+            target="<= 10",
+            busy=result.busy,
         ),
-        Row.median("operator", "more, CPU time of all threads", [more_cpu], "us", False, "<= 10"),
+        Row.median(
+            "operator",
+            "more, CPU time of all threads",
+            [more_cpu],
+            unit="us",
+            emulated=False,
+            target="<= 10",
+        ),
     ]
 
 
@@ -141,19 +167,30 @@ def nic_bytes() -> list[Row]:
     with Lab(THREE) as lab:
         for network, used in (("Socket", "eth0"), ("IB", "ib0")):
             tell(f"bytes, {network}")
+            # Bytes of ROUNDS and of twice as many all-reduces. The difference has no start-up in it.
             few, many = (all_reduces(lab, count * ROUNDS, network)[1] for count in (1, 2))
             sent = {
                 nic: [many[node][nic] - few[node][nic] for node in many] for nic in ("eth0", "ib0")
             }
             other = "ib0" if used == "eth0" else "eth0"
-            off = max(abs(size / theory - 1) for size in sent[used])
-            beside = max(map(abs, sent[other])) / theory
+            error = max(abs(size / theory - 1) for size in sent[used])
+            beside = max(map(abs, sent[other])) / theory  # bytes that took the wrong network
             rows += [
                 Row.median(
-                    "bytes", f"{network}: off a ring's theory", [off], "of it", False, "<= 0.02"
+                    "bytes",
+                    f"{network}: off a ring's theory",
+                    [error],
+                    unit="of it",
+                    emulated=False,
+                    target="<= 0.02",
                 ),
                 Row.median(
-                    "bytes", f"{network}: on the other NIC", [beside], "of it", False, "<= 0.001"
+                    "bytes",
+                    f"{network}: on the other NIC",
+                    [beside],
+                    unit="of it",
+                    emulated=False,
+                    target="<= 0.001",
                 ),
             ]
     return rows
@@ -186,7 +223,10 @@ def all_reduces(
 
 
 def losses() -> list[Row]:
-    """Compare the losses of training commands on emulated GPUs and on CPUs."""
+    """Compare the losses of training commands on emulated GPUs and on CPUs.
+
+    The training commands are those of integration_tests/gpu/commands.py.
+    """
     from integration_tests.gpu import commands
 
     rows = []
@@ -196,10 +236,20 @@ def losses() -> list[Row]:
             gpu, cpu = (
                 command.losses(lab, "a0,b0,a1,b1", gpus) for gpus in (emulated_gpus(), None)
             )
+            # The training has made steps, and the loss has fallen.
             assert len(gpu) == len(cpu) > 1 and gpu[-1] < gpu[0], (command.name, gpu, cpu)
             difference = max(abs(a - b) for a, b in zip(gpu, cpu))
             tell(f"  {difference:.2g}")
-            rows.append(Row.median("losses", command.name, [difference], "nats", False, "<= 1e-6"))
+            rows.append(
+                Row.median(
+                    "losses",
+                    command.name,
+                    [difference],
+                    unit="nats",
+                    emulated=False,
+                    target="<= 1e-6",
+                )
+            )
     return rows
 
 

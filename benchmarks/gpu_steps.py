@@ -107,7 +107,7 @@ def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
         replace(variant, env={**variant.env, **LESS_MEMORY})
         for variant in (
             Variant("stock", spec, order),
-            Variant("holmes", spec, order, holmes),
+            Variant("holmes", spec, order, flags=holmes),
             all_rdma(spec),
         )
     ]
@@ -116,7 +116,13 @@ def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
 def example(
     name: str, variants: Sequence[Variant], repetitions: int, steps: int
 ) -> dict[str, Series]:
-    """Run an example script in each variant, and return the measurements by variant."""
+    """Run an example script in each variant, and return the measurements by variant.
+
+    Args:
+        name: A key of SCRIPTS.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run, of which the first SKIP are not measured.
+    """
     folder, stages, preload = SCRIPTS[name]
     script = [str(examples() / folder / "train.py"), *MODEL, stages, str(STAGES)]
     return compare(
@@ -173,14 +179,22 @@ def command_of(name: str, folder: Path, source: Path, batch: int, steps: int) ->
 def pretrain_gpt(
     name: str, variants: Sequence[Variant], folder: Path, source: Path, repetitions: int, steps: int
 ) -> dict[str, Series]:
-    """Run pretrain_gpt.py in each variant, and return step times and losses from the script's log."""
-    command = command_of(
-        name, folder, source, MICRO_BATCHES * len(variants[0].order) // STAGES, steps
-    )
+    """Run pretrain_gpt.py in each variant, and return step times and losses from the script's log.
+
+    Args:
+        name: "Megatron-LM" or "Megatron-DeepSpeed".
+        folder: For the files of the runs.
+        source: The checkout with the script.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
+    """
+    replicas = len(variants[0].order) // STAGES  # data-parallel; one GPU on each node
+    command = command_of(name, folder, source, batch=MICRO_BATCHES * replicas, steps=steps)
     by_variant = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
-        labs = {variant.spec.digest: variant.spec for variant in variants}
-        labs = {digest: stack.enter_context(tuned(spec)) for digest, spec in labs.items()}
+        # Variants on equal clusters (with the same hash of their description) share a lab.
+        specs = {variant.spec.digest: variant.spec for variant in variants}
+        labs = {digest: stack.enter_context(tuned(spec)) for digest, spec in specs.items()}
         for _ in range(repetitions):
             for variant in variants:
                 tell(f"{name}: {variant.name}")
@@ -217,8 +231,17 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
         block_s: Seconds of software for the forward or the backward pass of a block.
     """
     site = site_from_spec(all_rdma(spec).spec if variant == "all-RDMA" else spec)
+    # Without holmes, all groups use the single network that all nodes share (`only`).
     order, only = interleave(spec), stock_fabric(site)
-    model = Model(LAYERS, HIDDEN, 4, SEQUENCE, 256, micro_batches=MICRO_BATCHES, activation_width=4)
+    model = Model(
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=4,
+        sequence=SEQUENCE,
+        vocabulary=256,
+        micro_batches=MICRO_BATCHES,
+        activation_width=4,
+    )
     execution = Execution(TRAITS[ENGINES[name]], block_s=block_s, cores=CORES)
     if variant == "holmes":
         launched = replace(site, nodes=tuple(site.node_by_name[node] for node in order))
@@ -235,7 +258,12 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
         order, only = plan.nodes, None
     elif variant == "all-RDMA":
         order = tuple(node.name for node in site.nodes)
-    costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops_of(name)), LAYERS, STAGES, MICRO_BATCHES)
+    costs = even_costs(
+        forward_s(HIDDEN, SEQUENCE, flops_of(name)),
+        layers=LAYERS,
+        stages=STAGES,
+        micro_batches=MICRO_BATCHES,
+    )
     return simulate(
         site,
         order,
@@ -266,18 +294,36 @@ def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
 
 
 def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Row]:
-    """Return the rows of results of a case."""
+    """Return the rows of results of a case.
+
+    Args:
+        by_variant: Measurements of "stock", "holmes" and "all-RDMA".
+    """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
-    difference, main = max_loss_difference(stock, ours), name == "Megatron-LM"
+    difference = max_loss_difference(stock, ours)
+    main = name == "Megatron-LM"  # has other targets, and no prediction
     rows = [
-        ratio_row(name, "holmes : stock", stock, ours, ">= 1.6" if main else ">= 1.67"),
-        ratio_row(name, "holmes : all-RDMA", bound, ours, "" if main else ">= 0.97"),
-        Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-5"),
+        ratio_row(name, "holmes : stock", stock, ours, target=">= 1.6" if main else ">= 1.67"),
+        ratio_row(name, "holmes : all-RDMA", bound, ours, target="" if main else ">= 0.97"),
+        Row.median(
+            name,
+            "largest loss difference",
+            [difference],
+            unit="nats",
+            emulated=False,
+            target="<= 1e-5",
+        ),
     ]
     if not main:
         rows += predictions(name, spec, by_variant)
     rows += [
-        Row.median(name, f"share of the cores used, {series.name}", [series.busy], "of them", False)
+        Row.median(
+            name,
+            f"share of the cores used, {series.name}",
+            [series.busy],
+            unit="of them",
+            emulated=False,
+        )
         for series in by_variant.values()
     ]
     return [*rows, *step_rows(name, by_variant)]
@@ -287,23 +333,31 @@ def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> lis
     """Return rows with the predicted steps of stock and holmes, and their errors.
 
     The seconds of software for a block are fitted to the measured step of all-RDMA.
+
+    Args:
+        name: The case.
+        by_variant: Measurements of "stock", "holmes" and "all-RDMA".
     """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
     block_s = fitted(name, spec, bound.median)
-    rows = [Row.median(name, "software of a block (fitted to all-RDMA)", [block_s], "s", True)]
+    rows = [
+        Row.median(
+            name, "software of a block (fitted to all-RDMA)", [block_s], unit="s", emulated=True
+        )
+    ]
     for series in (stock, ours):
         seconds = predicted(name, spec, series.name, block_s)
         error = seconds / series.median - 1
         rows += [
-            Row.median(name, f"predicted step {series.name}", [seconds], "s", True),
+            Row.median(name, f"predicted step {series.name}", [seconds], unit="s", emulated=True),
             Row.median(
                 name,
                 f"error of the prediction, {series.name}",
                 [abs(error)],
-                "of the measured",
-                True,
-                "<= 0.05",
-                max(series.busy, bound.busy),
+                unit="of the measured",
+                emulated=True,
+                target="<= 0.05",
+                busy=max(series.busy, bound.busy),
             ),
         ]
     return rows

@@ -91,17 +91,21 @@ class Row:
         target: str = "",
         busy: float | None = None,
     ) -> Row:
-        """Return a row with the median of several runs, and with the smallest and largest value."""
+        """Return a row with the median of several runs, and with the smallest and largest value.
+
+        The other arguments are those of of().
+
+        Args:
+            values: Value of each run.
+        """
         spread = min(values), max(values)
         return cls.of(case, metric, statistics.median(values), unit, spread, emulated, target, busy)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row in the form of the results file."""
         fields_of_row = asdict(self)
-        document = {
-            "scene": fields_of_row.pop("case"),
-            **fields_of_row,
-        }  # the file's key for the case
+        case = fields_of_row.pop("case")
+        document = {"scene": case, **fields_of_row}  # "scene" is the file's key for the case
         if not self.target:
             del document["target"]
             del document["met"]
@@ -113,12 +117,16 @@ class Row:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Row:
-        """Return the row that the results file has in this form."""
-        document = {**document, "case": document["scene"]}  # the file's key for the case
-        known = {
+        """Return the row of one entry of a results file, which to_dict() has written.
+
+        Keys that are no fields, such as "note", are ignored.
+        """
+        document = {**document, "case": document["scene"]}  # "scene" is the file's key for the case
+        values = {
             field.name: document[field.name] for field in fields(cls) if field.name in document
         }
-        return cls(**{**known, "spread": tuple(document["spread"])})
+        values["spread"] = tuple(document["spread"])  # JSON has a list
+        return cls(**values)
 
     @property
     def bound(self) -> bool:
@@ -182,9 +190,12 @@ def tell(message: str) -> None:
 
 
 def kept(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
-    """Return the rows of a results file, except those of the cases that are measured anew.
+    """Return the rows of an earlier results file that this run keeps.
+
+    Rows of the cases that are measured anew are left out.
 
     Args:
+        path: The results file. If it is None or does not exist, the list is empty.
         names: Cases that are measured anew.
     """
     if path is None or not path.exists():
@@ -249,7 +260,7 @@ class Runs:
 
 
 def write(rows: list[Row], path: Path | None) -> None:
-    """Write the results file with the rows that are known so far.
+    """Write the results file with the rows that are known so far; nothing if `path` is None.
 
     A benchmark of several hours that is interrupted thus leaves its results.
     """
@@ -259,6 +270,7 @@ def write(rows: list[Row], path: Path | None) -> None:
             "versions": versions(),
             "rows": [row.to_dict() for row in rows],
         }
+        # A temporary file is renamed, so that an interruption leaves no half-written results file.
         new = path.with_name(f"{path.name}.new")
         new.write_text(json.dumps(document, indent=1) + "\n")
         new.replace(path)
@@ -275,6 +287,11 @@ def _target_text(row: Row) -> str:
 
 def finish(rows: list[Row], path: Path | None, title: str) -> int:
     """Print the table of results and write the file.
+
+    Args:
+        rows: The results.
+        path: The results file; None writes none.
+        title: Title of the printed table.
 
     Returns:
         The exit status: 1 if a target is not met, else 0.

@@ -98,11 +98,25 @@ uplink = "{self.rate}"
 
 HALF = ("--micro-batches", "1")
 CASES = {
-    "20 Mb/s": Case("20 Mb/s", "min=2,every=16,fragments=4,delay=1,timeout=60", 16, 44, (16, 14)),
-    "20 Mb/s half batch": Case("20 Mb/s", "min=2,timeout=60", 32, 96, (3, 18), HALF, TOKENS // 2),
-    "5.6 Mb/s": Case("5.6 Mb/s", "min=2,timeout=60", 32, 32, (2, 7)),
-    "2 jobs": Case("20 Mb/s", "min=2,timeout=60", 32, 32, jobs=2, flops=FLOPS / 2),
-    "8 jobs": Case("20 Mb/s", "min=8,timeout=60", 32, 32, jobs=8, flops=FLOPS / 2),
+    "20 Mb/s": Case(
+        "20 Mb/s",
+        outer="min=2,every=16,fragments=4,delay=1,timeout=60",
+        skip=16,
+        steps=44,
+        synchronous=(16, 14),
+    ),
+    "20 Mb/s half batch": Case(
+        "20 Mb/s",
+        outer="min=2,timeout=60",
+        skip=32,
+        steps=96,
+        synchronous=(3, 18),
+        batch=HALF,
+        tokens=TOKENS // 2,
+    ),
+    "5.6 Mb/s": Case("5.6 Mb/s", outer="min=2,timeout=60", skip=32, steps=32, synchronous=(2, 7)),
+    "2 jobs": Case("20 Mb/s", outer="min=2,timeout=60", skip=32, steps=32, jobs=2, flops=FLOPS / 2),
+    "8 jobs": Case("20 Mb/s", outer="min=8,timeout=60", skip=32, steps=32, jobs=8, flops=FLOPS / 2),
 }
 RATIO = "joined / apart"
 
@@ -127,7 +141,9 @@ def run(
     for seed, (name, (nodes, flags)) in enumerate(jobs.items(), start=1):
         log = directory / f"{name}.jsonl"
         words = [*case.batch, *flags]
-        job = start(lab, name, nodes, words, skip + steps, seed, log, case.flops)
+        job = start(
+            lab, name, nodes, flags=words, steps=skip + steps, seed=seed, log=log, flops=case.flops
+        )
         running.append((len(nodes), job))
     total = 0.0
     for ranks, job in running:
@@ -139,6 +155,11 @@ def run(
 
 def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
     """Measure a case in turn with separate jobs, joined jobs and a single synchronous job.
+
+    Args:
+        name: A key of CASES.
+        file: The cluster file of the case.
+        runs: Results of earlier runs.
 
     Returns:
         No rows if no time is left for a run.
@@ -175,18 +196,24 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
     if not all(rates.values()):
         return []
     rows = [
-        Row.median(case.name, f"tokens/s, {mode}", values, "token/s", True)
+        Row.median(case.name, f"tokens/s, {mode}", values, unit="token/s", emulated=True)
         for mode, values in rates.items()
     ]
     for other, target in (("apart", ">= 0.97"), ("synchronous", ">= 5")):
         if other in rates:
             ratios = [a / b for a, b in zip(rates["joined"], rates[other])]
-            rows.append(Row.median(case.name, f"joined / {other}", ratios, "", True, target))
+            rows.append(
+                Row.median(
+                    case.name, f"joined / {other}", ratios, unit="", emulated=True, target=target
+                )
+            )
     return rows
 
 
 def eight_as_two(rows: list[Row]) -> list[Row]:
     """Return a row that compares what joining costs eight jobs with what it costs two.
+
+    The value is the ratio of "joined / apart" of eight jobs to that of two jobs.
 
     Args:
         rows: All rows. The result is empty if the cases "2 jobs" and "8 jobs" are not among them.
@@ -196,7 +223,17 @@ def eight_as_two(rows: list[Row]) -> list[Row]:
     if not (two and eight):
         return []
     metric, value = f"{RATIO}, beside 2 jobs'", eight / two
-    return [Row.of(CASES["8 jobs"].name, metric, value, "", (value, value), True, ">= 0.97")]
+    return [
+        Row.of(
+            CASES["8 jobs"].name,
+            metric,
+            value,
+            unit="",
+            spread=(value, value),
+            emulated=True,
+            target=">= 0.97",
+        )
+    ]
 
 
 def main() -> int:

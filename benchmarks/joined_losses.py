@@ -92,19 +92,27 @@ class Copy:
     """One job. The weights of its model are views of a flat tensor, which the optimizer updates in place."""
 
     def __init__(self, case: str, seed: int, steps: int):
+        """Make a model with random weights, its optimizer and its learning-rate schedule.
+
+        Args:
+            case: A key of CASES, which names the size and the learning rate.
+            seed: Seed of the weights.
+            steps: Training steps, over which a cosine lowers the learning rate to a tenth.
+        """
         torch.manual_seed(seed)
-        *size, lr = CASES[case]
+        *size, lr = CASES[case]  # layers, hidden size, heads; learning rate
         self.model = GPT(*size, SEQUENCE)
         self.flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
-        place = 0
+        offset = 0
         for p in self.model.parameters():
-            p.data = self.flat[place : place + p.numel()].view_as(p)
-            place += p.numel()
+            p.data = self.flat[offset : offset + p.numel()].view_as(p)
+            offset += p.numel()
         self.inner = torch.optim.AdamW(
             self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.inner,
+            # 50 steps of warm-up, and a cosine from 1 to 0.1
             lambda k: (
                 min(1, (k + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * min(k, steps) / steps))
             ),
@@ -124,9 +132,18 @@ class Copy:
 
 
 class OuterLoop:
-    """Outer steps of all jobs in one place: the work of the ranks of all jobs and of the coordinator."""
+    """Outer steps of all jobs in one process: the work of the ranks of all jobs and of the coordinator.
+
+    The weights are divided into fragments (ranges of the flat tensor), whose outer steps take turns.
+    """
 
     def __init__(self, settings: OuterSettings, copies: list[Copy]):
+        """Allocate the state of the outer optimizer.
+
+        Args:
+            settings: The algorithm, its learning rate and momentum, and the number of fragments.
+            copies: The jobs.
+        """
         self.copies, self.algorithm = copies, settings.outer_algorithm()
         self.period, self.in_period = settings.period, 0
         tensors = [
@@ -134,15 +151,23 @@ class OuterLoop:
             for name, p in copies[0].model.named_parameters()
         ]
         row = Weights("all", tensors, [Part(0, copies[0].flat)])
+        # Some algorithms (Muon) treat whole matrices, so no fragment may begin inside of one.
         matrices = row.matrices if self.algorithm.of_matrices else []
         cuts = fragment_cuts(
-            row.total, settings.fragments, [(one.start, one.stop) for one in matrices]
+            row.total, settings.fragments, [(matrix.start, matrix.stop) for matrix in matrices]
         )
-        self.ranges = [slice(*pair) for pair in pairwise(cuts)]
-        self.matrices = [
-            Matrices([replace(one, start=one.start - a) for one in matrices if a <= one.start < b])
-            for a, b in pairwise(cuts)
+        self.ranges = [slice(*pair) for pair in pairwise(cuts)]  # of each fragment
+        self.matrices = [  # of each fragment, with positions from its start
+            Matrices(
+                [
+                    replace(matrix, start=matrix.start - begin)
+                    for matrix in matrices
+                    if begin <= matrix.start < end
+                ]
+            )
+            for begin, end in pairwise(cuts)
         ]
+        # Weights of each fragment after its last outer step.
         self.anchors = [copies[0].flat[part].clone() for part in self.ranges]
         kept_as = residual_dtype(settings)
         kind = torch.bfloat16 if kept_as == torch.bfloat16 else torch.float32
@@ -158,15 +183,22 @@ class OuterLoop:
             ]
             for _ in copies
         ]
+        # Fragment -> (mean pseudo-gradient, weights of each job when it was captured).
         self.captured: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self.in_flight: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self.round = 0
 
     def after_step(self) -> None:
+        """Count a training step, and let the algorithm do what is due after it."""
         self.in_period += 1
         self.algorithm.after_step(self)
 
     def capture(self) -> int:
+        """Compute the mean pseudo-gradient of the next fragment, and return the fragment's number.
+
+        A pseudo-gradient is the difference of the weights since the last outer step. It passes the codec,
+        as if it were sent.
+        """
         fragment = self.round % len(self.ranges)
         self.round += 1
         sent = [copy.flat[self.ranges[fragment]].clone() for copy in self.copies]
@@ -195,7 +227,7 @@ class OuterLoop:
         """
         momentum = self.momenta[fragment]
         anchor = self.anchors[fragment]
-        sent = None
+        sent = None  # weights of each job when its pseudo-gradient was captured
         if fragment in self.in_flight:
             gradient, sent = self.in_flight.pop(fragment)
             before = float(momentum.float().square().sum()) if momentum is not None else 0.0
@@ -210,7 +242,12 @@ class OuterLoop:
             local.copy_(self.algorithm.mixed(local, then, anchor))
 
     def cross(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return a pseudo-gradient as the receiver decodes it, and keep the rounding error."""
+        """Return a pseudo-gradient as the receiver decodes it, and keep the rounding error.
+
+        Args:
+            residual: Rounding error of the last transfer, which is added before encoding and replaced by
+                the new error. None if the codec keeps none.
+        """
         wide = residual.float() if residual is not None else None
         decoded = self.codec.decode(self.codec.encode(gradient, wide), gradient)
         if residual is not None:
@@ -219,7 +256,13 @@ class OuterLoop:
 
 
 def batch(text: torch.Tensor, seed: int, number: int) -> torch.Tensor:
-    """Return the training sequences of one step."""
+    """Return the training sequences of one step: ROWS random excerpts of SEQUENCE + 1 bytes.
+
+    Args:
+        text: The training text, as bytes.
+        seed: Seed of the training.
+        number: Number of the batch. The same seed and number give the same batch.
+    """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     starts = torch.randint(len(text) - SEQUENCE - 1, (ROWS,), generator=generator)
     return torch.stack([text[start : start + SEQUENCE + 1] for start in starts]).long()
@@ -227,6 +270,7 @@ def batch(text: torch.Tensor, seed: int, number: int) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, text: torch.Tensor) -> float:
+    """Return the mean loss of a model on a text, in nats for each byte."""
     rows = text[: (len(text) - 1) // SEQUENCE * SEQUENCE + 1]
     inputs, labels = rows[:-1].view(-1, SEQUENCE).long(), rows[1:].view(-1, SEQUENCE).long()
     pairs = zip(inputs.split(64), labels.split(64))
@@ -291,10 +335,10 @@ def differences(rows: list[Row]) -> list[Row]:
                     case,
                     f"{way} - {less}",
                     value,
-                    "nats",
-                    (value, value),
-                    False,
-                    f"{sign} {limit:.3f}",
+                    unit="nats",
+                    spread=(value, value),
+                    emulated=False,
+                    target=f"{sign} {limit:.3f}",
                 )
             )
     return compared
@@ -353,7 +397,14 @@ def main() -> int:
                 losses.append(values)
             for name, values in zip(MEASURED, zip(*losses)):
                 spread, metric = (min(values), max(values)), f"{name}, {way}"
-                row = Row.of(case + beside, metric, statistics.fmean(values), "nats", spread, False)
+                row = Row.of(
+                    case + beside,
+                    metric,
+                    statistics.fmean(values),
+                    unit="nats",
+                    spread=spread,
+                    emulated=False,
+                )
                 rows[row.case, metric] = row
             write([*rows.values()], args.json)
     title = f"{args.jobs} joined jobs of batch {ROWS}, {args.steps} steps, {args.seeds} seeds"

@@ -72,19 +72,24 @@ def _reduction(case: str, file: str, repetitions: int, target: str) -> list[Row]
         path = examples() / "clusters" / f"{file}.toml"
     spec = load_spec(path)
     rows = []
-    ways = {FLAT: {}, TODAY: {"clusters": True}, PLANNED: _planned(spec)}
+    ways = {FLAT: {}, TODAY: {"clusters": True}, PLANNED: _planned_reduction(spec)}
     with tuned(spec) as lab:
-        seconds = _sums(lab, spec, ways, repetitions)
+        seconds = _time_all_reduces(lab, spec, ways, repetitions)
     for name, values in seconds.items():
-        rows.append(Row.median(case, f"10 MiB, {name}", values, "s", True))
+        rows.append(Row.median(case, f"10 MiB, {name}", values, unit="s", emulated=True))
     for name, wanted in ((TODAY, target), (FLAT, "")):
         ratios = [a / b for a, b in zip(seconds[name], seconds[PLANNED])]
-        rows.append(Row.median(case, f"{name} / {PLANNED}", ratios, "x", True, wanted))
+        rows.append(
+            Row.median(case, f"{name} / {PLANNED}", ratios, unit="x", emulated=True, target=wanted)
+        )
     return rows
 
 
-def _planned(spec: SiteSpec) -> dict[str, Any]:
-    """Return how the plan reduces 10 MiB over all nodes, as JSON for rank(); {} for a flat ring."""
+def _planned_reduction(spec: SiteSpec) -> dict[str, Any]:
+    """Return how the plan reduces 10 MiB over all nodes, as the argument `way` of rank().
+
+    An empty mapping stands for a flat ring.
+    """
     plan = build_plan(site_from_spec(spec), Sizes(pipeline=1), Workload(gradient_bytes=BYTES))
     planned = plan.traffic_of(SOCKETS).reductions[0]
     tell(f"the plan: {planned}")
@@ -94,7 +99,7 @@ def _planned(spec: SiteSpec) -> dict[str, Any]:
     return {"clusters": True, "chunk_bytes": planned.chunk_bytes, "across": across}
 
 
-def _sums(
+def _time_all_reduces(
     lab: Lab, spec: SiteSpec, ways: dict[str, dict[str, Any]], repetitions: int
 ) -> dict[str, list[float]]:
     """Run each way to sum in every repetition, in changing order, and return the seconds by way.
@@ -143,7 +148,12 @@ def placement(repetitions: int) -> list[Row]:
             seconds.append(time.perf_counter() - begin)
         rows.append(
             Row.median(
-                "placement", f"eight cities, 64 GPUs, {stages} stages", seconds, "s", False, "<= 1"
+                "placement",
+                f"eight cities, 64 GPUs, {stages} stages",
+                seconds,
+                unit="s",
+                emulated=False,
+                target="<= 1",
             )
         )
     return rows
@@ -169,6 +179,7 @@ def join_group(hierarchical: bool) -> None:
     original = dist.new_group
 
     def new_group(ranks: list[int], **options: Any) -> Any:
+        """Make a group whose gloo sockets use the fast NIC, unless it has all ranks."""
         os.environ["GLOO_SOCKET_IFNAME"] = fast if len(ranks) < dist.get_world_size() else "eth0"
         return original(ranks, **options)
 

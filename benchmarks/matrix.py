@@ -286,27 +286,29 @@ def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
     megatron-core imports its shim on CPUs, because it needs one there. Other frameworks are imported
     before it: torch's compiler, for example, looks for Triton if the shim reports CUDA.
     """
+    # Framework -> module that imports all that holmes patches.
     others = {"deepspeed": "deepspeed.runtime.pipe.engine", "transformers": "transformers.trainer"}
     first = "".join(f"import {module}; " for name, module in others.items() if name in row.features)
     shim = f"{first}import megatron_cpu_shim; " if "megatron-core" in row.features else ""
     path = "import sys; sys.path.append('examples/megatron_core/on_cpu'); "
     code = f"{path}{shim}from holmes_ext.cli.main import main; main()"
     done = run(row, python, "-c", code, *words, "--check", "--json")
-    _, brace, rest = done.stdout.partition(
-        "{"
-    )  # behind what frameworks print when they are imported
+    # The JSON follows what frameworks print when they are imported.
+    _, brace, rest = done.stdout.partition("{")
     assert brace, done.stderr
     return json.loads(brace + rest)
 
 
 def check(row: Row, python: Path, record: dict[str, Any]) -> list[Figure]:
-    """Count the features that are on and off with the versions of a row, and return the results.
+    """Count the features of holmes that are on and off with the versions of a row.
 
     A further number is that of the features which are off and for which `holmes doctor` does not name a
     remedy.
 
     Args:
-        record: Gets the reasons of the features that are off, under the key "off".
+        row: The combination of versions.
+        python: The interpreter of its environment.
+        record: Gets feature -> reason for the features that are off, under the key "off".
     """
     fits = [
         fit
@@ -339,9 +341,14 @@ def check(row: Row, python: Path, record: dict[str, Any]) -> list[Figure]:
 def tests(
     row: Row, python: Path, files: tuple[str, ...], on: str = "", **more: str
 ) -> list[Figure]:
-    """Run the tests of a row, and return the results.
+    """Run the tests of a row (a combination of versions), and return the numbers that pass and fail.
+
+    If no test passes, this counts as a failure.
 
     Args:
+        row: The combination of versions.
+        python: The interpreter of its environment.
+        files: Files and options of pytest.
         on: Text for the name of the metric, such as " on NCCL".
         more: Further environment variables.
     """
@@ -366,6 +373,7 @@ def tests(
     last = (done.stdout.strip().splitlines() or [done.stderr[-500:]])[-1]
     tell(f"{row.name}: {last}{on} ({log.name})")
     count = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", last)}
+    # `count`: numbers of the tests that passed, failed and ended with an error, from pytest's last line.
     bad = count.get("failed", 0) + count.get("error", 0)
     for line in re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE):
         tell(f"{row.name}: {line}")
@@ -379,6 +387,9 @@ def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
     """Measure the training jobs of a row in the lab, and return the results.
 
     Args:
+        row: The combination of versions.
+        python: The interpreter of its environment.
+        repetitions: Runs of each variant.
         cases: Names of jobs, separated by commas; "": all jobs of the row.
     """
     figures = []
@@ -399,11 +410,11 @@ def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
                 row.name,
                 f"{case}, holmes : stock",
                 ratio,
-                "x",
-                spread,
-                True,
-                target,
-                seconds["busy"],
+                unit="x",
+                spread=spread,
+                emulated=True,
+                target=target,
+                busy=seconds["busy"],
             )
         )
         # Buckets of another size let a ring of four add in another order, and the log has seven digits.
@@ -416,11 +427,18 @@ def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
 
 
 def figure(row: Row, metric: str, value: float, unit: str, target: str = "") -> Figure:
-    return Figure.of(row.name, metric, value, unit, (value, value), False, target)
+    """Return one result of a combination of versions, for the results file."""
+    return Figure.of(
+        row.name, metric, value, unit=unit, spread=(value, value), emulated=False, target=target
+    )
 
 
 def next_versions(pip: list[str], slim: bool) -> int:
     """Install the newest version of everything, and print what fails.
+
+    Args:
+        pip: Further arguments of pip for the installation of torch.
+        slim: Whether torch is installed without CUDA's libraries.
 
     Returns:
         The exit status: 1 if something fails, else 0.

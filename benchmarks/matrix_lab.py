@@ -2,7 +2,7 @@
 
     python benchmarks/matrix_lab.py SCENE --repetitions 3
 
-SCENE names the job, one of matrix_rows.SCENES. The last line that is printed is JSON:
+SCENE names the job, one of matrix_rows.CASES. The last line that is printed is JSON:
 
     stock, holmes    the median seconds of a training step, for each repetition
     difference       the largest difference between the losses of the two
@@ -39,13 +39,18 @@ STEPS, SKIP = 12, 3
 
 
 def variants(clusters: str, *flags: str) -> list[Variant]:
-    """Return two variants, stock and holmes, on nodes of the clusters in turn."""
+    """Return the variants "stock" and "holmes" of a job, with nodes of both clusters in turn.
+
+    Args:
+        clusters: Name of a cluster file in examples/clusters.
+        flags: Further flags of the script in the variant "holmes".
+    """
     file = examples() / "clusters" / clusters
     spec = load_spec(file)
     ours = ("--holmes", "--holmes-cluster", str(file), *flags)
     return [
         Variant("stock", spec, interleave(spec)),
-        Variant("holmes", spec, interleave(spec), ours),
+        Variant("holmes", spec, interleave(spec), flags=ours),
     ]
 
 
@@ -58,7 +63,16 @@ def run(
     preload: Sequence[str],
     **accelerator: str,
 ) -> dict[str, Series]:
-    """Run the variants of a script in the lab, and return their measurements."""
+    """Run the variants of a script in the lab, and return their measurements.
+
+    Args:
+        compared: The variants.
+        script: The training script and its arguments.
+        classes: Name of the class of transformer layers, which sleep as long as a GPU would compute.
+        flops: FLOP/s of an emulated GPU.
+        preload: Modules that are imported once for all ranks.
+        accelerator: Further settings of the emulated GPU.
+    """
     return compare(
         compared,
         [*map(str, script)],
@@ -71,14 +85,15 @@ def run(
 
 
 def deepspeed(repetitions: int) -> dict[str, Series]:
+    """Train with DeepSpeed's pipeline engine, without and with holmes."""
     case = replace(two_clusters.CASES[0], micro_batches=int(BATCH))
     return run(
         variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"),
         two_clusters.script(case),
-        "Block",
-        case.flops,
-        repetitions,
-        ("torch", "deepspeed"),
+        classes="Block",
+        flops=case.flops,
+        repetitions=repetitions,
+        preload=("torch", "deepspeed"),
     )
 
 
@@ -99,34 +114,36 @@ def megatron_core(repetitions: int) -> dict[str, Series]:
     return run(
         variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"),
         script,
-        "TransformerLayer",
-        5e9,
-        repetitions,
-        megatron_two_clusters.PRELOAD,
+        classes="TransformerLayer",
+        flops=5e9,
+        repetitions=repetitions,
+        preload=megatron_two_clusters.PRELOAD,
         layout="sbh",
     )
 
 
 def trainer(repetitions: int) -> dict[str, Series]:
+    """Train with the Trainer of transformers, without and with holmes."""
     script = [stacks.JOB, *stacks.MODEL, "--stack", "trainer"]
     return run(
         variants("two_clusters_8.toml"),
         script,
-        "GPT2Block",
-        stacks.DDP_FLOPS,
-        repetitions,
-        ("torch", "transformers.trainer"),
+        classes="GPT2Block",
+        flops=stacks.DDP_FLOPS,
+        repetitions=repetitions,
+        preload=("torch", "transformers.trainer"),
     )
 
 
 def fsdp2(repetitions: int) -> dict[str, Series]:
+    """Train with FSDP2, without holmes and with weights that holmes shards inside clusters only."""
     return run(
         variants("two_clusters_8.toml", "--holmes-fsdp", "hybrid"),
         [stacks.FSDP2, *stacks.MODEL],
-        "Block",
-        stacks.FSDP_FLOPS,
-        repetitions,
-        ("torch",),
+        classes="Block",
+        flops=stacks.FSDP_FLOPS,
+        repetitions=repetitions,
+        preload=("torch",),
     )
 
 

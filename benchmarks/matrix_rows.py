@@ -35,7 +35,7 @@ class Row:
     features: tuple[str, ...] = ("torch",)  # packages; the features of holmes for them are counted
     tests: tuple[str, ...] = ()  # files and options of pytest
     few: tuple[str, ...] = ()  # the same for `make old-versions`: some tests that take minutes
-    lab: tuple[str, ...] = ()  # names from SCENES
+    lab: tuple[str, ...] = ()  # names from CASES
     nccl: tuple[
         str, ...
     ] = ()  # tests over NCCL on emulated GPUs, which emulate the runtime of CUDA 13

@@ -39,10 +39,15 @@ COLUMNS = (
 
 
 def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
-    """Return a table in Markdown, with a line for each row that has results.
+    """Return a table in Markdown, with a line for each combination of versions that has results.
 
-    Columns without any entry are left out. The date is that of the oldest result. A table "few" has only
-    the names.
+    Columns without any entry are left out. The date is that of the oldest result.
+
+    Args:
+        kind: The table: "pair", "torch", "deepspeed" or "megatron" (see matrix_rows.py). Or "few": the
+            combinations in FEW, without their packages.
+        figures: All results.
+        about: Combination -> {"parts": part -> date, "off": feature -> reason}.
     """
     of_row: dict[str, dict[str, Figure]] = {}
     for figure in figures:
@@ -72,7 +77,11 @@ def _name(row: Row) -> str:
 
 
 def _cells(figures: dict[str, Figure]) -> list[str]:
-    """Return the cells of one line of the table."""
+    """Return the cells of one line of the table, without its name and date.
+
+    Args:
+        figures: Metric -> result, of one combination of versions.
+    """
 
     def number(metric: str) -> str:
         """Return the value of a metric as text, or "-" if it was not measured."""
@@ -101,7 +110,11 @@ def _cells(figures: dict[str, Figure]) -> list[str]:
 
 
 def off(about: dict[str, Any]) -> str:
-    """Return a line for each reason why features are off, with the rows and features."""
+    """Return a Markdown list of the reasons why features are off, each with its versions and features.
+
+    Args:
+        about: Combination of versions -> {"off": feature -> reason}.
+    """
     of_reason: dict[str, tuple[list[str], list[str]]] = {}
     for name in ROWS:
         for feature, reason in about.get(name, {}).get("off", {}).items():

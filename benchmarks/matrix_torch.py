@@ -42,28 +42,36 @@ def install(python: Path, torch: str, more: list[str]) -> None:
     metadata.write_text(LEFT_OUT.sub("", text))
     if real:  # a CPU build asks for none
         subprocess.run([*pip, *map(str.strip, real)], check=True)
-    stand_ins(site)
+    write_stub_libraries(site)
 
 
-def stand_ins(site: Path) -> None:
-    """Write a library into torch/lib for each missing library that torch's are linked with."""
+def write_stub_libraries(site: Path) -> None:
+    """Write a stub into torch/lib for each missing library that the libraries of torch are linked with.
+
+    A stub has all functions that torch looks for, with their version nodes (symbol versions). They abort.
+
+    Args:
+        site: The folder site-packages.
+    """
     folder = site / "torch" / "lib"
     libraries, brought = list(folder.glob("*.so")), list(site.glob("nvidia/**/*.so*"))
     present = {file.name for file in (*folder.iterdir(), *brought)}
-    linked = re.findall(r"NEEDED.*\[(lib(?:cu|nv|nccl)[^]]*)\]", _told("readelf", "-d", *libraries))
-    # libcuda is the driver: that it is not there says that there is no GPU
+    linked = re.findall(
+        r"NEEDED.*\[(lib(?:cu|nv|nccl)[^]]*)\]", _output_of("readelf", "-d", *libraries)
+    )
+    # libcuda is the driver. It stays missing, because torch takes that for a machine without a GPU.
     needed = {name for name in linked if name not in present and name != "libcuda.so.1"}
-    real = set(re.findall(r" [A-Z] (\w+)", _told("nm", "-D", "--defined-only", *brought)))
+    real = set(re.findall(r" [A-Z] (\w+)", _output_of("nm", "-D", "--defined-only", *brought)))
     of_node: dict[str, set[str]] = defaultdict(set)  # version node, "" for none -> functions
-    undefined = _told("nm", "-D", "--undefined-only", *libraries)
+    undefined = _output_of("nm", "-D", "--undefined-only", *libraries)
     for name, node in re.findall(r" [Uw] (\w+)(?:@+(\S+))?$", undefined, re.MULTILINE):
         if CUDA.match(name) and name not in real:
             of_node[node].add(name)
-    nodes: dict[
-        str, list[str]
-    ] = {}  # library -> its version nodes, as torch's libraries ask for them
+    # Library -> its version nodes that torch's libraries need.
+    nodes: dict[str, list[str]] = {}
     for library, of_library in re.findall(
-        r"Version: 1 +File: (\S+) .*\n((?:.*Name: .*\n)*)", _told("readelf", "-V", "-W", *libraries)
+        r"Version: 1 +File: (\S+) .*\n((?:.*Name: .*\n)*)",
+        _output_of("readelf", "-V", "-W", *libraries),
     ):
         nodes[library] = [*nodes.get(library, []), *re.findall(r"Name: (\S+)", of_library)]
     for library in needed:
@@ -95,5 +103,5 @@ def stand_ins(site: Path) -> None:
             )
 
 
-def _told(*command: str | Path) -> str:
+def _output_of(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

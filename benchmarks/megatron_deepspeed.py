@@ -248,7 +248,7 @@ def case(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Ro
     """Train on an emulated site without holmes, with holmes, and in three more variants; return the results.
 
     Args:
-        name: A key of SCENES, e.g. "4+4" for two clusters of 4 nodes.
+        name: A key of CASES, e.g. "4+4" for two clusters of 4 nodes.
         checkout: The copy of Megatron-DeepSpeed that is trained with.
         repetitions: Runs of each variant.
         steps: Training steps of a run.
@@ -264,9 +264,9 @@ def case(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Ro
     flags = ("--holmes", "--holmes-cluster", str(cluster_file))
     variants = [
         Variant("stock", spec, order),  # without holmes
-        Variant("holmes", spec, order, flags),
+        Variant("holmes", spec, order, flags=flags),
         all_rdma(spec),  # without holmes, all nodes in one InfiniBand cluster
-        Variant("holmes, overlap off", spec, order, (*flags, "--holmes-overlap", "off")),
+        Variant("holmes, overlap off", spec, order, flags=(*flags, "--holmes-overlap", "off")),
         Variant("stock again", spec, order),  # shows the noise
     ]
     command = command_of(checkout, definition.micro_batches, len(order), steps)
@@ -305,8 +305,8 @@ def rows_of(name: str, series: dict[str, Series], definition: Case) -> list[Row]
             stock_target = bound_target = ""  # reported only
         difference = max_loss_difference(stock, series[variant])
         rows += [
-            ratio_row(name, f"{variant} : stock", stock, series[variant], stock_target),
-            ratio_row(name, f"{variant} : all-RDMA", bound, series[variant], bound_target),
+            ratio_row(name, f"{variant} : stock", stock, series[variant], target=stock_target),
+            ratio_row(name, f"{variant} : all-RDMA", bound, series[variant], target=bound_target),
             # Not 0: holmes may add the gradients of four ranks in another order than stock, since its buckets
             # have another size and it reduces the tied embedding hierarchically. So the last printed digit of
             # a loss may differ.
@@ -322,7 +322,7 @@ def rows_of(name: str, series: dict[str, Series], definition: Case) -> list[Row]
     # "stock" and "stock again" are the same job: their difference is the noise of the measurement.
     noise = abs(series["stock again"].median / stock.median - 1)
     rows += [
-        ratio_row(name, "stock : all-RDMA", bound, stock, ""),
+        ratio_row(name, "stock : all-RDMA", bound, stock, target=""),
         Row.median(
             name, "A/A difference (noise)", [noise], unit="of a step", emulated=stock.emulated
         ),
@@ -345,9 +345,9 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     checkout.compile_adam()
     flags = ("--holmes", "--holmes-cluster", str(cluster_file))
     variants = [
-        Variant("hierarchical", spec, order, flags),
+        Variant("hierarchical", spec, order, flags=flags),
         Variant(
-            "pairs", spec, order, flags, env={"HOLMES_DISABLE": TIED_FEATURE}
+            "pairs", spec, order, flags=flags, env={"HOLMES_DISABLE": TIED_FEATURE}
         ),  # without this feature
     ]
     command = command_of(checkout, definition.micro_batches, len(order), steps)
@@ -374,7 +374,7 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     predicted_saving = predicted_pairs - predicted_hierarchical
     difference = max_loss_difference(pairs, hierarchical)
     return [
-        ratio_row(TIED_CASE, "pairs : hierarchical", pairs, hierarchical, ""),
+        ratio_row(TIED_CASE, "pairs : hierarchical", pairs, hierarchical, target=""),
         Row.median(TIED_CASE, "seconds saved", seconds_saved, unit="s", emulated=True),
         Row.median(
             TIED_CASE, "seconds saved, predicted", [predicted_saving], unit="s", emulated=True
@@ -402,11 +402,11 @@ def predicted_tied_step(spec: SiteSpec, definition: Case, hierarchical: bool) ->
     """
     forward_seconds = forward_s(HIDDEN, SEQUENCE, definition.flops)  # of a transformer layer
     model = Model(
-        LAYERS,
-        HIDDEN,
-        HEADS,
-        SEQUENCE,
-        GPT2_TOKENS,
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=HEADS,
+        sequence=SEQUENCE,
+        vocabulary=GPT2_TOKENS,
         micro_batches=definition.micro_batches,
         activation_width=4,  # bytes
     )
@@ -459,7 +459,7 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
                     inflight,
                 )
                 name = f"{schedule}, {link}"
-                variants.append(Variant(name, spec, interleave(spec), flags))
+                variants.append(Variant(name, spec, interleave(spec), flags=flags))
                 predicted[name] = predicted_step(
                     "deepspeed",
                     spec,
@@ -485,9 +485,11 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
     engine_slow, engine_free = series["engine, slow"], series["engine, free"]
     difference = max_loss_difference(engine_slow, holmes_slow)
     return [
-        ratio_row(LINK_CASE, "holmes: slow link : free link", holmes_slow, holmes_free, "<= 1.15"),
-        ratio_row(LINK_CASE, "engine: slow link : free link", engine_slow, engine_free, ""),
-        ratio_row(LINK_CASE, "slow link, engine : holmes", engine_slow, holmes_slow, ""),
+        ratio_row(
+            LINK_CASE, "holmes: slow link : free link", holmes_slow, holmes_free, target="<= 1.15"
+        ),
+        ratio_row(LINK_CASE, "engine: slow link : free link", engine_slow, engine_free, target=""),
+        ratio_row(LINK_CASE, "slow link, engine : holmes", engine_slow, holmes_slow, target=""),
         Row.median(
             LINK_CASE,
             "largest loss difference",

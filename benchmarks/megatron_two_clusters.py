@@ -44,7 +44,14 @@ CASES = {
 
 
 def case(name: str, repetitions: int, steps: int) -> list[Row]:
-    """Measure a case without holmes, with holmes and on a single InfiniBand cluster; return its rows."""
+    """Measure a case without holmes, with holmes and on a single InfiniBand cluster; return its rows.
+
+    Args:
+        name: A key of CASES.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run, of which the first 3 are not measured.
+    """
+    # `ratio` and `bound` are the targets of holmes : stock and of holmes : all-RDMA.
     file, micro_batches, flops, (flags, holmes_flags), ratio, bound = CASES[name]
     path = examples() / "clusters" / file
     spec = load_spec(path)
@@ -54,7 +61,7 @@ def case(name: str, repetitions: int, steps: int) -> list[Row]:
             "holmes",
             spec,
             interleave(spec),
-            (
+            flags=(
                 "--holmes",
                 "--holmes-cluster",
                 str(path),
@@ -91,18 +98,25 @@ def case(name: str, repetitions: int, steps: int) -> list[Row]:
         max_loss_difference(stock, holmes),
     )
     return [
-        ratio_row(name, "holmes : stock", stock, holmes, ratio),
-        ratio_row(name, "holmes : all-RDMA", all_fast, holmes, bound),
-        ratio_row(name, "stock : all-RDMA", all_fast, stock, ""),
-        Row.of(name, "A/A difference (noise)", noise, "of a step", (noise, noise), stock.emulated),
+        ratio_row(name, "holmes : stock", stock, holmes, target=ratio),
+        ratio_row(name, "holmes : all-RDMA", all_fast, holmes, target=bound),
+        ratio_row(name, "stock : all-RDMA", all_fast, stock, target=""),
+        Row.of(
+            name,
+            "A/A difference (noise)",
+            noise,
+            unit="of a step",
+            spread=(noise, noise),
+            emulated=stock.emulated,
+        ),
         Row.of(
             name,
             "largest loss difference",
             difference,
-            "nats",
-            (difference, difference),
-            False,
-            "<= 1e-6",
+            unit="nats",
+            spread=(difference, difference),
+            emulated=False,
+            target="<= 1e-6",
         ),
         *step_rows(name, series),
     ]

@@ -37,15 +37,23 @@ class OuterAdamW(DiLoCo):
         gap: float = 1.0,
         matrices: Matrices = Matrices(),
     ) -> None:
-        """Update the anchor weights of a fragment in place."""
+        """Update the anchor weights (those after the last outer step) of a fragment in place.
+
+        Args:
+            momentum: First moment of the fragment, which is updated in place.
+            gradient: Mean pseudo-gradient of the jobs.
+            mu: First beta of AdamW.
+            gap, matrices: Not used.
+        """
         assert momentum is not None, "adamw needs a momentum"
-        which = anchor.data_ptr()
-        self.rounds[which] += 1
-        square = self.squares.setdefault(which, torch.zeros_like(anchor))
+        address = anchor.data_ptr()  # identifies the fragment
+        self.rounds[address] += 1
+        square = self.squares.setdefault(address, torch.zeros_like(anchor))
         square.mul_(SECOND_BETA).addcmul_(gradient, gradient, value=1 - SECOND_BETA)
         momentum.lerp_(gradient, 1 - mu)
-        root = (square / (1 - SECOND_BETA ** self.rounds[which])).sqrt_().add_(EPSILON)
-        anchor.addcdiv_(momentum, root, value=-self.lr / (1 - mu ** self.rounds[which]))
+        # Both moments begin at 0, and are corrected for that bias.
+        root = (square / (1 - SECOND_BETA ** self.rounds[address])).sqrt_().add_(EPSILON)
+        anchor.addcdiv_(momentum, root, value=-self.lr / (1 - mu ** self.rounds[address]))
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,12 @@ class Warm(DiLoCo):
         gap: float = 1.0,
         matrices: Matrices = Matrices(),
     ) -> None:
-        """Update the anchor weights of a fragment in place."""
-        self.rounds[anchor.data_ptr()] += 1
+        """Update the anchor weights (those after the last outer step) of a fragment in place.
+
+        The arguments are those of DiLoCo.step(). The setting `clip` is the number of rounds in which the
+        momentum grows.
+        """
+        self.rounds[anchor.data_ptr()] += 1  # the address identifies the fragment
         share = min(1.0, self.rounds[anchor.data_ptr()] / max(1.0, self.clip))
         super().step(anchor, momentum, gradient, mu * share, gap, matrices)
 

@@ -98,13 +98,16 @@ def cluster_toml(case: Case) -> str:
 
 
 def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
-    """Return the model with the GPUs of a case."""
+    """Return the model with the GPUs of a case.
+
+    The GPUs of cluster b are `case.speed` times as fast as those of cluster a.
+    """
     return Model(
-        layers,
-        hidden,
-        HEADS,
-        SEQUENCE,
-        256,
+        layers=layers,
+        hidden=hidden,
+        heads=HEADS,
+        sequence=SEQUENCE,
+        vocabulary=256,
         tied=False,
         micro_batches=micro_batches,
         activation_width=4,
@@ -116,7 +119,7 @@ def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
 
 @dataclass
 class Cell:
-    """One model and number of micro-batches of a case."""
+    """One model and number of micro-batches of a case, with its plans and runs."""
 
     title: str
     plans: dict[str, tuple[Plan, tuple[int, ...]]]  # method -> its plan and layers of each stage
@@ -126,7 +129,11 @@ class Cell:
 
 
 def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> tuple[Plan, tuple[int, ...]]:
-    """Return the plan by one method of partitioning, and the layers of its stages."""
+    """Return the plan by one method of partitioning, and the layers of its stages.
+
+    Args:
+        method: "uniform", "speed" or "balanced".
+    """
     plan = build_plan(
         site_from_spec(spec),
         Sizes(pipeline=2),
@@ -138,7 +145,15 @@ def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> tuple[Plan
 
 
 def cell_of(case: Case, name: str, micro_batches: int, spec: SiteSpec, directory: Path) -> Cell:
-    """Make the plans of all methods for a model, and the variants to run."""
+    """Make the plans of all methods for a model, write them, and return them with the variants to run.
+
+    Methods with the same layers of the stages share a variant.
+
+    Args:
+        name: Name of the model, a key of MODELS.
+        spec: The clusters of the case.
+        directory: For the files of the plans.
+    """
     title = title_of(case, name, micro_batches)
     model = model_of(case, *MODELS[name], micro_batches)
     flags = flags_of(case, name, micro_batches, directory)
@@ -149,19 +164,27 @@ def cell_of(case: Case, name: str, micro_batches: int, spec: SiteSpec, directory
             file = directory / f"{name}-{micro_batches}-{method}.json"
             plan.save(file)
             variants[split] = Variant(
-                f"{title} {method}", spec, interleave(spec), (*flags, "--holmes-plan", str(file))
+                f"{title} {method}",
+                spec,
+                interleave(spec),
+                flags=(*flags, "--holmes-plan", str(file)),
             )
     first = next(iter(variants.values()))
     again = (
-        Variant(f"{title} again", spec, first.order, first.flags)
+        Variant(f"{title} again", spec, first.order, flags=first.flags)
         if micro_batches == case.micro_batches[1]
         else None
     )
-    return Cell(title, plans, variants, again, model)
+    return Cell(title, plans=plans, variants=variants, again=again, model=model)
 
 
 def flags_of(case: Case, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
-    """Return the flags of a run, without a plan."""
+    """Return the flags of a run of the training script, without those of a plan.
+
+    Args:
+        name: Name of the model, a key of MODELS.
+        directory: Folder that has the cluster.toml.
+    """
     layers, hidden = MODELS[name]
     return (
         "--layers",
@@ -182,6 +205,10 @@ def profiled(case: Case, name: str, spec: SiteSpec, directory: Path) -> Variant:
     """Return the run that measures a profile, without overlap as in `holmes tune`.
 
     The profile is written to profile_file(directory, name).
+
+    Args:
+        name: Name of the model, a key of MODELS.
+        spec: The clusters of the case.
     """
     flags = flags_of(replace(case, overlap=False), name, case.micro_batches[1], directory)
     more = (
@@ -190,7 +217,7 @@ def profiled(case: Case, name: str, spec: SiteSpec, directory: Path) -> Variant:
         "--holmes-profile",
         f"{PROFILED},{profile_file(directory, name)}",
     )
-    return Variant(f"{case.name}/{name} profiled", spec, interleave(spec), (*flags, *more))
+    return Variant(f"{case.name}/{name} profiled", spec, interleave(spec), flags=(*flags, *more))
 
 
 def profile_file(directory: Path, name: str) -> Path:
@@ -229,7 +256,13 @@ def run_case(case: Case, wanted: list[tuple[str, int]], steps: int, skip: int) -
 
 
 def measure(case: Case, runs: list[Variant], steps: int, skip: int) -> dict[str, Series]:
-    """Run the variants in a lab, and return their measurements by name."""
+    """Run the variants in a lab, and return their measurements by name.
+
+    Args:
+        runs: The variants. Each runs once.
+        steps: Training steps of a run.
+        skip: First steps that are not measured.
+    """
     script = [
         str(examples() / "deepspeed_pipeline" / "train.py"),
         "--stages",
@@ -254,18 +287,25 @@ def measure(case: Case, runs: list[Variant], steps: int, skip: int) -> dict[str,
 
 
 def rows_of(case: Case, cell: Cell, series: dict[str, Series], profile: Profile) -> list[Row]:
-    """Return the rows of results of a cell."""
+    """Return the rows of results of a cell (one model and number of micro-batches).
+
+    Args:
+        series: Measurements by the name of the variant.
+        profile: Of the uniform partition, with the cell's number of micro-batches.
+    """
     by_method = {
         method: series[cell.variants[split].name] for method, (_, split) in cell.plans.items()
     }
     rows = []
     for method, (plan, split) in cell.plans.items():
-        rows += _measured_rows(cell.title, method, split, by_method[method], by_method["uniform"])
+        rows += _measured_rows(
+            cell.title, method, split=split, series=by_method[method], uniform=by_method["uniform"]
+        )
         rows += error_rows(
             cell.title,
             method,
-            by_method[method].median,
-            {
+            measured=by_method[method].median,
+            predictions={
                 "": with_software(case, cell.model, plan, split),
                 ", numbers alone": plan.predicted["step_seconds"],
                 " by profile": by_profile(case, plan, split, profile),
@@ -275,13 +315,21 @@ def rows_of(case: Case, cell: Cell, series: dict[str, Series], profile: Profile)
     if cell.again is not None:
         noise = abs(series[cell.again.name].median / by_method["uniform"].median - 1)
         rows.append(
-            Row.of(cell.title, "A/A difference (noise)", noise, "of a step", (noise, noise), True)
+            Row.of(
+                cell.title,
+                "A/A difference (noise)",
+                noise,
+                unit="of a step",
+                spread=(noise, noise),
+                emulated=True,
+            )
         )
     return rows
 
 
 @cache
 def _overheads() -> tuple[float, float, float]:
+    """Return the CPU seconds of a block's pass, of a parameter and of a step, fitted for DeepSpeed."""
     return prediction.calibrate("deepspeed", Measured.load(prediction.STORE))
 
 
@@ -293,15 +341,23 @@ def with_software(case: Case, model: Model, plan: Plan, split: tuple[int, ...]) 
     """
     block_s, parameter_s, step_s = _overheads()
     forward = forward_s(model.hidden, SEQUENCE, FLOPS)
+    # Factor of the pass times of the two stages. The first node is in stage 0, the last one in stage 1.
     slower = [
         1 / case.speed if node.startswith("b") else 1.0 for node in (plan.nodes[0], plan.nodes[-1])
     ]
     nothing = ((0.0,) * (model.layers + 2),) * 2
-    forward_backward = [
+    # By stage: seconds of the embedding, of each block, and of the output layer.
+    forward_rows, backward_rows = (
         tuple((0.0, *[passes * forward * times] * model.layers, 0.0) for times in slower)
-        for passes in (1, 2)
-    ]
-    costs = StageCosts(*forward_backward, nothing, nothing, model.micro_batches)
+        for passes in (1, 2)  # a backward pass takes twice as long as a forward pass
+    )
+    costs = StageCosts(
+        forward_s=forward_rows,
+        backward_s=backward_rows,
+        reduction_s=nothing,
+        transfer_s=nothing,
+        micro_batches=model.micro_batches,
+    )
     run = Execution(
         TRAITS["deepspeed"],
         stage_layers=split,
@@ -339,10 +395,11 @@ def predicted_anew(file: Path) -> list[Row]:
         for row in kept(file)
         if "predict" not in row.metric or row.metric.endswith("by profile")
     ]
+    # The metric is "step METHOD LAYERS", for example "step balanced 5+3".
     measured = {
         (row.case, row.metric.split()[1]): row for row in rows if row.metric.startswith("step ")
     }
-    more: dict[Row, list[Row]] = {}
+    more: dict[Row, list[Row]] = {}  # row of a measured step -> rows of its predictions
     for case in CASES:
         with tempfile.TemporaryDirectory() as directory:
             spec = case_spec(case, Path(directory))
@@ -356,8 +413,8 @@ def predicted_anew(file: Path) -> list[Row]:
                         more[row] = error_rows(
                             title,
                             method,
-                            row.value,
-                            {
+                            measured=row.value,
+                            predictions={
                                 "": with_software(case, model, plan, split),
                                 ", numbers alone": plan.predicted["step_seconds"],
                             },
@@ -380,7 +437,15 @@ def by_profile(case: Case, plan: Plan, split: tuple[int, ...], profile: Profile)
 def _measured_rows(
     title: str, method: str, split: tuple[int, ...], series: Series, uniform: Series
 ) -> list[Row]:
-    """Return rows with the step time of a partition, and its loss difference to the uniform partition."""
+    """Return rows with the step time of a partition, and its loss difference to the uniform partition.
+
+    Args:
+        title: Name of the case in the results.
+        method: The method of partitioning.
+        split: Layers of each stage.
+        series: Measurements of the partition, from one run.
+        uniform: Measurements of the uniform partition.
+    """
     (run,) = series.steps
     loss = max_loss_difference(uniform, series)
     return [
@@ -388,11 +453,19 @@ def _measured_rows(
             title,
             f"step {method} {'+'.join(map(str, split))}",
             series.median,
-            "s",
-            (min(run), max(run)),
-            series.emulated,
+            unit="s",
+            spread=(min(run), max(run)),
+            emulated=series.emulated,
         ),
-        Row.of(title, f"loss difference {method}", loss, "nats", (loss, loss), False, "<= 1e-6"),
+        Row.of(
+            title,
+            f"loss difference {method}",
+            loss,
+            unit="nats",
+            spread=(loss, loss),
+            emulated=False,
+            target="<= 1e-6",
+        ),
     ]
 
 
@@ -404,7 +477,10 @@ def error_rows(
     Predictions from numbers alone have no target, because they do not contain the CPU work of the software.
 
     Args:
-        predictions: Name of a kind of prediction -> seconds.
+        title: Name of the case in the results.
+        method: The method of partitioning.
+        measured: The measured step, in seconds.
+        predictions: Kind of prediction (see the module docstring) -> seconds.
     """
     rows = []
     for what, predicted in predictions.items():
@@ -412,23 +488,33 @@ def error_rows(
         target = "" if "alone" in what else "<= 0.05"
         rows += [
             Row.of(
-                title, f"predicted {method}{what}", predicted, "s", (predicted, predicted), False
+                title,
+                f"predicted {method}{what}",
+                predicted,
+                unit="s",
+                spread=(predicted, predicted),
+                emulated=False,
             ),
             Row.of(
                 title,
                 f"prediction error {method}{what}",
                 abs(error),
-                "of the step",
-                (error, error),
-                True,
-                target,
+                unit="of the step",
+                spread=(error, error),
+                emulated=True,
+                target=target,
             ),
         ]
     return rows
 
 
 def _comparisons(title: str, case: Case, of: dict[str, Series]) -> list[Row]:
-    """Return rows with the ratios of the step times of two methods."""
+    """Return rows with the ratios of the step times of two methods.
+
+    Args:
+        title: Name of the case in the results.
+        of: Method -> measurements.
+    """
     rows = []
     for better, worse in (("speed", "uniform"), ("balanced", "speed"), ("balanced", "uniform")):
         ratio = of[worse].median / of[better].median
@@ -437,7 +523,17 @@ def _comparisons(title: str, case: Case, of: dict[str, Series]) -> list[Row]:
             if case.speed != 1 and worse == "uniform" and better == "balanced"
             else f">= {1 - NOISE}"
         )
-        rows.append(Row.of(title, f"{better} : {worse}", ratio, "x", (ratio, ratio), True, target))
+        rows.append(
+            Row.of(
+                title,
+                f"{better} : {worse}",
+                ratio,
+                unit="x",
+                spread=(ratio, ratio),
+                emulated=True,
+                target=target,
+            )
+        )
     return rows
 
 

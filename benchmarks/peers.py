@@ -81,7 +81,7 @@ WAYS = {
 
 @contextlib.contextmanager
 def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
-    """Start the server at which the jobs meet, and yield its address.
+    """Start the server through which the jobs of a library find each other, and yield its address.
 
     Args:
         library: "holmes", "torchft", "hivemind" or "none". With "none", the address is "".
@@ -196,7 +196,12 @@ def wait(jobs: dict[str, Job]) -> None:
 
 
 def trained(run: Run) -> dict[str, float]:
-    """Run both jobs to their end, and return sent bytes, exposed seconds, tokens per second and the loss."""
+    """Run both jobs to their end, and return the measurements by name (see the module docstring).
+
+    Returns:
+        "bytes": sent in a step. "exposed": mean seconds of a step in optimizer.step() beyond its median.
+        "rate": tokens per second of both jobs. "loss": in nats, of the jobs' mean weights.
+    """
     steps = run.args.steps
     sent_before = run.sent()
     jobs = {name: run.start(name, steps) for name in NODES}
@@ -205,7 +210,7 @@ def trained(run: Run) -> dict[str, float]:
     exposed = []  # mean seconds in optimizer.step() beyond its median, of each job
     rates = []  # tokens per second of each job
     for name in NODES:
-        lines = run.steps(name)[SKIP - 1 :]
+        lines = run.steps(name)[SKIP - 1 :]  # the first of them only marks the beginning
         updates = [line["update_s"] for line in lines[1:]]
         usual = statistics.median(updates)
         exposed.append(statistics.fmean(max(0.0, update - usual) for update in updates))
@@ -236,15 +241,16 @@ def killed(run: Run) -> dict[str, float]:
         jobs["west"].kill()
         at = time.time()
         jobs["west"].wait()
-        had = len(run.steps("west"))
+        steps_before_kill = len(run.steps("west"))
         jobs["west"] = run.start("west", 10**6)
         await_(lambda: run.steps("east")[-1]["at"] > at + after, 600, "the time after")
-        await_(lambda: len(run.steps("west")) > had, 600, "the killed job")
+        await_(lambda: len(run.steps("west")) > steps_before_kill, 600, "the killed job")
         before = [line for line in run.steps("east") if line["at"] < at][SKIP - 1 :]
-        usual = (before[-1]["at"] - before[0]["at"]) / (len(before) - 1)
-        steps_made = sum(before[-1]["at"] < line["at"] <= at + after for line in run.steps("east"))
-        lost = at + after - before[-1]["at"] - steps_made * usual
-        return {"lost": lost, "back": run.steps("west")[had]["at"] - at}
+        usual_step_s = (before[-1]["at"] - before[0]["at"]) / (len(before) - 1)
+        last_before = before[-1]["at"]  # time of the last step of "east" before the kill
+        steps_made = sum(last_before < line["at"] <= at + after for line in run.steps("east"))
+        lost = at + after - last_before - steps_made * usual_step_s
+        return {"lost": lost, "back": run.steps("west")[steps_before_kill]["at"] - at}
     finally:
         for job in jobs.values():
             job.kill()
@@ -252,7 +258,13 @@ def killed(run: Run) -> dict[str, float]:
 
 
 def measure(case: str, args: Any, runs: Runs) -> list[Row]:
-    """Measure a case with each way to join, and return the rows of results."""
+    """Measure a case with each way to join, and return the rows of results.
+
+    Args:
+        case: "train", or "killed" for the case in which one job is killed.
+        args: Options of this program.
+        runs: Results of earlier runs.
+    """
     pythons = {
         "none": sys.executable,
         "holmes": sys.executable,
@@ -275,7 +287,15 @@ def measure(case: str, args: Any, runs: Runs) -> list[Row]:
                         tempfile.TemporaryDirectory() as directory,
                         server_of(lab, way.library, python) as where,
                     ):
-                        run = Run(lab, python, way, where, Path(directory), args, seed)
+                        run = Run(
+                            lab,
+                            python=python,
+                            way=way,
+                            where=where,
+                            place=Path(directory),
+                            args=args,
+                            seed=seed,
+                        )
                         return trained(run) if case == "train" else killed(run)
 
                 values = runs.of(f"{case}, {name}, seed {seed}, {args.steps} steps", once)
@@ -292,7 +312,13 @@ def measure(case: str, args: Any, runs: Runs) -> list[Row]:
         for key in values[0] if values else ():
             text, unit = metrics[key]
             rows.append(
-                Row.median(case, f"{text}, {name}", [result[key] for result in values], unit, True)
+                Row.median(
+                    case,
+                    f"{text}, {name}",
+                    [result[key] for result in values],
+                    unit=unit,
+                    emulated=True,
+                )
             )
     return rows
 

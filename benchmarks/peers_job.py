@@ -57,15 +57,17 @@ def evaluate(weights: dict[str, torch.Tensor]) -> float:
     """Return the loss of weights on the text that no job has trained on, in nats for each byte."""
     gpt = model()
     gpt.load_state_dict(weights)
-    held = text()[1].long()
-    rows = held[: (len(held) - 1) // SIZE["sequence"] * SIZE["sequence"] + 1]
+    _, held_out = text()
+    tokens = held_out.long()
+    rows = tokens[: (len(tokens) - 1) // SIZE["sequence"] * SIZE["sequence"] + 1]
+    # The label of a byte is the byte after it.
     inputs, labels = (rows[at : len(rows) - 1 + at].view(-1, SIZE["sequence"]) for at in (0, 1))
     with torch.no_grad():
         return functional.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten()).item()
 
 
 def fragments_of(gpt: nn.Module, count: int) -> list[nn.Module]:
-    """Return modules that together hold all parameters of a model once.
+    """Return modules that together hold all parameters of a model once (torchft's "fragments").
 
     Args:
         count: Number of modules.
@@ -82,6 +84,11 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
     """Join by torchft's DiLoCo over gloo while this context is open, and yield the optimizer.
 
     The code follows torchft's train_diloco.py.
+
+    Args:
+        args: Options of this program.
+        gpt: The model.
+        inner: Its optimizer.
     """
     from torch.distributed import TCPStore
     from torchft import Manager, ProcessGroupGloo
@@ -162,6 +169,11 @@ def hivemind_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opt
 
     The code follows the quick start of hivemind with local updates: it averages weights. A round is
     `steps` of both jobs.
+
+    Args:
+        args: Options of this program.
+        gpt: The model.
+        inner: Its optimizer.
     """
     import hivemind
 

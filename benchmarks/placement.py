@@ -1,15 +1,23 @@
-"""Stages on link matrices: DT-FM's five cases of 64 GPUs (arXiv 2206.01288), its own search beside ours.
+"""Compares placements of pipeline stages by holmes with those by DT-FM, on DT-FM's cases (arXiv 2206.01288).
 
     python benchmarks/placement.py --json FILE [--dtfm FOLDER --seeds 0,1,2 --trials 4900]
 
-By DT-FM's objective (8 stages of 8 GPUs, every two GPUs a link of their own): the slowest stage's
-data-parallel group + 2 x the pipeline's path, each stage link the worst link of the best matching. Ours:
-plan/arrange/spread.py with that objective. The lower bound is of every placement (`least`). Then what
-`holmes plan` finds for the same sizes by the simulated step, in which links between clusters are shared: the
-step, its cost by DT-FM's objective, and the step of DT-FM's own placement.
+The five cases have 64 GPUs in several places, which form 8 stages of 8 GPUs. In DT-FM's objective, every two
+GPUs have a link of their own. It is the sum of two times:
 
-FOLDER: DT-FM's scheduler.py and config.py, from scheduler/heuristic_evolutionary_solver of its repository;
-what it found is kept there (theirs_CASE_SEED.json), for it takes minutes. Seconds are of the CPU.
+- the slowest data-parallel group of a stage
+- twice the path of the pipeline. GPUs of neighbouring stages are paired as well as possible, and the
+  slowest pair decides the time of a stage link
+
+The search of holmes (plan/arrange/spread.py) runs with the same objective. Matrix.least() is a lower bound
+for all placements.
+
+Then `holmes plan` searches with the same sizes. It minimizes the simulated step, in which GPUs share links
+between clusters. Results are that step, its cost by DT-FM's objective, and the step of DT-FM's placement.
+
+FOLDER has scheduler.py and config.py of scheduler/heuristic_evolutionary_solver in DT-FM's repository.
+Results of DT-FM's search are kept there (theirs_CASE_SEED.json), because it takes minutes. Seconds are CPU
+seconds.
 """
 
 from __future__ import annotations
@@ -83,7 +91,7 @@ class Matrix:
             if inside
             else [[node for node in site.nodes if node.cluster == name] for name in site.clusters]
         )
-        link = {}
+        link = {}  # (index of a place, index of another or the same) -> (latency in s, rate in Gb/s)
         for i, first in enumerate(places):
             for j, second in enumerate(places):
                 fabric = site.shared_fabric([first[0].name, second[0].name])
@@ -127,6 +135,7 @@ class Matrix:
             stage: Places of the group's GPUs, ascending.
         """
         if stage not in self._memo:
+            # For two places: the gradients are exchanged twice, in parts of 1 / (GPUs of the group).
             seconds = {
                 (u, v): 2 * (self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage)))
                 for u in set(stage)
@@ -160,15 +169,23 @@ class Matrix:
         """Return whether the GPUs of two stages can be paired with links of at most `most` seconds.
 
         The function searches a bipartite matching by augmenting paths.
+
+        Args:
+            left, right: Places of the GPUs of each stage.
         """
-        held = [-1] * len(right)  # GPU of `right` -> its partner in `left`, or -1
+        partner = [-1] * len(right)  # GPU of `right` -> its partner in `left`, or -1
 
         def augment(u: int, seen: set[int]) -> bool:
+            """Find a partner for GPU `u` of `left`, and return whether there is one.
+
+            Args:
+                seen: GPUs of `right` that this search has already tried.
+            """
             for v in range(len(right)):
                 if v not in seen and self.pair[left[u]][right[v]] <= most:
                     seen.add(v)
-                    if held[v] < 0 or augment(held[v], seen):
-                        held[v] = u
+                    if partner[v] < 0 or augment(partner[v], seen):
+                        partner[v] = u
                         return True
             return False
 
@@ -227,7 +244,7 @@ class Matrix:
             Pairs (lower bound for the slowest group in seconds, number of stage links that exceed the limit).
         """
         indices = range(len(self.units))
-        component = list(indices)
+        component = list(indices)  # place -> representative of its connected component
         for u in indices:
             for v in indices:
                 if u != v and self.pair[u][v] <= limit and component[u] != component[v]:
@@ -236,7 +253,8 @@ class Matrix:
         alone = [
             u for u in indices if self.pair[u][u] > limit and component.count(component[u]) == 1
         ]
-        # stages that hold such GPUs
+        # GPUs of these places cannot be at a stage link within the limit. Stages that hold them (rounded
+        # up) force as many stage links beyond it.
         forced = -(-sum(self.units[u] for u in alone) * STAGES // sum(self.units))
         forced = min(forced, STAGES - 1)
         total = {
@@ -251,7 +269,7 @@ class Matrix:
         for beyond in range(STAGES):
             if beyond < forced:
                 continue
-            run = -(-STAGES // (beyond + 1))
+            run = -(-STAGES // (beyond + 1))  # consecutive stages that no such stage link divides
             fits = [
                 cost
                 for cost, counts in counted
@@ -263,8 +281,11 @@ class Matrix:
 
 
 def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
-    """Return what `holmes plan` finds for 8 stages of 8 GPUs, and the CPU seconds of the search."""
-    begin = sum(os.times()[:4])  # and of the processes that it starts
+    """Return what `holmes plan` finds for 8 stages of 8 GPUs, and the CPU seconds of the search.
+
+    The sizes are fixed. The search decides which GPUs each stage has.
+    """
+    begin = sum(os.times()[:4])  # CPU seconds, including those of processes that the search starts
     limits = Limits(
         {"pipeline": (STAGES,), "data": (DATA,), "virtual": (1,), "micro_batch": (1,), "zero": (0,)}
     )
@@ -277,11 +298,11 @@ def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
 def gpus(result: SearchResult, candidate: Candidate) -> list[list[int]]:
     """Return the numbers of the GPUs of each stage, in the order of cluster.toml."""
     site, sizes = result.network.site, candidate.placement.sizes
-    place = {node.name: at for at, node in enumerate(site.nodes)}
+    index_of = {node.name: index for index, node in enumerate(site.nodes)}  # in cluster.toml
     nodes, stages = result.network.nodes(candidate.placement), [[] for _ in range(STAGES)]
-    for number in range(site.world_size):
-        node, local = divmod(number, site.processes)
-        stages[sizes.stage(number)].append(place[nodes[node]] * site.processes + local)
+    for rank in range(site.world_size):
+        node, local = divmod(rank, site.processes)
+        stages[sizes.stage(rank)].append(index_of[nodes[node]] * site.processes + local)
     return stages
 
 
@@ -289,10 +310,13 @@ def simulated(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> 
     """Return the simulated step time of a placement, in seconds. Nodes have one GPU.
 
     Args:
+        result: The planning problem, with the best plan that holmes found: its sizes are used.
         groups: GPUs of each stage. The GPUs of neighbouring stages are paired by the fastest links.
+        matrix: The links.
     """
     network, best = result.network, result.best
-    place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
+    place = [index for index, count in enumerate(matrix.units) for _ in range(count)]  # of each GPU
+    # For each stage its GPUs, in an order in which GPUs of the same position are paired (greedily).
     columns = [list(groups[0])]
     for group in groups[1:]:
         left, column = list(group), []
@@ -306,7 +330,15 @@ def simulated(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> 
 
 
 def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
-    """Return what DT-FM's search finds, from an earlier run if there is one."""
+    """Return what DT-FM's search finds, from an earlier run if there is one.
+
+    Args:
+        folder: DT-FM's code, and the results of earlier runs.
+        case: Number of the case in DT-FM's config.py.
+
+    Returns:
+        The keys are "groups" (GPUs of each stage), "cost", "seconds", "cpu_seconds" and "trials".
+    """
     kept = folder / f"theirs_{case}_{seed}.json"
     if not kept.exists() or not kept.read_text():
         command = [sys.executable, THEIRS, folder, case, seed, trials]
@@ -319,7 +351,13 @@ def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
 
 
 def check(folder: Path, case: int, groups: list[list[int]]) -> float:
-    """Return the cost of a placement by DT-FM's own code, in seconds."""
+    """Return the cost of a placement by DT-FM's own code, in seconds.
+
+    Args:
+        folder: DT-FM's code.
+        case: Number of the case in DT-FM's config.py.
+        groups: GPUs of each stage.
+    """
     command = [sys.executable, THEIRS, folder, str(case), "check"]
     run = subprocess.run(
         list(map(str, command)),
@@ -335,6 +373,7 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     """Compare the search of holmes with DT-FM's on one case, and return the rows of results.
 
     Args:
+        name: Name of the case, and of its cluster file in examples/clusters.
         folder: DT-FM's code; None: only holmes is measured.
         seeds: Seeds of DT-FM's search.
         trials: Trials of DT-FM's search.
@@ -360,7 +399,7 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     rows = []
 
     def row(metric: str, values: list[float], unit: str, target: str = "") -> None:
-        rows.append(Row.median(name, metric, values, unit, False, target))
+        rows.append(Row.median(name, metric, values, unit=unit, emulated=False, target=target))
 
     limit = ""
     if dtfm:

@@ -68,6 +68,10 @@ def plans_of(
 ) -> tuple[list[tuple[Grid, judge.Verdict]], float, int, float]:
     """Return the plans that a planner finds for a case.
 
+    Args:
+        planner: One of PLANNERS.
+        args: Options of this program.
+
     Returns:
         The plan that is judged (or all random plans) with its verdict; the seconds of the search; the
         number of better plans that do not fit the memory or do not start; and the optimality gap, or -1
@@ -83,16 +87,17 @@ def plans_of(
         grid = judge.typed(case)
         return _fitting([grid], case), 0.0, 0, -1.0
     if planner == RANDOM:
-        return _fitting(judge.random_plans(case, DICE), case, every=True), 0.0, 0, -1.0
+        plans = judge.random_plans(case, DICE)
+        return _fitting(plans, case, skip_misfits=True), 0.0, 0, -1.0
     if planner == dtfm.NAME:
         answer = dtfm.ask(case, args.dtfm, args.python, args.limit)
     else:
         answer = sailor.ask(case, planner, args.sailor, args.python, args.limit)
-    grids, reasons = [], []
-    for plan in answer.plans:
+    reasons = []  # why the better plans do not start or fit
+    for plan in answer.plans:  # the best first
         try:
-            grids.append(gridded(plan, case.site, case.model.layers, case.batch))
-            fitting = _fitting(grids[-1:], case)
+            grid = gridded(plan, case.site, case.model.layers, case.batch)
+            fitting = _fitting([grid], case)
             return fitting, answer.seconds, len(reasons), -1.0
         except HolmesError as error:
             reasons.append(str(error))
@@ -100,22 +105,22 @@ def plans_of(
 
 
 def _fitting(
-    grids: list[Grid], case: Case, every: bool = False
+    grids: list[Grid], case: Case, skip_misfits: bool = False
 ) -> list[tuple[Grid, judge.Verdict]]:
     """Return the plans that fit the memory, with their verdicts.
 
     Args:
-        every: Whether plans that do not fit are left out. Otherwise, the first of them is an error.
+        skip_misfits: Whether plans that do not fit are left out. Otherwise, the first of them is an error.
 
     Raises:
-        HolmesError: No plan fits, or one does not and `every` is false.
+        HolmesError: No plan fits, or one does not and `skip_misfits` is false.
     """
     fitting = []
     for grid in grids:
         verdict = judge.judged(case, grid)
         if verdict.fits:
             fitting.append((grid, verdict))
-        elif not every:
+        elif not skip_misfits:
             raise HolmesError(f"{grid} does not fit the memory")
     if not fitting:
         raise HolmesError(f"none of {len(grids)} plans fits the memory")
@@ -123,10 +128,19 @@ def _fitting(
 
 
 def ask(table: Table, case: Case, planner: str, args) -> None:
-    """Let a planner plan a case, and add its plan to the table."""
+    """Let a planner plan a case, and add its plan and the simulated step to the table.
+
+    If there is no plan, the reason is noted. A planner that was too slow on CUT cases of about the same size
+    is not run.
+
+    Args:
+        planner: One of PLANNERS.
+        args: Options of this program.
+    """
     begin, notes = time.monotonic(), table.notes.setdefault(case.name, {})
-    alike = [name for name, other in load_cases().items() if other.run == case.run]
-    if table.late(alike, planner, args.limit) >= CUT:
+    # Either the small cases, which also run in the lab, or the larger ones.
+    same_size = [name for name, other in load_cases().items() if other.run == case.run]
+    if table.late(same_size, planner, args.limit) >= CUT:
         where = "lab's" if case.run == LAB else "larger"
         notes[planner] = {
             NONE: f"not asked: {LATE} {args.limit:g} CPU s on {CUT} of the {where} cases",
@@ -143,6 +157,7 @@ def ask(table: Table, case: Case, planner: str, args) -> None:
         table.save()
         return
     before = notes.get(planner, {})
+    # The plan with the median step; only "random" has several.
     grid, verdict = sorted(plans, key=lambda plan: plan[1].step_s)[len(plans) // 2]
     note = {
         "plan": str(grid),
@@ -153,7 +168,7 @@ def ask(table: Table, case: Case, planner: str, args) -> None:
         "micro_batch": grid.micro_batch,
         "limit": args.limit,
     }
-    if {**before, **note} != before:  # the lab ran another
+    if {**before, **note} != before:  # the plan has changed: results of the lab are of the old one
         table.forget(case.name, planner)
     notes[planner] = {**notes.get(planner, {}), **note}
     table.add(case.name, planner, STEP, [judged.step_s for _, judged in plans], "s")
@@ -175,7 +190,7 @@ def judge_again(table: Table, case: Case) -> None:
         if NONE not in note:
             steps = [judge.judged(case, judge.grid_of(note)).step_s]
             if planner == RANDOM:
-                plans = _fitting(judge.random_plans(case, DICE), case, every=True)
+                plans = _fitting(judge.random_plans(case, DICE), case, skip_misfits=True)
                 steps = [verdict.step_s for _, verdict in plans]
             table.add(case.name, planner, STEP, steps, "s")
     table.save()
@@ -213,7 +228,8 @@ def run_in_lab(table: Table, case: Case, named: list[str], end: float = inf) -> 
     notes = {
         name: note for name, note in table.notes.get(case.name, {}).items() if NONE not in note
     }
-    grids, done = {name: judge.grid_of(note) for name, note in notes.items()}, {}
+    grids = {name: judge.grid_of(note) for name, note in notes.items()}
+    done: dict[Grid, lab.Run] = {}  # plans that have run in the lab
     for name, grid in grids.items():
         row, losses = table.row(case.name, name, MEASURED), table.value(case.name, name, LOSSES)
         if row is not None and losses is not None:

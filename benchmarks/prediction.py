@@ -8,8 +8,7 @@ The simulator is planner/simulate/step.py. Nothing is fitted to a case. Its inpu
 - the networks, as `holmes probe` measures them in the lab of each cluster file
 - the seconds of the emulated accelerator
 - three CPU times for each engine: of a block's forward or backward pass, of a parameter and of a step.
-  They are fitted
-  to the five runs of CALIBRATION, which are not among the cases.
+  They are fitted to the five runs of CALIBRATION, which are not among the cases.
 - the CPU seconds of a byte that is sent, for each network of each cluster file (prediction_hosts.py)
 
 The nodes of the lab share the cores of this machine, and so do those of the simulation (Execution.cores).
@@ -353,21 +352,24 @@ def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> f
         links: The measured links.
         overhead: CPU seconds of a block's forward or backward pass, of a parameter, and of a step.
     """
+    block_s, parameter_s, step_s = overhead
     spec = cluster_spec(case)
     site, order = placed(case, spec)
     sizes = Sizes(pipeline=case.stages).complete(site.world_size)
     gpt = Model(
-        case.layers,
-        case.hidden,
-        4,
-        16,
-        256,
+        layers=case.layers,
+        hidden=case.hidden,
+        heads=4,
+        sequence=16,
+        vocabulary=256,
         micro_batches=case.micro_batches,
         activation_width=4,
         tied=case.engine == "plain",
     )
     forward = forward_s(case.hidden, 16, case.flops)
-    costs = even_costs(forward, case.layers, case.stages, case.micro_batches)
+    costs = even_costs(
+        forward, layers=case.layers, stages=case.stages, micro_batches=case.micro_batches
+    )
     execution = Execution(
         engine=TRAITS[case.engine],
         virtual=case.virtual,
@@ -384,19 +386,24 @@ def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> f
         hierarchical=case.hierarchical,
         direct=True,
         zero=case.zero,
-        block_s=overhead[0],
-        parameter_s=overhead[1],
-        step_s=overhead[2],
+        block_s=block_s,
+        parameter_s=parameter_s,
+        step_s=step_s,
         sums=1 if case.engine == "plain" else 0,
         cores=CORES,
         notices=True,
     )
     only = stock_fabric(site) if case.way != "holmes" else None
-    return simulate(site, order, sizes, gpt, execution, links, only, costs).step_s
+    return simulate(
+        site, order, sizes, gpt, execution=execution, links=links, only=only, costs=costs
+    ).step_s
 
 
 def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
-    """Return the three CPU seconds of an engine, fitted to its calibration runs (see overheads)."""
+    """Return the three CPU seconds of an engine, fitted to its calibration runs.
+
+    They are those of a block's pass, of a parameter and of a step (see overheads()).
+    """
     cases = [case for case in CALIBRATION if case.engine == engine]
     return overheads(
         cases,
@@ -415,7 +422,9 @@ def overheads(
     prediction is not linear in them: which process waits for a core depends on them.
 
     Args:
+        cases: The calibration runs.
         seconds: Measured step of each case.
+        links: The measured links of their cluster file.
     """
     from scipy.optimize import nnls
 
@@ -448,6 +457,8 @@ def measure_missing(
     """Measure what the store does not have, each case `runs` times, in turns.
 
     Args:
+        measured: The measurements in the store; new ones are added.
+        store: The file. It is written after each measurement.
         until: No measurement begins after this time (time.monotonic).
     """
     for run, case in itertools.product(range(1, runs + 1), cases):
@@ -470,7 +481,10 @@ def measure_missing(
 
 
 def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
-    """Return rows with measured and predicted steps, and the errors of the predictions."""
+    """Return rows with measured and predicted steps, and the errors of the predictions.
+
+    Rows with the median and the worst error follow if there are 24 cases or more.
+    """
     rows, errors = [], []
     known = {engine: calibrate(engine, measured) for engine in {case.engine for case in cases}}
     for engine, (of_block, of_parameter, of_step) in sorted(known.items()):
@@ -484,21 +498,46 @@ def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
                     "calibration",
                     f"{engine}: CPU time of a {name}",
                     value,
-                    unit,
-                    (value, value),
-                    True,
+                    unit=unit,
+                    spread=(value, value),
+                    emulated=True,
                 )
             )
     for case in cases:
         links, steps = measured.links(case.file), measured.steps[case.name]
         median, predicted = statistics.median(steps), predict(case, links, known[case.engine])
-        rows.append(Row.of(case.name, "measured step", median, "s", (min(steps), max(steps)), True))
         rows.append(
-            Row.of(case.name, "predicted step", predicted, "s", (predicted, predicted), True)
+            Row.of(
+                case.name,
+                "measured step",
+                median,
+                unit="s",
+                spread=(min(steps), max(steps)),
+                emulated=True,
+            )
+        )
+        rows.append(
+            Row.of(
+                case.name,
+                "predicted step",
+                predicted,
+                unit="s",
+                spread=(predicted, predicted),
+                emulated=True,
+            )
         )
         error = predicted / median - 1
         errors.append(abs(error))
-        rows.append(Row.of(case.name, "error", error, "of the measured", (error, error), True))
+        rows.append(
+            Row.of(
+                case.name,
+                "error",
+                error,
+                unit="of the measured",
+                spread=(error, error),
+                emulated=True,
+            )
+        )
     if len(cases) >= 24:
         spread = (min(errors), max(errors))
         rows.append(
@@ -506,10 +545,10 @@ def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
                 f"{len(errors)} lab cases",
                 "median error",
                 statistics.median(errors),
-                "of the measured",
-                spread,
-                True,
-                "<= 0.03",
+                unit="of the measured",
+                spread=spread,
+                emulated=True,
+                target="<= 0.03",
             )
         )
         rows.append(
@@ -517,10 +556,10 @@ def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
                 f"{len(errors)} lab cases",
                 "worst error",
                 max(errors),
-                "of the measured",
-                spread,
-                True,
-                "<= 0.1",
+                unit="of the measured",
+                spread=spread,
+                emulated=True,
+                target="<= 0.1",
             )
         )
     return rows

@@ -69,7 +69,12 @@ def measure_optimizer(spec: SiteSpec) -> float:
 
 
 def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
-    """Run this program on all nodes of a lab, and return the result of rank 0."""
+    """Run this program on all nodes of a lab, and return the result of rank 0.
+
+    Args:
+        order: Nodes in the order of their ranks.
+        arguments: The two arguments of rank_main().
+    """
     with tuned(spec) as lab:
         result = lab.run(
             [sys.executable, __file__, *arguments], order=order, preload=("torch",), timeout=120
@@ -82,7 +87,12 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
 
 
 def rank_main(what: str, argument: list) -> None:
-    """Measure as one rank, and print the result on rank 0."""
+    """Measure as one rank, and print the result as JSON on rank 0.
+
+    Args:
+        what: "bytes", "software" or "optimizer".
+        argument: Of the function that measures this.
+    """
     import torch
     import torch.distributed as dist
 
@@ -110,6 +120,9 @@ def of_software(clusters: list) -> dict[str, float]:
     costs, groups = {}, [ranks for _, ranks in clusters]
     if len(groups) > 1:  # sums of so little that bytes do not count
         reduction, few = HierarchicalAllReduce(groups), torch.ones(64 * dist.get_world_size())
+        # Messages of a hierarchical all-reduce. Its groups are the clusters, and the ranks with the same
+        # position in their clusters. In a group of n ranks, reduce-scatter and all-gather have n (n - 1)
+        # messages each.
         sent = 2 * sum(n * (n - 1) for n in map(len, [*groups, *zip(*groups)]))
         costs["host_message_s"] = (
             cpu_s(lambda: reduction.all_reduce(few).wait(), SUMS) / SUMS / sent
@@ -127,7 +140,7 @@ def of_software(clusters: list) -> dict[str, float]:
             (dist.reduce_scatter_tensor, shard, flat),
         )
     )
-    # it gathers half the bytes
+    # An all-gather sends half as many bytes as an all-reduce.
     costs |= {"host_gather": 2 * gathered / reduced, "host_scatter": scattered / reduced}
     return costs
 
@@ -181,11 +194,12 @@ def of_bytes(phases: list[dict]) -> dict[str, float]:
     for phase in phases:
         total, group, times = 0.0, None, 0
         for interface, ranks, rate_bps in phase.values():
-            of_all = 2 * (len(ranks) - 1) * SIZE  # what they send in one all-reduce
-            often = ceil(SECONDS * rate_bps * len(ranks) / (8 * of_all))
-            total += often * of_all
+            sent_bytes = 2 * (len(ranks) - 1) * SIZE  # of all ranks in one all-reduce
+            # All-reduces that take SECONDS at this rate.
+            count = ceil(SECONDS * rate_bps * len(ranks) / (8 * sent_bytes))
+            total += count * sent_bytes
             if dist.get_rank() in ranks:
-                os.environ["GLOO_SOCKET_IFNAME"], times = interface, often
+                os.environ["GLOO_SOCKET_IFNAME"], times = interface, count
                 group = dist.new_group(ranks, use_local_synchronization=True)
         costs.update(
             dict.fromkeys(phase, cpu_s(partial(dist.all_reduce, flat, group=group), times) / total)

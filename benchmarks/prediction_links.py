@@ -116,7 +116,17 @@ def main() -> int:
         ("median", statistics.median(errors), "<= 0.03"),
         ("worst", max(errors), "<= 0.1"),
     ):
-        rows.append(Row.of(what, f"{metric} error", value, "of the measured", spread, True, target))
+        rows.append(
+            Row.of(
+                what,
+                f"{metric} error",
+                value,
+                unit="of the measured",
+                spread=spread,
+                emulated=True,
+                target=target,
+            )
+        )
     return finish(rows, args.json, "Predicted against measured steps: links between clusters")
 
 

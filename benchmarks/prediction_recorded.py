@@ -50,12 +50,12 @@ def _recorded() -> tuple[Recorded, ...]:
         ):
             results.append(
                 Recorded(
-                    f"deepspeed {case} holmes",
-                    way,
-                    overlap,
-                    "two_clusters.json",
-                    recorded,
-                    f"step {metric}",
+                    case=f"deepspeed {case} holmes",
+                    way=way,
+                    overlap=overlap,
+                    file="two_clusters.json",
+                    recorded_case=recorded,
+                    metric=f"step {metric}",
                 )
             )
     for way, overlap, metric in (
@@ -65,12 +65,12 @@ def _recorded() -> tuple[Recorded, ...]:
     ):
         results.append(
             Recorded(
-                "megatron 4+4 holmes",
-                way,
-                overlap,
-                "megatron_two_clusters.json",
-                "4+4",
-                f"step {metric}",
+                case="megatron 4+4 holmes",
+                way=way,
+                overlap=overlap,
+                file="megatron_two_clusters.json",
+                recorded_case="4+4",
+                metric=f"step {metric}",
             )
         )
     return tuple(results)
@@ -96,7 +96,7 @@ def recorded_rows(prediction: Any) -> list[Row]:
             (row["scene"], row["metric"]): row
             for row in json.loads((RESULTS / recorded.file).read_text())["rows"]
         }
-        if row := values.get((recorded.recorded_case, recorded.metric)):
+        if row := values.get((recorded.recorded_case, recorded.metric)):  # was measured
             name = (
                 f"recorded: {cases[recorded.case].engine} {recorded.recorded_case} "
                 f"{recorded.metric.removeprefix('step ')}"
@@ -107,29 +107,45 @@ def recorded_rows(prediction: Any) -> list[Row]:
             cases_of_engine.setdefault(case.engine, []).append((case, row))
     rows, errors = [], []
     for engine_cases in cases_of_engine.values():
+        # The calibration: pairs (case on a single fast cluster, seconds of its measured step).
         fast = [(case, row["value"]) for case, row in engine_cases if case.way == "rdma"]
         if not fast:
             continue
-        overhead = prediction.overheads(*zip(*fast))
+        fast_cases, fast_seconds = zip(*fast)
+        overhead = prediction.overheads(fast_cases, fast_seconds)
         for case, row in engine_cases:
             if case.way == "rdma":
                 continue
             predicted = prediction.predict(case, Links(), overhead)
             errors.append(abs(predicted / row["value"] - 1))
             rows.append(
-                Row.of(case.name, "measured step", row["value"], "s", tuple(row["spread"]), True)
+                Row.of(
+                    case.name,
+                    "measured step",
+                    row["value"],
+                    unit="s",
+                    spread=tuple(row["spread"]),
+                    emulated=True,
+                )
             )
             rows.append(
-                Row.of(case.name, "predicted step", predicted, "s", (predicted, predicted), True)
+                Row.of(
+                    case.name,
+                    "predicted step",
+                    predicted,
+                    unit="s",
+                    spread=(predicted, predicted),
+                    emulated=True,
+                )
             )
             rows.append(
                 Row.of(
                     case.name,
                     "error",
                     predicted / row["value"] - 1,
-                    "of the measured",
-                    (errors[-1], errors[-1]),
-                    True,
+                    unit="of the measured",
+                    spread=(errors[-1], errors[-1]),
+                    emulated=True,
                 )
             )
     if not errors:
@@ -142,10 +158,18 @@ def recorded_rows(prediction: Any) -> list[Row]:
             name,
             "median error",
             statistics.median(errors),
-            "of the measured",
-            spread,
-            True,
-            "<= 0.03",
+            unit="of the measured",
+            spread=spread,
+            emulated=True,
+            target="<= 0.03",
         ),
-        Row.of(name, "worst error", max(errors), "of the measured", spread, True, "<= 0.1"),
+        Row.of(
+            name,
+            "worst error",
+            max(errors),
+            unit="of the measured",
+            spread=spread,
+            emulated=True,
+            target="<= 0.1",
+        ),
     ]

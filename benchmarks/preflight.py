@@ -46,6 +46,7 @@ def rank_main(cluster: str, flag: str) -> None:
     run, took = preflight.run, [0.0]
 
     def timed(*args):
+        """Run the preflight, and store its seconds in `took`."""
         begin = time.monotonic()
         try:
             return run(*args)
@@ -57,7 +58,8 @@ def rank_main(cluster: str, flag: str) -> None:
     begin = time.monotonic()
     current, lines = start.start(request, maker, launcher.detect(os.environ), {})
     whole = time.monotonic() - begin
-    store = current.store  # rank 0's process hosts it: wait for all before it ends
+    # Rank 0's process hosts the store: it must not end before all others have used it.
+    store = current.store
     store.set(f"done/{current.rank}", "")
     store.wait([f"done/{rank}" for rank in range(current.plan.world_size)])
     print(json.dumps({"preflight_s": took[0], "start_s": whole, "lines": lines}), flush=True)
@@ -111,10 +113,10 @@ def preflights(per_node: int, runs: int) -> list:
 def _row(case: str, metric: str, values: list[float], unit: str, target: str = ""):
     from harness import Row
 
-    return Row.median(case, metric, values, unit, True, target)
+    return Row.median(case, metric, values, unit=unit, emulated=True, target=target)
 
 
-class Everything:
+class BackgroundChecks:
     """The checks of holmes that run beside training: watch over the NICs, telemetry and watchdog."""
 
     def __init__(self):
@@ -146,7 +148,12 @@ class Everything:
 
 
 def healthy_main(out: str, *command: str) -> None:
-    """Run one rank of the case "step": blocks of steps with the checks on, off, and off again."""
+    """Run one rank of the case "step": blocks of steps with the checks on, off, and off again.
+
+    Args:
+        out: File for the times, which rank 0 writes.
+        command: The training script and its arguments.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
     import runpy
@@ -156,12 +163,14 @@ def healthy_main(out: str, *command: str) -> None:
 
     from holmes_ext.runtime.watch import failure
 
-    everything, train_batch, timings = Everything(), PipelineEngine.train_batch, []
+    checks, train_batch = BackgroundChecks(), PipelineEngine.train_batch
+    timings = []  # (number of the block, "on" or "off" or "off again", seconds of a step)
 
     def timed(engine, *args, **kwargs):
+        """Train one step with the checks on or off, as its block has it, and store its seconds."""
         block, step = divmod(engine.global_steps, BLOCK)
-        which = ORDERS[block // 3 % len(ORDERS)][block % 3]
-        everything.switch(which == "on")
+        which = ORDERS[block // 3 % len(ORDERS)][block % 3]  # three blocks are a cycle
+        checks.switch(which == "on")
         dist.barrier()
         begin = time.perf_counter()
         loss = train_batch(engine, *args, **kwargs)
@@ -173,6 +182,7 @@ def healthy_main(out: str, *command: str) -> None:
     end = dist.destroy_process_group
 
     def write(*args):
+        """Time the look at the NICs, write all times, and destroy the process groups."""
         watch, begin = failure.NicWatch(20.0), time.thread_time()
         for number in range(500):
             watch.poll(float(number))
@@ -190,7 +200,11 @@ def healthy_main(out: str, *command: str) -> None:
 
 
 def healthy_steps(cycles: int) -> list:
-    """Measure steps with and without the checks that run beside training."""
+    """Measure steps with and without the checks that run beside training, and return the rows of results.
+
+    Args:
+        cycles: Number of cycles of three blocks: on, off, and off again.
+    """
     from harness import Row, tell
     from holmes_lab import Lab, interleave
     from two_clusters import CASES, script
@@ -232,7 +246,8 @@ def healthy_steps(cycles: int) -> list:
     blocks: dict[int, tuple[str, list[float]]] = {}
     for block, which, seconds in timings:
         blocks.setdefault(block, (which, []))[1].append(seconds)
-    look = blocks.pop(-1)[1][0] * 100
+    _, (look_s,) = blocks.pop(-1)  # the look at the NICs is stored as block -1
+    look = look_s * 100  # percent of a core, since there is one look each second
     by = {
         which: [statistics.median(times) for name, times in blocks.values() if name == which]
         for which in ORDERS[0]
@@ -241,27 +256,34 @@ def healthy_steps(cycles: int) -> list:
     noise = [(again / off - 1) * 100 for again, off in zip(by["off again"], by["off"])]
     return [
         *(
-            Row.median("step", f"healthy step, everything {which}", times, "s", True)
+            Row.median("step", f"healthy step, everything {which}", times, unit="s", emulated=True)
             for which, times in by.items()
         ),
         Row.of(
             "step",
             "everything on against off, more",
             statistics.median(more),
-            "%",
-            _quartiles(more),
-            True,
-            "<= 0.5",
+            unit="%",
+            spread=_quartiles(more),
+            emulated=True,
+            target="<= 0.5",
         ),
         Row.of(
             "step",
             "off again against off, more (A/A, noise)",
             statistics.median(noise),
-            "%",
-            _quartiles(noise),
-            True,
+            unit="%",
+            spread=_quartiles(noise),
+            emulated=True,
         ),
-        Row.median("watch", "share of a core, one look each second", [look], "%", False, "<= 0.5"),
+        Row.median(
+            "watch",
+            "share of a core, one look each second",
+            [look],
+            unit="%",
+            emulated=False,
+            target="<= 0.5",
+        ),
     ]
 
 

@@ -142,17 +142,23 @@ def step(repetitions: int) -> list[Row]:
             "step",
             "largest difference of the losses",
             worst,
-            "nats",
-            (worst, worst),
-            False,
-            "<= 1e-5",
+            unit="nats",
+            spread=(worst, worst),
+            emulated=False,
+            target="<= 1e-5",
         )
     )
     return rows
 
 
 def _plain(lab: Lab, nodes: Any, flags: list[str], flops: float) -> list[dict[str, Any]]:
-    """Run examples/plain_torch, and return the lines of its log without the first steps."""
+    """Run examples/plain_torch, and return the lines of its log without the first steps.
+
+    Args:
+        nodes: Nodes in the order of their ranks.
+        flags: Flags of the script. Without --holmes, gloo uses Ethernet.
+        flops: FLOP/s of an emulated GPU.
+    """
     steps, skip = 10, 3
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
@@ -185,21 +191,27 @@ def pipeline(repetitions: int, case: str = "pipeline") -> list[Row]:
 
 
 def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[Row]:
-    """Run DeepSpeed's pipeline engine in its variants, and return the rows of results."""
+    """Run DeepSpeed's pipeline engine in its variants, and return the rows of results.
+
+    Args:
+        case: "pipeline" or "pipeline 8".
+        file: Cluster file of `spec`.
+        spec: Two clusters of 4 nodes.
+    """
     order = interleave(spec)
     bound = all_rdma(spec)
     holmes = ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap")
     variants = [
         Variant("stock", spec, order),
-        Variant("holmes, not overlapped", spec, order, (*holmes, "off")),
-        Variant("holmes", spec, order, (*holmes, "on")),
+        Variant("holmes, not overlapped", spec, order, flags=(*holmes, "off")),
+        Variant("holmes", spec, order, flags=(*holmes, "on")),
         bound,
         Variant(
             "all-RDMA, overlapped",
             bound.spec,
             bound.order,
-            ("--holmes", "--holmes-overlap", "on"),
-            bound.env,
+            flags=("--holmes", "--holmes-overlap", "on"),
+            env=bound.env,
         ),
     ]
     series = compare(
@@ -227,14 +239,17 @@ def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[R
         rows.append(_ratio(case, series, over, under, target))
     worst = max_loss_difference(series["stock"], series["holmes"])
     metric = "largest difference of the losses, holmes and stock"
-    rows.append(Row.median(case, metric, [worst], "nats", False, "<= 1e-6"))
+    rows.append(Row.median(case, metric, [worst], unit="nats", emulated=False, target="<= 1e-6"))
     return rows
 
 
 def _ratio(case: str, series: dict[str, Series], over: str, under: str, target: str) -> Row:
+    """Return a row with the step time of the variant `over`, divided by that of `under`."""
     ratios = [a / b for a, b in zip(series[over].medians, series[under].medians)]
     busy = max(series[over].busy, series[under].busy)
-    return Row.median(case, f"{over} / {under}", ratios, "x", True, target, busy)
+    return Row.median(
+        case, f"{over} / {under}", ratios, unit="x", emulated=True, target=target, busy=busy
+    )
 
 
 def gather(repetitions: int, case: str = "gather") -> list[Row]:
@@ -252,7 +267,7 @@ def gather(repetitions: int, case: str = "gather") -> list[Row]:
             "--holmes-sizes",
             "pipeline=2",
         )
-        under = Variant("under the forward", spec, interleave(spec), flags)
+        under = Variant("under the forward", spec, interleave(spec), flags=flags)
         waited = replace(under, name="waited for", env={"HOLMES_DISABLE": "megatron-gather"})
         script = str(examples() / "megatron_core" / "train.py")
         series = compare(
@@ -281,10 +296,10 @@ def gather(repetitions: int, case: str = "gather") -> list[Row]:
             case,
             "largest difference of the losses",
             worst,
-            "nats",
-            (worst, worst),
-            False,
-            "<= 1e-6",
+            unit="nats",
+            spread=(worst, worst),
+            emulated=False,
+            target="<= 1e-6",
         )
     )
     return rows
@@ -303,7 +318,7 @@ def ring(repetitions: int) -> list[Row]:
                 lab.set_rate(node, f"{cluster.kind}0", 8 * spec.ethernet_rate_bps)
         clusters = [list(range(4)), list(range(4, 8))]
         counted = spec.clusters[0].nodes
-        seconds, sent = _sums(
+        seconds, sent = _time_reductions(
             lab, ("flat ring", "hierarchical"), order, clusters, counted, repetitions
         )
     rows = [_row("ring", f"10 MiB, {name}", values, "s") for name, values in seconds.items()]
@@ -330,7 +345,9 @@ def owners(repetitions: int) -> list[Row]:
     with Lab(spec, realtime=True) as lab:
         for count in (4, 2):
             order, size = spec.clusters[0].nodes[:count], f"{count} nodes"
-            seconds, sent = _sums(lab, ("all-reduce", "to owners"), order, [], order, repetitions)
+            seconds, sent = _time_reductions(
+                lab, ("all-reduce", "to owners"), order, [], order, repetitions
+            )
             rows += [
                 _row("owners", f"{size}, 10 MiB, {name}", values, "s")
                 for name, values in seconds.items()
@@ -345,7 +362,7 @@ def owners(repetitions: int) -> list[Row]:
     return rows
 
 
-def _sums(
+def _time_reductions(
     lab: Lab,
     names: Sequence[str],
     order: Sequence[str],
@@ -353,10 +370,12 @@ def _sums(
     counted: Sequence[str],
     repetitions: int,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Run each way to sum 10 MiB in turn.
+    """Run each way to reduce 10 MiB in turn, as jobs of ring_rank().
 
     Args:
         names: The ways.
+        order: Nodes in the order of their ranks.
+        clusters: Ranks of each cluster.
         counted: Nodes whose Ethernet bytes are counted.
 
     Returns:
@@ -380,7 +399,14 @@ def _sums(
 
 
 def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
-    """Run one rank of the case "ring" or "owners", and print the median seconds on rank 0."""
+    """Run one rank of the case "ring" or "owners", and print the median seconds on rank 0.
+
+    Args:
+        name: "hierarchical", "to owners" (each rank gets the sum of one part only), or any other name for an
+            all-reduce of torch.
+        clusters: Ranks of each cluster, for "hierarchical".
+        times: Number of measurements.
+    """
     import torch.distributed as dist
 
     from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
@@ -403,7 +429,7 @@ def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
 
 
 def _row(case: str, metric: str, values: list[float], unit: str, target: str = "") -> Row:
-    return Row.median(case, metric, values, unit, True, target)
+    return Row.median(case, metric, values, unit=unit, emulated=True, target=target)
 
 
 CASES = {

@@ -39,23 +39,28 @@ ASKED = "40 ms; 16 micro-batches", "the fullest"
 
 
 def measure(name: str) -> list[Row]:
-    """Compare the schedules of one case, and return the rows of results."""
-    between_s, count = CASES[name]
+    """Compare the schedules of one case, and return the rows of results.
+
+    Args:
+        name: A key of CASES.
+    """
+    between_s, count = CASES[name]  # seconds between the clusters, number of micro-batches
     forward = (PASS_S,) * STAGES  # seconds of each stage
     backward = (2 * PASS_S,) * STAGES
     stage_links = (0.0, between_s, 0.0)
     no_limit = (float("inf"),) * STAGES
-    held = quickest_in_flight(
+    in_flight = quickest_in_flight(  # micro-batches of each stage
         forward, backward, stage_links, count, (0.0,) * len(stage_links), no_limit
     )
-    now = max(walked_ends(forward, backward, stage_links, count, held))
-    rows = [Row.median(name, "1F1B in flight", [now], "s", False)]
-    per_stage, fullest = tuple(map(float, held)), (float(max(held)),) * STAGES
+    now = max(walked_ends(forward, backward, stage_links, count, in_flight))  # seconds of the step
+    rows = [Row.median(name, "1F1B in flight", [now], unit="s", emulated=False)]
+    # Limits of the memory: the largest number of micro-batches in flight of each stage.
+    per_stage, fullest = tuple(map(float, in_flight)), (float(max(in_flight)),) * STAGES
     for memory, most in (("each stage's", per_stage), ("the fullest", fullest)):
         times = Times(forward, forward, forward, stage_links, count, most)
         schedules = {
-            "listed passes": solved(times, held),
-            "listed passes, NCCL": solved(times, held, True),
+            "listed passes": solved(times, in_flight),
+            "listed passes, NCCL": solved(times, in_flight, True),  # fixed order of messages
         }
         best = {
             what: min(max(schedule.ends(times)), now)  # the plan keeps 1F1B where no list is faster
@@ -71,7 +76,14 @@ def measure(name: str) -> list[Row]:
         ):
             row_target = target if what in ("ratio", "ratio, NCCL") else ""
             rows.append(
-                Row.median(name, f"{what}, memory of {memory}", [value], unit, False, row_target)
+                Row.median(
+                    name,
+                    f"{what}, memory of {memory}",
+                    [value],
+                    unit=unit,
+                    emulated=False,
+                    target=row_target,
+                )
             )
     return rows
 

@@ -71,14 +71,14 @@ class Engine:
 #: Case -> engine.
 ENGINES_OF = {
     "40 ms; 16 micro-batches; run in the lab": Engine(
-        "deepspeed", "deepspeed_pipeline", "Head", "--stages"
+        "deepspeed", folder="deepspeed_pipeline", plain="Head", stages="--stages"
     ),
     "40 ms; 16 micro-batches; torch pipelining in the lab": Engine(
         "torch",
-        "torch_pipelining",
-        "Linear",
-        "--pipeline",
-        ("--schedule", "1F1B", "--micro-batch", "1", "--micro-batches", str(MICRO_BATCHES)),
+        folder="torch_pipelining",
+        plain="Linear",
+        stages="--pipeline",
+        flags=("--schedule", "1F1B", "--micro-batch", "1", "--micro-batches", str(MICRO_BATCHES)),
     ),
 }
 
@@ -114,7 +114,18 @@ def question(framework: str) -> SearchResult:
 def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
     """Return the planning problem, and the plans with 1F1B and with listed passes."""
     asked = question(framework)
-    shape = Shape(STAGES, 1, 1, 1, 1, 1, 1, MICRO_BATCHES, "none", 0)
+    shape = Shape(
+        pipeline=STAGES,
+        tensor=1,
+        context=1,
+        expert=1,
+        data=1,
+        virtual=1,
+        micro_batch=1,
+        micro_batches=MICRO_BATCHES,
+        recompute="none",
+        zero=0,
+    )
     nodes = [node.name for node in asked.network.site.nodes]
     placement = asked.network.placement(nodes, shape.sizes().complete(asked.network.world))
     baseline = timed(asked, asked.candidate(shape, placement, (LAYERS // STAGES,) * STAGES))
@@ -124,7 +135,14 @@ def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
 
 
 def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, Series]]:
-    """Run an engine with all schedules, and return its measurements."""
+    """Run an engine with all schedules.
+
+    Args:
+        folder: For the files of the cluster, the plans and DeepSpeed's configuration.
+
+    Returns:
+        The plans of the schedules of holmes, and the measurements of all schedules, by name.
+    """
     asked, candidates = plans(engine.framework)
     spec, model, variants = parse_spec(SITE), asked.model, []
     cluster, config, stock_flags = folder / "cluster.toml", folder / "ds_config.json", engine.flags
@@ -132,16 +150,21 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
     for name, candidate in candidates.items():
         plan = folder / f"{len(variants)}.json"
         plan_of(asked, candidate, Options(schedule="auto")).save(str(plan))
-        launch = launches(candidate, model, MICRO_BATCHES, True, str(cluster), str(plan))[
-            engine.framework
-        ]
+        launch = launches(
+            candidate,
+            model,
+            global_batch=MICRO_BATCHES,
+            overlap=True,
+            cluster=str(cluster),
+            plan=str(plan),
+        )[engine.framework]
         if launch.config:
             config.write_text(json.dumps(launch.config))
             stock_flags = ("--deepspeed_config", str(config))
         flags = (str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
-        variants.append(Variant(name, spec, interleave(spec), (*engine.flags, *flags)))
+        variants.append(Variant(name, spec, interleave(spec), flags=(*engine.flags, *flags)))
     nodes = tuple(node.name for node in asked.network.site.nodes)  # stock's are in the plan's order
-    variants.append(Variant(STOCK, spec, nodes, stock_flags))
+    variants.append(Variant(STOCK, spec, nodes, flags=stock_flags))
     size = [
         "--layers",
         model.layers,
@@ -185,24 +208,40 @@ def rows(case: str) -> list[Row]:
                 case,
                 f"{name}, measured step",
                 series.median,
-                "s",
-                series.spread,
-                True,
+                unit="s",
+                spread=series.spread,
+                emulated=True,
                 busy=series.busy,
             )
         )
         if name in plans_of:
             error = plans_of[name].step_s / series.median - 1
             table.append(
-                Row.median(case, f"{name}, predicted step", [plans_of[name].step_s], "s", False)
+                Row.median(
+                    case,
+                    f"{name}, predicted step",
+                    [plans_of[name].step_s],
+                    unit="s",
+                    emulated=False,
+                )
             )
             table.append(
-                Row.median(case, f"{name}, predicted against measured", [error], "fraction", True)
+                Row.median(
+                    case,
+                    f"{name}, predicted against measured",
+                    [error],
+                    unit="fraction",
+                    emulated=True,
+                )
             )
             apart = max_loss_difference(series, by_variant[STOCK])
             table.append(
                 Row.median(
-                    case, f"{name}, greatest difference of a loss from stock's", [apart], "", True
+                    case,
+                    f"{name}, greatest difference of a loss from stock's",
+                    [apart],
+                    unit="",
+                    emulated=True,
                 )
             )
     now = next(iter(plans_of))
@@ -211,4 +250,7 @@ def rows(case: str) -> list[Row]:
     )
     ratio = by_variant[now].median / by_variant[LISTED].median
     busy = max(measured.busy for measured in by_variant.values())
-    return [*table, Row.median(case, what, [ratio], "x", True, target, busy=busy)]
+    return [
+        *table,
+        Row.median(case, what, [ratio], unit="x", emulated=True, target=target, busy=busy),
+    ]

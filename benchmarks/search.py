@@ -50,7 +50,13 @@ SITES, SITE_SECONDS = "nodes of 30 random sites", 10
 
 
 def measure(clusters: str, model: str, batch: int) -> dict[str, float]:
-    """Run `holmes plan --json` once, and return metric -> value."""
+    """Run `holmes plan --json` once, and return metric -> value, with the metrics of UNITS.
+
+    Args:
+        clusters: Name of a file in examples/clusters, without .toml.
+        model: Name of a file in examples/models, without .toml.
+        batch: Global batch size.
+    """
     files = (
         "--cluster",
         EXAMPLES / "clusters" / f"{clusters}.toml",
@@ -119,10 +125,32 @@ def measure_sites() -> list[harness.Row]:
     proven, middle = sum(gap < 1e-6 for gap in gaps), sorted(took)[len(took) // 2]
     return [
         harness.Row.of(
-            SITES, "proven to be the best", proven, "sites", (proven, proven), False, ""
+            SITES,
+            "proven to be the best",
+            proven,
+            unit="sites",
+            spread=(proven, proven),
+            emulated=False,
+            target="",
         ),
-        harness.Row.of(SITES, "gap", max(gaps), "fraction", (min(gaps), max(gaps)), False, ""),
-        harness.Row.of(SITES, "whole command", middle, "s", (min(took), max(took)), False, ""),
+        harness.Row.of(
+            SITES,
+            "gap",
+            max(gaps),
+            unit="fraction",
+            spread=(min(gaps), max(gaps)),
+            emulated=False,
+            target="",
+        ),
+        harness.Row.of(
+            SITES,
+            "whole command",
+            middle,
+            unit="s",
+            spread=(min(took), max(took)),
+            emulated=False,
+            target="",
+        ),
     ]
 
 

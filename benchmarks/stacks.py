@@ -59,7 +59,15 @@ def of_clusters() -> tuple[SiteSpec, tuple[str, ...], tuple[str, ...]]:
 def run(
     case: str, variants: list[Variant], script: list[str], classes: str, flops: float, args
 ) -> dict[str, Series]:
-    """Run the variants of a script in the lab, and return their measurements."""
+    """Run the variants of a script in the lab, and return their measurements.
+
+    Args:
+        case: Name of the case, for lines about the progress.
+        script: The training script and its arguments.
+        classes: Name of the class of transformer layers, which sleep as long as a GPU would compute.
+        flops: FLOP/s of an emulated GPU.
+        args: Options of this program.
+    """
     total, started = args.repetitions * len(variants), iter(range(1, 1000))
     return compare(
         variants,
@@ -74,13 +82,14 @@ def run(
 
 
 def loss_row(case: str, series: dict[str, Series], name: str, stock: str = "stock") -> Row:
+    """Return a row with the largest difference between the losses of two variants."""
     return Row.median(
         case,
         f"{name}: largest loss difference",
         [max_loss_difference(series[stock], series[name])],
-        "nats",
-        False,
-        "<= 1e-6",
+        unit="nats",
+        emulated=False,
+        target="<= 1e-6",
     )
 
 
@@ -92,24 +101,31 @@ def networks() -> list[Row]:
 
 
 def data_parallel(stack: str, args) -> list[Row]:
-    """Compare a stack without and with holmes, and with a plain loop that uses GradientReducer."""
+    """Compare a stack without and with holmes, and with a plain loop that uses GradientReducer.
+
+    Args:
+        stack: "trainer" (of transformers) or "lightning".
+        args: Options of this program.
+    """
     spec, order, flags = of_clusters()
     with_stack, with_reducer = (["--stack", name] for name in (stack, "reducer"))
     variants = [
         replace(all_rdma(spec), name=ONE, flags=tuple(with_stack)),
-        Variant("stock", spec, order, tuple(with_stack)),
-        Variant("holmes", spec, order, (*with_stack, *flags)),
-        Variant("GradientReducer", spec, order, (*with_reducer, *flags)),
+        Variant("stock", spec, order, flags=tuple(with_stack)),
+        Variant("holmes", spec, order, flags=(*with_stack, *flags)),
+        Variant("GradientReducer", spec, order, flags=(*with_reducer, *flags)),
     ]
-    series = run(stack, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
+    series = run(
+        stack, variants, [str(JOB), *MODEL], classes="GPT2Block", flops=DDP_FLOPS, args=args
+    )
     return [
-        ratio_row(stack, "holmes : stock", series["stock"], series["holmes"], ">= 1.35"),
+        ratio_row(stack, "holmes : stock", series["stock"], series["holmes"], target=">= 1.35"),
         ratio_row(
             stack,
             "holmes : GradientReducer",
             series["GradientReducer"],
             series["holmes"],
-            ">= 0.95",
+            target=">= 0.95",
         ),
         loss_row(stack, series, "holmes"),
         *step_rows(stack, series),
@@ -123,7 +139,10 @@ def predicted(
     """Return rows with predicted steps, and their errors.
 
     Args:
+        case: Name of the case in the results.
+        series: Variant -> measurements. The CPU seconds of the software are fitted to the variant ONE.
         step: A function of benchmarks/stacks_prediction.py.
+        flops: FLOP/s of an emulated GPU.
         options_of: Variant -> keyword arguments of `step`.
     """
     stack_site = prediction.StackSite.of(CLUSTERS)
@@ -148,17 +167,26 @@ def one_cluster(args) -> list[Row]:
         spec, ddp = load_spec(file), ("--stack", "ddp")
         flags = (*ddp, "--holmes", "--holmes-cluster", str(file))
         stock, again = (
-            Variant(name, spec, bound.order, ddp, env=bound.env)
+            Variant(name, spec, bound.order, flags=ddp, env=bound.env)
             for name in ("stock", "stock again")
         )
-        variants = [stock, Variant("holmes", spec, bound.order, flags), again]
-        series = run(case, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
+        variants = [stock, Variant("holmes", spec, bound.order, flags=flags), again]
+        series = run(
+            case, variants, [str(JOB), *MODEL], classes="GPT2Block", flops=DDP_FLOPS, args=args
+        )
     cost, noise = (
         series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again")
     )
     return [
-        Row.median(case, "what holmes adds to a step", [cost], "of a step", True, "<= 0.01"),
-        Row.median(case, "A/A difference (noise)", [abs(noise)], "of a step", True),
+        Row.median(
+            case,
+            "what holmes adds to a step",
+            [cost],
+            unit="of a step",
+            emulated=True,
+            target="<= 0.01",
+        ),
+        Row.median(case, "A/A difference (noise)", [abs(noise)], unit="of a step", emulated=True),
         loss_row(case, series, "holmes"),
         *step_rows(case, series),
     ]
@@ -170,14 +198,16 @@ def sharded(args) -> list[Row]:
     spec, order, flags = of_clusters()
     variants = [
         Variant("stock", spec, order),
-        Variant("hybrid", spec, order, (*flags, "--holmes-fsdp", "hybrid")),
-        Variant("holmes", spec, order, flags),
+        Variant("hybrid", spec, order, flags=(*flags, "--holmes-fsdp", "hybrid")),
+        Variant("holmes", spec, order, flags=flags),
         replace(all_rdma(spec), name=ONE),
     ]
-    series = run(case, variants, [str(FSDP2), *MODEL], "Block", FSDP_FLOPS, args)
+    series = run(case, variants, [str(FSDP2), *MODEL], classes="Block", flops=FSDP_FLOPS, args=args)
     return [
-        ratio_row(case, "hybrid : stock", series["stock"], series["hybrid"], ">= 2"),
-        ratio_row(case, "holmes without hybrid : stock", series["stock"], series["holmes"], ""),
+        ratio_row(case, "hybrid : stock", series["stock"], series["hybrid"], target=">= 2"),
+        ratio_row(
+            case, "holmes without hybrid : stock", series["stock"], series["holmes"], target=""
+        ),
         loss_row(case, series, "hybrid"),
         loss_row(case, series, "holmes"),
         *predictions(case, series),
@@ -193,13 +223,18 @@ def predictions(case: str, series: dict[str, Series]) -> list[Row]:
     sources = {"stock": ("holmes", "of weights across"), "hybrid": ("hybrid", "FSDP hybrid")}
     return [
         Row.median(
-            case, f"predicted collectives {name}", [_seconds(series[run], words)], "s", False
+            case,
+            f"predicted collectives {name}",
+            [_seconds(series[run], words)],
+            unit="s",
+            emulated=False,
         )
         for name, (run, words) in sources.items()
     ]
 
 
 def _seconds(series: Series, words: str) -> float:
+    """Return the number before " s of " in the printed line that contains the words."""
     line = next(line for line in series.lines if words in line)
     return float(line.partition(" s of ")[0].rpartition(", ")[2])
 
@@ -211,11 +246,22 @@ def placed(args) -> list[Row]:
     """
     case = "hsdp"
     spec, order, flags = of_clusters()
-    variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags)]
-    series = run(case, variants, [str(FSDP2), *MODEL, "--replicas", "2"], "Block", FSDP_FLOPS, args)
+    variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags=flags)]
+    series = run(
+        case,
+        variants,
+        [str(FSDP2), *MODEL, "--replicas", "2"],
+        classes="Block",
+        flops=FSDP_FLOPS,
+        args=args,
+    )
     return [
         ratio_row(
-            case, "holmes : the launcher's order", series["stock"], series["holmes"], ">= 1.5"
+            case,
+            "holmes : the launcher's order",
+            series["stock"],
+            series["holmes"],
+            target=">= 1.5",
         ),
         loss_row(case, series, "holmes"),
         *step_rows(case, series),
@@ -240,17 +286,28 @@ def breadth_first(args) -> list[Row]:
         "4",
     )  # without sizes the plan keeps clusters as blocks
     orders = {"1F1B": flags, "breadth first": (*flags, "--schedule", "LoopedBFS", "--chunks", "4")}
-    variants = [Variant(name, spec, order, options) for name, options in orders.items()]
+    variants = [Variant(name, spec, order, flags=options) for name, options in orders.items()]
     variants.append(
-        Variant("1F1B, torch's waits", spec, order, flags, {"HOLMES_DISABLE": "pipelining"})
+        Variant(
+            "1F1B, torch's waits", spec, order, flags=flags, env={"HOLMES_DISABLE": "pipelining"}
+        )
     )
     variants += [
-        Variant(f"{name}, nothing reduced", spec, order, (*options, "--data-parallel", "alone"))
+        Variant(
+            f"{name}, nothing reduced", spec, order, flags=(*options, "--data-parallel", "alone")
+        )
         for name, options in orders.items()
     ]
-    series = run(case, variants, [str(PIPELINE), *PIPELINE_MODEL], "Block", PIPELINE_FLOPS, args)
+    series = run(
+        case,
+        variants,
+        [str(PIPELINE), *PIPELINE_MODEL],
+        classes="Block",
+        flops=PIPELINE_FLOPS,
+        args=args,
+    )
     exposed = {}
-    for name in (variant.name for variant in variants[:3]):
+    for name in (variant.name for variant in variants[:3]):  # those that reduce gradients
         alone = series[f"{name.split(',')[0]}, nothing reduced"]
         exposed[name] = [
             with_sums - least for with_sums, least in zip(series[name].medians, alone.medians)
@@ -262,12 +319,17 @@ def breadth_first(args) -> list[Row]:
     return [
         *(
             Row.median(
-                case, f"exposed reduction, breadth first : {name}", values, "x", True, "<= 0.5"
+                case,
+                f"exposed reduction, breadth first : {name}",
+                values,
+                unit="x",
+                emulated=True,
+                target="<= 0.5",
             )
             for name, values in ratios.items()
         ),
         *(
-            Row.median(case, f"exposed reduction, {name}", seconds, "s", True)
+            Row.median(case, f"exposed reduction, {name}", seconds, unit="s", emulated=True)
             for name, seconds in exposed.items()
         ),
         *(
@@ -275,9 +337,9 @@ def breadth_first(args) -> list[Row]:
                 case,
                 f"exposed reduction, {name}, simulated",
                 seconds,
-                "s",
-                (seconds, seconds),
-                True,
+                unit="s",
+                spread=(seconds, seconds),
+                emulated=True,
             )
             for name, seconds in simulated_exposure(spec).items()
         ),
@@ -289,7 +351,8 @@ def breadth_first(args) -> list[Row]:
 def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
     """Return the simulated exposed seconds of both schedules, with the rates of the cluster file."""
     site, sizes = site_from_spec(spec), Sizes(pipeline=4, order=PIPELINES_FIRST).complete(8)
-    order, endless = [node.name for node in site.nodes], 1e15
+    order, endless = [node.name for node in site.nodes], 1e15  # a rate in bits/s
+    # The same clusters, where reductions take no time. The difference of the steps is exposed.
     free = replace(
         site,
         fabrics=tuple(  # pipelines inside clusters: only sums are on Ethernet
@@ -299,9 +362,18 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
     )
     layers, hidden, micro_batches = 16, PIPELINE_HIDDEN, 8
     gpt = Model(
-        layers, hidden, 4, 16, 256, micro_batches=micro_batches, activation_width=4, tied=False
+        layers=layers,
+        hidden=hidden,
+        heads=4,
+        sequence=16,
+        vocabulary=256,
+        micro_batches=micro_batches,
+        activation_width=4,
+        tied=False,
     )
-    costs = even_costs(forward_s(hidden, 16, PIPELINE_FLOPS), layers, 4, micro_batches)
+    costs = even_costs(
+        forward_s(hidden, 16, PIPELINE_FLOPS), layers=layers, stages=4, micro_batches=micro_batches
+    )
     exposed = {}
     for name, more in {"1F1B": {}, "breadth first": {"virtual": 4, "breadth_first": True}}.items():
         run = Execution(DDP, overlap="on", **prediction.DDP_BUCKETS, **more)

@@ -66,9 +66,10 @@ def loop(by_reducer: bool) -> None:
 
 
 def main() -> None:
-    place = sys.argv.index("--stack")
-    stack = sys.argv[place + 1]
-    del sys.argv[place : place + 2]
+    """Run the script of a stack, or the plain loop, with the other arguments of the command line."""
+    position = sys.argv.index("--stack")
+    stack = sys.argv[position + 1]
+    del sys.argv[position : position + 2]
     if stack in SCRIPTS:
         sys.argv[0] = str(SCRIPTS[stack])
         runpy.run_path(sys.argv[0], run_name="__main__")

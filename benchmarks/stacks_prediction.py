@@ -77,7 +77,12 @@ class Networks:
     def measure(self, file: Path, turns: int = 3) -> None:
         """Measure what the store does not have.
 
-        The networks are measured in turn, because the speed of this machine changes with time.
+        The networks are measured in turn, because the speed of this machine changes with time. The store
+        is written after each measurement.
+
+        Args:
+            file: The cluster file.
+            turns: Measurements of each network.
         """
         spec = load_spec(file)
         with tempfile.TemporaryDirectory() as directory:
@@ -106,9 +111,9 @@ class Networks:
                 "networks",
                 "CPU time of a parameter",
                 self.parameter_s,
-                "s",
-                (self.parameter_s,) * 2,
-                True,
+                unit="s",
+                spread=(self.parameter_s,) * 2,
+                emulated=True,
             )
         ]
         for network, key in (
@@ -116,7 +121,9 @@ class Networks:
         ):
             values = [turn[network][key] for turn in self.turns]
             what, unit = COSTS.get(key, (f"CPU time of a byte on {key}", "s"))
-            table.append(Row.median("networks", f"{network}: {what}", values, unit, True))
+            table.append(
+                Row.median("networks", f"{network}: {what}", values, unit=unit, emulated=True)
+            )
         return table
 
     def _save(self) -> None:
@@ -134,12 +141,18 @@ class StackSite:
 
     @classmethod
     def of(cls, file: Path) -> StackSite:
+        """Return the nodes of a cluster file, with the measurements of its networks in the store."""
         networks = Networks.load()
         return cls(
             load_spec(file), networks.links(file.stem), networks.links(ONE), networks.parameter_s
         )
 
     def placed(self, way: str) -> tuple[Site, tuple[str, ...], Links]:
+        """Return the site, its nodes in the order of their ranks, and its links.
+
+        Args:
+            way: "stock", "holmes" or "one cluster".
+        """
         spec = all_rdma(self.spec).spec if way == "one cluster" else self.spec
         site = site_from_spec(spec)
         order = interleave(self.spec) if way == "stock" else tuple(node.name for node in site.nodes)
@@ -150,9 +163,10 @@ def data_parallel(stack_site: StackSite, way: str, flops: float, parameter_s: fl
     """Return the predicted seconds of a step of DistributedDataParallel.
 
     Args:
-        way: "stock" (one ring over Ethernet), "holmes" (hierarchical) or "one cluster". parameter_s: CPU
-        seconds of a parameter, mainly for the norm and the optimizer. Computing a block is inside its
-            emulated time.
+        way: "stock" (one ring over Ethernet), "holmes" (hierarchical) or "one cluster".
+        flops: FLOP/s of an emulated GPU.
+        parameter_s: CPU seconds of a parameter, mainly for the norm and the optimizer. Computing a block
+            is inside its emulated time.
     """
     buckets = {"hierarchical": True, "direct": True} if way == "holmes" else DDP_BUCKETS
     run = Execution(DDP, overlap="on", parameter_s=parameter_s, sums=1, cores=CORES, **buckets)
@@ -184,11 +198,37 @@ def sharded(
 
 
 def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: bool) -> float:
+    """Return the simulated seconds of a step of the model.
+
+    Args:
+        way: "stock", "holmes" or "one cluster".
+        flops: FLOP/s of an emulated GPU.
+        run: How the stack communicates, and its CPU seconds.
+        tied: Whether the output layer shares the weights of the embedding.
+    """
     site, order, links = stack_site.placed(way)
-    gpt = Model(LAYERS, HIDDEN, 4, SEQUENCE, BYTES, micro_batches=1, activation_width=4, tied=tied)
-    costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops), LAYERS, 1, 1)
+    gpt = Model(
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=4,
+        sequence=SEQUENCE,
+        vocabulary=BYTES,
+        micro_batches=1,
+        activation_width=4,
+        tied=tied,
+    )
+    costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops), layers=LAYERS, stages=1, micro_batches=1)
     only = stock_fabric(site) if way == "stock" else None
-    return simulate(site, order, Sizes().complete(len(order)), gpt, run, links, only, costs).step_s
+    return simulate(
+        site,
+        order,
+        Sizes().complete(len(order)),
+        gpt,
+        execution=run,
+        links=links,
+        only=only,
+        costs=costs,
+    ).step_s
 
 
 def fitted(predict: Callable[[float], float], measured: float) -> float:
@@ -205,20 +245,31 @@ def fitted(predict: Callable[[float], float], measured: float) -> float:
 
 
 def rows(case: str, predicted: dict[str, float], measured: dict[str, float]) -> list[Row]:
-    """Return rows with a predicted step and its error."""
+    """Return rows with predicted steps and their errors.
+
+    Args:
+        predicted, measured: Variant -> seconds of a step.
+    """
     table = []
     for name, seconds in predicted.items():
         error = seconds / measured[name] - 1
         table += [
-            Row.of(case, f"predicted step {name}", seconds, "s", (seconds, seconds), True),
+            Row.of(
+                case,
+                f"predicted step {name}",
+                seconds,
+                unit="s",
+                spread=(seconds, seconds),
+                emulated=True,
+            ),
             Row.of(
                 case,
                 f"error of the prediction, {name}",
                 abs(error),
-                "of the measured",
-                (error, error),
-                True,
-                "<= 0.1",
+                unit="of the measured",
+                spread=(error, error),
+                emulated=True,
+                target="<= 0.1",
             ),
         ]
     return table

@@ -126,13 +126,21 @@ def _cases() -> dict[str, Case]:
     cases = {}
     for engine in ENGINES:
         layout = ("--layout", "Ett|tt|t|tL") if engine == "megatron" else ()
-        cases[f"{engine} unequal"] = Case(engine, 6, far, flops=FLOPS / 3, stages=4, layout=layout)
+        cases[f"{engine} unequal"] = Case(
+            engine, micro_batches=6, stage_links=far, flops=FLOPS / 3, stages=4, layout=layout
+        )
         cases |= {
-            f"{engine} 8": Case(engine, 8, half, "<= 1.15"),
-            f"{engine} 16": Case(engine, 16, half, "<= 1.08"),
+            f"{engine} 8": Case(engine, micro_batches=8, stage_links=half, target="<= 1.15"),
+            f"{engine} 16": Case(engine, micro_batches=16, stage_links=half, target="<= 1.08"),
         }
-        cases[f"{engine} one cluster"] = Case(engine, 8, {"as it is": ONE}, steps=24)
-    return cases | {"deepspeed latency": Case("deepspeed", 16, far, "<= 1.15", FLOPS * 64 / 60)}
+        cases[f"{engine} one cluster"] = Case(
+            engine, micro_batches=8, stage_links={"as it is": ONE}, steps=24
+        )
+    return cases | {
+        "deepspeed latency": Case(
+            "deepspeed", micro_batches=16, stage_links=far, target="<= 1.15", flops=FLOPS * 64 / 60
+        )
+    }
 
 
 CASES = _cases()
@@ -149,7 +157,15 @@ class Run:
 
 
 def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
-    """Write the model's file into a folder, and return it and the runs with their cluster files."""
+    """Write the files of a case, and return the model's file and the runs to make.
+
+    Each stage link has a run with holmes and one with the engine's own schedule. A case with a single stage
+    link also runs the latter again ("again"), to measure the noise. A case with more than two stages also
+    runs 1F1B ("own").
+
+    Args:
+        folder: For the model's file and the cluster files.
+    """
     model, runs = folder / "model.toml", []
     model.write_text(MODEL_TOML.format(micro_batches=case.micro_batches, flops=case.flops))
     for stage_link, text in case.stage_links.items():
@@ -173,7 +189,9 @@ def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
                 str(telemetry),
             )
             flags += ("--holmes-inflight", INFLIGHT[how])
-            runs.append(Run(Variant(name, spec, interleave(spec), flags), how, file, telemetry))
+            runs.append(
+                Run(Variant(name, spec, interleave(spec), flags=flags), how, file, telemetry)
+            )
     return model, runs
 
 
@@ -225,8 +243,14 @@ def _pipeline_s(telemetry: Path) -> float:
 def _ratios(
     name: str, case: Case, series: dict[str, Series], exposed: dict[str, float]
 ) -> list[Row]:
-    """Return rows that compare the variants of a case."""
-    if len(case.stage_links) == 1:
+    """Return rows that compare the variants of a case.
+
+    Args:
+        name: Name of the case in the results.
+        series: "SCHEDULE, STAGE LINK" (such as "holmes, slow") -> measurements.
+        exposed: The same key -> seconds of a step for which a rank waits for its neighbours.
+    """
+    if len(case.stage_links) == 1:  # what holmes costs where nothing must be hidden
         engine, again = series["engine, as it is"], series["again, as it is"]
         ours = series["holmes, as it is"]
         both = statistics.median([*engine.medians, *again.medians])
@@ -237,18 +261,25 @@ def _ratios(
             name,
             "what holmes's stage links add to a step",
             ours.median / both - 1,
-            "of a step",
-            (min(pairs), max(pairs)),
-            True,
-            "<= 0.005",
-            max(engine.busy, again.busy, ours.busy),
+            unit="of a step",
+            spread=(min(pairs), max(pairs)),
+            emulated=True,
+            target="<= 0.005",
+            busy=max(engine.busy, again.busy, ours.busy),
         )
         noise = abs(again.median / engine.median - 1)
         difference = max_loss_difference(engine, ours)
         return [
             cost,
-            Row.median(name, "A/A difference (noise)", [noise], "of a step", True),
-            Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6"),
+            Row.median(name, "A/A difference (noise)", [noise], unit="of a step", emulated=True),
+            Row.median(
+                name,
+                "largest loss difference",
+                [difference],
+                unit="nats",
+                emulated=False,
+                target="<= 1e-6",
+            ),
         ]
     rows = [
         ratio_row(
@@ -256,7 +287,7 @@ def _ratios(
             f"{how}: slow stage link : free stage link",
             series[f"{how}, slow"],
             series[f"{how}, free"],
-            case.target if how == "holmes" else "",
+            target=case.target if how == "holmes" else "",
         )
         for how in ("holmes", "engine")
     ]
@@ -267,13 +298,15 @@ def _ratios(
             f"slow stage link, {how} : holmes",
             series[f"{how}, slow"],
             series["holmes, slow"],
-            "",
+            target="",
         )
         for how in others
     ]
     extra = {how: exposed[f"{how}, slow"] - exposed[f"{how}, free"] for how in ("holmes", "engine")}
     rows += [
-        Row.median(name, f"exposed by the slow stage link, {how}", [extra[how]], "s", True)
+        Row.median(
+            name, f"exposed by the slow stage link, {how}", [extra[how]], unit="s", emulated=True
+        )
         for how in extra
     ]
     rows.append(
@@ -281,9 +314,9 @@ def _ratios(
             name,
             "exposed by the slow stage link, holmes : engine",
             [extra["holmes"] / extra["engine"]],
-            "x",
-            True,
-            "<= 0.25" if case.target else "",
+            unit="x",
+            emulated=True,
+            target="<= 0.25" if case.target else "",
         )
     )
     difference = max(
@@ -291,7 +324,14 @@ def _ratios(
     )
     return [
         *rows,
-        Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6"),
+        Row.median(
+            name,
+            "largest loss difference",
+            [difference],
+            unit="nats",
+            emulated=False,
+            target="<= 1e-6",
+        ),
     ]
 
 
@@ -300,6 +340,7 @@ def _ratios(
 
 @cache
 def _overheads(engine: str) -> tuple[float, float, float]:
+    """Return the CPU seconds of a block's pass, of a parameter and of a step, fitted for an engine."""
     return calibrate(engine, Measured.load(STORE))
 
 
@@ -326,8 +367,9 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
         for row in rows
         if row.metric.startswith("step ")
     }
-    place = next(number for number, row in enumerate(rows) if row.metric.startswith("step "))
-    return [*rows[:place], *prediction_rows(name, measured, predicted), *rows[place:]]
+    # The predictions come before the measured steps, as in measured_anew().
+    index = next(number for number, row in enumerate(rows) if row.metric.startswith("step "))
+    return [*rows[:index], *prediction_rows(name, measured, predicted), *rows[index:]]
 
 
 def predict(case: Case, run: Run, model_file: Path) -> float:
@@ -356,13 +398,21 @@ def predicted_step(
     """Return the predicted seconds of a step under holmes.
 
     Args:
+        engine: "deepspeed" or "megatron".
         block_forward_s: Seconds of the forward pass of a block.
-        cut, tied: As in Execution.
+        options: Options of holmes, such as the micro-batches in flight.
+        cut: Whether each tensor-parallel rank sends only a slice of an activation between clusters.
+        tied: Whether gradients of tied weights are reduced hierarchically.
     """
     site = site_from_spec(spec)
     launched = replace(site, nodes=tuple(site.node_by_name[name] for name in interleave(spec)))
     plan = build_plan(launched, sizes, model=model, options=options)
-    costs = even_costs(block_forward_s, model.layers, plan.sizes.pipeline, model.micro_batches)
+    costs = even_costs(
+        block_forward_s,
+        layers=model.layers,
+        stages=plan.sizes.pipeline,
+        micro_batches=model.micro_batches,
+    )
     block_s, parameter_s, step_s = _overheads(engine)
     traffic = plan.traffic_of("sockets")
     overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
@@ -394,10 +444,16 @@ def prediction_rows(
     for variant, seconds in predicted.items():
         error = seconds / measured[variant] - 1
         errors.append(abs(error))
-        rows.append(Row.median(name, f"predicted step {variant}", [seconds], "s", True))
+        rows.append(
+            Row.median(name, f"predicted step {variant}", [seconds], unit="s", emulated=True)
+        )
         rows.append(
             Row.median(
-                name, f"error of the prediction, {variant}", [error], "of the measured", True
+                name,
+                f"error of the prediction, {variant}",
+                [error],
+                unit="of the measured",
+                emulated=True,
             )
         )
     return [
@@ -406,10 +462,10 @@ def prediction_rows(
             name,
             "worst error of the predictions",
             max(errors),
-            "of the measured",
-            (min(errors), max(errors)),
-            True,
-            "<= 0.1",
+            unit="of the measured",
+            spread=(min(errors), max(errors)),
+            emulated=True,
+            target="<= 0.1",
         ),
     ]
 

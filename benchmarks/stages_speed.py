@@ -25,8 +25,9 @@ LAYERS, STAGES = 128, 64
 
 
 def case(seed: int) -> StageCosts:
-    """Return the random costs of a case."""
+    """Return the random costs of a case; the seconds have an arbitrary unit."""
     rng = random.Random(seed)
+    # Clusters, which differ in the speed of their GPUs, and how much layers differ from each other.
     kinds, spread = rng.choice((1, 2, 2, 4, 8)), rng.choice((0.0, 0.1, 0.1, 0.5))
     factors = [rng.choice((1.0, 1.2, 1.5, 2.0)) for _ in range(kinds)]
     blocks = [rng.uniform(1 - spread, 1 + spread) for _ in range(LAYERS)]
@@ -34,15 +35,15 @@ def case(seed: int) -> StageCosts:
         factor: (0.1 * factor, *(factor * block for block in blocks), rng.uniform(0, 2) * factor)
         for factor in set(factors)
     }
-    of = [factors[stage * kinds // STAGES] for stage in range(STAGES)]
-    if rng.random() < 0.3:
-        rng.shuffle(of)
+    factor_of = [factors[stage * kinds // STAGES] for stage in range(STAGES)]  # by stage
+    if rng.random() < 0.3:  # stages of a cluster are no block
+        rng.shuffle(factor_of)
     slow = rng.choice((0.01, 0.1, 0.5, 2.0, 5.0))
     stage_links = [rng.choice((0.01, slow)) if rng.random() < 0.5 else 0.01 for _ in range(STAGES)]
     reduction = [rng.choice((0.1, 2.0, 10.0)) for _ in range(kinds)]
     return StageCosts(
-        forward_s=tuple(rows[kind] for kind in of),
-        backward_s=tuple(tuple(2 * seconds for seconds in rows[kind]) for kind in of),
+        forward_s=tuple(rows[factor] for factor in factor_of),
+        backward_s=tuple(tuple(2 * seconds for seconds in rows[factor]) for factor in factor_of),
         reduction_s=tuple(
             (reduction[stage * kinds // STAGES],) * (LAYERS + 2) for stage in range(STAGES)
         ),
@@ -70,8 +71,23 @@ def main() -> int:
         seconds.append(time.process_time() - begin)
     name, spread = f"{LAYERS} layers, {STAGES} stages", (min(seconds), max(seconds))
     rows = [
-        Row.of(name, "slowest partition", max(seconds), "CPU s", spread, False, "<= 1.0"),
-        Row.of(name, "median partition", statistics.median(seconds), "CPU s", spread, False),
+        Row.of(
+            name,
+            "slowest partition",
+            max(seconds),
+            unit="CPU s",
+            spread=spread,
+            emulated=False,
+            target="<= 1.0",
+        ),
+        Row.of(
+            name,
+            "median partition",
+            statistics.median(seconds),
+            unit="CPU s",
+            spread=spread,
+            emulated=False,
+        ),
     ]
     return finish(rows, args.json, f"The balanced partition, {args.count} random cases")
 

@@ -41,13 +41,19 @@ TIMEOUT_S = 300.0
 
 
 def report(rank: int, world: int) -> dict:
-    """Return the report of a rank, as in runtime/start/rank.py. The first rank of a node adds its NICs."""
+    """Return the report of a rank, as in runtime/start/rank.py. The first rank of a node adds its NICs.
+
+    Args:
+        rank: The rank.
+        world: Number of all ranks.
+    """
     from holmes_ext.cluster.nic import Nic
     from holmes_ext.cluster.node_report import NodeReport
 
     node, local = divmod(rank, PER_NODE)
     high, low = divmod(node, 256)
     ib = 2 * node * PER_NODE < world  # the first half of the nodes has InfiniBand
+    # As many settings as a real rank reports; all ranks must agree on them.
     agreed = {f"setting {number}": "value" for number in range(24)}
     document = {
         "node": f"node{node:05d}",
@@ -71,11 +77,11 @@ def report(rank: int, world: int) -> dict:
         Nic(
             "ib" if ib else "roce",
             f"mlx5_{hca}",
-            1,
-            (f"net{hca}",),
-            "up",
-            "ACTIVE",
-            2 * 10**11,
+            port=1,
+            netdevs=(f"net{hca}",),
+            state="up",
+            state_text="ACTIVE",
+            rate_bps=2 * 10**11,
             addresses=(f"11.{high}.{low}.{hca + 1}/8",),
             subnet_prefix="fec0:0000:0000:0001" if ib else "",
             pci=f"0000:{hca:02x}:00.0",
@@ -84,7 +90,10 @@ def report(rank: int, world: int) -> dict:
         for hca in range(8)
     )
     nics = NodeReport(
-        document["node"], document["identity"], f"10.{high}.{low}.1", (ethernet, *fast)
+        name=document["node"],
+        identity=document["identity"],
+        ethernet=f"10.{high}.{low}.1",
+        nics=(ethernet, *fast),
     )
     return {**document, "nics_of_node": nics.to_dict()}
 
@@ -93,7 +102,15 @@ def process(rank: int, world: int, port: int):
     """Return the identity of a rank, as a launcher gives it."""
     from holmes_ext.runtime.start.launcher import Process
 
-    return Process(rank, world, rank % PER_NODE, PER_NODE, "127.0.0.1", port, "benchmark")
+    return Process(
+        rank=rank,
+        world_size=world,
+        local_rank=rank % PER_NODE,
+        local_world_size=PER_NODE,
+        master_addr="127.0.0.1",
+        master_port=port,
+        launcher="benchmark",
+    )
 
 
 @dataclass(frozen=True)
@@ -124,6 +141,13 @@ def clients_main(
 
     All connect to the store and wait for a line from rank 0. Then they exchange their reports, and the
     process prints when the last rank had the verdict.
+
+    Args:
+        first, last: The ranks from `first` to `last` - 1.
+        world: Number of all ranks.
+        port: Of the store.
+        commands: Lines from rank 0.
+        results: Lines to rank 0.
     """
     from holmes_ext.runtime.start.exchange import exchange
     from holmes_ext.runtime.start.store import connect
@@ -136,6 +160,7 @@ def clients_main(
     go = threading.Event()
 
     def rank_main(rank: int) -> None:
+        """Connect as one rank, exchange its report for the verdict, and append the time to `ends`."""
         rank_process = process(rank, world, port)
         rank_report = report(rank, world)
         store = connect(rank_process, TIMEOUT_S)
@@ -180,6 +205,7 @@ def rank0_main(world: int) -> None:
     port, request = 29500, PlanRequest(Options(), Sizes(pipeline=4, tensor=8))
 
     def decide(reports, nodes):
+        """Return the verdict for all ranks: the site and the plan for the reported nodes."""
         site, plan = request.make_plan(nodes)
         return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": []}
 
@@ -232,10 +258,16 @@ def main() -> int:
             tell(f"{case}: run {run + 1} of {args.runs}: {measured[-1][0]:.2f} s")
         seconds, crossed, memory, reading = (list(values) for values in zip(*measured))
         rows += [
-            Row.median(case, "verdict", seconds, "s", False, TARGETS.get(world, "")),
-            Row.median(case, "through rank 0", [size / 1e6 for size in crossed], "MB", False),
-            Row.median(case, "memory of rank 0", [size / 1e6 for size in memory], "MB", False),
-            Row.median(case, "one rank reads the verdict", reading, "s", False),
+            Row.median(
+                case, "verdict", seconds, unit="s", emulated=False, target=TARGETS.get(world, "")
+            ),
+            Row.median(
+                case, "through rank 0", [size / 1e6 for size in crossed], unit="MB", emulated=False
+            ),
+            Row.median(
+                case, "memory of rank 0", [size / 1e6 for size in memory], unit="MB", emulated=False
+            ),
+            Row.median(case, "one rank reads the verdict", reading, unit="s", emulated=False),
         ]
     return finish(rows, args.json, "from the last rank's report to the last rank's verdict")
 

@@ -65,14 +65,16 @@ def steps(repetitions: int, count: int) -> list[Row]:
     case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [
-            Variant("neither", spec, interleave(spec), (*flags, "--holmes-watchdog", "off")),
+            Variant("neither", spec, interleave(spec), flags=(*flags, "--holmes-watchdog", "off")),
             Variant(
                 "telemetry and watchdog",
                 spec,
                 interleave(spec),
-                (*flags, "--holmes-telemetry", directory),
+                flags=(*flags, "--holmes-telemetry", directory),
             ),
-            Variant("neither again", spec, interleave(spec), (*flags, "--holmes-watchdog", "off")),
+            Variant(
+                "neither again", spec, interleave(spec), flags=(*flags, "--holmes-watchdog", "off")
+            ),
         ]
         series = run("telemetry", variants, case, repetitions, count)
     without, all_of_it, again = (series[variant.name] for variant in variants)
@@ -84,9 +86,9 @@ def steps(repetitions: int, count: int) -> list[Row]:
             "2+2",
             f"step, {measured.name}",
             measured.median,
-            "s",
-            measured.spread,
-            measured.emulated,
+            unit="s",
+            spread=measured.spread,
+            emulated=measured.emulated,
         )
         for measured in series.values()
     ]
@@ -96,10 +98,10 @@ def steps(repetitions: int, count: int) -> list[Row]:
             "2+2",
             "what both add to a step",
             all_of_it.median / without.median - 1,
-            "of a step",
-            (min(pairs), max(pairs)),
-            emulated,
-            "<= 0.005",
+            unit="of a step",
+            spread=(min(pairs), max(pairs)),
+            emulated=emulated,
+            target="<= 0.005",
         )
     )
     rows.append(
@@ -107,24 +109,31 @@ def steps(repetitions: int, count: int) -> list[Row]:
             "2+2",
             "A/A difference (noise)",
             again.median / without.median - 1,
-            "of a step",
-            (min(noise), max(noise)),
-            emulated,
+            unit="of a step",
+            spread=(min(noise), max(noise)),
+            emulated=emulated,
         )
     )
     rows.append(
-        Row.median("2+2", "largest loss difference", [difference], "nats", False, "<= 1e-6")
+        Row.median(
+            "2+2",
+            "largest loss difference",
+            [difference],
+            unit="nats",
+            emulated=False,
+            target="<= 1e-6",
+        )
     )
     return rows
 
 
 def turns(repetitions: int, count: int) -> list[Row]:
-    """Compare the recorded steps of each run with the steps between them."""
+    """Compare the recorded steps of each run with the steps between them (see telemetry_turns.py)."""
     case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [
-            Variant("on", spec, interleave(spec), (*flags, "--holmes-telemetry", directory)),
-            Variant("off", spec, interleave(spec), (*flags, "--holmes-watchdog", "off")),
+            Variant("on", spec, interleave(spec), flags=(*flags, "--holmes-telemetry", directory)),
+            Variant("off", spec, interleave(spec), flags=(*flags, "--holmes-watchdog", "off")),
         ]
         series = compare(
             variants,
@@ -137,6 +146,10 @@ def turns(repetitions: int, count: int) -> list[Row]:
         )
 
     def added(measured: Series) -> list[float]:
+        """Return for each run what the recorder adds to a step, as a part of it.
+
+        The recorder is on in every second step, from step 0 on.
+        """
         return [
             statistics.median(run[::2]) / statistics.median(run[1::2]) - 1 for run in measured.steps
         ]
@@ -146,12 +159,16 @@ def turns(repetitions: int, count: int) -> list[Row]:
             "turns",
             "what the recorder adds to a step",
             added(series["on"]),
-            "of a step",
-            True,
-            "<= 0.005",
+            unit="of a step",
+            emulated=True,
+            target="<= 0.005",
         ),
         Row.median(
-            "turns", "the same without one (noise)", added(series["off"]), "of a step", True
+            "turns",
+            "the same without one (noise)",
+            added(series["off"]),
+            unit="of a step",
+            emulated=True,
         ),
     ]
 
@@ -183,8 +200,8 @@ def operation(repetitions: int) -> list[Row]:
             "one operation",
             f"all-reduce of 16 bytes, {name}",
             [run_s * 1e6 for run_s in times],
-            "us",
-            False,
+            unit="us",
+            emulated=False,
         )
         for name, times in seconds.items()
     ]

@@ -47,20 +47,47 @@ class Case:
 
 
 CASES = (
-    Case("2+2", "two_clusters_4.toml", 2, 6, 8, 6.7e9, ">= 1.6", ">= 0.97"),
-    Case("4+4", "two_clusters_8.toml", 2, 6, 4, 2.3e9, ">= 1.6", ">= 0.97"),
-    Case("2+4 pipeline 3", "two_clusters_6.toml", 3, 6, 6, 3.3e9),
-    Case("three clusters", "three_clusters_8.toml", 4, 8, 4, 2.3e9),
-    Case("4+4 slow RoCE", "two_clusters_8_slow_roce.toml", 2, 6, 4, 2.3e9),
+    Case(
+        "2+2",
+        "two_clusters_4.toml",
+        stages=2,
+        layers=6,
+        micro_batches=8,
+        flops=6.7e9,
+        ratio=">= 1.6",
+        bound=">= 0.97",
+    ),
+    Case(
+        "4+4",
+        "two_clusters_8.toml",
+        stages=2,
+        layers=6,
+        micro_batches=4,
+        flops=2.3e9,
+        ratio=">= 1.6",
+        bound=">= 0.97",
+    ),
+    Case("2+4 pipeline 3", "two_clusters_6.toml", stages=3, layers=6, micro_batches=6, flops=3.3e9),
+    Case(
+        "three clusters", "three_clusters_8.toml", stages=4, layers=8, micro_batches=4, flops=2.3e9
+    ),
+    Case(
+        "4+4 slow RoCE",
+        "two_clusters_8_slow_roce.toml",
+        stages=2,
+        layers=6,
+        micro_batches=4,
+        flops=2.3e9,
+    ),
     Case(
         "4+4 three times slower",
         "two_clusters_8.toml",
-        2,
-        6,
-        4,
-        2.3e9,
-        ">= 1.6",
-        ">= 0.97",
+        stages=2,
+        layers=6,
+        micro_batches=4,
+        flops=2.3e9,
+        ratio=">= 1.6",
+        bound=">= 0.97",
         slower=3.0,
     ),
 )
@@ -81,21 +108,25 @@ def script(case: Case) -> list[str]:
 
 
 def ratio_row(case: str, name: str, top: Series, bottom: Series, target: str) -> Row:
-    """Return a row with the ratio of two step times, and its spread over the repetitions.
+    """Return a row with the ratio of two median step times, and its spread over the repetitions.
 
     Args:
-        top: Its step time is divided by that of `bottom`.
+        case: Name of the case in the results.
+        name: Name of the metric.
+        top: Measurements of a variant. Its step time is divided by that of `bottom`.
+        bottom: Measurements of another variant.
+        target: A bound such as ">= 1.6"; "" if there is none.
     """
     pairs = [a / b for a, b in zip(top.medians, bottom.medians)]
     return Row.of(
         case,
         name,
         top.median / bottom.median,
-        "x",
-        (min(pairs), max(pairs)),
-        bottom.emulated,
-        target,
-        max(top.busy, bottom.busy),
+        unit="x",
+        spread=(min(pairs), max(pairs)),
+        emulated=bottom.emulated,
+        target=target,
+        busy=max(top.busy, bottom.busy),
     )
 
 
@@ -106,9 +137,9 @@ def step_rows(case: str, by_variant: dict[str, Series]) -> list[Row]:
             case,
             f"step {name}",
             series.median,
-            "s",
-            series.spread,
-            series.emulated,
+            unit="s",
+            spread=series.spread,
+            emulated=series.emulated,
             busy=series.busy,
         )
         for name, series in by_variant.items()
@@ -116,12 +147,18 @@ def step_rows(case: str, by_variant: dict[str, Series]) -> list[Row]:
     for name, series in by_variant.items():
         for node, nics in series.sent.items():
             rows += [
-                Row.median(case, f"bytes {name} {node} {nic}", [sent], "bytes/step", False)
+                Row.median(
+                    case, f"bytes {name} {node} {nic}", [sent], unit="bytes/step", emulated=False
+                )
                 for nic, sent in nics.items()
             ]
         slow, fast = series.megabytes
-        rows.append(Row.median(case, f"Ethernet {name}", [slow], "MB/step/node", False))
-        rows.append(Row.median(case, f"fast NIC {name}", [fast], "MB/step/node", False))
+        rows.append(
+            Row.median(case, f"Ethernet {name}", [slow], unit="MB/step/node", emulated=False)
+        )
+        rows.append(
+            Row.median(case, f"fast NIC {name}", [fast], unit="MB/step/node", emulated=False)
+        )
     return rows
 
 
@@ -143,12 +180,12 @@ def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
     )
     variants = [
         Variant("stock", spec, order),
-        Variant("holmes", spec, order, flags),
+        Variant("holmes", spec, order, flags=flags),
         all_rdma(spec),
     ]
     if case.ratio:
         variants.append(
-            Variant("holmes, overlap off", spec, order, (*flags, "--holmes-overlap", "off"))
+            Variant("holmes, overlap off", spec, order, flags=(*flags, "--holmes-overlap", "off"))
         )
         variants.append(Variant("stock again", spec, order))
     series = run(case.name, variants, case, repetitions, steps)
@@ -164,36 +201,42 @@ def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
                 f"{name} : stock",
                 stock,
                 series[name],
-                case.ratio if name == "holmes" else "",
+                target=case.ratio if name == "holmes" else "",
             ),
             ratio_row(
                 case.name,
                 f"{name} : all-RDMA",
                 bound,
                 series[name],
-                case.bound if name == "holmes" else "",
+                target=case.bound if name == "holmes" else "",
             ),
             Row.median(
                 case.name,
                 f"{name}: largest loss difference",
                 [difference],
-                "nats",
-                False,
-                "<= 1e-6",
+                unit="nats",
+                emulated=False,
+                target="<= 1e-6",
             ),
         ]
-    rows.append(ratio_row(case.name, "stock : all-RDMA", bound, stock, ""))
+    rows.append(ratio_row(case.name, "stock : all-RDMA", bound, stock, target=""))
     if case.ratio:
         noise = abs(series["stock again"].median / stock.median - 1)
         rows.append(
-            Row.median(case.name, "A/A difference (noise)", [noise], "of a step", stock.emulated)
+            Row.median(
+                case.name,
+                "A/A difference (noise)",
+                [noise],
+                unit="of a step",
+                emulated=stock.emulated,
+            )
         )
     return rows + step_rows(case.name, series)
 
 
 def control(repetitions: int, steps: int) -> list[Row]:
     """Measure a homogeneous cluster, where holmes must not cost anything."""
-    case = Case(CONTROL, "two_clusters_8.toml", 2, 6, 4, 2.3e9)
+    case = Case(CONTROL, "two_clusters_8.toml", stages=2, layers=6, micro_batches=4, flops=2.3e9)
     bound = all_rdma(load_spec(examples() / "clusters" / case.file))
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "one.toml")
@@ -203,7 +246,7 @@ def control(repetitions: int, steps: int) -> list[Row]:
         stock, again = (
             Variant(name, spec, bound.order, env=bound.env) for name in ("stock", "stock again")
         )
-        variants = [stock, Variant("holmes", spec, bound.order, flags), again]
+        variants = [stock, Variant("holmes", spec, bound.order, flags=flags), again]
         series = run(case.name, variants, case, repetitions, steps)
     cost, noise = (
         series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again")
@@ -213,17 +256,20 @@ def control(repetitions: int, steps: int) -> list[Row]:
             case.name,
             "what holmes adds to a step",
             [cost],
-            "of a step",
-            True,
-            "<= 0.01",
-            max(measured.busy for measured in series.values()),
+            unit="of a step",
+            emulated=True,
+            target="<= 0.01",
+            busy=max(measured.busy for measured in series.values()),
         ),
-        Row.median(case.name, "A/A difference (noise)", [abs(noise)], "of a step", True),
+        Row.median(
+            case.name, "A/A difference (noise)", [abs(noise)], unit="of a step", emulated=True
+        ),
         *step_rows(case.name, series),
     ]
 
 
 def one_cluster_toml(spec: SiteSpec) -> str:
+    """Return the text of a cluster.toml for a site with a single cluster."""
     (cluster,) = spec.clusters
     nodes = ", ".join(f'"{node}"' for node in cluster.nodes)
     rates = [f'rate = "{bps / 1e6:g}Mb/s"' for bps in (spec.ethernet_rate_bps, cluster.rate_bps)]
@@ -237,7 +283,11 @@ def one_cluster_toml(spec: SiteSpec) -> str:
 def run(
     name: str, variants: list[Variant], case: Case, repetitions: int, steps: int
 ) -> dict[str, Series]:
-    """Run the variants of a case in the lab, and return their measurements by name."""
+    """Run the variants of a case in the lab, and return their measurements by name.
+
+    Args:
+        name: Name of the case, for lines about the progress.
+    """
     accelerator = {"flops": case.flops / case.slower, "classes": ["Block"]}
     total = repetitions * len(variants)
     started = iter(range(1, total + 1))
@@ -277,7 +327,11 @@ def startup(repetitions: int) -> list[Row]:
                 if repetition:  # the first starts the preloading process
                     seconds[name].append(time.monotonic() - begin)
     added = [b - a for a, b in zip(seconds["stock"], seconds["holmes"])]
-    return [Row.median(START, "seconds that holmes adds", added, "s", False, "<= 1.0")]
+    return [
+        Row.median(
+            START, "seconds that holmes adds", added, unit="s", emulated=False, target="<= 1.0"
+        )
+    ]
 
 
 def main() -> int:

@@ -50,6 +50,7 @@ class Case:
     @cached_property
     def gpu_kinds(self) -> tuple[Gpu, ...]:
         """The different GPUs of the case without their links, the fastest first."""
+        # Without links, GPUs of the same kind in different clusters are equal.
         kinds = {replace(self.gpu(name), link_bps=0.0) for name in self.site.clusters}
         return tuple(sorted(kinds, key=lambda gpu: -gpu.flops))
 
@@ -81,7 +82,13 @@ def load_cases() -> dict[str, Case]:
 
 
 def _model(values: dict, name: str, batch: int) -> Model:
-    """Return the model of a table in cases.toml."""
+    """Return the model of a table in cases.toml.
+
+    Args:
+        values: Content of the table, with the tables "training" and "gpu" in it.
+        name: Name of the model.
+        batch: Global batch size.
+    """
     plain = {key: value for key, value in values.items() if key not in ("training", "gpu")}
     return Model(
         **plain, **values["training"], gpu=Gpu(**values["gpu"]), name=name, global_batch=batch

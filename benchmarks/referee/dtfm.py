@@ -31,6 +31,7 @@ def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
     """Run DT-FM's search, and return its plan.
 
     Args:
+        case: The planning problem.
         repository: A clone of DT-FM.
         python: Interpreter that has what DT-FM imports.
         limit: CPU seconds.
@@ -65,13 +66,14 @@ def asked(case: Case) -> dict:
         for size in divisors(world)
         if 1 < size <= min(model.layers, world // 2) and case.batch % (world // size) == 0
     ]
-    pipeline = min(fitting, key=lambda size: abs(size - STAGES))
+    pipeline = min(fitting, key=lambda size: abs(size - STAGES))  # number of stages nearest to 8
     view, gpus = View.of(case, "SAILOR"), clusters_of(case)
-    processes, link = case.site.processes, {}
+    processes, link = case.site.processes, {}  # pair of clusters -> (bytes/s, seconds of latency)
     for first in view.groups:
         for second in view.groups:
             (a,), (b,) = view.groups[first], view.groups[second]
             link[a, b] = view.link(first, second)
+    # Inside a node. 2,400 Gb/s (NVLink of an A100) stands for links that the case does not name.
     inside = (case.gpu(gpus[0]).link_bps or 2400e9) / 8, 0.0
     pairs = [
         [inside if i // processes == j // processes else link[a, b] for j, b in enumerate(gpus)]
@@ -102,6 +104,7 @@ def read(case: Case, stages: list[list[int]]) -> PlannedJob:
         paired.
     """
     gpus, blocks = clusters_of(case), uniform(case.model.layers, len(stages))
+    # Each replica of a stage has a single GPU: DT-FM knows no tensor parallelism.
     placed = [
         Stage(count, tuple((gpus[gpu],) for gpu in stage)) for count, stage in zip(blocks, stages)
     ]

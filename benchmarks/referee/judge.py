@@ -45,7 +45,7 @@ class Verdict:
 
 
 def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
-    """Return a case as a planning problem for holmes.
+    """Return a case as a planning problem for holmes, with the limits that hold for all planners.
 
     Args:
         nodes: Only these nodes are used; (): all.
@@ -64,12 +64,18 @@ def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
         rules = replace(rules, reductions=REDUCTIONS)
     network = Network(site_from_spec(spec), Links.of_spec(spec))
     return SearchResult(
-        network, case.model, case.batch, limits, rules, engine, stock_overlap=engine.overlaps
+        network,
+        case.model,
+        global_batch=case.batch,
+        limits=limits,
+        rules=rules,
+        engine=engine,
+        stock_overlap=engine.overlaps,
     )
 
 
 def candidate(case: Case, grid: Grid) -> tuple[SearchResult, Candidate]:
-    """Return a plan as a simulated candidate, and its planning problem.
+    """Simulate a plan, and return its planning problem and the candidate with the simulated step.
 
     Raises:
         HolmesError: The engine cannot start the plan.
@@ -93,16 +99,16 @@ def candidate(case: Case, grid: Grid) -> tuple[SearchResult, Candidate]:
         )
     count = case.batch // (sizes.data * grid.micro_batch)
     shape = Shape(
-        sizes.pipeline,
-        sizes.tensor,
-        1,
-        1,
-        sizes.data,
-        1,
-        grid.micro_batch,
-        count,
-        case.model.recompute,
-        0,
+        pipeline=sizes.pipeline,
+        tensor=sizes.tensor,
+        context=1,
+        expert=1,
+        data=sizes.data,
+        virtual=1,
+        micro_batch=grid.micro_batch,
+        micro_batches=count,
+        recompute=case.model.recompute,
+        zero=0,
     )
     placement = result.network.placement(grid.nodes, sizes)
     return result, timed(result, result.candidate(shape, placement, grid.split))
@@ -122,16 +128,32 @@ def grid_of(note: Mapping[str, Any]) -> Grid:
     """Return the plan of an entry in the file of plans."""
     pipeline, tensor, data = note["sizes"]
     sizes = Sizes(pipeline, tensor, data=data)
-    return Grid(sizes, tuple(note["nodes"]), tuple(note["split"]), note["micro_batch"])
+    return Grid(
+        sizes,
+        nodes=tuple(note["nodes"]),
+        split=tuple(note["split"]),
+        micro_batch=note["micro_batch"],
+    )
 
 
 def holmes_plan(case: Case, seconds: float) -> tuple[Grid, float, float]:
-    """Return the plan of `holmes plan --rows 1`, the CPU seconds of its search, and its optimality gap."""
+    """Return the plan of `holmes plan --rows 1`, the CPU seconds of its search, and its optimality gap.
+
+    Args:
+        seconds: Limit of the search.
+    """
+    # CPU seconds, including those of processes that the search starts.
     begin, until = sum(os.times()[:4]), time.monotonic() + seconds
     result = best_use(search(asked(case), seconds, rows=1, prove=False), case.spec, until, rows=1)
     spent, best = sum(os.times()[:4]) - begin, result.best
     nodes, shape = result.network.nodes(best.placement), best.shape
-    grid = Grid(best.placement.sizes, nodes, best.split, shape.micro_batch, best.step_s)
+    grid = Grid(
+        best.placement.sizes,
+        nodes=nodes,
+        split=best.split,
+        micro_batch=shape.micro_batch,
+        predicted_s=best.step_s,
+    )
     assert result.optimality_gap is not None
     return grid, spent, result.optimality_gap.gap
 
@@ -145,11 +167,13 @@ def typed(case: Case) -> Grid:
     the launcher. If nothing fits, the plan with the most stages is returned.
     """
     result, last = asked(case), None
-    for sizes in _sizes(case):
-        if sizes.tensor > case.site.processes:
+    for sizes in _possible_sizes(case):
+        if sizes.tensor > case.site.processes:  # ranks of a node
             continue
         nodes = tuple(result.network.nodes(launched(result.network, sizes)))
-        last = Grid(sizes, nodes, uniform(case.model.layers, sizes.pipeline), 1)
+        last = Grid(
+            sizes, nodes=nodes, split=uniform(case.model.layers, sizes.pipeline), micro_batch=1
+        )
         if candidate(case, last)[1].fits:
             return last
     if last is None:
@@ -157,8 +181,12 @@ def typed(case: Case) -> Grid:
     return last
 
 
-def _sizes(case: Case) -> Iterator[Sizes]:
-    """Yield parallel sizes, the fewest ranks of a model first, and tensor before pipeline."""
+def _possible_sizes(case: Case) -> Iterator[Sizes]:
+    """Yield the parallel sizes with which a case can run.
+
+    Those with the fewest ranks of a replica come first, and among them those with the fewest stages. Sizes
+    must divide the ranks, the batch and the attention heads.
+    """
     world, tensors = (
         case.site.world_size,
         [1] if case.run == LAB else divisors(case.site.processes),
@@ -175,13 +203,24 @@ def _sizes(case: Case) -> Iterator[Sizes]:
 
 
 def random_plans(case: Case, count: int) -> list[Grid]:
-    """Return plans with random sizes, order of nodes, layers and micro-batch."""
-    dice, sizes = random.Random(f"{case.name} 0"), list(_sizes(case))
+    """Return plans with random sizes, order of nodes, layers and micro-batch.
+
+    They are the same in every run. Whether they fit the memory is not checked.
+    """
+    dice, sizes = random.Random(f"{case.name} 0"), list(_possible_sizes(case))
     nodes, grids = [node.name for node in case.site.nodes], []
     while len(grids) < count:
         chosen = dice.choice(sizes)
         parts = [size for size in MICRO_BATCHES if case.batch // chosen.data % size == 0]
+        # Borders between stages, and from them the layers of each stage.
         borders = sorted(dice.sample(range(1, case.model.layers), chosen.pipeline - 1))
         split = tuple(high - low for low, high in zip([0, *borders], [*borders, case.model.layers]))
-        grids.append(Grid(chosen, tuple(dice.sample(nodes, len(nodes))), split, dice.choice(parts)))
+        grids.append(
+            Grid(
+                chosen,
+                nodes=tuple(dice.sample(nodes, len(nodes))),
+                split=split,
+                micro_batch=dice.choice(parts),
+            )
+        )
     return grids

@@ -55,23 +55,35 @@ def run(case: Case, grid: Grid) -> Run:
         )
         cluster.write_text(case.text)
         plan_of(result, simulated).save(str(plan))
-        launch = launches(simulated, case.model, case.batch, True, str(cluster), str(plan))[
-            "deepspeed"
-        ]
+        launch = launches(
+            simulated,
+            case.model,
+            global_batch=case.batch,
+            overlap=True,
+            cluster=str(cluster),
+            plan=str(plan),
+        )["deepspeed"]
         if launch.lacks:
             raise HolmesError(f"DeepSpeed cannot: {', '.join(launch.lacks)}")
         config.write_text(json.dumps(launch.config))
         flags = tuple(str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
         spec = case.spec.only(set(grid.nodes))
         slow = replace(spec, wan=spec.wan.scaled(1.0, SLOWER))
-        variant = Variant("plan", slow, interleave(spec), flags)
-        series = _run(variant, case, grid.sizes.pipeline, case_accelerator(case), 1 / SLOWER)
+        variant = Variant("plan", slow, interleave(spec), flags=flags)
+        series = _run(
+            variant,
+            case,
+            stages=grid.sizes.pipeline,
+            accelerator=case_accelerator(case),
+            scale=1 / SLOWER,
+        )
         stock = _stock_losses(case, grid.sizes.data, grid.micro_batch)
         apart = max(abs(a - b) for a, b in zip(series.losses, stock, strict=True))
         return Run([seconds / SLOWER for seconds in series.steps[0]], apart, series.busy)
 
 
 def case_accelerator(case: Case) -> dict:
+    """Return the settings of the emulated accelerator, with the speeds of the clusters' GPUs."""
     base = case.model.gpu.flops
     speed = {name: case.gpu(name).flops / base for name in case.site.clusters}
     return {"flops": base / SLOWER, "classes": ["Block"], "layout": "bsh", "speed": speed}
@@ -82,6 +94,10 @@ def _stock_losses(case: Case, data: int, micro_batch: int) -> list[float]:
     """Return the losses of DeepSpeed without holmes, with the same samples on each data-parallel rank.
 
     The job has one stage and one cluster, and runs as fast as this machine can.
+
+    Args:
+        data: Data-parallel size.
+        micro_batch: Samples of a micro-batch.
     """
     nodes = [node.name for node in case.site.nodes][:data]
     config = {
@@ -94,13 +110,22 @@ def _stock_losses(case: Case, data: int, micro_batch: int) -> list[float]:
         file.write(json.dumps(config))
         file.flush()
         variant = all_rdma(replace(case.spec.only(set(nodes)), wan=Wan()))
-        return _run(replace(variant, flags=("--deepspeed_config", file.name)), case, 1).losses
+        return _run(
+            replace(variant, flags=("--deepspeed_config", file.name)), case, stages=1
+        ).losses
 
 
 def _run(
     variant: Variant, case: Case, stages: int, accelerator: dict | None = None, scale: float = 1.0
 ) -> Series:
-    """Run a variant in the lab, and return its measurements."""
+    """Run examples/deepspeed_pipeline with the model of a case in the lab, and return its measurements.
+
+    Args:
+        variant: The clusters, the order of nodes, and the flags of the script.
+        stages: Number of pipeline stages.
+        accelerator: Settings of the emulated accelerator; None: computing takes as long as on this machine.
+        scale: Factor of all network rates.
+    """
     model = case.model
     size = [
         "--layers",

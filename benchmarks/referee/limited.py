@@ -24,6 +24,7 @@ def run(command: Sequence[object], limit: float, root: Path, log: Path) -> None:
     """Run a command until it ends or has used its limit.
 
     Args:
+        command: Program and arguments.
         limit: CPU seconds.
         root: Folder in which it runs.
         log: File for its output.
@@ -33,6 +34,7 @@ def run(command: Sequence[object], limit: float, root: Path, log: Path) -> None:
     """
 
     def limits() -> None:
+        """Limit CPU seconds (first SIGXCPU, 5 s later SIGKILL) and memory of the child process."""
         resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_GIB << 30, MEMORY_GIB << 30))
 
@@ -57,4 +59,5 @@ def run(command: Sequence[object], limit: float, root: Path, log: Path) -> None:
 
 
 def last_line(log: Path) -> str:
+    """Return the last line of a log, at most 160 characters, or "nothing"."""
     return (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1][:160]

@@ -64,14 +64,14 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Grid:
-    """Plan that a grid of ranks can run."""
+    """Plan that a grid of ranks can run: the same parallel sizes for all stages, and whole nodes."""
 
     sizes: Sizes
-    nodes: tuple[str, ...]
-    split: tuple[int, ...]
+    nodes: tuple[str, ...]  # in the order of their ranks
+    split: tuple[int, ...]  # transformer blocks of each stage
     micro_batch: int
-    predicted_s: float = 0.0
-    changed: tuple[str, ...] = ()
+    predicted_s: float = 0.0  # step time by the planner's own cost model; 0 if it gives none
+    changed: tuple[str, ...] = ()  # sentences: how the plan differs from that of the planner
 
     def __str__(self) -> str:
         sizes = (
@@ -84,6 +84,8 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
     """Return the nearest plan that a grid of ranks can run.
 
     Args:
+        plan: The plan of a planner.
+        site: Clusters and nodes of the case.
         blocks: Transformer blocks of the model.
         batch: Global batch size.
 
@@ -93,6 +95,7 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
     changed: list[str] = []
     nodes = _whole_nodes(plan, site, changed)
     ranks, count = len(nodes) * site.processes, len(plan.stages)
+    # Tensor-parallel size -> number of GPUs in such replicas.
     tensors = Counter(
         size for stage in plan.stages for size in map(len, stage.replicas) for _ in range(size)
     )
@@ -105,12 +108,13 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
     data = {len(stage.replicas) for stage in plan.stages}
     if len(data) > 1:
         changed.append(f"data sizes {_texts(sorted(data))} of stages became one")
+    # Numbers of stages that divide the ranks, the batch and the nodes.
     fitting = [
         size
         for size in divisors(ranks // tensor)
         if size <= blocks
         and batch % (ranks // tensor // size * plan.micro_batch) == 0
-        and _even(site.processes, ranks // size)
+        and _divides_either_way(site.processes, ranks // size)
     ]
     if not fitting:
         raise HolmesError(
@@ -125,7 +129,14 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
     if pipeline == count and list(split) != wanted:
         changed.append(f"blocks {'-'.join(map(str, wanted))} became {'-'.join(map(str, split))}")
     sizes = Sizes(pipeline, tensor, data=ranks // tensor // pipeline)
-    return Grid(sizes, nodes, split, plan.micro_batch, plan.predicted_s, tuple(changed))
+    return Grid(
+        sizes,
+        nodes=nodes,
+        split=split,
+        micro_batch=plan.micro_batch,
+        predicted_s=plan.predicted_s,
+        changed=tuple(changed),
+    )
 
 
 def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str, ...]:
@@ -135,7 +146,9 @@ def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str,
     free node.
 
     Args:
-        changed: A line is appended if a GPU gets another cluster.
+        plan: The plan, with the cluster of each GPU.
+        site: Clusters and nodes of the case.
+        changed: A line is appended if GPUs are left out or get another cluster.
     """
     free = {
         name: [node.name for node in site.nodes if node.cluster == name] for name in site.clusters
@@ -165,7 +178,14 @@ def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str,
 
 
 def shared_out(weights: Sequence[float], blocks: int) -> tuple[int, ...]:
-    """Divide blocks among stages by weight, with at least one block for each stage."""
+    """Divide blocks among stages by weight, with at least one block for each stage.
+
+    Shares are rounded down. Then blocks are added where most is missing, or removed where most is too much.
+
+    Args:
+        weights: Weight of each stage.
+        blocks: Number of all blocks.
+    """
     total = sum(weights) or 1.0
     exact = [weight * blocks / total for weight in weights]
     split = [max(1, int(share)) for share in exact]
@@ -182,18 +202,25 @@ def shared_out(weights: Sequence[float], blocks: int) -> tuple[int, ...]:
 
 
 def _resampled(values: Sequence[int], count: int) -> list[float]:
-    """Return the same distribution over another number of stages: sums over equal parts of the pipeline."""
+    """Return the same distribution over another number of stages: sums over equal parts of the pipeline.
+
+    Args:
+        values: Number of blocks of each stage.
+        count: The other number of stages.
+    """
     borders = [0.0, *accumulate(float(value) for value in values)]
 
-    def at(place: float) -> float:
-        whole = min(int(place), len(values) - 1)
-        return borders[whole] + (place - whole) * values[whole]
+    def sum_up_to(position: float) -> float:
+        """Return the sum of the values before a position, which may lie inside of a stage."""
+        stage = min(int(position), len(values) - 1)
+        return borders[stage] + (position - stage) * values[stage]
 
-    cuts = [at(index * len(values) / count) for index in range(count + 1)]
+    cuts = [sum_up_to(index * len(values) / count) for index in range(count + 1)]
     return [high - low for low, high in zip(cuts, cuts[1:])]
 
 
-def _even(processes: int, ranks: int) -> bool:
+def _divides_either_way(processes: int, ranks: int) -> bool:
+    """Return whether stages consist of whole nodes, or nodes of whole stages."""
     return processes % ranks == 0 or ranks % processes == 0
 
 

@@ -50,6 +50,8 @@ def ask(case: Case, planner: str, sailor: Path, python: str, limit: float) -> An
     """Run a planner, and return its plans.
 
     Args:
+        case: The planning problem.
+        planner: One of PLANNERS.
         sailor: A clone of Sailor's repository.
         python: Interpreter that has what Sailor's planners import.
         limit: CPU seconds.
@@ -65,7 +67,7 @@ def ask(case: Case, planner: str, sailor: Path, python: str, limit: float) -> An
         request, answer, log = root / "request.json", root / "answer.json", root / "log.txt"
         request.write_text(json.dumps(written(view, planner, sailor, root) | {"limit": limit}))
         command = [python, PROCESS, request, answer]
-        if planner in COMPILED:  # that is not its search
+        if planner in COMPILED:  # compiling does not count as part of the search
             try:
                 with log.open("w") as out:
                     subprocess.run(
@@ -94,17 +96,20 @@ def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[st
     """Write the input files beside a copy of Sailor's code, and return the request for the process.
 
     Args:
+        view: The case as the planner sees it.
+        planner: One of PLANNERS.
+        sailor: A clone of Sailor's repository.
         root: Folder for the files.
     """
     source, copy = sailor / "sailor", root / "sailor" / "sailor"
     if not (source / "Planner").is_dir():
         raise HolmesError(f"--sailor {sailor}: no sailor/Planner there; {HOW}")
-    unread = shutil.ignore_patterns(
+    left_out = shutil.ignore_patterns(
         "profiles", "validation", "aceso_validation*", "*.csv", "*.png", ".git", "runtime"
     )
     for name in CODE:
         if (source / name).is_dir():
-            shutil.copytree(source / name, copy / name, ignore=unread)
+            shutil.copytree(source / name, copy / name, ignore=left_out)
         elif (source / name).exists():
             copy.mkdir(parents=True, exist_ok=True)
             shutil.copy(source / name, copy / name)
@@ -133,7 +138,13 @@ def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[st
 
 
 def profile(view: files.View, planner: str, folder: Path) -> Path:
-    """Write the profile of the model in the form of one planner, and return its path."""
+    """Write the profile of the model in the form of one planner, and return its path.
+
+    Args:
+        view: The case as the planner sees it.
+        planner: One of PLANNERS.
+        folder: For the file, or for all files of the profile.
+    """
     file = folder / "profile.json"
     if planner in ("Varuna", "Piper", "FlashFlex"):
         make = {"Varuna": files.varuna, "Piper": files.piper, "FlashFlex": files.flashflex}[planner]
@@ -156,6 +167,7 @@ def profile(view: files.View, planner: str, folder: Path) -> Path:
                     [row["forward"] for row in view.layers(gpu, tensor, 1)],
                 )
             for size in files.MICRO_BATCHES if planner == "Metis" else ():
+                # Metis reads files of all GPU types, also of those that the case does not have.
                 known = gpu if gpu in view.gpus else next(iter(view.gpus))
                 put(
                     gpu_folder / f"mbs{size}_tmp{tensor}.json",
@@ -172,22 +184,30 @@ def put(path: Path, content: object) -> Path:
 
 
 def read(view: files.View, planner: str, plans: list[Mapping[str, Any]]) -> Iterator[PlannedJob]:
-    """Yield the plans of a planner in the common form, without those that name no stages."""
+    """Yield the plans of a planner in the common form, without those that name no stages.
+
+    Args:
+        view: The case as the planner sees it.
+        planner: One of PLANNERS.
+        plans: Plans in the planner's own form.
+    """
     for plan in plans:
         predicted = float(plan.get("iter_time") or plan.get("iteration_time") or 0.0)
         if not predicted and plan.get("estimated_throughput"):
             predicted = 1 / float(plan["estimated_throughput"])
         if planner == "Metis":
             predicted /= 1000  # milliseconds
-        stages = _even(view, plan) if "P" in plan else _stages(view, plan["pipeline_list"])
+        # A plan of Varuna or Galvatron has only sizes: "P" stages, "D" replicas, "T" tensor ranks.
+        stages = _even_stages(view, plan) if "P" in plan else _stages(view, plan["pipeline_list"])
         if stages:
             yield PlannedJob(stages, int(plan["mbs"]), predicted)
 
 
-def _even(view: files.View, plan: Mapping[str, Any]) -> tuple[Stage, ...]:
+def _even_stages(view: files.View, plan: Mapping[str, Any]) -> tuple[Stage, ...]:
     """Return the stages of a plan of Varuna or Galvatron.
 
-    Such a plan has three sizes. Layers are even, with the embedding and the output layer among them.
+    Such a plan has three sizes: "P" stages, "D" replicas and "T" tensor-parallel ranks. Layers are even,
+    with the embedding and the output layer among them.
     """
     clusters = _Clusters(view)
     layers = view.case.model.layers + 2
@@ -206,17 +226,17 @@ def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage
     """Return the stages of a plan.
 
     Args:
+        view: The case as the planner sees it.
         pipelines: One pipeline whose stages have replicas. Or several pipelines (FlashFlex): their stages
-        are replicas of
-            each other, and the first pipeline has the layers of the stages.
+            are replicas of each other, and the first pipeline has the layers of the stages.
     """
     first, clusters = pipelines[0], _Clusters(view)
     stages: list[list[tuple[str, ...]]] = [[] for _ in first["layers_per_stage"]]
     for pipeline in pipelines:
         count = len(pipeline["layers_per_stage"])
         for at, replicas in enumerate(pipeline["tmp_per_stage"]):
-            for nodes, tensor in replicas:
-                keys = [(node[0], node[2]) for node in nodes]
+            for nodes, tensor in replicas:  # nodes of a replica, and its tensor-parallel size
+                keys = [(node[0], node[2]) for node in nodes]  # type of GPU, zone
                 gpu_keys = [
                     keys[min(index * len(keys) // tensor, len(keys) - 1)] for index in range(tensor)
                 ]

@@ -1,14 +1,17 @@
-"""A case as Sailor's planners read it (eth-easl/sailor: its own and the nine that it carries).
+"""Makes the input files of Sailor's planners for a case (eth-easl/sailor: its own and the nine that it has).
 
-Their profiles are tables of seconds and bytes of each layer, by GPU, tensor size and micro-batch, which a
-user measures; here they are the case's own numbers (plan/cost/model.py), so that every planner knows of the
-layers what ours knows. Layer 0 is the embedding, the last one the output. Names of GPUs and zones are those
-that Sailor's code knows; they stand for the case's. Three views, as Sailor's own scripts have them:
+A profile is a table with seconds and bytes of each layer, by GPU, tensor-parallel size and micro-batch.
+Users of these planners measure it. Here it has the numbers of the case (plan/cost/model.py), so that all
+planners, holmes too, get the same costs of the layers. Layer 0 is the embedding, and the last one is the
+output layer. Sailor's code accepts only certain names of GPUs and zones, which therefore stand for those of
+the case.
 
-    flat    Varuna, Piper, Galvatron: one kind of GPU, one network: the slowest, the one that reaches all
-    kinds   AMP, Metis, FlashFlex: two kinds of nodes at most:
-            the clusters where there are two, else kinds of GPUs
-    zones   Sailor, DTFM, Atlas: a zone (of a region of its own) for each cluster, a rate for each pair
+A planner sees a case in one of three ways, as in Sailor's own scripts:
+
+    flat     Varuna, Piper, Galvatron: one type of GPU (the slowest), and one network (that reaches all)
+    kinds    AMP, Metis, FlashFlex: at most two types of nodes. They are the clusters if there are two, else
+             the types of GPUs
+    zones    Sailor, DTFM, Atlas: a zone in a region of its own for each cluster, and a rate for each pair
 """
 
 from __future__ import annotations
@@ -44,15 +47,16 @@ class View:
     """Case as one planner of Sailor sees it."""
 
     case: Case
-    gpus: Mapping[str, Gpu]
-    groups: Mapping[tuple[str, str], tuple[str, ...]]
+    gpus: Mapping[str, Gpu]  # Sailor's name of a GPU type -> the GPU
+    groups: Mapping[tuple[str, str], tuple[str, ...]]  # (GPU type, zone) -> clusters of the case
 
     @classmethod
     def of(cls, case: Case, planner: str) -> View:
-        """Return the view of a planner."""
+        """Return the case as a planner sees it (see the module docstring)."""
         clusters, kinds = list(case.site.clusters), case.gpu_kinds
         if planner in FLAT:
             return cls(case, {GPUS[0]: kinds[-1]}, {(GPUS[0], ZONES[0]): tuple(clusters)})
+        # Cluster -> index of its type of GPU.
         kind = {name: kinds.index(replace(case.gpu(name), link_bps=0.0)) for name in clusters}
         if planner in KINDS and len(clusters) == 2:
             kind = {clusters[0]: 0, clusters[1]: 1}
@@ -96,6 +100,11 @@ class View:
 
     def layers(self, gpu: str, tensor: int, micro_batch: int) -> list[Json]:
         """Return what each layer takes on a rank: the embedding, the blocks and the output layer.
+
+        Args:
+            gpu: Sailor's name of the GPU type.
+            tensor: Tensor-parallel size.
+            micro_batch: Sequences of a micro-batch.
 
         Returns:
             For each layer, the seconds of its forward and backward pass, with the all-reduces of the
@@ -145,15 +154,19 @@ def polynomial(rate: float, latency: float, least: float, most: float) -> list[f
 
 
 def network(view: View) -> Json:
-    """Return the content of providers/multizone_bandwidths_het.json."""
-    block = view.layers(GPUS[0], 1, 1)[1]
+    """Return the content of providers/multizone_bandwidths_het.json.
+
+    It is zone -> GPU type -> GPUs of a node -> other zone -> other GPU type -> GPUs of a node -> the
+    coefficients of polynomial() and the rate in bytes/s.
+    """
+    block = view.layers(GPUS[0], 1, 1)[1]  # behind the embedding
+    # The smallest and the largest message, in bytes.
     sizes = block["sent"] / 64, max(4 * view.case.model.parameters, 2 * block["sent"])
     counts = [str(count) for count in sorted({*view.tensors, view.case.site.processes})]
     table: Json = {}
     zones = {zone: (gpu, zone) for gpu, zone in reversed(view.groups)}
-    keys = [
-        (gpu, zone) for zone in zones for gpu in view.gpus
-    ]  # its code looks for each kind in each zone
+    # Sailor's code looks for each GPU type in each zone.
+    keys = [(gpu, zone) for zone in zones for gpu in view.gpus]
     for source in keys:
         for target in keys:
             sender, receiver = (
@@ -168,7 +181,7 @@ def network(view: View) -> Json:
 
 
 def inside(view: View) -> Json:
-    """Return the content of providers/intra_node_bandwidths.json."""
+    """Return the content of providers/intra_node_bandwidths.json: rates inside a node, by number of GPUs."""
     table = {}
     for name, gpu in view.gpus.items():
         rate = (gpu.link_bps or 2400e9) / 8
@@ -240,7 +253,7 @@ def varuna(view: View) -> Json:
 
 
 def piper(view: View) -> Json:
-    """Return Piper's graph of layers.
+    """Return Piper's graph of layers, with their times and memory by tensor-parallel size.
 
     The state of a parameter is memory that the layer's stage keeps. A kept activation is memory for every
     later stage.
@@ -284,7 +297,13 @@ def piper(view: View) -> Json:
 
 
 def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
-    """Return Metis's mbsM_tmpT.json, in milliseconds and MiB."""
+    """Return Metis's mbsM_tmpT.json, in milliseconds and MiB.
+
+    Args:
+        gpu: Sailor's name of the GPU type.
+        tensor: Tensor-parallel size (T).
+        micro_batch: Sequences of a micro-batch (M).
+    """
     rows, whole = view.layers(gpu, tensor, micro_batch), view.layers(gpu, 1, 1)
     times = [1000 * (layer["forward"] + layer["backward"]) for layer in rows]
     memory = [
@@ -323,6 +342,7 @@ def galvatron(view: View) -> dict[str, Json]:
     kept = {str(size): view.layers(GPUS[0], size, 1)[1]["kept"] / MIB for size in (1, 2, 4, 8)}
 
     def other(*layers: Json) -> Json:
+        """Return the memory of layers that are no transformer blocks, as in memory_profile.json."""
         parameters = sum(layer["parameters"] for layer in layers)
         return {"model_states": parameters * state / MIB, "activation": 0.0}
 
@@ -383,7 +403,7 @@ def training(view: View) -> Json:
 
 
 def cluster(view: View, planner: str) -> Json:
-    """Return the cluster_config that Sailor's simulator passes to a planner."""
+    """Return the cluster_config that Sailor's simulator passes to a planner: types and numbers of GPUs."""
     processes, keys = view.case.site.processes, list(view.groups)
     gpu, zone = keys[0]
     per_node = {"gpus_per_node": processes, "mem_per_gpu": view.memory(gpu)}

@@ -36,24 +36,24 @@ def main():
         str(root / "library"),
     ]  # this folder has modules of the same names
     if request["planner"] == "SAILOR":
-        built(root, Path(request["cache"]), request["memory_gib"])
+        build_sailor(root, Path(request["cache"]), request["memory_gib"])
     if request["planner"] == "Galvatron":
-        compiled(root, Path(request["cache"]))
+        build_galvatron(root, Path(request["cache"]))
     if sys.argv[3:] == ["build"]:
         return
     try:
-        planner = made(request, root)
+        planner = make_planner(request, root)
         begin = cpu_s()
         plans = planner.get_sorted_plans(
             cluster_config=request["cluster"], training_config=request["training"]
         )
         reply = {"plans": list(plans)[:PLANS], "count": len(plans), "seconds": cpu_s() - begin}
-    except Exception as error:  # an unknown program's: told as its row's reason
+    except Exception as error:  # of the planner's code; it becomes the reason in the table
         import traceback
 
         traceback.print_exc()
         reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-        if cpu_s() >= request["limit"]:  # of a program that it starts: that one was ended
+        if cpu_s() >= request["limit"]:  # the limit has ended a program that the planner started
             reply = {"error": f"no plan within {request['limit']:g} CPU s"}
     answer.write_text(json.dumps(reply, default=plain))
 
@@ -70,8 +70,13 @@ def plain(value):
     return list(value) if hasattr(value, "__iter__") else str(value)
 
 
-def made(request, root):
-    """Return the planner of a request."""
+def make_planner(request, root):
+    """Return the planner object of a request, with the GPUs of the case in Sailor's tables.
+
+    Args:
+        request: The request that sailor.py wrote.
+        root: Folder with the copy of Sailor's code and the input files.
+    """
     from sailor.Planner.simulations import constants
 
     for gpu, memory in request["memory_gib"].items():
@@ -126,7 +131,7 @@ def made(request, root):
         os.system = system
 
 
-def compiled(root, cache):
+def build_galvatron(root, cache):
     """Compile Galvatron's dynamic program as install_baselines.sh does, unless it is in the cache."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     source, library = (
@@ -145,8 +150,14 @@ def compiled(root, cache):
     shutil.copy(library, source)
 
 
-def built(root, cache, memory):
-    """Compile Sailor's C++ library with the memory of the case's GPUs, unless it is in the cache."""
+def build_sailor(root, cache, memory):
+    """Compile Sailor's C++ library with the memory of the case's GPUs, unless it is in the cache.
+
+    Args:
+        root: Folder with the copy of Sailor's code.
+        cache: Folder with the libraries of earlier runs.
+        memory: GPU type -> GiB. Sailor's source has these numbers as constants, which are replaced.
+    """
     source, suffix = (
         root / "sailor/sailor/Planner/sailor_planner/cpp_src",
         sysconfig.get_config_var("EXT_SUFFIX"),

@@ -41,6 +41,11 @@ class Table:
     """Rows of the results file and new rows, and notes about the plans."""
 
     def __init__(self, path: Path | None):
+        """Load the rows of a results file, and the plans beside it (NAME_plans.json).
+
+        Args:
+            path: The results file; None keeps nothing.
+        """
         self.path, self.rows = path, kept(path)
         self.notes_path = path.with_name(f"{path.stem}_plans.json") if path else None
         known = self.notes_path is not None and self.notes_path.exists()
@@ -94,10 +99,16 @@ class Table:
         emulated: bool = False,
         busy: float | None = None,
     ):
-        """Add the median of some values as a row, in place of an earlier row with the same metric."""
+        """Add the median of some values as a row, in place of an earlier row with the same metric.
+
+        The other arguments are those of Row.median().
+
+        Args:
+            metric: Name of the metric, without the planner.
+        """
         name = f"{planner}: {metric}"
         self.rows = [row for row in self.rows if (row.case, row.metric) != (case, name)]
-        self.rows.append(Row.median(case, name, values, unit, emulated, busy=busy))
+        self.rows.append(Row.median(case, name, values, unit=unit, emulated=emulated, busy=busy))
 
     def save(self) -> None:
         """Write the results file and the file of plans."""
@@ -107,7 +118,7 @@ class Table:
 
 
 def regrets(table: Table, cases: list[str]) -> None:
-    """Add the regret of each planner on each case: how much longer its step is than that of the best plan.
+    """Add the regret of each planner on each case: its step relative to that of the best plan, less 1.
 
     There are regrets of simulated steps, and of measured steps if there are any.
     """
@@ -123,7 +134,11 @@ def regrets(table: Table, cases: list[str]) -> None:
 def over_cases(table: Table, cases: list[str]) -> list[Row]:
     """Return rows with medians over all cases in which a planner has a plan.
 
-    Rows with the targets of `holmes plan` follow.
+    The metrics are the number of such cases, the regret, the seconds of the search, and the errors of
+    predictions. Rows with the targets of `holmes plan` follow.
+
+    Args:
+        cases: Names of the cases that have been planned.
     """
     rows = []
     for planner in PLANNERS:
@@ -131,11 +146,13 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
         planned = [case for case in asked if NONE not in table.notes[case][planner]]
         if asked:
             what = f"{planner}: cases with a plan that starts and fits, of {len(asked)}"
-            rows.append(Row.median("all", what, [len(planned)], "", False))
+            rows.append(Row.median("all", what, [len(planned)], unit="", emulated=False))
         for metric, unit in ((REGRET, "fraction"), (SEARCH, "s")):
             values = [table.value(case, planner, metric) for case in planned]
             if known := [value for value in values if value is not None]:
-                rows.append(Row.median("all", f"{planner}: {metric}", known, unit, False))
+                rows.append(
+                    Row.median("all", f"{planner}: {metric}", known, unit=unit, emulated=False)
+                )
         for predicted, actual, what in ((PREDICTED, STEP, ERROR), (STEP, MEASURED, LAB_ERROR)):
             pairs = [
                 (table.value(case, planner, predicted), table.value(case, planner, actual))
@@ -145,7 +162,11 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
                 prediction / step - 1 for prediction, step in pairs if prediction and step
             ]:
                 row = Row.median(
-                    "all", f"{planner}: {what}", errors, "fraction", actual == MEASURED
+                    "all",
+                    f"{planner}: {what}",
+                    errors,
+                    unit="fraction",
+                    emulated=actual == MEASURED,
                 )
                 rows.append(row)
     return rows + targets(table, cases)
@@ -154,12 +175,21 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
 def targets(table: Table, cases: list[str]) -> list[Row]:
     """Return rows with the targets of `holmes plan`.
 
-    There are no rows before all other planners have run on all cases.
+    There are no rows before other planners have run on every case.
+
+    Args:
+        cases: Names of the cases that have been planned.
     """
-    field, rows = {*sailor.PLANNERS, dtfm.NAME}, []
+    field, rows = {*sailor.PLANNERS, dtfm.NAME}, []  # the published planners
     if not all(field & {*table.notes.get(case, {})} for case in load_cases()):
         return rows
-    ours, others, regret, ratios, near = [], [], [], [], []
+    ours, others = (
+        [],
+        [],
+    )  # errors of the simulation against the lab, for plans of holmes and others
+    regret = []  # of holmes, on each case
+    ratios = []  # search time of holmes : that of the planner with the best plan, on each case
+    near = []  # the same to the fastest planner within NEAR of the best plan
     for case in cases:
         steps = {name: table.value(case, name, STEP) for name in table.notes[case]}
         for name in steps:
@@ -193,12 +223,12 @@ def targets(table: Table, cases: list[str]) -> list[Row]:
                 rows.append(Row.of("all", f"{what}, {label}", *figures))
     if ratios:
         what = f"{OURS}: seconds of search, times those of the best of the field"
-        rows.append(Row.median("all", what, ratios, "x", False, "<= 0.2"))
+        rows.append(Row.median("all", what, ratios, unit="x", emulated=False, target="<= 0.2"))
         where = f"within {NEAR:.0%} of the best plan"
         what = f"the field: cases with a plan {where}, of {len(ratios)}"
-        rows.append(Row.median("all", what, [len(near)], "", False))
+        rows.append(Row.median("all", what, [len(near)], unit="", emulated=False))
         what = f"{OURS}: there, seconds of search, times those of the fastest of the field {where}"
-        rows.append(Row.median("all", what, near, "x", False))
+        rows.append(Row.median("all", what, near, unit="x", emulated=False))
         rows.append(_beside_the_next(table, cases, field))
     return rows
 
@@ -212,6 +242,10 @@ def _beside_the_next(table: Table, cases: list[str], field: set[str]) -> Row:
     """Return a row that compares the search of holmes with that of the next best planner.
 
     It is the planner with the smallest median regret among those that have a plan for most cases.
+
+    Args:
+        cases: Names of the cases that have been planned.
+        field: The other planners.
     """
     planned = {
         name: [case for case in cases if table.value(case, name, REGRET) is not None]
@@ -228,4 +262,4 @@ def _beside_the_next(table: Table, cases: list[str], field: set[str]) -> Row:
         for case in planned[following]
     ]
     what = f"{OURS}: seconds of search, times those of {following}, next by its median regret"
-    return Row.median("all", what, ratios, "x", False, "<= 0.2")
+    return Row.median("all", what, ratios, unit="x", emulated=False, target="<= 0.2")

@@ -1,11 +1,14 @@
-"""The same training script run in several ways, alternating, so that the ways can be compared.
+"""Comparison of several variants of a training job, such as with and without holmes, in the lab.
+
+The variants run in turn, in rotated order, so that a change of this machine's speed favours none:
 
     repetition 1:  stock  holmes  all-RDMA
-    repetition 2:  holmes  all-RDMA  stock       each run: a launch, `skip` warm-up steps, then measured steps
+    repetition 2:  holmes  all-RDMA  stock
     repetition 3:  all-RDMA  stock  holmes
 
-The figure of a run is the median of its measured steps; of a variant the median over its runs, with the least
-and the greatest as spread.
+Each run is a launch with `skip` steps for warming up, and then measured steps. The step time of a run is
+the median of its measured steps. The step time of a variant is the median of its runs, with the smallest
+and the largest as spread.
 """
 
 from __future__ import annotations
@@ -34,29 +37,29 @@ Counters = Mapping[str, Mapping[str, Sequence[int]]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the script. order: of the nodes for the launcher; flags: of the script."""
+    """One way to run a training script: on which clusters, with which flags and environment."""
 
     name: str
-    spec: SiteSpec
-    order: tuple[str, ...]
-    flags: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    spec: SiteSpec  # the emulated clusters
+    order: tuple[str, ...]  # nodes in the order of their ranks
+    flags: tuple[str, ...] = ()  # further arguments of the script
+    env: Mapping[str, str] = field(default_factory=dict)  # further environment variables
 
 
 @dataclass
 class Series:
-    """Of one variant. steps: seconds of each run's measured steps; losses: of the last run's steps; sent:
-    node -> NIC -> bytes a step (last run, start-up included); lines: rank 0's of the last run; busy: share of
-    this machine's cores that was used while steps were measured, of the run that used most."""
+    """Measurements of all runs of one variant."""
 
     name: str
-    steps: list[list[float]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    steps: list[list[float]] = field(default_factory=list)  # run -> seconds of its measured steps
+    losses: list[float] = field(default_factory=list)  # of all steps of the last run
+    #: Node -> NIC -> bytes sent in a step, in the last run and including its start.
     sent: dict[str, dict[str, float]] = field(default_factory=dict)
-    emulated: bool = False
-    realtime: bool = True
+    emulated: bool = False  # whether the compute was emulated
+    realtime: bool = True  # whether all ranks ran under SCHED_RR
+    #: Share of this machine's cores in use while steps were measured, in the run with the largest share.
     busy: float = 0.0
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # output of rank 0 in the last run
 
     def add(
         self,
@@ -67,7 +70,15 @@ class Series:
         before: Counters,
         after: Counters,
     ) -> None:
-        """A run's steps, of which the first `skip` warm up; before, after: Lab.counters() around it."""
+        """Add the measurements of a run.
+
+        Args:
+            seconds: Seconds of all steps.
+            losses: Losses of all steps.
+            skip: First steps, which warm up and are not measured.
+            result: How the job ended.
+            before, after: Lab.counters() before and after the job.
+        """
         self.steps.append(list(seconds[skip:]))
         self.losses = losses
         self.emulated, self.realtime = result.emulated, self.realtime and result.realtime
@@ -80,28 +91,32 @@ class Series:
 
     @property
     def medians(self) -> list[float]:
+        """The median step time of each run, in seconds."""
         return [statistics.median(run) for run in self.steps]
 
     @property
     def median(self) -> float:
-        """Seconds for each step."""
+        """The step time of the variant in seconds: the median of the runs' medians."""
         return statistics.median(self.medians)
 
     @property
     def spread(self) -> tuple[float, float]:
+        """The smallest and the largest of the runs' medians, in seconds."""
         return min(self.medians), max(self.medians)
 
     @property
     def megabytes(self) -> tuple[float, float]:
-        """MB that a node sent for each step, the mean over the nodes: on Ethernet, and on its fast NIC."""
+        """MB that a node sends in a step on Ethernet and on its fast NICs, as the mean of the nodes."""
         ethernet = sum(nics["eth0"] for nics in self.sent.values())
         everything = sum(sum(nics.values()) for nics in self.sent.values())
         return ethernet / len(self.sent) / 1e6, (everything - ethernet) / len(self.sent) / 1e6
 
 
 def all_rdma(spec: SiteSpec) -> Variant:
-    """The bound: stock on one cluster with the nodes of `spec` and its fastest fabric. GLOO_SOCKET_IFNAME
-    names its NIC (NCCL would find it)."""
+    """Return the variant that no other can beat: all nodes in one cluster with the fastest network.
+
+    The job runs without holmes. GLOO_SOCKET_IFNAME names the fast NIC, because gloo would choose Ethernet.
+    """
     best = max(spec.clusters, key=lambda cluster: cluster.rate_bps)
     nodes = tuple(spec.owner)
     cluster: ClusterSpec = replace(best, nodes=nodes, name="all", fabric="all")
@@ -110,7 +125,13 @@ def all_rdma(spec: SiteSpec) -> Variant:
 
 
 def tuned(spec: SiteSpec, scale: float = 1.0) -> Lab:
-    """A lab whose nodes' TCP suits long links: what is compared is not how windows grow."""
+    """Return a lab in which TCP is tuned if there are long links.
+
+    With the default settings, measurements over long links would mainly show how TCP windows grow.
+
+    Args:
+        scale: Factor of all rates.
+    """
     return Lab(spec, scale, realtime=True, sysctl=TUNED if spec.wan else {})
 
 
@@ -129,23 +150,36 @@ def compare(
     gpus: Gpus | None = None,
     scale: float = 1.0,
 ) -> dict[str, Series]:
-    """Series of every variant, in the given order.
+    """Run all variants in turn, and return variant -> measurements, in the given order.
 
-    script: path and arguments of a script that takes --steps N and --log FILE (JSON lines with "loss" and
-    "seconds", as examples/deepspeed_pipeline); traces: a directory for DIR/VARIANT/rank*.json of each
-    variant's last run; on_run is called before each run; preload: modules that are imported once for all runs
-    of a cluster; gpus: emulated ones, in place of the CPU; scale: factor on every rate. HolmesError with the
-    failing rank's last line when a run fails; timeout in seconds for one run.
+    Args:
+        script: Path and arguments of a training script. It must take --steps N and --log FILE, and write a
+            line of JSON with "loss" and "seconds" for each step, as examples/deepspeed_pipeline does.
+        repetitions: Runs of each variant.
+        steps: Steps of a run.
+        skip: First steps of a run, which are not measured.
+        accelerator: Settings of the emulated accelerator (emulate/accelerator.py); None: none.
+        traces: Folder for the traces (emulate/trace.py) of each variant's last run, as VARIANT/rank*.json.
+        on_run: Called with the name of the variant and the number of the repetition before each run.
+        timeout: Seconds of one run.
+        preload: Modules that are imported once for all runs on the same clusters.
+        gpus: Emulated GPUs, which the job uses in place of the CPU.
+        scale: Factor of all rates.
+
+    Raises:
+        HolmesError: A run failed. The message has the last line of the rank that failed first.
     """
     series = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
-        labs: dict[str, Lab] = {}
+        labs: dict[
+            str, Lab
+        ] = {}  # hash of the clusters' description -> the lab, which variants share
         for variant in variants:
             if variant.spec.digest not in labs:
                 labs[variant.spec.digest] = stack.enter_context(tuned(variant.spec, scale))
         for repetition in range(repetitions):
-            turn = repetition % len(variants)
-            for variant in (*variants[turn:], *variants[:turn]):
+            first = repetition % len(variants)
+            for variant in (*variants[first:], *variants[:first]):
                 on_run(variant.name, repetition)
                 env = {
                     "DS_ACCELERATOR": "cuda" if gpus else "cpu",
@@ -166,10 +200,10 @@ def compare(
                     labs[variant.spec.digest],
                     variant,
                     script,
-                    steps,
-                    skip,
-                    options,
-                    series[variant.name],
+                    steps=steps,
+                    skip=skip,
+                    options=options,
+                    series=series[variant.name],
                 )
     return series
 
@@ -183,6 +217,11 @@ def _run(
     options: Mapping[str, Any],
     series: Series,
 ) -> None:
+    """Run a variant once, and add its measurements to `series`.
+
+    Args:
+        options: Keyword arguments of Lab.run().
+    """
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
         command = [
@@ -198,20 +237,20 @@ def _run(
         result = lab.run(command, order=variant.order, **options)
         after = lab.counters()
         if result.returncode:
-            raise HolmesError(_why(variant, result))
+            raise HolmesError(_failure_message(variant, result))
         records = [json.loads(line) for line in log.read_text().splitlines()]
     seconds, losses = ([record[key] for record in records] for key in ("seconds", "loss"))
     series.add(seconds, losses, skip, result, before, after)
     series.emulated |= options["gpus"] is not None
 
 
-def _why(variant: Variant, result: RunResult) -> str:
+def _failure_message(variant: Variant, result: RunResult) -> str:
     rank = result.first_failed if result.first_failed is not None else 0
     last = [line for _, line in result.lines[rank] if line.strip()][-1:] or ["nothing"]
     return f"the {variant.name} run ended with status {result.returncode}; rank {rank} said last: {last[0]}"
 
 
 def max_loss_difference(a: Series, b: Series) -> float:
-    """Greatest difference of the two variants' losses at any step."""
+    """Return the largest difference between the losses of two variants in the same step."""
     assert len(a.losses) == len(b.losses)
     return max(abs(x - y) for x, y in zip(a.losses, b.losses))

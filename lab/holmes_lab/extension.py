@@ -1,4 +1,7 @@
-"""Declares the lab to holmes_ext: the commands `holmes lab` and `holmes demo`."""
+"""Registration of the lab as an extension of holmes_ext: its commands and environment variables.
+
+The commands are `holmes lab` and `holmes demo`.
+"""
 
 from holmes_ext.extensions import Extension
 

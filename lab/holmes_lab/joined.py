@@ -1,4 +1,7 @@
-"""Jobs in one lab that join over the link between their clusters: examples/plain_torch."""
+"""Joined jobs in a lab: separate training jobs that exchange weights over the link between their clusters.
+
+The jobs run examples/plain_torch. They join through `holmes join serve` (the coordinator).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from holmes_ext.samples import examples
 from holmes_lab.lab import Lab
 from holmes_lab.process.job import Job
 
-#: 2 + 2 nodes; 40 ms there and back and 20 Mb/s for all that crosses.
+#: Two clusters of 2 nodes. The link between them has 20 Mb/s and a round trip of 40 ms.
 CLUSTERS = """version = 2
 [ethernet]
 rate = "1Gb/s"
@@ -39,16 +42,18 @@ latency = "20ms"
 """
 NODES = {"east": ["a0", "a1"], "west": ["b0", "b1"]}
 SIZE = "--layers 4 --hidden 128 --heads 4 --sequence 64 --micro-batch 2 --micro-batches 2".split()
-#: That a rank reads in a step.
+#: Tokens that a rank reads in a step: micro-batch x micro-batches x sequence.
 TOKENS = 2 * 2 * 64
-#: Of the accelerator that each rank seems to have.
-FLOPS = 2e9
+FLOPS = 2e9  # FLOP/s of the emulated accelerator of each rank
 TOKEN, _PORT = "the token of joined jobs in a lab", 29600
 
 
 @contextmanager
 def coordinator(lab: Lab) -> Iterator[tuple[str, list[str]]]:
-    """`holmes join serve` on the first node: its HOST:PORT, and the lines that it prints."""
+    """Run `holmes join serve` on the first node, and yield its HOST:PORT and the list of its printed lines.
+
+    The list grows while the coordinator runs. It is killed at the end of the `with` block.
+    """
     lines: list[str] = []
     command = [sys.executable, "-m", "holmes_ext.cli.main", "join", "serve", "--port", str(_PORT)]
     node = lab.nodes[0]
@@ -69,26 +74,30 @@ def coordinator(lab: Lab) -> Iterator[tuple[str, list[str]]]:
 
 @dataclass
 class LabJob:
-    """A job under way. log: a line of JSON for each step."""
+    """Running job of examples/plain_torch."""
 
     name: str
     job: Job
-    log: Path
+    log: Path  # has a line of JSON for each step
 
     def steps(self) -> list[dict[str, Any]]:
+        """Return the logged lines, one for each finished step, without a half-written last line."""
         text = self.log.read_text() if self.log.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def wait(self) -> None:
-        """HolmesError when it fails."""
+        """Wait for the end of the job.
+
+        Raises:
+            HolmesError: The job failed. The message has the last two lines with an error.
+        """
         result = self.job.wait()
         if result.returncode:
             lines = "".join(result.outputs.values()).strip().splitlines()
-            said = [line for line in lines if "Error" in line or line.startswith("holmes: ")][
-                -2:
-            ] or lines[-1:]
+            errors = [line for line in lines if "Error" in line or line.startswith("holmes: ")]
+            shown = errors[-2:] or lines[-1:]
             raise HolmesError(
-                f"lab: job {self.name} ended with status {result.returncode}: {' '.join(said)}"
+                f"lab: job {self.name} ended with status {result.returncode}: {' '.join(shown)}"
             )
 
 
@@ -102,7 +111,17 @@ def start(
     log: Path,
     flops: float = FLOPS,
 ) -> LabJob:
-    """examples/plain_torch on these nodes."""
+    """Start examples/plain_torch on some nodes of a lab.
+
+    Args:
+        name: Name of the job.
+        nodes: Names of the nodes in the order of their ranks.
+        flags: Further arguments of the script, such as those of join_flags().
+        steps: Number of training steps.
+        seed: Seed of the weights and of the text.
+        log: File for a line of JSON for each step.
+        flops: FLOP/s of the emulated accelerator of each rank.
+    """
     script = str(examples() / "plain_torch" / "train.py")
     command = [
         sys.executable,
@@ -128,6 +147,13 @@ def start(
 
 
 def join_flags(name: str, where: str, outer: str) -> list[str]:
+    """Return the flags with which a job joins others.
+
+    Args:
+        name: Name of the job.
+        where: HOST:PORT of the coordinator.
+        outer: Value of --holmes-outer: the settings of the exchange of weights.
+    """
     return [
         "--holmes",
         "--holmes-preflight",
@@ -140,7 +166,16 @@ def join_flags(name: str, where: str, outer: str) -> list[str]:
 
 
 def await_(done: Callable[[], bool], seconds: float, what: str) -> None:
-    """HolmesError when done() is not true in time."""
+    """Wait until done() is true; it is called every 0.1 s.
+
+    Args:
+        done: The condition.
+        seconds: Limit.
+        what: Name of the condition, for the message.
+
+    Raises:
+        HolmesError: The condition is still false after `seconds`.
+    """
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() > end:

@@ -1,4 +1,7 @@
-"""Lab: brings the nodes of a SiteSpec up, runs jobs in them, reads their counters, breaks their links."""
+"""Emulation of a site (clusters with nodes and networks) on this machine.
+
+The class `Lab` creates the nodes, runs jobs on them, reads the counters of their NICs, and breaks links.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from holmes_ext.errors import HolmesError
 from holmes_lab import state
 from holmes_lab.emulate.accelerator import VARIABLE as ACCELERATOR
 from holmes_lab.gpu.job import OF_TEMPLATE, Gpus
-from holmes_lab.network import crossing, sysfs_tree
+from holmes_lab.network import crossing, namespaces, sysfs_tree
 from holmes_lab.network import shaping as network
 from holmes_lab.process import ranks, wire, zygote
 from holmes_lab.process.job import Job, OnLine, RunResult
@@ -40,17 +43,26 @@ main(sys.argv[2:])
 _ROOTS = os.pathsep.join(
     str(Path(package.__file__ or "").parents[1]) for package in (holmes_lab, holmes_ext)
 )
-_SWITCH = ""
-_FIRST_PORT = 29500  # the nodes' port space is the lab's own; below the ephemeral ports
+_SWITCH = ""  # name of the switch, where other functions take the name of a node
+_FIRST_PORT = 29500  # MASTER_PORT of the first job, below the ephemeral ports
 
 
 class Lab:
-    """A context manager: the nodes exist inside the `with` block.
+    """Emulated clusters: each node is a set of Linux namespaces with NICs of limited rates.
 
-    spec: the site; scale: factor on every rate; realtime: ranks run under SCHED_RR where that is permitted
-    (RunResult says whether it was); sysctl: of every node's network namespace, {"net.ipv4.tcp_wmem": "4096
-    16384 67108864"}; what is left out is as on this machine; login: with a host "login" beside the nodes, for
-    lab/launchers/. HolmesError when the machine lacks a right or a tool, naming it.
+    The class is a context manager: the nodes exist inside the `with` block.
+
+    Args:
+        spec: The site, as in a cluster.toml.
+        scale: Factor of all rates.
+        realtime: Whether ranks run under SCHED_RR if that is permitted. RunResult.realtime says whether it
+            was.
+        sysctl: Kernel settings of the network namespace of each node, such as
+            {"net.ipv4.tcp_wmem": "4096 16384 67108864"}. Others are as on this machine.
+        login: Whether there is a host "login" besides the nodes, on which lab/launchers/ start jobs.
+
+    Raises:
+        HolmesError: This machine lacks a right or a tool. The message names it.
     """
 
     #: Preloaded Pythons that all labs of this process share; None: each lab starts its own.
@@ -74,10 +86,10 @@ class Lab:
         self._ports = itertools.count(_FIRST_PORT)
         self._zygotes: dict[TemplateKey, socket.socket] = {}
         self._pids: dict[str, tuple[int, int]] = {}
-        # pid of what carries between clusters, if the file says what lies there
-        self.delay_line: int | None = None
+        self.delay_line: int | None = None  # PID of the process that delays frames between clusters
 
     def __enter__(self) -> Lab:
+        """Create the nodes and networks."""
         self.directory = state.new_directory()
         try:
             self._start_keeper()
@@ -91,7 +103,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """End every job and free everything; returns when it is gone."""
+        """End all jobs, remove nodes and networks, and return when they are gone."""
         if hasattr(self, "_keeper"):
             self._control.close()
             self._keeper.wait()
@@ -100,7 +112,14 @@ class Lab:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def run(self, command: Sequence[str], **options: Any) -> RunResult:
-        """start with these options, and wait; an exception (Ctrl-C too) ends the job."""
+        """Start a job, wait for its end, and return its result.
+
+        An exception, such as KeyboardInterrupt, kills the job.
+
+        Args:
+            command: Program and arguments of each process.
+            options: Keyword arguments of start().
+        """
         job = self.start(command, **options)
         try:
             return job.wait()
@@ -124,15 +143,23 @@ class Lab:
         cwd: str | Path | None = None,
         gpus: Gpus | None = None,
     ) -> Job:
-        """Start `command` once for each process; the Job has pids, poll, wait and kill.
+        """Start a command once for each process of each node, and return the running job.
 
-        order: the nodes in the launcher's order, default the file's (some of them: a smaller job); processes:
-        of each node, default the file's; env: on top of this process's environment; preload: modules imported
-        once, then every rank is forked (`command` must be python SCRIPT or python -m MODULE); timeout in
-        seconds (returncode 124); on_line(rank, line, "stdout" or "stderr") is called in a thread; logs: a
-        directory for rank0.log, ...; accelerator: configuration of lab.emulate.accelerator; grace: seconds
-        that others get when one fails; gpus: the emulated GPUs that the ranks find (Job.watch: where they
-        tell what they do).
+        Args:
+            command: Program and arguments of each process.
+            order: Names of the nodes in the order of their ranks. None: all, in the order of the file.
+            processes: Processes of each node; None for the number in the file.
+            env: Variables in addition to those of this process.
+            preload: Modules that are imported once in a process, from which all ranks are then forked.
+                `command` must be `python SCRIPT ...` or `python -m MODULE ...`.
+            timeout: Seconds after which the job ends with status 124; None: no limit.
+            on_line: Called in a thread as on_line(rank, line, "stdout" or "stderr") for each line of output.
+            logs: Folder for the output of the ranks (rank0.log, ...).
+            accelerator: Settings of the emulated accelerator (emulate/accelerator.py); None: none.
+            grace: Seconds that the other ranks have to end by themselves when one fails.
+            cwd: Working directory; None for that of this process.
+            gpus: Emulated GPUs of the ranks. Job.watch is then the folder in which the ranks record what
+                they do.
         """
         nodes = list(self.nodes) if order is None else [self._node(name) for name in order]
         ranks.check_order(nodes)
@@ -180,8 +207,10 @@ class Lab:
         grace: float = 5.0,
         cwd: str | Path | None = None,
     ) -> Job:
-        """Start each program on its host, with no variables of a rank; the Job counts them in their order.
-        The options are those of start."""
+        """Start programs that are no ranks, such as daemons, each on its host.
+
+        The job numbers them in their order. The other arguments are those of start().
+        """
         directory = str(cwd or os.getcwd())
         messages = [
             self._message(number, program.host, list(program.argv), dict(program.env), directory)
@@ -192,7 +221,10 @@ class Lab:
     def _message(
         self, number: int, host: str, argv: list[str], env: dict[str, str], directory: str
     ) -> dict[str, Any]:
-        """What lab/process/launch.py is told of one process."""
+        """Return the message from which the launcher (process/launch.py) starts one process.
+
+        `number` is the rank, or the number of a program that is no rank.
+        """
         holder = self._pids[self._node(host).name][0]
         return {
             "rank": number,
@@ -206,6 +238,13 @@ class Lab:
     def _job(
         self, messages: list[dict[str, Any]], zygote_control: socket.socket | None, *options: Any
     ) -> Job:
+        """Fork a launcher, and return the job whose processes it starts.
+
+        Args:
+            messages: One message of _message() for each process.
+            zygote_control: Socket of the preloaded Python that forks the launcher; None: the keeper forks it.
+            options: Further arguments of Job.
+        """
         ours, theirs = wire.pair()
         try:
             if zygote_control is None:
@@ -215,31 +254,31 @@ class Lab:
             theirs.close()
             return Job(messages, ours, *options)
         except OSError as error:
-            # --logs cannot be written, too many open files, a long environment, a dead zygote
+            # For example: --logs cannot be written, too many open files, or the zygote was killed.
             raise HolmesError(f"lab: the job cannot be started: {error}") from None
 
     def counters(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """node -> NIC -> (bytes received, bytes sent) since the lab came up."""
+        """Return node -> NIC -> (bytes received, bytes sent) since the lab was created."""
         result: dict[str, dict[str, tuple[int, int]]] = {}
         for node in self.nodes:
-            lines = Path(f"/proc/{self._pids[node.name][0]}/net/dev").read_text().splitlines()[2:]
-            fields = {
-                name.strip(): rest.split()
-                for name, _, rest in (line.partition(":") for line in lines)
-            }
-            result[node.name] = {
-                nic.name: (int(fields[nic.name][0]), int(fields[nic.name][8])) for nic in node.nics
-            }
+            bytes_of = namespaces.interface_bytes(self._pids[node.name][0])
+            result[node.name] = {nic.name: bytes_of[nic.name] for nic in node.nics}
         return result
 
     def set_link(self, node: str, nic: str, up: bool) -> None:
-        """Pull (or plug in) the NIC's cable: its switch port goes down, the node sees no carrier."""
+        """Pull the cable of a NIC (up=False), or plug it in again.
+
+        The port of the switch is set down or up, so that the node's NIC loses or gets its carrier.
+        """
         link = self._node(node).nic(nic)
         self._tool(_SWITCH, "ip", f"link set dev {link.port} {'up' if up else 'down'}\n")
         sysfs_tree.set_link(self.sysfs(node), link, up)
 
     def set_silent(self, node: str, nic: str, silent: bool) -> None:
-        """Take the NIC's switch port out of its bridge (or put it back): frames are lost unseen."""
+        """Let a NIC lose all frames although its link stays up (silent=True), or end this.
+
+        The port of the switch is taken out of its bridge, or put back into it.
+        """
         link = self._node(node).nic(nic)
         self._tool(
             _SWITCH,
@@ -248,11 +287,16 @@ class Lab:
         )
 
     def configure(self, node: str, line: str) -> None:
-        """Run `ip LINE` on the node."""
+        """Run one `ip` command on a node, for example "addr add 10.0.0.1/8 dev eth0"."""
         self._tool(node, "ip", f"{line}\n")
 
     def rename(self, node: str, names: Mapping[str, str], hca: str) -> None:
-        """Other names for the node's NICs ({"roce0": "ens6np0"}) and HCA, as on its replacement, links up."""
+        """Rename the NICs and the HCA of a node, as if another machine had replaced it.
+
+        Args:
+            names: Old -> new name of a NIC, for example {"roce0": "ens6np0"}. Others keep their names.
+            hca: New name of the HCA (host channel adapter).
+        """
         old = self._node(node)
         nics = tuple(replace(nic, name=names.get(nic.name, nic.name), hca=hca) for nic in old.nics)
         for a, b in ((a.name, b.name) for a, b in zip(old.nics, nics) if a.name != b.name):
@@ -268,15 +312,19 @@ class Lab:
         sysfs_tree.write_tree(self.sysfs(node), new)
 
     def set_rate(self, node: str, nic: str, bps: int) -> None:
-        """Shape the NIC to `bps` bits/s, both ways, without the scale; what its sysfs announces stays."""
+        """Limit a NIC to a rate in bits/s in both directions.
+
+        The rate is not multiplied by `scale`. The rate that sysfs shows does not change.
+        """
         link = self._node(node).nic(nic)
-        for place, device in ((node, link.name), (_SWITCH, link.port)):
+        # The node limits what the NIC sends, and the switch limits what it receives.
+        for host, device in ((node, link.name), (_SWITCH, link.port)):
             limit, shape = network.shape_commands(device, bps)
-            self._tool(place, "ip", limit + "\n")
-            self._tool(place, "tc", shape + "\n")
+            self._tool(host, "ip", limit + "\n")
+            self._tool(host, "tc", shape + "\n")
 
     def variables(self, host: str) -> dict[str, str]:
-        """Those by which a process learns on which emulated host it is."""
+        """Return the environment variables that describe a node, or the host "login", to its processes."""
         cluster = self._node(host).cluster
         return {
             "HOLMES_SYSFS": str(self.sysfs(host)),
@@ -286,13 +334,19 @@ class Lab:
         }
 
     def sysfs(self, node: str) -> Path:
+        """Return the folder that stands for /sys on a node."""
         return self.directory / "sysfs" / node
 
     def holder(self, node: str, inside: bool = False) -> int:
-        """Of the node's namespaces (nsenter -t PID -n -u -m); `inside`: as the nodes see it."""
+        """Return the PID of the process that holds a node's namespaces, as for `nsenter -t PID -n -u -m`.
+
+        Args:
+            inside: Whether the PID is that in the PID namespace of the lab.
+        """
         return self._pids[self._node(node).name][inside]
 
     def _node(self, name: str) -> network.LabNode:
+        """Return a node, or raise HolmesError if there is none with this name."""
         if name not in self._by_name:
             raise HolmesError(
                 f"{self.spec.source}: no node {name!r}; it has {', '.join(self._by_name)}"
@@ -300,11 +354,13 @@ class Lab:
         return self._by_name[name]
 
     def _start_keeper(self) -> None:
+        """Start the keeper, the process that owns all namespaces of the lab (process/keeper.py)."""
         self._control, theirs = wire.pair()
         owner = state.identity(os.getpid())
-        self._told = {"owner": owner, "source": self.spec.source, "nodes": list(self._by_name)}
-        state.record(self.directory, keeper=[0, 0], **self._told)
-        caller = os.pidfd_open(os.getpid())
+        # Entries of state.json, from which `holmes lab down` and `holmes lab shell` find this lab.
+        self._state = {"owner": owner, "source": self.spec.source, "nodes": list(self._by_name)}
+        state.record(self.directory, keeper=[0, 0], **self._state)  # not started yet
+        caller = os.pidfd_open(os.getpid())  # the keeper ends when this process ends
         with open(self.directory / "keeper.log", "w") as log:
             boot = [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, _ROOTS]
             self._keeper = subprocess.Popen(
@@ -317,17 +373,18 @@ class Lab:
             )
         theirs.close()
         os.close(caller)
-        self._told["keeper"] = state.identity(self._keeper.pid)
-        state.record(self.directory, **self._told)
+        self._state["keeper"] = state.identity(self._keeper.pid)
+        state.record(self.directory, **self._state)
         answer = self._answer()
         if "denied" in answer:
             raise HolmesError(denied(answer["denied"]))
-        self._init: int = answer["init"]
+        self._init: int = answer["init"]  # PID of the init process of the lab's PID namespace
 
     def _make_nodes(self) -> None:
+        """Create the nodes and their sysfs trees, connect them by the switch, and start the delay line."""
         hosts, nsswitch = self.directory / "hosts", self.directory / "nsswitch.conf"
         hosts.write_text(network.hosts_file(self.hosts))
-        # no name server can be reached from a node
+        # Names are looked up in files only, because a node reaches no name server.
         nsswitch.write_text("passwd: files\ngroup: files\nhosts: files\n")
         rails = network.RAILS_SYSCTL if any(len(node.nics) > 2 for node in self.nodes) else {}
         for node in self.hosts:
@@ -346,10 +403,10 @@ class Lab:
             )
         }
         batches.update({node.name: network.node_batches(node) for node in self.hosts})
-        for place, (ip, tc) in batches.items():
-            self._tool(place, "ip", ip)
-            self._tool(place, "tc", tc)
-        if self.spec.wan:
+        for host, (ip, tc) in batches.items():
+            self._tool(host, "ip", ip)
+            self._tool(host, "tc", tc)
+        if self.spec.wan:  # there are links between clusters, with latencies or uplinks
             where = [(node.address, node.site, node.nics[0].mac) for node in self.hosts]
             settings = crossing.delay_line(self.spec, self.scale, where, network.WIRE)
             self.delay_line = self._ask("wan", **settings)["pids"][0]
@@ -362,27 +419,41 @@ class Lab:
             name: [state.identity(self.holder(name)), self.variables(name)]
             for name in self._by_name
         }
-        state.record(self.directory, **self._told, hosts=holders)
+        state.record(self.directory, **self._state, hosts=holders)
 
-    def _tool(self, place: str, tool: str, batch: str) -> None:
-        answer = self._ask("tool", name=place, argv=[self._tools[tool], "-batch", "-"], text=batch)
+    def _tool(self, host: str, tool: str, batch: str) -> None:
+        """Run a batch of commands of `ip` or `tc` in the network namespace of a host.
+
+        Args:
+            host: Name of a node, or _SWITCH.
+            tool: "ip" or "tc".
+            batch: Commands, each on a line without the name of the tool.
+        """
+        answer = self._ask("tool", name=host, argv=[self._tools[tool], "-batch", "-"], text=batch)
         if answer["status"] != 0:
             raise HolmesError(
-                f"lab: `{tool}` failed on {place or 'the switch'}: {answer['error'].strip()}"
+                f"lab: `{tool}` failed on {host or 'the switch'}: {answer['error'].strip()}"
             )
 
     def _zygote(
         self, interpreter: str, modules: tuple[str, ...], env: dict[str, str], directory: str
     ) -> socket.socket:
-        """The control socket of a Python with `modules` imported in that environment, started at need."""
+        """Return the control socket of a preloaded Python, which is started if there is none yet.
+
+        Args:
+            interpreter: The Python.
+            modules: Modules that it has imported.
+            env: Environment of the ranks. Variables that are set for each rank do not matter for the imports.
+            directory: Working directory.
+        """
         env = {
             name: value
             for name, value in env.items()
             if name in (ACCELERATOR, *OF_TEMPLATE)
             or not name.startswith(("HOLMES", "GLOO_", "NCCL_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_"))
-        }  # each rank's own
-        if OF_TEMPLATE[0] in env:
-            # else a module that counts GPUs when imported forbids the fork
+        }
+        if OF_TEMPLATE[0] in env:  # with emulated GPUs
+            # torch then counts GPUs without using CUDA, which no forked process may have done before.
             env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         key = TemplateKey(interpreter, modules, tuple(sorted(env.items())), directory)
         if key not in self._zygotes:
@@ -399,16 +470,24 @@ class Lab:
         return self._zygotes[key]
 
     def _ask(self, do: str, descriptors: Sequence[int] = (), **arguments: Any) -> dict[str, Any]:
+        """Call a method Keeper.do_NAME in the keeper process, and return its result.
+
+        Args:
+            do: NAME of the method.
+            descriptors: File descriptors that are passed as its first arguments.
+            arguments: Its keyword arguments.
+        """
         try:
             wire.send(self._control, {"do": do, **arguments}, descriptors)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # _answer says why
+            pass  # the keeper has ended: _answer() raises an error with the reason
         answer = self._answer()
         if "error" in answer and "status" not in answer:
             raise HolmesError(f"lab: {answer['error']}")
         return answer
 
     def _answer(self) -> dict[str, Any]:
+        """Return the next message of the keeper, or raise HolmesError with its last line if it has ended."""
         message, _ = wire.receive(self._control)
         if message is None:
             log = self.directory / "keeper.log"

@@ -83,7 +83,7 @@ def measure(spec: SiteSpec, scale: float = 1.0) -> tuple[list[LinkRow], list[Cro
         HolmesError: there is only one node, or a measurement failed.
     """
     with tuned(spec, scale) as lab:
-        pairs = _pairs(lab.nodes)
+        pairs = _pairs_to_measure(lab.nodes)
         if len(lab.nodes) <= 1:
             raise HolmesError(f"{spec.source}: one node has no link to measure; name at least two")
         links = []
@@ -163,7 +163,15 @@ def flood(
     """
     near, far = (list(side[:count]) for side in sides)
     link = f"{near[0].cluster} to {far[0].cluster}"
-    return _streams(lab, link, "flood", near, far, [node.address for node in far], sizes)
+    return _streams(
+        lab,
+        link,
+        what="flood",
+        near=near,
+        far=far,
+        addresses=[node.address for node in far],
+        sizes=sizes,
+    )
 
 
 def _streams(
@@ -198,10 +206,16 @@ def _streams(
 
 
 def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[LinkRow]:
-    """Measure messages of all sizes between two nodes on a fabric."""
+    """Measure messages of all sizes between two nodes on a fabric (network).
+
+    Args:
+        link: Name of the fabric.
+    """
     near = next(nic for nic in first.nics if nic.fabric == link)
     far = next(nic for nic in second.nics if nic.fabric == link)
-    (measured,) = _streams(lab, link, "messages", [first], [second], [far.address], SIZES)
+    (measured,) = _streams(
+        lab, link, what="messages", near=[first], far=[second], addresses=[far.address], sizes=SIZES
+    )
     configured_bps = min(near.rate_bps, far.rate_bps)
     rows = []
     for size, seconds in zip(SIZES, measured["seconds"]):
@@ -223,8 +237,8 @@ def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[
     return rows
 
 
-def _pairs(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
-    """Return the two nodes to measure for each fabric.
+def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
+    """Return fabric (network) -> the two nodes between which it is measured.
 
     On Ethernet, they are the first two nodes of different clusters. If each cluster has an Ethernet
     of its own, they are the first two nodes of the same cluster, and there is no pair if every
@@ -232,10 +246,10 @@ def _pairs(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
     """
     pairs: dict[str, tuple[LabNode, LabNode]] = {}
     for first, second in itertools.combinations(nodes, 2):
-        fabrics = {nic.fabric for nic in first.nics[1:]}
+        fabrics = {nic.fabric for nic in first.nics[1:]}  # without Ethernet, the first NIC
         for fabric in fabrics.intersection(nic.fabric for nic in second.nics[1:]):
             pairs.setdefault(fabric, (first, second))
-    is_split = nodes[0].site is not None
+    is_split = nodes[0].site is not None  # each cluster has an Ethernet of its own
     preferred = []
     for first, second in itertools.combinations(nodes, 2):
         is_same_cluster = first.cluster == second.cluster

@@ -1,13 +1,15 @@
 """Folder of each lab on this machine, with which `holmes lab down` removes the remains of a crash.
 
-    TMPDIR/holmes-lab-UID-OWNER-xxxxxxxx/state.json   {"owner": [pid, start], "keeper":
-                                                      [pid, start], "source", "nodes",
-                                                     "hosts": {name: [[pid, start] of its holder,
-                                                     variables]}}
-                                         hosts, sysfs/NODE/...
+The folder TMPDIR/holmes-lab-UID-OWNER-xxxxxxxx has files of the nodes, and state.json with these keys:
 
-A PID may belong to another process by now. With the start time (clock ticks since boot), it is
-unique.
+    owner     [pid, start time] of the process that created the lab
+    keeper    [pid, start time] of the lab's keeper (process/keeper.py)
+    source    path of the cluster.toml
+    nodes     names of the nodes
+    hosts     name of a host -> [[pid, start time] of the process that holds its namespaces, variables]
+
+The PID of a process that has ended may belong to another one. Together with the start time (clock ticks since
+boot), it is unique.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ def identity(pid: int) -> list[int]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return [pid, 0]
+    # Behind the name in parentheses come the state (Z, X: has ended) and, as the 20th field, the start time.
     return [pid, 0 if fields[0] in "ZX" else int(fields[19])]
 
 

@@ -143,7 +143,7 @@ def test_time_that_the_real_compute_takes_is_not_added(paced):
 
 def test_weights_whose_gradients_wait_take_their_part_when_their_turn_comes(paced):
     pacer, clock = paced(config())
-    undo, late, layer = pacer.put_off(WeightGradients), WeightGradients(), Block()
+    undo, late, layer = pacer.pace_delayed_gradients(WeightGradients), WeightGradients(), Block()
     weights_s = 2 * HIDDEN * HIDDEN * TOKENS / 1e6
     try:
         given = [torch.randn(BATCH, SEQUENCE, HIDDEN, requires_grad=True) for _ in range(2)]

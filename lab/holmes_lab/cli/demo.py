@@ -1,4 +1,7 @@
-"""`holmes demo`: a real GPT on two emulated clusters, stock and with holmes, and the all-RDMA bound."""
+"""Command `holmes demo`: trains a GPT on two emulated clusters, without holmes ("stock") and with holmes.
+
+A third variant, "all-RDMA", trains without holmes on a single fast cluster. No other variant can be faster.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,16 @@ from holmes_lab.cli import gpu_demo, joined_demo
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from holmes_lab.process.ranks import interleave
 
-#: The job: examples/deepspeed_pipeline with these arguments; 6.15 M parameters, float32.
+#: Arguments of examples/deepspeed_pipeline. The model has 6.15 M parameters in float32.
 SCRIPT = (
     "--stages 2 --layers 6 --hidden 288 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8"
 ).split()
 #: Tokens of a step: micro-batch 1 x 8 micro-batches x 2 data-parallel ranks x 16 words.
 TOKENS = 1 * 8 * 2 * 16
-#: FLOP/s of the emulated accelerator: so that all-Ethernet reaches about 0.6 of the all-RDMA throughput.
+#: The emulated accelerator. With these FLOP/s, stock has about 0.6 of the all-RDMA throughput.
 ACCELERATOR = {"flops": 6.7e9, "classes": ["Block"]}
 CLUSTER = "two_clusters_4.toml"
-#: The last two: MB that a node sent for each step on Ethernet and on its fast NIC.
+#: Columns of the table. The last two are the MB that a node sends in a step on Ethernet and on its fast NIC.
 HEAD = (
     "run",
     "step, s (spread)",
@@ -50,6 +53,7 @@ HEAD = (
 
 
 def add_parser(subparsers: Any) -> None:
+    """Add the command `demo` with its options to the parser of `holmes`."""
     parser = subparsers.add_parser(
         "demo",
         help="train a GPT on two emulated clusters, stock and with holmes, and show the difference",
@@ -97,7 +101,14 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The table on the screen, the report in a file; 1 when the losses differ."""
+    """Run the demo, print the table, and write the report.
+
+    Returns:
+        The exit status: 1 if a loss with holmes differs from that of stock by more than 1e-6, else 0.
+
+    Raises:
+        HolmesError: Options contradict each other, a package is missing, or a run failed.
+    """
     if args.gpu and args.joined:
         raise HolmesError("holmes demo: --gpu and --joined are two demos; leave one out")
     needed = ("torch", "matplotlib", *(() if args.joined else ("deepspeed",)))
@@ -141,6 +152,13 @@ def run(args: argparse.Namespace) -> int:
 def _measure(
     args: argparse.Namespace, directory: Path, screen: Screen
 ) -> tuple[list[Variant], dict[str, Series]]:
+    """Run the variants with a progress bar, and return them with their measurements.
+
+    Args:
+        args: Options of the command.
+        directory: For the traces of each variant's last run.
+        screen: Prints the progress.
+    """
     file = examples() / "clusters" / CLUSTER
     spec = load_spec(file)
     order = interleave(spec)
@@ -179,7 +197,11 @@ def _measure(
 
 
 def _result(series: dict[str, Series]) -> dict[str, Any]:
-    """What --json prints: at least ratio_to_stock, ratio_to_bound and max_loss_difference."""
+    """Return the document that --json prints.
+
+    Args:
+        series: Measurements of "stock", "holmes" and "all-RDMA".
+    """
     stock, holmes, bound = series["stock"], series["holmes"], series["all-RDMA"]
     return {
         "ratio_to_stock": stock.median / holmes.median,
@@ -198,6 +220,7 @@ def _result(series: dict[str, Series]) -> dict[str, Any]:
 
 
 def _rows(series: dict[str, Series]) -> list[list[str]]:
+    """Return a row of the table for each variant, with the columns of HEAD."""
     stock, bound = series["stock"].median, series["all-RDMA"].median
     rows = []
     for name, runs in series.items():
@@ -224,8 +247,13 @@ def _report(
     result: dict[str, Any],
     traces: dict[str, list[dict[str, Any]]],
 ) -> str:
-    """report.html: table and pictures in one file. traces: of the ranks of each run."""
-    panels = []
+    """Return the report as one HTML page, with the table, and pictures of the placement and of one step.
+
+    Args:
+        result: The document of _result().
+        traces: Variant -> traces of its ranks (emulate/trace.py).
+    """
+    panels = []  # for each variant: (name, site, nodes in the order of their ranks, whether holmes plans)
     for variant in variants:
         site = site_from_spec(variant.spec)
         site = replace(site, nodes=tuple(site.node_by_name[name] for name in variant.order))
@@ -233,7 +261,8 @@ def _report(
         panels.append((variant.name, site, nodes, variant.name == "holmes"))
     placement = pictures.svg(pictures.placement_figure(panels, Sizes(pipeline=2).complete(4)))
     timeline = pictures.svg(pictures.timeline_figure(traces))
-    said = next((line for line in series["holmes"].lines if line.startswith("holmes:")), "")
+    # The first message of holmes, which names its plan.
+    message = next((line for line in series["holmes"].lines if line.startswith("holmes:")), "")
     about = (
         "4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real "
         "text. Times are emulated: layers sleep as long as the emulated accelerator would compute; the "
@@ -246,7 +275,7 @@ def _report(
         heading(f"One GPT on two clusters: {ratios}", 1),
         paragraphs([about]),
         table(HEAD, _rows(series)),
-        paragraphs([said]),
+        paragraphs([message]),
         heading("Who sits where, over which NIC"),
         picture(placement, "placement of the ranks"),
         heading("One step"),

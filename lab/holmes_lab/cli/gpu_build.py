@@ -1,4 +1,4 @@
-"""How far the build of the emulated GPU is: a bar on a terminal, some lines elsewhere."""
+"""Progress of the build of the emulated GPU: a bar on a terminal, a few lines in other output."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 _TITLE = "holmes lab: building the emulated GPU, once"
-_LINES = 10  # in all, where there is no terminal
+_LINES = 10  # printed lines of a whole build if stderr is no terminal
 
 
 class BuildProgress:
-    """A context manager; its call is a build's OnProgress. Shows nothing where nothing is built."""
+    """Progress on stderr. The object is a context manager, and is called when the build advances.
+
+    Nothing is shown if nothing has to be built.
+    """
 
     def __init__(self) -> None:
         self._bar = Progress(
@@ -33,7 +36,13 @@ class BuildProgress:
             self._bar.stop()
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        """total 0: `what` alone is told."""
+        """Show the progress.
+
+        Args:
+            done: Number of finished parts.
+            total: Number of all parts; 0: only `what` is shown.
+            what: Description of the current part.
+        """
         if not sys.stderr.isatty():
             self._line(done, total, what)
             return
@@ -46,6 +55,7 @@ class BuildProgress:
             self._bar.update(self._task, description=f"{_TITLE}: {what}")
 
     def _line(self, done: int, total: int, what: str) -> None:
+        """Print a line if another tenth of the build is finished, or if there is no total."""
         part = done * _LINES // total if total else -1
         if part != self._shown or not total:
             self._shown = part

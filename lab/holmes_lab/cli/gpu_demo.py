@@ -1,4 +1,7 @@
-"""`holmes demo --gpu`: the demo's GPT on emulated GPUs, over NCCL: stock, and with --holmes."""
+"""Command `holmes demo --gpu`: trains the GPT of the demo on emulated GPUs, without and with holmes.
+
+The ranks communicate over NCCL.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,22 @@ from holmes_lab.gpu.libraries import libraries
 from holmes_lab.lab import Lab
 from holmes_lab.process.ranks import interleave
 
-#: What DeepSpeed must not build, as there is no nvcc.
+#: DS_BUILD_OPS=0: DeepSpeed builds no CUDA operators, which would need nvcc.
 _ENVIRONMENT = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0"}
 
 
 def run(as_json: bool, script: list[str], cluster: str, steps: int) -> int:
-    """script: flags of examples/deepspeed_pipeline. 1: losses differ by more than 1e-6, or a run fails."""
+    """Run the demo, and print the networks of all groups, the bytes of all NICs and the losses.
+
+    Args:
+        as_json: Whether the result is also printed as JSON on stdout.
+        script: Flags of examples/deepspeed_pipeline.
+        cluster: Name of a file in examples/clusters.
+        steps: Training steps of each run.
+
+    Returns:
+        The exit status: 1 if a run fails, or if losses differ by more than 1e-6; else 0.
+    """
     folder, screen = examples(), Screen(stderr=True)
     file = folder / "clusters" / cluster
     spec = load_spec(file)

@@ -1,4 +1,7 @@
-"""`holmes demo --joined`: two jobs that train one model over a WAN; one of them is killed and comes back."""
+"""Command `holmes demo --joined`: trains one model by two jobs over a WAN.
+
+One of the jobs is killed and restarted.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from holmes_ext.planner.html.pictures import svg
 from holmes_lab.joined import CLUSTERS, NODES, LabJob, await_, coordinator, join_flags, start
 from holmes_lab.lab import Lab
 
-OUTER = "every=16,fragments=4,delay=1,timeout=10"
-#: Steps of west until it is killed, and that east makes before west is started again.
-KILLED_AFTER, ALONE = 40, 30
+OUTER = "every=16,fragments=4,delay=1,timeout=10"  # value of --holmes-outer
+KILLED_AFTER = 40  # steps of the job "west" until it is killed
+ALONE = 30  # steps that the job "east" makes alone before "west" is restarted
 COLUMNS = (
     Column("job"),
     Column("from, s", right=True),
@@ -32,7 +35,17 @@ COLUMNS = (
 
 
 def run(as_json: bool, steps: int, output: str) -> int:
-    """The table, and the picture in `output`; 1 when a job did not go on, or did not take the weights."""
+    """Run the demo, print the table, and write the report.
+
+    Args:
+        as_json: Whether the result is printed as JSON on stdout.
+        steps: Training steps of a job that is not killed.
+        output: File for the report.
+
+    Returns:
+        The exit status: 1 if the restarted job did not get the weights of the other one, or if there was no
+        exchange of both jobs; else 0.
+    """
     if steps < 2 * KILLED_AFTER + ALONE:
         raise HolmesError(
             f"holmes demo --joined: --steps must be {2 * KILLED_AFTER + ALONE} or more"
@@ -43,7 +56,7 @@ def run(as_json: bool, steps: int, output: str) -> int:
     )
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "cluster.toml").write_text(CLUSTERS)
-        result = _lived(Path(directory), steps, screen)
+        result = _run_jobs(Path(directory), steps, screen)
     rows = [_row(job) for job in result["jobs"]]
     save(output, _report(rows, result), "the report")
     screen.table(COLUMNS, rows)
@@ -59,20 +72,45 @@ def run(as_json: bool, steps: int, output: str) -> int:
     return 0 if result["came_back"] and result["rounds_of_both"] else 1
 
 
-def _lived(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
+def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
+    """Run both jobs, kill "west" and restart it, and return the document that --json prints.
+
+    Args:
+        directory: Folder with cluster.toml, and for the logs of the jobs.
+        steps: Training steps of "east".
+        screen: Prints the progress.
+
+    Returns:
+        "jobs": name, times and losses of "east", of "west", and of the restarted "west". "events": lines of
+        the coordinator. "rounds": number of exchanges, and "rounds_of_both" those in which both jobs took
+        part. "came_back": whether the restarted job began with the weights of "east".
+    """
     begin = time.monotonic()
     jobs: list[dict[str, Any]] = []
 
     def begin_job(name: str, count: int, number: int) -> LabJob:
+        """Start a job, and append its entry to `jobs`.
+
+        Args:
+            count: Training steps.
+            number: Seed, which also makes the name of the log unique.
+        """
         flags = join_flags(name, where, OUTER)
         job = start(
-            lab, name, NODES[name], flags, count, number, directory / f"{name}{number}.jsonl"
+            lab,
+            name,
+            NODES[name],
+            flags=flags,
+            steps=count,
+            seed=number,
+            log=directory / f"{name}{number}.jsonl",
         )
         jobs.append({"job": name, "from": time.monotonic() - begin, "losses": []})
         screen.line(f"{jobs[-1]['from']:4.0f} s  {name} starts")
         return job
 
-    def ended(job: LabJob, number: int) -> None:
+    def record_end(job: LabJob, number: int) -> None:
+        """Add the end and the losses of a job to its entry in `jobs`, which has the index `number`."""
         lines = job.steps()
         jobs[number] |= {
             "to": time.monotonic() - begin,
@@ -84,18 +122,18 @@ def _lived(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
         east, west = begin_job("east", steps, 1), begin_job("west", steps, 2)
         await_(lambda: len(west.steps()) >= KILLED_AFTER, 200, f"west's step {KILLED_AFTER}")
         west.job.kill()
-        ended(west, 1)
+        record_end(west, 1)
         screen.line(f"{jobs[1]['to']:4.0f} s  west is killed")
         reached = len(east.steps())
         await_(lambda: len(east.steps()) >= reached + ALONE, 200, "east's going on alone")
         again = begin_job("west", steps - reached - ALONE, 3)
         east.wait()
-        ended(east, 0)
+        record_end(east, 0)
         again.wait()
-        ended(again, 2)
+        record_end(again, 2)
     return {
         "jobs": jobs,
-        "events": events[1:],
+        "events": events[1:],  # without the first line, which names the address
         "rounds": sum("commit" in line for line in events),
         "came_back": any("job west begins, with the weights of east" in line for line in events),
         "rounds_of_both": sum(
@@ -105,7 +143,7 @@ def _lived(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
 
 
 def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
-    """One HTML file: losses of all jobs over time, the table, what the coordinator said."""
+    """Return the report as one HTML page: the losses over time, the table, and the coordinator's messages."""
     incarnations = [
         Incarnation(job["job"], job["to"], job["seconds"], job["losses"], number == 1)
         for number, job in enumerate(result["jobs"])
@@ -125,6 +163,7 @@ def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
 
 
 def _row(job: dict[str, Any]) -> list[str]:
+    """Return the row of a job in the table, with the columns of COLUMNS."""
     losses = job["losses"] or [float("nan")]
     return [
         job["job"],

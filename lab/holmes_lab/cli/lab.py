@@ -1,4 +1,7 @@
-"""`holmes lab`: run a command on emulated clusters, look into them, measure links, clear leftovers."""
+"""Command `holmes lab`: runs jobs on emulated clusters, and manages labs.
+
+The actions are `run`, `build`, `measure`, `shell` and `down`.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,7 @@ QUIET_TAIL = 20  # lines that --quiet shows of a rank that failed
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the command `lab` with its actions and options to the parser of `holmes`."""
     parser = subparsers.add_parser(
         "lab",
         help="emulate the clusters of a cluster.toml on this machine",
@@ -184,6 +188,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _add_site(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe the emulated clusters: --cluster and --scale."""
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster.toml")
     parser.add_argument(
         "--scale",
@@ -195,7 +200,11 @@ def _add_site(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: the command's (130 after Ctrl-C); `measure` 1 when a link is off by more than 10 %."""
+    """Run the action of the command line, and return its exit status.
+
+    `run` and `shell` return the status of their command. `measure` returns 1 if a link differs from its
+    configuration by more than 10 %.
+    """
     return {
         "run": _run,
         "build": lab_gpu.build,
@@ -206,6 +215,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Run a job on emulated clusters (`holmes lab run`), and return its exit status."""
     spec = load_spec(args.cluster)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
@@ -220,7 +230,7 @@ def _run(args: argparse.Namespace) -> int:
     sysctl = dict(_key_value(text, "--sysctl") for text in args.sysctl)
     gpus = lab_gpu.gpus_of(args, command, env)
     printer = _Printer(args.quiet, [])
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {  # keyword arguments of Lab.start()
         "order": order,
         "processes": args.processes,
         "env": env,
@@ -229,7 +239,7 @@ def _run(args: argparse.Namespace) -> int:
         "on_line": printer,
     }
     if gpus is None:
-        how["accelerator"] = _configuration(args.accelerator)
+        options["accelerator"] = _configuration(args.accelerator)
     with Lab(
         spec, args.scale, realtime=args.realtime, sysctl=sysctl, login=args.launcher is not None
     ) as lab:
@@ -240,11 +250,13 @@ def _run(args: argparse.Namespace) -> int:
                 for local in range(args.processes or spec.cluster_of(name).processes)
             ]
         if gpus is not None:
-            result = lab_gpu.run(lab, command, args, gpus, printer.labels, preload=preload, **how)
+            result = lab_gpu.run(
+                lab, command, args, gpus, printer.labels, preload=preload, **options
+            )
         elif args.launcher is None:
-            result = lab.run(command, preload=preload, **how)
+            result = lab.run(command, preload=preload, **options)
         else:
-            job, printer.labels = start_with_launcher(lab, args.launcher, command, **how)
+            job, printer.labels = start_with_launcher(lab, args.launcher, command, **options)
             result = job.wait()
     if result.emulated:
         print(
@@ -263,7 +275,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def refuse_launcher(command: Sequence[str]) -> None:
-    """HolmesError for a launcher that would start a job on every node (not torchrun with --nnodes)."""
+    """Reject a command that is itself a launcher, because it would start a whole job on each node.
+
+    torchrun with --nnodes is accepted: its processes on all nodes form one job.
+
+    Raises:
+        HolmesError: The command is a launcher. The message has the command without it.
+    """
     words = [Path(word).name for word in command]
     known = next((name for name in LAUNCHERS if name in words[:3]), "")
     if (
@@ -285,9 +303,15 @@ def refuse_launcher(command: Sequence[str]) -> None:
 
 
 class _Printer:
-    """Prints ranks' lines, stdout to stdout and stderr to stderr. labels: "node:local_rank" of each rank."""
+    """Printer of the output of all ranks, with stdout on stdout and stderr on stderr."""
 
     def __init__(self, quiet: bool, labels: list[str]):
+        """Set which output is printed.
+
+        Args:
+            quiet: Whether only rank 0 is printed.
+            labels: "NODE:LOCAL_RANK" of each rank, which begins its lines.
+        """
         self.quiet, self.labels = quiet, labels
 
     def __call__(self, rank: int, line: str, stream: str) -> None:
@@ -298,6 +322,12 @@ class _Printer:
             print(line, file=file, flush=True)
 
     def failed(self, rank: int, status: int, lines: dict[int, list[tuple[str, str]]]) -> None:
+        """Print which rank failed first, and its last lines if they were not printed before.
+
+        Args:
+            status: Exit status of the rank.
+            lines: Rank -> pairs ("stdout" or "stderr", line).
+        """
         if self.quiet and rank != 0:
             for _, line in lines[rank][-QUIET_TAIL:]:
                 print(f"[{self.labels[rank]}] {line}", file=sys.stderr)
@@ -308,6 +338,7 @@ class _Printer:
 
 
 def _key_value(text: str, flag: str = "--env") -> tuple[str, str]:
+    """Divide the value K=V of an option, or raise HolmesError if it has another form."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise HolmesError(f"{flag}: {text!r} is not K=V")
@@ -315,6 +346,7 @@ def _key_value(text: str, flag: str = "--env") -> tuple[str, str]:
 
 
 def _configuration(text: str | None) -> dict[str, Any] | None:
+    """Return the settings in the JSON value of --accelerator, None without the option."""
     try:
         return None if text is None else json.loads(text)
     except json.JSONDecodeError as error:
@@ -322,6 +354,10 @@ def _configuration(text: str | None) -> dict[str, Any] | None:
 
 
 def _shell(args: argparse.Namespace) -> int:
+    """Run a shell or a command on a host of a lab (`holmes lab shell`), and return its exit status.
+
+    The lab runs already, or with --cluster is started for the command.
+    """
     argv = (args.command[1:] if args.command[:1] == ["--"] else args.command) or [
         os.environ.get("SHELL") or "sh"
     ]
@@ -339,7 +375,7 @@ def _shell(args: argparse.Namespace) -> int:
         host = running(args.host, args.lab)
         return inside(host.holder, argv, {**os.environ, **host.variables})
     with Lab(load_spec(args.cluster), args.scale, login=args.launcher is not None) as lab:
-        lab.holder(args.host)  # a bad name is told before the daemons start
+        lab.holder(args.host)  # raises an error for an unknown host, before the daemons start
         if args.launcher:
             Daemons(lab, NEEDS[args.launcher])
         host = running(args.host, str(lab.directory))
@@ -347,6 +383,11 @@ def _shell(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
+    """Measure all links of emulated clusters (`holmes lab measure`), and print a table or JSON.
+
+    Returns:
+        The exit status: 1 if a link differs too much from its configuration, else 0.
+    """
     rows, crossings = measure(load_spec(args.cluster), args.scale)
     if args.json:
         links = [dataclasses.asdict(row) for row in rows]
@@ -376,6 +417,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _crossing_cells(row: CrossingRow) -> list[str]:
+    """Return the cells of a measurement between clusters, which is a rate or a round trip."""
     show = format_seconds if row.what == "round trip" else format_rate
     verdict = (
         "ok"
@@ -388,6 +430,7 @@ def _crossing_cells(row: CrossingRow) -> list[str]:
 
 
 def _cells(row: LinkRow) -> list[str]:
+    """Return the cells of a measurement of a link inside the emulated network."""
     verdict = "ok" if row.within else "off by more than 10 %" if row.counts else "small message"
     return [
         row.link,
@@ -401,6 +444,7 @@ def _cells(row: LinkRow) -> list[str]:
 
 
 def _down(args: argparse.Namespace) -> int:
+    """End labs whose owner has ended, or with --all all labs, and print what was done (`holmes lab down`)."""
     labs = state.clear(running_too=args.all)
     if args.json:
         print(json.dumps([dataclasses.asdict(lab) for lab in labs]))

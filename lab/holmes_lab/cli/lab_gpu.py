@@ -1,4 +1,7 @@
-"""`holmes lab run --gpu`: emulated GPUs, an end to what hangs, each group's network and bytes."""
+"""Command `holmes lab run --gpu`: runs a job on emulated GPUs, and reports what NCCL did.
+
+The report has the network of each process group and the bytes of each NIC. Jobs that hang are ended.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +49,13 @@ NICS = (
     Column("sent", right=True),
     Column("received", right=True),
 )
-#: Status of a job that hung and was ended; of one that asked for what a rehearsal has not.
-HUNG, NOT_EMULATED = 125, 2
+HUNG = 125  # exit status of a job that was ended because it hung
+NOT_EMULATED = 2  # exit status of a job that used something that is not emulated
 _MISSING = re.compile(r"emulated GPU: (.* not emulated.*|this machine has no .*)")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for emulated GPUs to the parser of `holmes lab run`."""
     what = "CUDA and NCCL without a GPU: the command needs the CUDA build of torch"
     gpu = parser.add_argument_group("emulated GPUs", what)
     gpu.add_argument(
@@ -99,7 +103,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def gpus_of(
     args: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]
 ) -> Gpus | None:
-    """The emulated GPUs that the options ask for; None without --gpu."""
+    """Return the emulated GPUs of the options, None without --gpu.
+
+    The libraries of the emulated GPU are built if they are not in the cache.
+
+    Args:
+        args: Options of `holmes lab run`.
+        command: The command of the ranks, whose Python has the torch that is used.
+        env: Further environment variables of the ranks.
+
+    Raises:
+        HolmesError: An option is not valid, or the libraries cannot be built.
+    """
     if args.gpu is None:
         values = {
             "--gpu-memory": args.gpu_memory,
@@ -132,7 +147,7 @@ def gpus_of(
         libs = libraries(command, {**os.environ, **env}, args.nccl_source, progress)
     return Gpus(
         libs,
-        None if args.gpu < 0 else args.gpu,
+        None if args.gpu < 0 else args.gpu,  # of each node; None: one for each process
         memory_mb,
         args.seed if args.gpu_order == "random" else None,
         clock,
@@ -140,6 +155,7 @@ def gpus_of(
 
 
 def build(args: argparse.Namespace) -> int:
+    """Build the libraries of the emulated GPU (`holmes lab build`), and print where they are."""
     with BuildProgress() as progress:
         libs = libraries([args.python], os.environ, args.nccl_source, progress)
     print(
@@ -150,14 +166,16 @@ def build(args: argparse.Namespace) -> int:
 
 @dataclass
 class GpuRun:
-    """One run of the command. hang: lines that explain why it was ended, () else; races: missing waits."""
+    """Run of a command on emulated GPUs, with what NCCL did."""
 
-    name: str
+    name: str  # "stock" or "holmes" with --beside-stock, else ""
     result: RunResult
-    groups: list[GroupNetwork]
-    nics: list[NicBytes]
-    hang: tuple[str, ...] = field(default=())
-    races: tuple[str, ...] = field(default=())
+    groups: list[GroupNetwork]  # the network that NCCL chose for each process group
+    nics: list[NicBytes]  # bytes of each NIC
+    hang: tuple[str, ...] = field(
+        default=()
+    )  # lines that explain why the job hung; () if it did not
+    races: tuple[str, ...] = field(default=())  # lines about missing waits between streams
 
 
 def run(
@@ -168,8 +186,21 @@ def run(
     labels: Sequence[str],
     **options: Any,
 ) -> RunResult:
-    """Runs the command (options: Lab.start's), before it without holmes where that is asked for; shows the
-    networks and bytes. The result of the command itself: status HUNG where it was ended because it hung."""
+    """Run a command on emulated GPUs, and print the networks and the bytes.
+
+    With --beside-stock, it first runs without its --holmes flags.
+
+    Args:
+        lab: The emulated clusters.
+        command: The command of the ranks.
+        args: Options of `holmes lab run`.
+        gpus: The emulated GPUs.
+        labels: "NODE:LOCAL_RANK" of each rank.
+        options: Further arguments of Lab.start().
+
+    Returns:
+        The result of the last run. Its status is HUNG if the job was ended because it hung.
+    """
     plain = list(command)
     strip_flags(plain)
     if args.beside_stock and plain == list(command):
@@ -200,7 +231,17 @@ def run_watched(
     end_s: float = END_S,
     **options: Any,
 ) -> GpuRun:
-    """Ends the job once it is sure that it hangs, or after `end_s` of a standstill."""
+    """Run a job, and end it if it hangs.
+
+    It hangs if there is a deadlock for sure, or if no rank makes progress for `end_s` seconds.
+
+    Args:
+        name: Name of the run.
+        command: The command of the ranks.
+        labels: "NODE:LOCAL_RANK" of each rank.
+        end_s: Seconds without progress.
+        options: Further arguments of Lab.start().
+    """
     before, killed = lab.counters(), killed_for_memory()
     job = lab.start(command, **options)
     assert job.watch is not None
@@ -223,13 +264,19 @@ def run_watched(
 
 
 def killed_for_memory() -> int:
-    """Processes that the kernel has ended since this machine started, as it had no memory left."""
+    """Return how many processes the kernel has killed for lack of memory since this machine started."""
     return int(Path("/proc/vmstat").read_text().split("oom_kill ")[1].split()[0])
 
 
 def what_is_missing(result: RunResult, killed: bool = False) -> str:
-    """What the rank that failed first was last refused: an operator, kernel or CUDA call that is not
-    emulated, or memory; "" for another reason. killed: the kernel has ended some process for memory."""
+    """Return what the rank that failed first lacked, or "" if it failed for another reason.
+
+    That is an operator, a kernel or a CUDA call that is not emulated, or memory of this machine.
+
+    Args:
+        result: The failed run.
+        killed: Whether the kernel has killed a process for lack of memory during the run.
+    """
     if killed and result.returncode == 128 + signal.SIGKILL:
         return (
             "this machine had no memory left; run fewer ranks, or give NCCL small buffers: "
@@ -247,12 +294,17 @@ def what_is_missing(result: RunResult, killed: bool = False) -> str:
 
 
 def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:
-    """On standard error: standard output is the ranks'."""
+    """Print the report of all runs on stderr, because stdout has the output of the ranks.
+
+    Args:
+        runs: The runs.
+        libraries: Libraries of the emulated GPU, for the versions of torch and NCCL.
+    """
     screen = Screen(stderr=True)
     for run in runs:
         tell(run.hang)
         tell(run.races)
-    named = len(runs) > 1
+    named = len(runs) > 1  # the column with the name is empty for a single run
     versions = f"emulated GPU, torch {libraries.torch.version}, NCCL {libraries.source.name}"
     rows = [
         [
@@ -295,7 +347,10 @@ def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:
 
 
 def tell(lines: Sequence[str]) -> None:
-    """As they are, for a line that is cut names nothing."""
+    """Print lines on stderr, each behind "holmes lab: ".
+
+    They are not wrapped or cut at the width of the terminal, so that all names in them are complete.
+    """
     for line in lines:
         print(f"holmes lab: {line}", file=sys.stderr, flush=True)
 
@@ -305,6 +360,7 @@ def _megabytes(count: int) -> str:
 
 
 def write_report(file: str, runs: Sequence[GpuRun], libs: Libraries) -> None:
+    """Write the networks and bytes of all runs as JSON (--gpu-report)."""
     document = {
         "version": 1,
         "emulated": "GPU",

@@ -1,1 +1,1 @@
-"""What the lab puts in place of hardware: accelerators, and the trace of what they did."""
+"""Emulation of accelerators by sleeping, and traces of what the ranks of a job do."""

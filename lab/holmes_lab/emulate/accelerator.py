@@ -1,23 +1,29 @@
-"""The emulated accelerator: layers take the time that a given GPU would take, by sleeping; their numbers stay
-real.
+"""Emulated accelerator: layers sleep so that they take as long as on a given GPU, and compute real numbers.
 
-    forward    start --- the layer's own (tiny) compute --- sleep until start + target
-    backward   gradient of the output arrives: start, sleep until start + target / 2
-               the layer's own backward compute; its parameters' gradients become ready
-               gradient of the input is ready: sleep until start + target
+The passes of a layer:
 
-A GPU finishes a layer's gradients spread over its backward pass; here all come in the middle. Where no input
-has a gradient (an embedding), the whole sleep is before them. target = FLOPs / (flops x speed of the rank's
-cluster), with
+    forward     The layer computes, and then sleeps until start + target.
+    backward    It starts when the gradient of the output arrives. The layer sleeps until start + target / 2,
+                and computes; the gradients of its parameters become ready. When the gradient of the input is
+                ready, it sleeps until start + target.
 
-    forward    2 x parameters x tokens  +  4 x tokens x sequence x hidden  (attention; only for `classes`)
-    backward   twice that      (Kaplan et al. 2020, section 2.1; recomputation costs a forward more)
-               where a plan lists passes, 2 x linear layers' parameters x tokens wait for their turn
+A GPU finishes the gradients of a layer spread over its backward pass. Here all of them come in the middle. If
+no input has a gradient (as in an embedding), the whole sleep is before them.
 
-where the layer's first tensor argument is [batch, sequence, hidden] ([sequence, batch, hidden] with layout
-"sbh", integer tokens [batch, sequence]). torch is hooked when a program imports it: the program knows
-nothing. The settings (`Config`) travel in HOLMES_LAB_ACCELERATOR as JSON; HOLMES_LAB_EMULATED=1 says that
-timings are emulated.
+The target time is FLOP / (`flops` x speed of the rank's cluster), with the following FLOP:
+
+    forward     2 x parameters x tokens + 4 x tokens x sequence x hidden. The second term is that of
+                attention, and counts only for layers in `classes`.
+    backward    twice that (Kaplan et al. 2020, section 2.1). Recomputation costs a forward pass more. If the
+                plan delays gradients of weights (runtime/reduce/weight_gradients.py), 2 x parameters of
+                linear layers x tokens wait until they are computed.
+
+The first tensor argument of a layer is [batch, sequence, hidden], or [sequence, batch, hidden] with the
+layout "sbh", or integer tokens [batch, sequence].
+
+torch is patched when a program imports it, so that programs need no change. The environment variable
+HOLMES_LAB_ACCELERATOR has the settings (`Config`) as JSON, and HOLMES_LAB_EMULATED=1 marks jobs with emulated
+timings.
 """
 
 from __future__ import annotations
@@ -42,23 +48,23 @@ from holmes_ext.errors import HolmesError
 
 VARIABLE = "HOLMES_LAB_ACCELERATOR"
 MARKER = "HOLMES_LAB_EMULATED"
-#: The module whose WeightGradients computes a micro-batch's gradients of weights when the plan says so.
+#: Module with the class WeightGradients, which computes delayed gradients of weights.
 WEIGHTS = "holmes_ext.runtime.reduce.weight_gradients"
-#: On PYTHONPATH where something is emulated inside the ranks.
+#: Folder with sitecustomize.py, for PYTHONPATH of ranks with emulated hardware.
 SITE = str(Path(__file__).parents[1] / "site")
 
 
 @dataclass(frozen=True)
 class Config:
-    """flops: FLOP/s that the emulated GPU achieves; classes: names of transformer layers' classes; plain: of
-    layers without attention (embedding, head); speed: cluster name -> factor on flops; throttle: a JSON file
-    {node: factor} that may come, change and go while a job runs; layout: "bsh" or "sbh"."""
+    """Settings of the emulated accelerator."""
 
-    flops: float
-    classes: tuple[str, ...] = ()
-    plain: tuple[str, ...] = ()
-    speed: dict[str, float] = field(default_factory=dict)
+    flops: float  # FLOP/s that the GPU achieves
+    classes: tuple[str, ...] = ()  # names of the classes of transformer layers
+    plain: tuple[str, ...] = ()  # the same for layers without attention, such as the output layer
+    speed: dict[str, float] = field(default_factory=dict)  # cluster -> factor of `flops`
+    #: Order of the dimensions of a layer's input: "bsh" (batch, sequence, hidden) or "sbh".
     layout: str = "bsh"
+    #: JSON file with node -> further factor. It may appear, change and disappear while a job runs.
     throttle: str = ""
 
     def __post_init__(self) -> None:
@@ -75,21 +81,33 @@ class Config:
 
 
 def dump(document: Mapping[str, Any]) -> str:
-    """The variable's value; the document is validated."""
+    """Return the value of HOLMES_LAB_ACCELERATOR for some settings.
+
+    Raises:
+        HolmesError: A setting is not valid. The message names its key.
+    """
     text = json.dumps(document)
     load(text)
     return text
 
 
 def load(text: str) -> Config:
-    """The settings of the variable's value; HolmesError names the key."""
+    """Return the settings in the value of HOLMES_LAB_ACCELERATOR.
+
+    Raises:
+        HolmesError: The value is not valid. The message names the key.
+    """
     return parse_json(
         text, VARIABLE, 'write for example {"flops": 5e9, "classes": ["Block"]}'
     ).into(Config)
 
 
 def add_to_environment(env: MutableMapping[str, str]) -> None:
-    """Let every Python that is started with `env` install what env[HOLMES_LAB_ACCELERATOR] says."""
+    """Change an environment so that each Python in it installs the accelerator.
+
+    Args:
+        env: Environment of a job, with HOLMES_LAB_ACCELERATOR. It is changed in place.
+    """
     load(env[VARIABLE])
     env[MARKER] = "1"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [SITE, env.get("PYTHONPATH", "")]))
@@ -99,22 +117,32 @@ _listeners: list[Callable[[str, float, float], None]] = []
 
 
 def after_each_pass(listener: Callable[[str, float, float], None]) -> None:
-    """Call listener("forward" or "backward", start, end) after each paced pass; monotonic seconds."""
+    """Register a function that is called after each emulated pass.
+
+    Args:
+        listener: Called as listener("forward" or "backward", start, end), with times of time.monotonic().
+    """
     _listeners.append(listener)
 
 
-def _tell_listeners(kind: str, start: float, end: float) -> None:
+def _call_listeners(kind: str, start: float, end: float) -> None:
     for listener in _listeners:
         listener(kind, start, end)
 
 
 def install_when_imported(text: str) -> None:
-    """Called by holmes_lab/site/sitecustomize.py: pace layers once the program imports torch."""
+    """Install the accelerator as soon as the program imports torch.
+
+    Args:
+        text: Value of HOLMES_LAB_ACCELERATOR.
+    """
     pacer = Pacer(load(text))
     wrapt.register_post_import_hook(
         lambda module: _start(pacer, module.Module), "torch.nn.modules.module"
     )
-    wrapt.register_post_import_hook(lambda module: pacer.put_off(module.WeightGradients), WEIGHTS)
+    wrapt.register_post_import_hook(
+        lambda module: pacer.pace_delayed_gradients(module.WeightGradients), WEIGHTS
+    )
 
 
 def _start(pacer: Pacer, module_class: type) -> None:
@@ -131,24 +159,39 @@ class Pacer:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
+        """Prepare to emulate; install() begins.
+
+        Args:
+            config: The settings.
+            clock: Returns the time in seconds.
+            sleep: Sleeps for some seconds.
+        """
         self.config, self.clock, self.sleep = config, clock, sleep
-        self.calls = 0
-        self.unfinished: _Backward | None = None
-        self._inside = False
-        self._kinds: dict[type, str] = {}
-        #: (object, micro-batch) whose weights' gradients wait: seconds; the one that runs forward now.
-        self._late: dict[tuple[int, int], float] = defaultdict(float)
-        self._of: tuple[int, int] | None = None
+        self.calls = 0  # emulated forward passes
+        self.unfinished: _Backward | None = None  # the backward pass that runs now
+        self._inside = False  # whether a configured layer runs forward now
+        self._kinds: dict[type, str] = {}  # class of a layer -> result of _kind()
+        #: Identity of a WeightGradients and micro-batch -> seconds of the gradients that it has delayed.
+        self._delayed_s: dict[tuple[int, int], float] = defaultdict(float)
+        #: The same key, for the forward pass that runs now; None: it delays no gradients.
+        self._delayed_key: tuple[int, int] | None = None
 
     def install(self, module_class: Any) -> Callable[[], None]:
-        """Pace every module of `module_class` (torch.nn.Module); returns what undoes it."""
+        """Patch a module class, so that calls of configured layers take the emulated time.
+
+        Args:
+            module_class: torch.nn.Module.
+
+        Returns:
+            A function that removes the patch.
+        """
         original = module_class.__call__
 
         def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
             kind = self._kinds.get(type(module))
             if kind is None:
                 kind = self._kinds[type(module)] = self._kind(type(module))
-            if not kind or self._inside:  # of nested layers the outermost counts
+            if not kind or self._inside:  # of nested layers, only the outermost is emulated
                 return original(module, *args, **kwargs)
             return self._call(original, module, args, kwargs, kind)
 
@@ -156,25 +199,34 @@ class Pacer:
 
         return lambda: setattr(module_class, "__call__", original)
 
-    def put_off(self, weight_gradients: Any) -> Callable[[], None]:
-        """Pace what runtime/reduce/weight_gradients.py makes after a backward; returns what undoes it."""
+    def pace_delayed_gradients(self, weight_gradients: Any) -> Callable[[], None]:
+        """Patch the class that delays gradients of weights, so that they take the emulated time, too.
+
+        Args:
+            weight_gradients: The class WeightGradients of runtime/reduce/weight_gradients.py. A forward pass
+                inside of its context of() delays its gradients, and make() computes them.
+
+        Returns:
+            A function that removes the patch.
+        """
         of, make = weight_gradients.of, weight_gradients.make
 
         @contextmanager
         def paced_of(instance: Any, micro_batch: int) -> Iterator[None]:
-            before, self._of = self._of, (id(instance), micro_batch)
+            before = self._delayed_key
+            self._delayed_key = (id(instance), micro_batch)
             try:
                 with of(instance, micro_batch):
                     yield
             finally:
-                self._of = before
+                self._delayed_key = before
 
         def paced_make(instance: Any, micro_batch: int) -> None:
             start = self.clock()
             make(instance, micro_batch)
-            if seconds := self._late.pop((id(instance), micro_batch), 0.0):
+            if seconds := self._delayed_s.pop((id(instance), micro_batch), 0.0):
                 self.sleep_until(start + seconds)
-                _tell_listeners("backward", start, self.clock())
+                _call_listeners("backward", start, self.clock())
 
         weight_gradients.of, weight_gradients.make = paced_of, paced_make
 
@@ -184,7 +236,13 @@ class Pacer:
         return undo
 
     def seconds(self, parameters: int, shape: tuple[int, ...], kind: str) -> float:
-        """Of a layer's forward pass, by its number of parameters, its input's shape and its `kind`."""
+        """Return the seconds of the forward pass of a layer on the emulated accelerator.
+
+        Args:
+            parameters: Number of parameters of the layer.
+            shape: Shape of its input, as in the module docstring.
+            kind: "classes" for a layer with attention, "plain" for one without.
+        """
         if self.config.layout == "sbh" and len(shape) == 3:
             shape = (shape[1], shape[0], shape[2])
         with_hidden = len(shape) > 2
@@ -196,7 +254,7 @@ class Pacer:
         return flops / (self.config.flops * speed * self._throttled())
 
     def _throttled(self) -> float:
-        """The factor of this rank's node now."""
+        """Return the factor of this node's speed that the throttle file now has, 1.0 without an entry."""
         try:
             text = Path(self.config.throttle).read_text() if self.config.throttle else "{}"
         except FileNotFoundError:
@@ -204,7 +262,7 @@ class Pacer:
         return float(json.loads(text).get(os.environ.get("HOLMES_LAB_NODE", ""), 1.0))
 
     def complain(self) -> None:
-        """At exit, if nothing was paced: the class names are probably wrong."""
+        """Print a warning if no pass was emulated, since the class names are then probably wrong."""
         if self.calls == 0:
             names = ", ".join(self.config.classes + self.config.plain)
             print(
@@ -213,68 +271,85 @@ class Pacer:
             )
 
     def _kind(self, layer: type) -> str:
+        """Return the setting that names a layer's class: "classes", "plain", or "" if none does."""
         names = {base.__name__ for base in layer.__mro__}
-        return (
-            "classes"
-            if names & {*self.config.classes}
-            else "plain"
-            if names & {*self.config.plain}
-            else ""
-        )
+        if names & {*self.config.classes}:
+            return "classes"
+        if names & {*self.config.plain}:
+            return "plain"
+        return ""
 
     def _call(self, original: Callable, module: Any, args: tuple, kwargs: dict, kind: str) -> Any:
+        """Call a layer, sleep until its emulated time is over, and prepare its backward pass.
+
+        Args:
+            original: The unpatched torch.nn.Module.__call__.
+            module: The layer.
+            args, kwargs: Its arguments. Without any tensor, its time is not emulated.
+            kind: "classes" or "plain" (see seconds()).
+        """
         inputs = list(_tensors((args, kwargs)))
         if not inputs:
             return original(module, *args, **kwargs)
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        target = self.seconds(parameters, tuple(inputs[0].shape), kind)
+        target = self.seconds(parameters, tuple(inputs[0].shape), kind)  # of the forward pass
         self.calls += 1
-        followed = next((tensor for tensor in inputs if tensor.requires_grad), None)
-        later = 0.0
-        if self._of is not None and followed is not None and sys.modules["torch"].is_grad_enabled():
+        # An input whose gradient shows when the backward pass has ended.
+        input_with_grad = next((tensor for tensor in inputs if tensor.requires_grad), None)
+        has_backward = input_with_grad is not None and sys.modules["torch"].is_grad_enabled()
+        delayed_s = 0.0  # seconds of the gradients of weights that are computed later
+        if self._delayed_key is not None and has_backward:
             weights = sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
-            later = self.seconds(weights, tuple(inputs[0].shape), "plain")
-            self._late[self._of] += later
-        backward = _Backward(self, 2 * target - later, whole_at_start=followed is None)
-        if followed is not None and sys.modules["torch"].is_grad_enabled():
-            followed.register_hook(
-                backward.finish
-            )  # before the layer may change its input in place
+            delayed_s = self.seconds(weights, tuple(inputs[0].shape), "plain")
+            self._delayed_s[self._delayed_key] += delayed_s
+        # A backward pass takes twice as long as a forward pass.
+        backward = _Backward(self, 2 * target - delayed_s, whole_at_start=input_with_grad is None)
+        if input_with_grad is not None and has_backward:
+            # Registered now, because the layer may change its input in place.
+            input_with_grad.register_hook(backward.finish)
         start, self._inside = self.clock(), True
         try:
             result = original(module, *args, **kwargs)
         finally:  # checkpointing ends a recomputation by an exception: it took its time all the same
             self._inside = False
             self.sleep_until(start + target)
-            _tell_listeners("forward", start, self.clock())
-            # recomputed in the middle of its own backward pass: that takes longer
+            _call_listeners("forward", start, self.clock())
+            # A recomputation inside of the layer's own backward pass makes that pass longer.
             if self.unfinished is not None:
                 self.unfinished.end += self.clock() - start
-        leaving = next((tensor for tensor in _tensors(result) if tensor.requires_grad), None)
-        if leaving is not None and leaving.grad_fn is not None:
-            # after the tensor's hooks: the layer behind is done
-            leaving.grad_fn.register_prehook(backward.begin)
+        output = next((tensor for tensor in _tensors(result) if tensor.requires_grad), None)
+        if output is not None and output.grad_fn is not None:
+            # A hook of the node runs after the hooks of its tensor, with which the next layer ends its pass.
+            output.grad_fn.register_prehook(backward.begin)
         return result
 
     def sleep_until(self, moment: float) -> None:
+        """Sleep until a time of the clock; return at once if it has passed."""
         remaining = moment - self.clock()
         if remaining > 0:
             self.sleep(remaining)
 
 
 class _Backward:
-    """The backward pass of one call of a layer; begin and finish are hooks, which leave the gradient as it
-    is.
+    """Backward pass of one call of a layer. begin() and finish() are hooks that do not change the gradient.
 
-    One tensor may be a layer's output and the next layer's input: then `begin` of the one comes before
-    `finish` of the other, and finishes it first.
+    A tensor may be the output of a layer and the input of the next layer. Then begin() of the first layer may
+    come before finish() of the next one, and calls it.
     """
 
     def __init__(self, pacer: Pacer, target: float, whole_at_start: bool):
+        """Prepare the pass.
+
+        Args:
+            target: Seconds of the pass.
+            whole_at_start: Whether the pass sleeps only at its start, because no input has a gradient whose
+                hook could end it.
+        """
         self.pacer, self.target, self.whole_at_start = pacer, target, whole_at_start
         self.start = self.end = 0.0
 
     def begin(self, _: Any) -> None:
+        """Start the pass when the gradient of the layer's output arrives, and sleep its first half."""
         if self.pacer.unfinished is not None:
             self.pacer.unfinished.finish(None)
         self.pacer.unfinished = self
@@ -286,14 +361,15 @@ class _Backward:
             self.pacer.sleep_until(self.start + self.target / 2)
 
     def finish(self, _: Any) -> None:
+        """End the pass when the gradient of the layer's input is ready, unless it has ended already."""
         if self.pacer.unfinished is self:
             self.pacer.sleep_until(self.end)
             self.pacer.unfinished = None
-            _tell_listeners("backward", self.start, self.pacer.clock())
+            _call_listeners("backward", self.start, self.pacer.clock())
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in nested tuples, lists and dicts."""
+    """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(value, sys.modules["torch"].Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

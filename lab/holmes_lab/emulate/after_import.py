@@ -1,5 +1,8 @@
-"""Calls functions when a program has imported a module: only the standard library, as a user's environment
-need not have what holmes depends on."""
+"""Hooks that run when a program has imported a module.
+
+This module uses only the standard library, because it also runs in environments of users that do not have the
+dependencies of holmes.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,16 @@ from types import ModuleType
 
 
 def call_after_import(callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
-    """Each function is called once, with its module."""
+    """Register functions that are called once, after a module has been imported.
+
+    Args:
+        callbacks: Name of a module -> function, which is called with the module.
+    """
     sys.meta_path.insert(0, _AfterImport(callbacks))
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function when a module has been imported; each once."""
+    """Finder that lets the other finders find a module, and adds the callback to the module's loader."""
 
     def __init__(self, callbacks: dict[str, Callable[[ModuleType], None]]):
         self._callbacks = dict(callbacks)
@@ -24,6 +31,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return the specification of a module that has a callback, None for all others."""
         if name not in self._callbacks:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
@@ -35,6 +43,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
     @staticmethod
     def _call_after(loader: importlib.abc.Loader, callback: Callable[[ModuleType], None]) -> None:
+        """Let a loader call the callback after it has executed the module."""
         original = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

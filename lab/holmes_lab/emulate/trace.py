@@ -1,11 +1,15 @@
-"""What every rank of a lab job did when: compute, communication, optimizer - on one clock, for any script.
+"""Traces of the ranks of a lab job: when each rank computes, communicates and updates its weights.
 
-    HOLMES_LAB_TRACE=DIR  ->  DIR/rank0.json, ...
-    {"rank", "node", "cluster", "events": [[kind, start, end, bytes]]}
+If HOLMES_LAB_TRACE=DIR is set, each rank writes a file DIR/rankN.json when it ends:
 
-All nodes of a lab are one machine, so time.monotonic() is one clock (seconds). Compute comes from the
-emulated accelerator (kinds "forward", "backward"), communication from torch.distributed's functions ("send",
-"receive", "reduce", "collective"; bytes of the tensor), "optimizer" from torch.optim's global step hooks.
+    {"rank", "node", "cluster", "events": [[kind, start, end, bytes], ...]}
+
+Times are seconds of time.monotonic(), which is the same clock on all nodes, since they are one machine. The
+kinds of events:
+
+    forward, backward                      passes of layers on the emulated accelerator; 0 bytes
+    send, receive, reduce, collective      functions of torch.distributed; bytes of the tensor
+    optimizer                              steps of torch.optim; 0 bytes
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import wrapt
 from holmes_lab.emulate import accelerator
 
 VARIABLE = "HOLMES_LAB_TRACE"
+#: Function of torch.distributed -> kind of its events.
 KINDS = {
     **dict.fromkeys(("send", "isend"), "send"),
     **dict.fromkeys(("recv", "irecv"), "receive"),
@@ -36,11 +41,15 @@ KINDS = {
         "collective",
     ),
 }
-_inside = threading.local()  # has the kind of the operation that this thread is in
+_inside = threading.local()  # has the attribute `kind` while this thread is in such a function
 
 
 def install(directory: str) -> None:
-    """Trace this process from now on (or from its import of torch on) and write the events when it ends."""
+    """Record the events of this process from now on, and write them when it ends.
+
+    Args:
+        directory: Folder for the file.
+    """
     events: list[tuple[str, float, float, int]] = []
     accelerator.after_each_pass(lambda kind, start, end: events.append((kind, start, end, 0)))
     wrapt.register_post_import_hook(
@@ -63,20 +72,35 @@ def _write(directory: str, events: list) -> None:
 
 
 def _wrap_distributed(module: Any, events: list) -> None:
+    """Replace the functions of torch.distributed by functions that also record events.
+
+    Args:
+        module: torch.distributed.
+        events: The events are appended.
+    """
     if not module.is_available():
         return
-    for name in (
-        KINDS.keys() & vars(module.distributed_c10d).keys()
-    ):  # the "single" ones are torch 2.13's
+    # Not all versions of torch have all functions: those named "single" are new in 2.13.
+    for name in KINDS.keys() & vars(module.distributed_c10d).keys():
         traced = _traced(getattr(module.distributed_c10d, name), KINDS[name], events)
         for holder in (module, module.distributed_c10d):
             setattr(holder, name, traced)
 
 
 def _traced(function: Callable, kind: str, events: list) -> Callable:
+    """Return a function that does the same and appends an event.
+
+    The event of an asynchronous operation ends with the first wait() for it.
+
+    Args:
+        function: A function of torch.distributed.
+        kind: Kind of the event.
+        events: The event is appended when the operation has ended.
+    """
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # send calls isend, all_gather_into_tensor others: the outermost call counts
+        # Some functions call each other, such as send and isend: only the outermost call is recorded.
         if hasattr(_inside, "kind"):
             return function(*args, **kwargs)
         start = time.monotonic()
@@ -85,6 +109,7 @@ def _traced(function: Callable, kind: str, events: list) -> Callable:
             work = function(*args, **kwargs)
         finally:
             del _inside.kind
+        # Bytes of the first argument that is a tensor.
         size = next((_bytes(value) for value in (*args, *kwargs.values()) if _bytes(value)), 0)
 
         def done() -> None:
@@ -99,7 +124,7 @@ def _traced(function: Callable, kind: str, events: list) -> Callable:
 
 
 class _Awaited(wrapt.ObjectProxy):
-    """A torch Work whose first wait() tells when the operation was over for this rank."""
+    """Handle of an asynchronous operation (torch's Work) that calls a function at the first wait()."""
 
     def __init__(self, work: Any, done: Callable[[], None]):
         super().__init__(work)
@@ -113,10 +138,17 @@ class _Awaited(wrapt.ObjectProxy):
 
 
 def _bytes(value: Any) -> int:
+    """Return the bytes of a tensor, 0 for another value."""
     return value.numel() * value.element_size() if hasattr(value, "element_size") else 0
 
 
 def _hook_optimizer(module: Any, events: list) -> None:
+    """Record an event for each step of an optimizer.
+
+    Args:
+        module: torch.optim.optimizer.
+        events: The events are appended.
+    """
     started: list[float] = []
     module.register_optimizer_step_pre_hook(lambda *_: started.append(time.monotonic()))
     module.register_optimizer_step_post_hook(

@@ -1,1 +1,1 @@
-"""The emulated network: namespaces, links, rates, and measuring them."""
+"""Emulated network of a lab: namespaces, links with limited rates, and delays between clusters."""

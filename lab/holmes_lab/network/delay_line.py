@@ -74,6 +74,12 @@ class Passing:
         path: tuple[Sequence[Clock], float],
         end: float,
     ):
+        """Create a frame that has passed nothing yet.
+
+        Args:
+            path: Clocks before the latency, and the seconds of the latency.
+            end: Time at which the frame arrived.
+        """
         hops, latency_s = path
         self.pieces = pieces
         self.bits = bits
@@ -152,18 +158,21 @@ class Router:
                 for both directions.
             nodes: IPv4 address of each node -> (number of its cluster, MAC address).
         """
+        # Cluster -> two round trips (four times the latency) of its slowest link, for the size of buffers.
         trip = {
             cluster: max([4 * link[3] for link in links if cluster in link[:2]], default=0.0)
             for cluster in range(len(clusters))
         }
 
         def clock(rate: float, seconds: float) -> Clock | None:
+            """Return a clock with a buffer of at least these seconds, None if there is no limit."""
             return Clock(rate, max(LEAST_BUFFER_S, seconds)) if rate else None
 
         out = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
         self._into = [
             clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)
         ]
+        #: (cluster of the sender, of the receiver) -> (clocks before the latency, seconds of latency).
         self._paths: dict[tuple[int, int], tuple[list[Clock], float]] = {}
         between = []
         for first, second, rate, latency in links:
@@ -173,9 +182,11 @@ class Router:
                     [hop for hop in (out[a], between[-1]) if hop is not None],
                     latency,
                 )
+        # Clocks that frames pass before and after the latency.
         self._near, self._far = (
             [hop for hop in hops if hop] for hops in ([*out, *between], self._into)
         )
+        # IPv4 address -> (cluster, MAC addresses of receiver and sender that the frame gets).
         self._nodes = {
             bytes(map(int, address.split("."))): (
                 cluster,
@@ -183,9 +194,9 @@ class Router:
             )
             for address, (cluster, mac) in nodes.items()
         }
-        self._heap: list[
-            tuple[float, int, bool, Passing]
-        ] = []  # (when it arrives, ..., past the far uplink)
+        # Frames that wait for the latency, or for the end of the last uplink: (time, number, whether the
+        # frame has passed all clocks, frame).
+        self._heap: list[tuple[float, int, bool, Passing]] = []
         self._count = 0
         self.dropped = 0
         least = min((link[3] for link in links), default=0.0)
@@ -205,6 +216,8 @@ class Router:
             source: Number of the sender's cluster.
             now: Time in seconds at which the frame was read.
         """
+        # Behind 10 bytes of virtio-net header and 12 of MAC addresses come the type of the frame and the
+        # IPv4 header. Its bytes 12 to 19 (36 to 43 of the frame) are the sender and the receiver.
         known = self._nodes.get(frame[40:44]) if frame[22:24] == _IPV4 else None
         if known is None or known[0] == source:
             return
@@ -223,8 +236,8 @@ class Router:
 
     def due(self, now: float) -> list[tuple[int, tuple]]:
         """Return (cluster, pieces) of each frame that has arrived until `now`, in order."""
-        # Uplinks come first: the first bytes of a frame are on the link while its last are on the
-        # uplink.
+        # Frames go on when they begin to leave an uplink: the first bytes of a frame are on the link while
+        # its last bytes are still on the uplink.
         for clock in self._near:
             for when, passing in clock.leaving(now):
                 self._go_on(passing, when)
@@ -247,7 +260,11 @@ class Router:
         return arrived
 
     def _push(self, when: float, last: bool, passing: Passing) -> None:
-        """Let a frame wait until the time `when`. last: it has passed all clocks."""
+        """Let a frame wait until the time `when`.
+
+        Args:
+            last: Whether the frame has then passed all clocks.
+        """
         self._count += 1
         heapq.heappush(self._heap, (when, self._count, last, passing))
 
@@ -258,9 +275,10 @@ def wire_bits(frame: bytes) -> int:
     Args:
         frame: The frame with its virtio-net header.
     """
+    # The kind of segmentation, the bytes of a segment's data, and the position of the TCP header.
     _, kind, _, segment, transport, _ = _VNET.unpack_from(frame)
     size = len(frame) - _VNET.size
-    if not kind:
+    if not kind:  # a single segment
         return 8 * size
     # All headers up to the end of TCP's, whose length is in its data offset.
     header = transport + 4 * (frame[_VNET.size + transport + 12] >> 4)
@@ -301,11 +319,11 @@ def run(router: Router, taps: Sequence[int]) -> None:
         if due is None or due - quantum / 2 > before:
             select.select(taps, [], [], None if due is None else due - quantum / 2 - before)
         now = time.monotonic()
-        # Frames that came during the sleep came in its middle, on average.
-        came = now if now - before > 50e-6 else before - quantum / 2
+        # If select() did not wait, frames have arrived during the last sleep: on average in its middle.
+        arrival = now if now - before > 50e-6 else before - quantum / 2
         for cluster, tap in enumerate(taps):
             for frame in _frames(tap):
-                router.take(frame, cluster, came)
+                router.take(frame, cluster, arrival)
         for target, pieces in router.due(now + quantum / 2):
             try:
                 os.writev(taps[target], pieces)

@@ -145,3 +145,14 @@ def furnish_node(hostname: str, hosts: str, nsswitch: str) -> None:
     mount("proc", "/proc", "proc", safe)
     mount("sysfs", "/sys", "sysfs", safe | MS_RDONLY)
     mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
+
+
+def interface_bytes(pid: int) -> dict[str, tuple[int, int]]:
+    """Return interface -> (bytes received, bytes sent) in the network namespace of a process."""
+    counters = {}
+    with open(f"/proc/{pid}/net/dev") as file:
+        for line in file.readlines()[2:]:  # behind two lines of titles
+            name, _, numbers = line.partition(":")
+            fields = numbers.split()
+            counters[name.strip()] = (int(fields[0]), int(fields[8]))
+    return counters

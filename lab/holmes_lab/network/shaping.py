@@ -107,9 +107,9 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
     )
     nodes: list[LabNode] = []
     for site, cluster in enumerate(spec.clusters):
-        for place, name in enumerate(cluster.nodes):
+        for position, name in enumerate(cluster.nodes):  # in the cluster
             index = len(nodes)
-            nics = [_eth0(spec, index, scale, site, place)]
+            nics = [_eth0(spec, index, scale, site, position)]
             if cluster.fabric != ETHERNET:
                 number = fabrics.index(cluster.fabric)
                 rate = cluster.rate_bps // cluster.rails
@@ -120,11 +120,11 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
             nodes.append(
                 LabNode(
                     name,
-                    cluster.name,
-                    index,
-                    cluster.processes,
-                    tuple(nics),
-                    site if spec.wan else None,
+                    cluster=cluster.name,
+                    index=index,
+                    processes=cluster.processes,
+                    nics=tuple(nics),
+                    site=site if spec.wan else None,
                 )
             )
     return tuple(nodes)
@@ -152,7 +152,7 @@ def login_node(spec: SiteSpec, nodes: Sequence[LabNode], scale: float) -> LabNod
     return LabNode(LOGIN, "", len(nodes), 1, (nic,), 0 if spec.wan else None)
 
 
-def _eth0(spec: SiteSpec, index: int, scale: float, cluster: int, place: int) -> LabNic:
+def _eth0(spec: SiteSpec, index: int, scale: float, cluster: int, position: int) -> LabNic:
     """Return the Ethernet NIC of a node.
 
     Args:
@@ -160,14 +160,14 @@ def _eth0(spec: SiteSpec, index: int, scale: float, cluster: int, place: int) ->
         index: Number of the node.
         scale: Factor of all rates.
         cluster: Number of the node's cluster.
-        place: Number of the node in its cluster.
+        position: Number of the node in its cluster.
     """
     nic = _nic(index, "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)
     if not spec.wan:
         return nic
     return replace(
         nic,
-        address=crossing.address(cluster, place),
+        address=crossing.address(cluster, position),
         bridge=crossing.bridge(cluster),
         prefix=crossing.PREFIX,
     )

@@ -1,10 +1,11 @@
-"""A sysfs tree for an emulated node that looks like a captured one: what HOLMES_SYSFS names inside the lab.
+"""Sysfs trees of emulated nodes, from which holmes reads the NICs of a node instead of from /sys.
+
+HOLMES_SYSFS names the tree of a node. The files and their texts are as in Linux
+(drivers/infiniband/core/sysfs.c and net/core/net-sysfs.c):
 
     devices/pci0000:00/0000:17:00.0/net/eth0/...
     devices/pci0000:00/0000:31:00.0/{numa_node, net/ib0/..., infiniband/mlx5_0/ports/1/...}
     class/net/{eth0, ib0}, class/infiniband/mlx5_0          links into devices/
-
-Layout and texts as in Linux drivers/infiniband/core/sysfs.c and net/core/net-sysfs.c.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pathlib import Path
 from holmes_ext.cluster.nic import KINDS
 from holmes_lab.network.shaping import MAX_NODES, MTU, LabNic, LabNode
 
-_ETHERNET_PCI, _HCA_BUS = "0000:17:00.0", 0x31  # of the first rail; the next one's is the next
+#: PCI address of the Ethernet NIC, and PCI bus of the first HCA (host channel adapter, a fast NIC). Further
+#: HCAs (rails) have the next buses.
+_ETHERNET_PCI, _HCA_BUS = "0000:17:00.0", 0x31
+#: InfiniBand generation -> Gb/s of a lane. A port has 4 lanes.
 _LANE_GBPS = {
     "SDR": 2.5,
     "DDR": 5,
@@ -33,9 +37,14 @@ _GID_TABLE_SIZE = 8
 
 
 def write_tree(root: Path, node: LabNode) -> None:
-    """Write the tree of `node` below `root` (made here), every link up; and ip_addr.json (`ip -j addr`)."""
+    """Write the sysfs tree of a node with all links up, and the output of `ip -j addr` as ip_addr.json.
+
+    Args:
+        root: Folder of the tree, which is created.
+        node: The node with its NICs.
+    """
     addresses = []
-    for number, nic in enumerate(node.nics, start=2):  # 1 is lo
+    for number, nic in enumerate(node.nics, start=2):  # interface 1 is the loopback
         address = (
             _ETHERNET_PCI if nic.kind == "ethernet" else f"0000:{_HCA_BUS + nic.rail:02x}:00.0"
         )
@@ -69,7 +78,13 @@ def write_tree(root: Path, node: LabNode) -> None:
 
 
 def set_link(root: Path, nic: LabNic, up: bool) -> None:
-    """What the tree says of a NIC whose cable is plugged in (`up`) or pulled."""
+    """Write the state of a NIC's link into a tree.
+
+    Args:
+        root: Folder of the tree.
+        nic: The NIC.
+        up: Whether its cable is plugged in.
+    """
     _write(
         root / "class/net" / nic.name,
         {"operstate": "up" if up else "down", "carrier": "1" if up else "0"},
@@ -83,7 +98,9 @@ def set_link(root: Path, nic: LabNic, up: bool) -> None:
 
 
 def _net_files(nic: LabNic) -> dict[str, str]:
+    """Return name -> content of the files of a network interface, without those about its link."""
     infiniband = KINDS[nic.kind].infiniband
+    # The 20-byte address of IPoIB contains the GID; other interfaces have a MAC address.
     mac = (
         "00:00:10:49:" + ":".join(_bytes(_prefix(nic)) + _bytes(_guid(nic)))
         if infiniband
@@ -101,8 +118,16 @@ def _net_files(nic: LabNic) -> dict[str, str]:
 
 
 def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
+    """Write the files of the port of an InfiniBand or RoCE NIC.
+
+    An InfiniBand port has a LID (local identifier) and one GID. A RoCE port has GIDs of its link-local and of
+    its IPv4 address, each for RoCE v1 and v2.
+
+    Args:
+        port: Folder of the port.
+    """
     infiniband = KINDS[nic.kind].infiniband
-    own_lid = node.index + 2 + MAX_NODES * nic.rail  # 1 is the subnet manager's
+    own_lid = node.index + 2 + MAX_NODES * nic.rail  # LID 1 is that of the subnet manager
     lid, sm_lid = (f"0x{own_lid:x}", "0x1") if infiniband else ("0x0", "0x0")
     layer = "InfiniBand" if infiniband else "Ethernet"
     rate = _rate_text(nic.nominal_bps)
@@ -112,6 +137,7 @@ def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
         gids = [(_prefix(nic) << 64 | _guid(nic), "IB/RoCE v1")]
     else:
         link_local = 0xFE80 << 112 | _guid(nic)
+        # The IPv4 address as an IPv6 address (::ffff:a.b.c.d).
         mapped = 0xFFFF << 32 | int.from_bytes(bytes(map(int, nic.address.split("."))), "big")
         gids = [(gid, kind) for gid in (link_local, mapped) for kind in ("IB/RoCE v1", "RoCE v2")]
         _write(port / "gid_attrs/ndevs", {str(index): nic.name for index in range(len(gids))})
@@ -123,38 +149,54 @@ def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
 
 
 def _rate_text(bps: int) -> str:
-    """As the kernel prints it: "200 Gb/sec (4X HDR)"; a rate that no link has is called SDR."""
+    """Return a rate in the form of the kernel, such as "200 Gb/sec (4X HDR)".
+
+    A rate that no generation of InfiniBand has is called SDR.
+
+    Args:
+        bps: Rate in bits/s.
+    """
     name = next((name for name, lane in _LANE_GBPS.items() if bps == 4 * lane * 1e9), "SDR")
     return f"{bps / 1e9:g} Gb/sec (4X {name})"
 
 
 def _prefix(nic: LabNic) -> int:
-    """The fabric's subnet prefix: site-local, one for each fabric (the default fe80:: would be ambiguous)."""
+    """Return the subnet prefix of a NIC's network, the upper 64 bits of its GIDs.
+
+    Each network has a site-local prefix of its own, because the default fe80:: would not identify it.
+    """
     return 0xFEC0 << 48 | (nic.number + 1)
 
 
 def _guid(nic: LabNic) -> int:
-    """EUI-64 of the MAC address."""
+    """Return the GUID of a NIC, which is the EUI-64 of its MAC address."""
     octets = bytes.fromhex(nic.mac.replace(":", ""))
     return int.from_bytes(bytes([octets[0] ^ 2]) + octets[1:3] + b"\xff\xfe" + octets[3:], "big")
 
 
 def _groups(value: int, groups: int = 4) -> str:
+    """Return a number as groups of four hexadecimal digits, such as "fec0:0000:0000:0001"."""
     digits = f"{value:0{4 * groups}x}"
     return ":".join(digits[start : start + 4] for start in range(0, len(digits), 4))
 
 
 def _bytes(value: int) -> list[str]:
+    """Return the 8 bytes of a number, each as two hexadecimal digits."""
     return [f"{octet:02x}" for octet in value.to_bytes(8, "big")]
 
 
 def _write(directory: Path, files: dict[str, str]) -> None:
+    """Write files into a folder, which is created if it does not exist.
+
+    Args:
+        files: Name -> content, to which a newline is added.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (directory / name).write_text(text + "\n")
 
 
 def _link(path: Path, target: Path) -> None:
-    """A relative link, so that the tree may be copied elsewhere."""
+    """Make a symbolic link. It is relative, so that the tree can be copied."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(os.path.relpath(target, path.parent))

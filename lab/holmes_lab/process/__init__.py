@@ -1,1 +1,1 @@
-"""The lab's processes: the keeper, launchers, ranks, preloaded interpreters."""
+"""Processes of the lab: the keeper, launchers, ranks and preloaded Pythons."""

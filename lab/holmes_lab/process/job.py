@@ -1,7 +1,8 @@
-"""One job in a lab, seen from its caller: pids, output, the end of each rank, what a failure does.
+"""Running job of a lab, as its caller sees it: PIDs, output and the ends of its ranks.
 
-A thread reads the launcher's messages and the ranks' pipes. When a rank fails the others get `grace` seconds
-to end by themselves, then SIGTERM, then SIGKILL; the same when the job's time is up or it is killed.
+A thread reads the messages of the launcher and the output of the ranks. If a rank fails, the other ranks
+have `grace` seconds to end by themselves. Then they get SIGTERM, and TERM_SECONDS later SIGKILL. After the
+time-out of a job, all ranks get both signals without these `grace` seconds.
 """
 
 from __future__ import annotations
@@ -21,49 +22,48 @@ from holmes_ext.errors import HolmesError
 from holmes_lab.cores import CoreMeter, median_share
 from holmes_lab.process import wire
 
-OnLine = Callable[[int, str, str], None]
+OnLine = Callable[[int, str, str], None]  # called with the rank, the line, and "stdout" or "stderr"
 TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
-TIMED_OUT = 124  # as timeout(1)
+TIMED_OUT = 124  # exit status after the time-out, as that of timeout(1)
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a job ended.
+    """Result of a job that has ended."""
 
-    returncode: 0, or the exit status of the first rank that failed (128 + n for signal n), 124 when time was
-    up; first_failed: that rank, or None; lines: for each rank (stream, line) in the order of arrival, stream
-    "stdout" or "stderr"; seconds: from the first fork to the last exit; emulated: an emulated accelerator
-    made the timings; realtime: every rank ran under SCHED_RR; core_shares: of this machine's cores that were
-    used, by anybody, 0 to 1, from the start to the end (CoreMeter).
-    """
-
+    #: 0, or the exit status of the first rank that failed (128 + n after signal n), or 124 (TIMED_OUT).
     returncode: int
-    statuses: dict[int, int]
+    statuses: dict[int, int]  # rank -> exit status
+    #: Rank -> pairs ("stdout" or "stderr", line) in the order of arrival.
     lines: dict[int, list[tuple[str, str]]]
-    seconds: float
-    first_failed: int | None = None
-    emulated: bool = False
-    realtime: bool = False
+    seconds: float  # from the first fork to the last exit
+    first_failed: int | None = None  # rank
+    emulated: bool = False  # whether an emulated accelerator decided the timings
+    realtime: bool = False  # whether all ranks ran under SCHED_RR
+    #: Samples of the share of this machine's cores in use by all programs, 0 to 1 (CoreMeter).
     core_shares: tuple[float, ...] = ()
 
     @property
     def busy(self) -> float:
+        """The median share of this machine's cores that was in use during the job, 0 to 1."""
         return median_share(self.core_shares)
 
     def busy_in_last(self, seconds: float) -> float:
-        """Those of them in which steps were timed, say."""
+        """Return the same for the last seconds of the job, for example for those of the measured steps."""
         return median_share(self.core_shares, seconds)
 
     @property
     def outputs(self) -> dict[int, str]:
-        """All that each rank printed, stdout and stderr."""
+        """The printed text of each rank, from stdout and stderr."""
         return self._texts("stdout", "stderr")
 
     @property
     def stdout(self) -> dict[int, str]:
+        """The printed text of each rank, from stdout only."""
         return self._texts("stdout")
 
     def _texts(self, *streams: str) -> dict[int, str]:
+        """Return rank -> its lines of these streams as one text."""
         return {
             rank: "".join(f"{line}\n" for stream, line in lines if stream in streams)
             for rank, lines in self.lines.items()
@@ -72,14 +72,16 @@ class RunResult:
 
 @dataclass
 class _Pipe:
+    """Pipe that carries the output of a rank."""
+
     rank: int
-    stream: str
-    log: Any
-    rest: bytes = field(default=b"")
+    stream: str  # "stdout" or "stderr"
+    log: Any  # open file for the output, or None
+    rest: bytes = field(default=b"")  # beginning of a line whose end has not arrived
 
 
 class Job:
-    """A running job; made by Lab.start."""
+    """Running job, as returned by Lab.start()."""
 
     def __init__(
         self,
@@ -92,8 +94,15 @@ class Job:
         emulated: bool,
         watch: Path | None = None,
     ):
-        """`ranks`: what the launcher is told, in rank order; watch: where ranks on emulated GPUs tell what
-        they do; the others are those of Lab.start."""
+        """Start the ranks, and the thread that reads their output.
+
+        Args:
+            ranks: Message to the launcher for each rank (process/launch.py), in the order of the ranks.
+            launcher: Socket of the launcher.
+            emulated: Whether the ranks have an emulated accelerator.
+            watch: Folder in which ranks on emulated GPUs record what they do; None without such GPUs.
+            on_line, logs, timeout, grace: As in Lab.start().
+        """
         self.watch = watch
         self._launcher, self._on_line, self._grace, self._emulated = (
             launcher,
@@ -130,21 +139,29 @@ class Job:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process id by rank; waits until every rank was started (or the job ended)."""
+        """The PID of each rank. Reading it waits until all ranks are started, or the job has ended."""
         self._all_started.wait()
         return dict(self._pids)
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Ranks that have not ended."""
+        """The ranks that have not ended."""
         return tuple(rank for rank in self._lines if rank not in self._statuses)
 
     def poll(self) -> RunResult | None:
-        """The result if the job has ended, else None."""
+        """Return the result if the job has ended, else None."""
         return None if self._thread.is_alive() else self.wait()
 
     def wait(self, timeout: float | None = None) -> RunResult:
-        """The result when the job has ended; TimeoutError after `timeout` seconds (the job goes on)."""
+        """Wait for the end of the job, and return its result.
+
+        Args:
+            timeout: Limit in seconds; None: no limit.
+
+        Raises:
+            TimeoutError: The job has not ended in time. It continues to run.
+            HolmesError: The lab has ended while the job ran.
+        """
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the job still runs after {timeout} s (ranks {list(self.running)})")
@@ -154,28 +171,34 @@ class Job:
         return self._result
 
     def kill(self, rank: int | None = None, number: int = signal.SIGKILL) -> None:
-        """Send a signal to one rank and its process group (None: to all); a rank that has ended is left
-        out."""
+        """Send a signal to ranks and their process groups, without those that have ended.
+
+        Args:
+            rank: The rank; None: all ranks.
+            number: The signal.
+        """
         try:
             wire.send(self._launcher, {"signal": int(number), "rank": rank})
         except OSError:
-            pass  # the launcher is gone, and its ranks with it
+            pass  # the launcher has ended, and its ranks with it
 
     def _pipe(self, rank: int, stream: str, log: Any) -> int:
+        """Make a pipe for the output of a rank, and return the descriptor of the end for the rank."""
         read, write = os.pipe()
         os.set_blocking(read, False)
         self._selector.register(read, selectors.EVENT_READ, _Pipe(rank, stream, log))
         return write
 
     def _run(self) -> None:
+        """Read messages and output until the launcher and all ranks have closed their ends (the thread)."""
         try:
             while len(self._selector.get_map()) > 0:
-                for key, _ in self._selector.select(self._patience()):
+                for key, _ in self._selector.select(self._seconds_to_next_event()):
                     if key.data is None:
                         self._read_message()
                     else:
                         self._read_output(key.fd, key.data)
-                self._act_on_time()
+                self._end_when_due()
                 self._cores.sample()
             if self._lost:
                 who = "its keeper or its delay line"
@@ -187,30 +210,32 @@ class Job:
         finally:
             realtime = bool(self._realtime) and all(self._realtime)
             self._result = RunResult(
-                self._code,
-                dict(sorted(self._statuses.items())),
-                self._lines,
-                time.monotonic() - self._started,
-                self._first_failed,
-                self._emulated,
-                realtime,
-                self._cores.shares,
+                returncode=self._code,
+                statuses=dict(sorted(self._statuses.items())),
+                lines=self._lines,
+                seconds=time.monotonic() - self._started,
+                first_failed=self._first_failed,
+                emulated=self._emulated,
+                realtime=realtime,
+                core_shares=self._cores.shares,
             )
             for key in list(self._selector.get_map().values()):
                 if key.data is not None:
                     os.close(key.fd)
             self._selector.close()
-            self._launcher.close()  # one that still lives ends its ranks now
-            self._all_started.set()
+            self._launcher.close()  # if the launcher still runs, it now ends its ranks
+            self._all_started.set()  # wakes callers of `pids`
 
-    def _patience(self) -> float:
+    def _seconds_to_next_event(self) -> float:
+        """Return the seconds until the next sample of the cores' use, the next signal, or the time-out."""
         times = [time.monotonic() + CoreMeter.SAMPLE_S]
         times += [self._next_signal[0]] if self._next_signal is not None else []
         if self._deadline is not None and self._code == 0:
             times.append(self._deadline)
         return max(0.0, min(times) - time.monotonic())
 
-    def _act_on_time(self) -> None:
+    def _end_when_due(self) -> None:
+        """Send the ranks the signals that are due: after the time-out, or after the failure of a rank."""
         now = time.monotonic()
         if (
             self._deadline is not None
@@ -220,13 +245,17 @@ class Job:
         ):
             self._code, self._next_signal = TIMED_OUT, (now, signal.SIGTERM)
         if self._next_signal is not None and now >= self._next_signal[0]:
-            number = self._next_signal[1]
+            _, number = self._next_signal
             self.kill(None, number)
             self._next_signal = (
                 (now + TERM_SECONDS, signal.SIGKILL) if number == signal.SIGTERM else None
             )
 
     def _read_message(self) -> None:
+        """Read a message of the launcher: a rank has started or ended, or all have ended.
+
+        If it is the first failure of a rank, SIGTERM is due for the others after the grace time.
+        """
         message, _ = wire.receive(self._launcher)
         if message is None or "done" in message:
             self._done, self._lost = True, message is None
@@ -244,9 +273,10 @@ class Job:
                 self._next_signal = (time.monotonic() + self._grace, signal.SIGTERM)
 
     def _read_output(self, descriptor: int, pipe: _Pipe) -> None:
+        """Read output of a rank, and store its complete lines."""
         data = os.read(descriptor, 1 << 16)
         *lines, pipe.rest = (pipe.rest + data).split(b"\n")
-        if not data:
+        if not data:  # the rank has closed its end
             self._selector.unregister(descriptor)
             os.close(descriptor)
             lines = [pipe.rest] if pipe.rest else []

@@ -1,15 +1,21 @@
-"""The launcher: forks a job's ranks into their nodes' namespaces, reports their ends, leaves nothing.
+"""Launcher: the process that forks the ranks of a job into the namespaces of their nodes.
 
-It runs in a fork of the keeper, where a rank execs its command, or of a zygote that has imported the job's
-modules, where a rank goes on as the script's interpreter. Messages, over the job's socket:
+It also reports the end of each rank, and leaves no processes behind. A launcher is a fork of one of two
+processes:
 
-    in   {"job": count}                        how many ranks follow
-         {"rank", "holder", "argv", "env", "cwd", "realtime"} + stdout, stderr
-         {"signal": number, "rank": r or null}
-    out  {"rank", "pid", "realtime"}           pid as the lab's caller sees it;
-                                               realtime: whether it was granted
-         {"rank", "status"}                    exit status, 128 + n for signal n
-         {"done": true}                        every rank and whatever it had started is gone
+    keeper    A rank executes its command.
+    zygote    A Python that has imported the modules of the job. A rank runs its script in the forked Python.
+
+Messages over the socket of the job:
+
+    in     {"job": count}                            number of ranks that follow
+           {"rank", "holder", "argv", "env",         start a rank; two descriptors for its stdout and stderr
+            "cwd", "realtime"}                       come with the message
+           {"signal": number, "rank": r or null}     send a signal to a rank, or to all
+    out    {"rank", "pid", "realtime"}               a rank was started; the PID is that of the lab's caller;
+                                                     realtime: whether it runs under SCHED_RR
+           {"rank", "status"}                        a rank has ended; 128 + n after signal n
+           {"done": true}                            all ranks and their processes have ended
 """
 
 from __future__ import annotations
@@ -30,10 +36,17 @@ Script = Callable[[list[str], dict[str, str]], object]
 
 
 def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | None:
-    """Serve one job; the launcher itself never returns.
+    """Run as the launcher of one job.
 
-    run_script(argv, env): how a rank goes on in this interpreter; serve_job returns in the rank with what
-    calls it. Without it every rank execs its command.
+    The launcher itself never returns: the function exits the process at the end of the job.
+
+    Args:
+        job: Socket of the job.
+        run_script: Function run_script(argv, env) by which a forked rank runs its script in this Python.
+            None: each rank executes its command.
+
+    Returns:
+        In a forked rank, if there is `run_script`: a function without arguments that runs the script.
     """
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -46,10 +59,11 @@ def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | N
             rank, pid = running.pop(pidfd)
             os.close(pidfd)
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            _tell(job, {"rank": rank, "status": status if status >= 0 else 128 - status})
+            # A negative status is the number of a signal.
+            _report(job, {"rank": rank, "status": status if status >= 0 else 128 - status})
         if job.fileno() in ready:
             message, descriptors = wire.receive(job)
-            if message is None:
+            if message is None:  # the caller has closed the socket, or has ended
                 break
             if "job" in message:
                 expected = message["job"]
@@ -68,30 +82,36 @@ def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | N
                     os.close(descriptor)
                 running[os.pidfd_open(pid)] = (message["rank"], pid)
                 started += 1
-    _end_strays()
-    _tell(job, {"done": True})
+    _kill_descendants()
+    _report(job, {"done": True})
     os._exit(0)
 
 
-def _tell(job: socket.socket, message: dict[str, Any]) -> None:
+def _report(job: socket.socket, message: dict[str, Any]) -> None:
+    """Send a message to the caller, unless it has ended."""
     try:
         wire.send(job, message)
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the caller is gone; the loop sees it next and ends the ranks
+        pass  # the caller has ended: the loop of serve_job() finds this out next, and ends the ranks
 
 
 def _signal(pid: int, number: int) -> None:
-    """Signal a rank (not yet reaped) and its process group; before its setsid there is no such group."""
+    """Send a signal to the process group of a rank whose end was not yet waited for."""
     try:
         os.killpg(pid, number)
-    except ProcessLookupError:
+    except ProcessLookupError:  # the rank has not called setsid yet: it has no group of its own
         os.kill(pid, number)
 
 
-def _end_strays() -> None:
-    """Kill what is still there of the ranks: children first, and then their orphans, which become ours."""
+def _kill_descendants() -> None:
+    """Kill all processes that the ranks have left.
+
+    Only children of this process are killed. Their children then become children of this process
+    (adopt_orphans()), and are killed in the next turn.
+    """
     me = os.readlink("/proc/self")
-    # /proc may show pids of an outer PID namespace; kill takes ours
+    # /proc may have the PIDs of an outer PID namespace, but kill() takes those of this namespace. NSpid has
+    # both: this is the index of the latter.
     level = len(_status(me)["NSpid"].split()) - 1
     while True:
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -104,17 +124,24 @@ def _end_strays() -> None:
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
-            return
+            return  # there are no more children
 
 
 def _status(pid: str) -> dict[str, str]:
+    """Return the fields of /proc/PID/status."""
     with open(f"/proc/{pid}/status") as file:
         return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
 
 
 def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int]) -> None:
-    """In the forked child: its session, output, priority, node and directory; it exits where that is
-    refused."""
+    """Turn the forked child into a rank: its session, output, priority, namespaces and directory.
+
+    The process exits with an error message if this is not possible.
+
+    Args:
+        message: The message that starts the rank.
+        output: File descriptors for stdout and stderr.
+    """
     try:
         namespaces.die_with_parent()
         os.setsid()
@@ -123,7 +150,7 @@ def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int])
             os.dup2(descriptor, target)
             os.close(descriptor)
         realtime = message["realtime"] and go_realtime()
-        _tell(
+        _report(
             job,
             {"rank": message["rank"], "pid": int(os.readlink("/proc/self")), "realtime": realtime},
         )
@@ -135,6 +162,7 @@ def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int])
 
 
 def _exec(argv: list[str], env: dict[str, str]) -> NoReturn:
+    """Execute the command of a rank, or exit with an error message."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; a command expects it
     try:
         os.execvpe(argv[0], argv, env)
@@ -143,13 +171,17 @@ def _exec(argv: list[str], env: dict[str, str]) -> NoReturn:
 
 
 def _give_up(argv: list[str], error: OSError) -> NoReturn:
+    """Print why a rank cannot be started, and exit with status 127, as a shell does."""
     os.write(2, f"holmes lab: {argv[0]}: {error}\n".encode())
     os._exit(127)
 
 
 def go_realtime(priority: int = 1) -> bool:
-    """SCHED_RR, so that other work on the machine does not disturb what is measured; False when it is not
-    permitted."""
+    """Run this process under SCHED_RR, so that other programs on the machine do not disturb measurements.
+
+    Returns:
+        False if that is not permitted.
+    """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(priority))
     except PermissionError:

@@ -32,16 +32,18 @@ _KEPT = 4
 
 @dataclass(frozen=True)
 class TemplateKey:
-    """What the imports of a template depend on."""
+    """Everything on which the imports of a template depend."""
 
     interpreter: str
-    modules: tuple[str, ...]
-    env: tuple[tuple[str, str], ...]
-    directory: str
+    modules: tuple[str, ...]  # imported by the template
+    env: tuple[tuple[str, str], ...]  # sorted pairs (name, value)
+    directory: str  # working directory
 
 
 @dataclass(frozen=True)
 class _Template:
+    """Running template, and the socket by which zygotes are requested of it."""
+
     process: subprocess.Popen[bytes]
     control: socket.socket
 
@@ -90,6 +92,7 @@ class Templates:
             self._retired.append(oldest)
 
         def fork(descriptors: list[int]) -> None:
+            """Let the template fork a zygote into the lab, with its control socket and its log."""
             wire.send(template.control, {"init": lab_init}, descriptors)
 
         try:
@@ -109,9 +112,15 @@ class Templates:
             template.process.wait()
 
     def _start(self, key: TemplateKey, roots: str) -> _Template:
+        """Start a template, and return it when it has imported the modules.
+
+        Raises:
+            HolmesError: The modules cannot be imported.
+        """
         started: list[subprocess.Popen[bytes]] = []
 
         def spawn(descriptors: list[int]) -> None:
+            """Start the process with a control socket and a log, and append it to `started`."""
             control, output = descriptors
             argv = [
                 key.interpreter,

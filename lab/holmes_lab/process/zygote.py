@@ -1,11 +1,12 @@
-"""A Python that has imported the job's modules and forks the ranks: saves seconds for each.
+"""Zygote: a Python that imports the modules of a job once and forks its ranks, which saves seconds for each.
 
-    python -c BOOT ROOTS MODULE,MODULE CONTROL     (started by the keeper, with the
-                                                  job's environment and directory)
+The keeper starts it with the environment and the working directory of the job:
 
-A rank that it forks looks to the script like a fresh interpreter: sys.argv, sys.path[0], __main__, the
-environment, the random state. `HOLMES` is kept from the zygote (holmes must see each rank, not their
-template) and honoured in the rank; one that does not ask for holmes has none of its modules.
+    python -c BOOT ROOTS MODULE,MODULE CONTROL
+
+In a forked rank, a script finds what it would find in a new Python: sys.argv, sys.path[0], __main__, the
+environment, and random numbers. holmes is not activated in the zygote, but in each rank. If a job does not
+use holmes, its ranks have none of its modules.
 """
 
 from __future__ import annotations
@@ -50,14 +51,15 @@ TEMPLATE_BOOT = BOOT.replace("SERVE", "serve_template")
 BOOT = BOOT.replace("SERVE", "serve")
 
 
-#: Seconds at exit in which gloo's threads get the interpreter to forget their last tensors: a stock job
-#: aborts or hangs without them now and then (runtime/groups/callbacks.py, for jobs under holmes, says how).
+#: Seconds that a rank sleeps at its exit, so that gloo's threads can release their last tensors, for which
+#: they need the interpreter. Otherwise a job without holmes sometimes aborts or hangs. For jobs with holmes
+#: see runtime/groups/callbacks.py.
 _FORGET_S = 0.02
 #: Environment variable that makes a rank end without destroying its modules if it is "1". Destroying them
 #: takes about 0.3 s of a core, as it copies pages that the rank shares with the zygote. Threads are joined,
 #: and functions of atexit run, in any case.
 SKIP_TEARDOWN = "HOLMES_LAB_SKIP_TEARDOWN"
-#: What a module imports at its first use: for seconds in every rank, if not here.
+#: Framework -> modules that it imports at its first use. That would take seconds in every rank.
 _FIRST_USE = {
     "torch": ("torch._dynamo",),
     "deepspeed": (
@@ -70,12 +72,17 @@ _FIRST_USE = {
         "deepspeed.module_inject.auto_ep_presets.registry",
     ),
 }
-#: Modules of holmes in this process, for the ranks that ask for it.
+#: Names of the modules of holmes in this process, which only ranks with holmes keep.
 _holmes: set[str] = set()
 
 
 def script_of(command: list[str]) -> tuple[str, list[str]] | None:
-    """(interpreter, [SCRIPT, ...] or ["-m", MODULE, ...]) of a command that can be preloaded, else None."""
+    """Divide the command of a job into its Python and the script.
+
+    Returns:
+        (interpreter, [SCRIPT, ...] or ["-m", MODULE, ...]); None if the command is of another form, so that
+        no zygote can run it.
+    """
     if not command or not Path(command[0]).name.startswith("python"):
         return None
     arguments = command[1:]
@@ -87,7 +94,16 @@ def script_of(command: list[str]) -> tuple[str, list[str]] | None:
 
 
 def start(ask: Callable[..., object], log: Path, modules: Sequence[str]) -> socket.socket:
-    """Its control socket, with the modules imported. ask: the keeper; log: what they print."""
+    """Start a zygote, wait until it has imported the modules, and return its control socket.
+
+    Args:
+        ask: Function that starts the process. It takes two descriptors: its control socket and its log.
+        log: File for the output of the zygote.
+        modules: The modules, for error messages.
+
+    Raises:
+        HolmesError: The modules cannot be imported.
+    """
     ours, theirs = wire.pair()
     with open(log, "wb") as file:
         ask(descriptors=[theirs.fileno(), file.fileno()])
@@ -102,7 +118,15 @@ def start(ask: Callable[..., object], log: Path, modules: Sequence[str]) -> sock
 
 
 def serve(modules: list[str], control_number: int) -> launch.Entry | None:
-    """Import `modules`, then fork a launcher for each job until the keeper or the caller is gone."""
+    """Run a zygote: import the modules, and fork a launcher for each job until the keeper or caller ends.
+
+    Args:
+        modules: Names of the modules.
+        control_number: Descriptor number of the control socket.
+
+    Returns:
+        In a forked rank, the function that runs its script. None in the zygote at its end.
+    """
     control = socket.socket(fileno=control_number)
     os.set_inheritable(control_number, False)
     try:
@@ -118,7 +142,15 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
 
 
 def serve_template(modules: list[str], control_number: int) -> launch.Entry | None:
-    """Import `modules`, then fork a zygote into each lab that the caller names, until the caller is gone."""
+    """Run a template: import the modules, and fork zygotes into labs until the caller ends.
+
+    Args:
+        modules: Names of the modules.
+        control_number: Descriptor number of the control socket.
+
+    Returns:
+        In a forked rank, the function that runs its script. None if the modules cannot be imported.
+    """
     control = socket.socket(fileno=control_number)
     os.set_inheritable(control_number, False)
     try:
@@ -146,9 +178,14 @@ def serve_template(modules: list[str], control_number: int) -> launch.Entry | No
 
 
 def _enter_lab(lab_init: int, control_number: int, log: int) -> launch.Entry | None:
-    """In a fork of a template: fork the zygote into a lab's PID namespace, and wait for its end.
+    """Fork the zygote into a lab's PID namespace. This process, a fork of a template, waits for its end.
 
     Only the zygote returns, and the ranks that it forks.
+
+    Args:
+        lab_init: PID of the init of the lab's PID namespace.
+        control_number: Descriptor of the zygote's control socket.
+        log: Descriptor of the file for its output.
     """
     try:
         namespaces.enter_for_children(lab_init)
@@ -171,6 +208,7 @@ def _enter_lab(lab_init: int, control_number: int, log: int) -> launch.Entry | N
 
 
 def _wait_for_children() -> None:
+    """Wait until all child processes have ended."""
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
@@ -191,7 +229,14 @@ def _preload(modules: list[str]) -> None:
 
 
 def _fork_launchers(control: socket.socket) -> launch.Entry | None:
-    """Fork a launcher for each job until the keeper or the caller is gone."""
+    """Fork a launcher for each job until the keeper or the caller ends.
+
+    Args:
+        control: Socket over which the socket of each job arrives.
+
+    Returns:
+        In a forked rank, the function that runs its script. None in the zygote at its end.
+    """
     while True:
         message, descriptors = wire.receive(control)
         if message is None:
@@ -204,7 +249,10 @@ def _fork_launchers(control: socket.socket) -> launch.Entry | None:
 
 
 def import_for_ranks() -> None:
-    """What ranks import later, at the first use of their frameworks, and holmes; before they are forked."""
+    """Import modules before the ranks are forked that they would import later.
+
+    These are modules that frameworks import at their first use, and those of holmes and its extensions.
+    """
     for framework, modules in _FIRST_USE.items():
         for module in modules if framework in sys.modules else ():
             with contextlib.suppress(ImportError):  # another version, without it
@@ -223,23 +271,23 @@ def import_for_ranks() -> None:
         )
         _holmes.discard("holmes_ext")
     gc.collect()
-    # else the first full collection in a rank touches, so copies, every page that it shares: 0.1 s each
+    # Otherwise the first full collection in a rank writes to all shared pages, which copies them: 0.1 s.
     gc.freeze()
 
 
 def _forget_holmes() -> None:
+    """Remove the modules of holmes from sys.modules, for a rank that does not use holmes."""
     for name in _holmes:
         del sys.modules[name]
-    for (
-        name
-    ) in _holmes:  # else `from holmes_ext import job` finds the old module there, beside a new one
+    # Packages have their modules as attributes. `from holmes_ext import job` would find the old module there.
+    for name in _holmes:
         package, _, module = name.rpartition(".")
         if package in sys.modules:
             delattr(sys.modules[package], module)
 
 
 def uses_emulated_gpu() -> bool:
-    """Whether this process has begun to: its memory is there, or a thread of its streams."""
+    """Return whether this process uses an emulated GPU: it has the GPU's memory, or threads of streams."""
     threads = (
         Path(f"/proc/self/task/{thread}/comm").read_text()
         for thread in os.listdir("/proc/self/task")
@@ -250,13 +298,20 @@ def uses_emulated_gpu() -> bool:
 
 
 def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
-    """Run [SCRIPT, ...] or ["-m", MODULE, ...] in this process as the interpreter would; returns its
-    variables, which are to live until the interpreter ends, as they would there."""
+    """Run a script in this process as a new Python would.
+
+    Args:
+        arguments: [SCRIPT, ...] or ["-m", MODULE, ...].
+        env: The whole environment of the rank.
+
+    Returns:
+        The global variables of the script. The caller keeps them until the process ends, as Python does.
+    """
     atexit.register(time.sleep, _FORGET_S)
     os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "numpy" in sys.modules:
+    if "numpy" in sys.modules:  # otherwise all ranks would have the random state of the zygote
         sys.modules["numpy"].random.seed()
     as_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if as_module else list(arguments)

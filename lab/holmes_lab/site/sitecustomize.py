@@ -1,4 +1,9 @@
-"""Imported by Python at start-up where a GPU or its speed is emulated; runs the one that it hides."""
+"""Installation of emulated GPUs and accelerators in each Python of a job.
+
+Python imports a module of this name when it starts. The lab puts this folder into PYTHONPATH of jobs with
+emulated hardware. At the end, this module runs the sitecustomize of the user's environment, if there is one,
+because it hides that module.
+"""
 
 import importlib.machinery
 import importlib.util
@@ -28,7 +33,7 @@ except ImportError as error:
 finally:
     sys.path[:] = _path
 
-# Run the sitecustomize that would have been found without us.
+# Run the sitecustomize that Python would have found without this folder.
 _spec = importlib.machinery.PathFinder.find_spec(
     "sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != _here]
 )
