@@ -483,9 +483,7 @@ def _nodes(reports: list[dict[str, Any]]) -> list[NodeReport]:
     Raises:
         HolmesError: The local ranks of a node are not 0, 1, 2 and so on.
     """
-    members_of: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(
-        list
-    )  # (name, identity) -> reports
+    members_of: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)  # node -> reports
     for report in reports:
         members_of[report["node"], report["identity"]].append(report)
     nodes = []
