@@ -80,6 +80,7 @@ def main() -> int:
         _pth.strip_flags(sys.argv)
     else:
         _pth.start(sys.argv)
+    # The program's global variables must live until the interpreter ends, so they are kept in `variables`.
     if kind == "module":
         variables.update(runpy.run_module(program, run_name="__main__", alter_sys=True))
     else:

@@ -121,7 +121,8 @@ def _describe_stage_links(current: Session) -> str:
     plan = current.plan
     if not plan.traffic:
         return ""
-    active_features = set(registry().summary()[0])
+    features_on, _ = registry().summary()
+    active_features = set(features_on)
     traffic = plan.traffic_of(SOCKETS)
     parts = []
     if traffic.in_flight and active_features & _STAGE_LINK_FEATURES:

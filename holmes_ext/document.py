@@ -461,9 +461,8 @@ def write_whole(path: str | Path, text: str) -> None:
     """Replace the content of a file, or leave the file unchanged if that fails.
 
     The file keeps its permissions, and a link is followed. A pipe or a device such as /dev/stdout is written
-    to instead of replaced.
-
-    The text is written to a temporary file in the same folder, which then replaces the file.
+    to instead of replaced. The text is written to a temporary file in the same folder, which then replaces
+    the file.
 
     Raises:
         OSError: the file cannot be written.

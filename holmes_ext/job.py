@@ -185,9 +185,8 @@ def plan_request(options: Options, argv: list[str]) -> PlanRequest:
         raise HolmesError(
             f"{python_without_gil} (free-threaded), with which nobody tried holmes: {WITH_GIL}"
         )
-    engine = engine_of(
-        describe(argv).framework, argv
-    )  # the framework, as far as the plan depends on it
+    # What the plan must take into account of the framework.
+    engine = engine_of(describe(argv).framework, argv)
     request = PlanRequest(options, overlap=overlaps(options.overlap, argv), engine=engine)
     given_sizes = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None
     request.sizes = given_sizes or sizes_from_arguments(argv)

@@ -64,6 +64,7 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
         store.wait([f"{key}/told"], timedelta(seconds=_WAIT))
         seen_by = store.add(f"{key}/seen", 1)  # ranks that need the store no more
         deadline = Deadline(_WAIT)
+        # The host waits until all ranks have passed this point, so that the store outlives their calls.
         while is_host and seen_by < process.world_size and not deadline.passed:
             time.sleep(_POLL_S)
             seen_by = store.add(f"{key}/seen", 0)  # reads the counter

@@ -311,7 +311,7 @@ class Listener:
             return  # no limit is reached
         oldest = next(guest for guest in self._strangers if guest.network == crowded)
         self._strangers.remove(oldest)
-        oldest.cut()
+        oldest.cut()  # shuts the connection down
 
     def _admit(self, guest: Guest) -> bool:
         """Move a guest from the strangers to the admitted guests; return whether there was a place."""

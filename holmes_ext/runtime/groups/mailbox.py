@@ -165,9 +165,8 @@ class Mailbox:
         self._device_tensor: Any = None  # receive buffers are allocated on its device
         self._posting_rules: dict[int, PostingRule | ListedPostingRule] = {}
         self._sent_messages: dict[str, deque[_SentMessage]] = defaultdict(deque)  # by "F" or "B"
-        self._posted: dict[int, deque[_PostedReceive]] = defaultdict(
-            deque
-        )  # not yet used by recv()
+        # Receives that recv() has not used yet, the oldest first.
+        self._posted: dict[int, deque[_PostedReceive]] = defaultdict(deque)
         self._posted_micro_batches: Counter[int] = Counter()  # whose receives were all posted
         self._received_messages: Counter[int] = Counter()
         self._checked_messages: Counter[int] = Counter()  # sent and compared with announce()
@@ -322,7 +321,7 @@ class Mailbox:
         """
         messages = self._sent_messages[kind]
         while messages and messages[0].micro_batch <= index:
-            messages.popleft().work.wait()
+            messages.popleft().work.wait()  # afterwards nothing refers to the tensor
 
     def end(self) -> None:
         """Wait until all messages of the step have been sent, and end the step."""
@@ -361,9 +360,8 @@ class Mailbox:
         """
         import torch.distributed as dist
 
-        last = min(
-            micro_batches, self._micro_batches
-        )  # posting rules may count past the step's end
+        # Posting rules may count micro-batches past the end of the step.
+        last = min(micro_batches, self._micro_batches)
         while self._posted_micro_batches[peer] < last:
             for shape, dtype in self._expected[peer]:
                 buffer = self._device_tensor.new_empty(shape, dtype=dtype)

@@ -151,8 +151,11 @@ class ReceiveOrder:
         most_in_advance = in_flight_earlier - in_flight_later  # passes
         if self.is_unordered:
             if receives_gradients:
-                return PostingRule(most_in_advance, activations_first=in_flight_later)
-            return PostingRule(most_in_advance)
+                return PostingRule(
+                    passes_in_advance=most_in_advance,
+                    activations_first=in_flight_later,  # sent before the first receive is posted
+                )
+            return PostingRule(passes_in_advance=most_in_advance)
 
         time_difference = 0.0  # of the two stages, in units of the longest stage
         if self.busy_s:
@@ -163,8 +166,11 @@ class ReceiveOrder:
         later_in_advance = min(max(rounded, 0), most_in_advance)
         lead = in_flight_later + later_in_advance  # activations before the first gradient
         if receives_gradients:
-            return PostingRule(in_flight_earlier - lead, activations_first=lead)
-        return PostingRule(later_in_advance)
+            return PostingRule(
+                passes_in_advance=in_flight_earlier - lead,
+                activations_first=lead,
+            )
+        return PostingRule(passes_in_advance=later_in_advance)
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """Return the passes of a stage, as pairs of a letter ("F" or "B") and a micro-batch."""
@@ -195,12 +201,12 @@ class ListedOrder:
         # The leads of all gradients, as the later and as the earlier stage of the link count them.
         leads_for_activations, leads_for_gradients = self.schedule.posted(stage_link)
         if stage < neighbour:  # receives gradients
-            return ListedPostingRule(leads_for_gradients)
+            return ListedPostingRule(leads=leads_for_gradients)
         own_passes = self.order(stage, micro_batches)
         # For each forward pass ("F"), the backward passes before it: whole ones ("B") and those that compute
         # the gradient of the input only ("I"). Each has sent a gradient.
         gradients_sent = before(own_passes, "BI", "F")
-        return ListedPostingRule(leads_for_activations, gradients_sent)
+        return ListedPostingRule(leads=leads_for_activations, gradients_sent=gradients_sent)
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """Return the listed passes of a stage, as pairs of a letter and a micro-batch."""

@@ -87,9 +87,8 @@ class Wire:
             own_slice = padded
         if compression == "off":
             return own_slice
-        return _codec_for(compression, own_slice).encode(
-            own_slice.view(-1), None
-        )  # no error feedback
+        slice_codec = _codec_for(compression, own_slice)
+        return slice_codec.encode(own_slice.view(-1), residual=None)  # no error feedback
 
     def incoming(self, tensor: Any) -> tuple[Any, Finish]:
         """Prepare to receive a tensor.

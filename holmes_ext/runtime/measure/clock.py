@@ -54,9 +54,8 @@ class StepCounter:
         A training step may consist of several optimizer steps. Only those count that update one chosen
         parameter, the leader. This method must be called exactly once for each optimizer step.
         """
-        parameter = _first_parameter(
-            optimizer
-        )  # represents all that this optimizer step has updated
+        # One parameter represents all that this optimizer step has updated.
+        parameter = _first_parameter(optimizer)
         leader = None
         if self._leader is not None:
             leader = self._leader()  # None if the program has deleted it

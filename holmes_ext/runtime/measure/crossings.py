@@ -259,7 +259,7 @@ def _measure_pair(
         elif takes_part and is_receiver:
             _serve(server, streams)
     barrier()
-    # `results` is empty on ranks that do not send.
+    # `results` is empty on ranks that do not send. The first sender's first result is that of one stream.
     stream_bps = _median(results[:1]) if is_in_first_end else 0.0
     rates = results[-1] if results else (0.0,) * PARTS
     return PairResult(trip_s, stream_bps, rates)
@@ -380,8 +380,8 @@ def _received_rates(connection: socket.socket, lead_s: float, window_s: float) -
         passed_s = time.monotonic() - window_begin
         if passed_s >= window_s:
             break
-        if passed_s >= 0:
-            part = min(PARTS - 1, int(passed_s / part_s))
+        if passed_s >= 0:  # the window has begun
+            part = min(PARTS - 1, int(passed_s / part_s))  # min(): the division may round up
             received_bytes[part] += size
     return [8 * size / part_s for size in received_bytes]
 

@@ -76,9 +76,7 @@ class DeviceClock:
         """
         try:
             event = self._free.pop()  # an event of an earlier mark that is not needed any more
-        except (
-            IndexError
-        ):  # another thread may take the last one, so the list is not checked before
+        except IndexError:
             event = self._cuda.Event(enable_timing=True)
         stream = self._cuda.current_stream()
         event.record(stream)
@@ -190,9 +188,8 @@ class OnDevice:
         Returns:
             What `wait` returns.
         """
-        if (
-            op.end or self.captures()
-        ):  # over, or captured by a CUDA graph, in which nothing is measured
+        # An operation that is over, or that a CUDA graph captures, is not measured.
+        if op.end or self.captures():
             return wait()
         self._is_over(op)  # reads the Work's duration while the program still holds the Work
         before = self._clock.mark()

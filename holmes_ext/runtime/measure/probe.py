@@ -211,9 +211,8 @@ def _curve(
         count = torch.tensor([max(LEAST, min(MOST, repetitions))], device=device)
         dist.broadcast(count, ranks[0], group=group)
         seconds = share * statistics.median(seconds_of(run_once, int(count), device))
-        dtype = (
-            torch.float64 if device.type == "cpu" else torch.float32
-        )  # some devices lack float64
+        # Not every accelerator has float64.
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
         median = torch.tensor([seconds], dtype=dtype, device=device)
         dist.broadcast(median, ranks[0], group=group)
         points.append(Point(float(size), float(median)))
@@ -262,7 +261,7 @@ def _send_there_and_back(tensor: Any, ranks: tuple[int, ...], group: Any) -> flo
     else:
         dist.recv(tensor, ranks[0], group=group)
         dist.send(tensor, ranks[0], group=group)
-    return 0.5
+    return 0.5  # of the time for both directions
 
 
 def _all_reduce(tensor: Any, ranks: tuple[int, ...], group: Any) -> float:

@@ -120,9 +120,8 @@ def _write_together(current: session.Session, report: dict[str, Any], path: str)
         store.set(f"{prefix}/error", error)
     store.wait([f"{prefix}/error"], timedelta(seconds=2 * _COLLECT_SECONDS))
     stored_error: str = store.get(f"{prefix}/error").decode()
-    append_entry(
-        store, f"{prefix}/left", b"", count=1, total=world
-    )  # this rank needs the store no more
+    # This rank needs the store no more.
+    append_entry(store, f"{prefix}/left", b"", count=1, total=world)
     if current.process.rank == 0:  # it may host the store, so it must end last
         wait_for_value(store, f"{prefix}/left/all", _LEAVE_SECONDS)
     return stored_error

@@ -304,9 +304,8 @@ class Writer:
                 sent = op.sent if next_clusters[0] == other else 0.0
             if other == own_cluster:
                 continue
-            is_received = (
-                op.peer is not None and not op.sent
-            )  # the message comes from the other cluster
+            # A message without sent bytes comes from the other cluster.
+            is_received = op.peer is not None and not op.sent
             direction = (other, own_cluster) if is_received else (own_cluster, other)
             sent_of[direction] += sent
             waited_of[direction] += op.waited

@@ -194,9 +194,8 @@ class NodeLeader:
             if left_s == 0:
                 break
             self._listener.settimeout(left_s)
-            with suppress(
-                OSError
-            ):  # no rank connected in time, or it ended before its report arrived
+            # OSError: no rank connected in time, or it ended before its report arrived.
+            with suppress(OSError):
                 connection, _ = self._listener.accept()
                 if _user_at_other_end(connection) != os.geteuid():
                     connection.close()  # a process of another user
@@ -415,9 +414,8 @@ def _await_verdict(
         value = wait_for_value(store, verdict_key, left_s)
         if not value:
             return None
-        if (
-            value != _OVER
-        ):  # else rank 0 ended without a verdict and was started again: report again
+        # _OVER: rank 0 ended without a verdict, and was started again. Then this rank reports again.
+        if value != _OVER:
             return _StoredVerdict(prefix, value)
 
 

@@ -194,9 +194,8 @@ def _with_cause(reporter: str, failure: str) -> str:
         failure: The failure, in words.
     """
     mine = f"{reporter}: {failure}{_describe_suspects()}"  # with the state of NICs
-    first = _first_message(
-        mine
-    )  # of the first rank that saw a failure; `mine` if that is this rank
+    # The message of the first rank that saw a failure; `mine` if that is this rank.
+    first = _first_message(mine)
     if first.startswith(INPUT):  # bad input of another rank
         return f"{first} ({reporter} ends with it)"
     return _both(mine, first)
