@@ -141,10 +141,10 @@ class Writer:
         self._queue.put(document)
 
     def close(self) -> None:
-        """Write all queued lines and a last line, then close the file.
+        """Write all queued lines, then close the file. This takes at most _CLOSE_S seconds.
 
-        The last line has the operations that were under way when the last step ended and have ended since.
-        This takes at most some seconds.
+        Before, a line is added for the operations that were under way when the last step ended and have ended
+        since, if there are any.
         """
         late = [op for op in self.recorder.behind if op.end]
         if late:

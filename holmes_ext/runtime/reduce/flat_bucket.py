@@ -176,6 +176,7 @@ class FlatBucket:
         self.stored = False
         #: When the reduction ended, by time.perf_counter(); 0 before.
         self.done_at = 0.0
+        #: Sums that store() must copy from the buffer into a gradient.
         self._pending_copies: list[_PendingCopy] = []
 
     @property

@@ -165,6 +165,7 @@ class ReduceToOwners:
         rank_before = self._ranks[own_index - 1]
         rank_after = self._ranks[(own_index + 1) % count]
         hops: list[_Hop] = []
+        # Post all receives in advance: no rank then waits for ever.
         for tensor, owner in parts:
             # Position of this rank in the chain: 0 for the first rank, count - 1 for the owner.
             position = (own_index - self._ranks.index(owner) - 1) % count
