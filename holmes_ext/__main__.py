@@ -32,6 +32,9 @@ class ProgramToRun(NamedTuple):
 def split(command_line: list[str]) -> ProgramToRun:
     """Split the arguments of `python -m holmes_ext` into flags, program and arguments of the program.
 
+    Args:
+        command_line: "[FLAGS] SCRIPT [ARGS]" or "[FLAGS] -m MODULE [ARGS]", with flags of holmes.
+
     Raises:
         HolmesError: there is no program, it does not exist, or it is a launcher.
     """
@@ -71,11 +74,13 @@ def main() -> int:
     except HolmesError as error:
         print(f"holmes: {error}", file=sys.stderr)
         return 2
-    sys.argv[:] = [program, *flags, *arguments]
+    sys.argv[:] = [program, *flags, *arguments]  # as if the program had been started with the flags
+    # Holmes may be switched off by the environment. A child of a worker is no worker itself.
     if _pth.is_off(os.environ) or _pth.is_child(os.environ):
         _pth.strip_flags(sys.argv)
     else:
         _pth.start(sys.argv)
+    # The program's global variables must live until the interpreter ends, so they are kept in `variables`.
     if kind == "module":
         variables.update(runpy.run_module(program, run_name="__main__", alter_sys=True))
     else:

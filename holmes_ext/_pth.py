@@ -95,9 +95,14 @@ def arm():
 
 
 def _on_event(event, args):
-    """Handle an audit event: if the main program is about to start, activate holmes or strip its flags."""
+    """Handle an audit event: if the main program is about to start, activate holmes or strip its flags.
+
+    Args:
+        event: Name of Python's audit event, such as "cpython.run_file".
+        args: Arguments of the event: the path, module or code that is run.
+    """
     kind = _EVENTS.get(event)
-    if kind is None:
+    if kind is None:  # not the start of a program
         return
     program = str(args[0]) if args else ""
     child = is_child(os.environ)
@@ -122,17 +127,19 @@ def decide(kind, program, arguments, environ, child):
     """
     has_flags = any(is_flag(argument) for argument in arguments)
     is_multiprocessing = kind == "command" and program.startswith("from multiprocessing.")
+    # A child of a worker, a launcher, or a helper process of multiprocessing trains nothing.
     if child or is_launcher(kind, program) or is_multiprocessing:
         return "leave"
     if is_off(environ):
         return "strip" if has_flags else "leave"
     if not has_flags and kind in ("command", "stdin"):
-        return "leave"
+        return "leave"  # HOLMES=1 alone does not concern code without a file
     if is_worker(environ):
         return "activate"
+    # From here on, no launcher has given this process a rank.
     is_unknown_command = kind == "file" and not program.endswith((".py", ".pyc"))
     if is_unknown_command:
-        return "leave"
+        return "leave"  # it may be a launcher, whose workers need the flags
     # Slurm's batch script is no worker. It may run helper programs before srun starts the workers.
     in_batch_step = "SLURM_PROCID" in environ
     return "activate" if has_flags or not in_batch_step else "leave"
@@ -180,7 +187,7 @@ def is_child(environ):
     The process id in HOLMES_WORKER_PID is searched among the ancestors in /proc. It counts neither if it is
     the id of this process (after exec), nor if no ancestor has it (the environment came over ssh).
     """
-    marker = environ.get(MARKER)
+    marker = environ.get(MARKER)  # process id of the worker
     ancestor = os.getppid() if marker else 0
     while ancestor:
         if str(ancestor) == marker:
@@ -213,7 +220,7 @@ def start(argv):
     if _started:
         return
     _started = True
-    if is_worker(os.environ):
+    if is_worker(os.environ):  # is_child() finds this process id in descendants
         os.environ[MARKER] = str(os.getpid())
     # Imported only here: most interpreters do not start holmes.
     from holmes_ext.job import activate
@@ -224,7 +231,7 @@ def start(argv):
 def strip_flags(argv):
     """Remove all flags of holmes and their values from a command line, in place, without checking them."""
     kept = []
-    is_value = False
+    is_value = False  # whether the argument is the value of the flag before it
     for argument in argv:
         if is_value:
             is_value = False

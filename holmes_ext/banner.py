@@ -36,11 +36,15 @@ def describe(current: Session) -> str:
 
 
 def _describe_ranks(current: Session) -> str:
-    """Return the clusters, whether ranks were renumbered, and the groups that span clusters."""
+    """Return the clusters, whether ranks were renumbered, and the groups that span clusters, in words.
+
+    Example: "2 clusters: a (2 nodes, ib) -> b (1 node, roce); world size 24, ranks renumbered".
+    """
     site = current.site
     plan = current.plan
     clusters = []
     for name, nodes in plan.clusters.items():
+        # The first port of a node is its fastest one.
         first_port = site.node_by_name[nodes[0]].ports[0]
         nic_kind = site.fabric_by_name[first_port.fabric].kind
         noun = "node" if len(nodes) == 1 else "nodes"
@@ -74,6 +78,7 @@ def _describe_networks(current: Session) -> str:
     text = " x ".join(dimensions) or "one process"
     if sizes.pipeline > 1 and not plan.stage_layers:
         text += ", layers as the framework splits them"
+    # gloo cannot use RDMA, so its groups may be on other networks.
     with_nccl = _groups_by_network(current, VERBS)
     with_gloo = _groups_by_network(current, SOCKETS)
     parts = [text, with_nccl]
@@ -92,12 +97,14 @@ def _groups_by_network(current: Session, network_api: str) -> str:
     sizes = current.plan.sizes
     fabric_by_name = current.site.fabric_by_name
     groups_on: dict[str, list[str]] = {}  # kinds of NICs, in words -> kinds of groups
+    # transports: kind of group -> networks of its groups.
     for group_kind, fabrics in current.plan.traffic_of(network_api).transports.items():
         size = getattr(sizes, group_kind, None)  # None for "world"
         if size is not None and size <= 1:
-            continue
+            continue  # its groups have one rank
         nic_kinds = []
         for name in fabrics:
+            # A name that is no fabric is that of a group inside one node.
             nic_kind = fabric_by_name[name].kind if name in fabric_by_name else "memory"
             if nic_kind not in nic_kinds:
                 nic_kinds.append(nic_kind)
@@ -107,11 +114,15 @@ def _groups_by_network(current: Session, network_api: str) -> str:
 
 
 def _describe_stage_links(current: Session) -> str:
-    """Return how the patched framework sends messages between pipeline stages; "" if nothing is changed."""
+    """Return how the patched framework sends messages between pipeline stages; "" if nothing is changed.
+
+    Each planned change is listed if a patch that makes it is active (features of the registry).
+    """
     plan = current.plan
     if not plan.traffic:
         return ""
-    active_features = set(registry().summary()[0])
+    features_on, _ = registry().summary()
+    active_features = set(features_on)
     traffic = plan.traffic_of(SOCKETS)
     parts = []
     if traffic.in_flight and active_features & _STAGE_LINK_FEATURES:
@@ -141,11 +152,13 @@ def _describe_in_flight(current: Session, in_flight: tuple[int, ...]) -> str:
     """
     text = "pipeline sends do not block"
     stages = len(in_flight)
+    # Under 1F1B, a stage has one micro-batch in flight for itself and each later stage.
     exceeds_1f1b = any(count > stages - stage for stage, count in enumerate(in_flight))
     if not exceeds_1f1b:
         return text
     counts = "+".join(map(str, in_flight))
     text += f", {counts} micro-batches in flight hide the stage links"
+    # Activations beyond those of 1F1B, on the stage with most of them.
     extra_bytes = max(more_bytes(current.plan), default=0.0)
     if extra_bytes:
         text += f", {format_bytes(extra_bytes)} more on the fullest stage"
@@ -162,8 +175,8 @@ def _describe_reductions(current: Session) -> str:
 
 
 def _patches() -> str:
-    """Return the features that are on, those that are off with reasons, and untested versions."""
-    on, off = registry().summary()
+    """Return the patches that are on, those that are off with reasons, and untested versions, in words."""
+    on, off = registry().summary()  # names of features (groups of patches); name -> reason
     parts = [f"patched: {', '.join(on) or 'nothing'}", *registry().beyond_tried()]
     for version, features in registry().untried().items():
         parts.append(f"tried with {version} at your own risk: {', '.join(features)}")

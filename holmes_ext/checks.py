@@ -150,7 +150,7 @@ def check_fields(instance: Any, subject: str) -> None:
     Raises:
         FieldError: names the first such field, the allowed values and the value.
     """
-    for problem in problems_in(instance):
+    for problem in problems_in(instance):  # the first one, if any
         raise FieldError(subject, problem)
 
 
@@ -167,7 +167,8 @@ def problems_in(instance: Any) -> Iterator[Problem]:
 def _checks_of(cls: Any) -> tuple[tuple[str, Check], ...]:
     """Return the checks of a dataclass as (field, check) pairs.
 
-    Checks stand in the outermost Annotated of a type; those inside, as in list[Annotated[...]], do not count.
+    The checks of a field are the metadata of its type, as in Annotated[int, Satisfies(...)]. Those of an
+    inner type, as in list[Annotated[...]], do not count.
     """
     hints = get_type_hints(cls, include_extras=True)
     found = []

@@ -73,7 +73,7 @@ class Table:
     """Table of a TOML or JSON file. All readers raise a HolmesError that names the file and the key."""
 
     def __init__(self, values: dict[str, Any], source: str, path: str = ""):
-        """Make a table.
+        """Wrap a table of a file, of which no key was read yet.
 
         Args:
             values: Key -> value.
@@ -130,8 +130,11 @@ class Table:
             key: The key.
             kind: Type of the value. A float may be written as a whole number, and must be finite.
             default: Returned if the key is missing; without a default, a missing key is an error.
+
+        Raises:
+            HolmesError: the key is missing, or its value has another type.
         """
-        if not self._mark_read(key):
+        if not self._mark_read(key):  # the table does not have the key
             if default is _REQUIRED:
                 raise self._missing(key)
             return default
@@ -166,8 +169,11 @@ class Table:
             key: The key.
             kind: Type of the items.
             default: Returned if the key is missing; without a default, a missing key is an error.
+
+        Raises:
+            HolmesError: the key is missing, or its value is no list of such items.
         """
-        if not self._mark_read(key):
+        if not self._mark_read(key):  # the table does not have the key
             if default is None:
                 raise self._missing(key)
             return tuple(default)
@@ -200,7 +206,10 @@ class Table:
         )
 
     def done(self) -> None:
-        """Raise an error if the table has a key that was not read, with a similar key as a hint."""
+        """Raise HolmesError if the table has a key that was not read, with a similar key as a hint.
+
+        Call this after all keys that the table may have were read: any other key is an error of the user.
+        """
         for key in self.values:
             if key in self.read:
                 continue
@@ -236,7 +245,8 @@ class Table:
             if not is_required and name not in self.values:
                 continue
             value = self.values.get(name)
-            # A fast path: the reports of thousands of nodes consist of such values.
+            # A fast path for values of exactly the annotated type, such as str: the reports of thousands of
+            # nodes consist of them. A float must also be finite, which _value() checks.
             if type(value) is annotation is not float:
                 values[name] = value
             else:
@@ -251,13 +261,23 @@ class Table:
             raise HolmesError(f"{self.source}: {place}{error}") from None
 
     def _value(self, key: str, annotation: Any) -> Any:
-        """Return the value of a key; its type must agree with a type annotation."""
+        """Return the value of a key as a type annotation demands.
+
+        A dataclass is read from a sub-table, a tuple from a list, and a dict from a table with any keys.
+
+        Args:
+            key: The key.
+            annotation: The type: str, a number, bool, a dataclass, a tuple or dict of them, or "T | None".
+
+        Raises:
+            HolmesError: the key is missing, or its value has another type.
+        """
         if not self._mark_read(key):
             raise self._missing(key)
         if isinstance(annotation, UnionType):  # such as "int | None"
             if self.values[key] is None:
                 return None
-            (annotation,) = set(get_args(annotation)) - {NoneType}
+            (annotation,) = set(get_args(annotation)) - {NoneType}  # the type that is left
         if isinstance(annotation, type) and is_dataclass(annotation):
             return self.table(key).into(annotation)
         if get_origin(annotation) is dict:
@@ -265,7 +285,7 @@ class Table:
             _, value_type = get_args(annotation)
             return {name: table._value(name, value_type) for name in table.values}
         if get_origin(annotation) is tuple:
-            item_type: type = get_args(annotation)[0]
+            item_type: type = get_args(annotation)[0]  # T of tuple[T, ...]
             if is_dataclass(item_type):
                 return tuple(table.into(item_type) for table in self.tables(key))
             return self.list(key, item_type)
@@ -324,10 +344,19 @@ def load_json(path: str | Path, advice: str) -> Table:
 
 
 def parse_json(text: str, source: str, advice: str) -> Table:
-    """Return the object in a JSON text as a table; errors begin with `source` and end with `advice`."""
+    """Return the object in a JSON text as a table.
+
+    Args:
+        text: The JSON text.
+        source: Name of the file, with which error messages begin.
+        advice: Way out for the user, with which error messages end.
+
+    Raises:
+        HolmesError: the text is not valid JSON, or no object.
+    """
     try:
         document = json.loads(text, parse_constant=_refuse_constant)
-        if "\\ud" in text.lower():
+        if "\\ud" in text.lower():  # JSON writes a surrogate as such an escape
             # A lone surrogate could not be printed later: encode() raises an error for one.
             json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -378,11 +407,12 @@ def _read(path: str | Path) -> bytes:
         OSError: the file cannot be read or has more than _MOST_BYTES, or a pipe is silent for _PIPE_S
             seconds.
     """
+    # O_NONBLOCK: opening a pipe without a writer must not wait.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb", buffering=0) as file:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(_MOST_BYTES + 1)  # one more, to notice a file that is too large
         else:
             data = _read_pipe(file)
         if len(data) > _MOST_BYTES:
@@ -409,7 +439,7 @@ def _read_pipe(file: Any) -> bytes:
 
 
 def save(path: str | Path, text: str, what: str) -> None:
-    """Write a text to a file that the user named, by write_whole().
+    """Replace the content of a file that the user named; after an error the file is unchanged.
 
     Args:
         path: The file.
@@ -431,7 +461,8 @@ def write_whole(path: str | Path, text: str) -> None:
     """Replace the content of a file, or leave the file unchanged if that fails.
 
     The file keeps its permissions, and a link is followed. A pipe or a device such as /dev/stdout is written
-    to instead of replaced.
+    to instead of replaced. The text is written to a temporary file in the same folder, which then replaces
+    the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -446,7 +477,7 @@ def write_whole(path: str | Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # the file is new
             partial.chmod(stat.S_IMODE(target.stat().st_mode))
         partial.replace(target)
     except BaseException:

@@ -165,16 +165,19 @@ def _refuse_duplicates(extensions: Iterable[Extension]) -> None:
     """Raise an error if two extensions have the same name, flag or command."""
     owners: dict[str, str] = {}  # name, flag or command -> name of the extension that has it
     for extension in extensions:
-        claims = [f"name {extension.name}"]
-        claims += [f"flag --holmes-{option.name.replace('_', '-')}" for option in extension.options]
-        claims += [f"command {command!r}" for command in extension.commands]
-        for claim in claims:
-            if claim in owners:
-                first = owners[claim]
+        # All that must be unique, in words.
+        unique_texts = [f"name {extension.name}"]
+        unique_texts += [
+            f"flag --holmes-{option.name.replace('_', '-')}" for option in extension.options
+        ]
+        unique_texts += [f"command {command!r}" for command in extension.commands]
+        for text in unique_texts:
+            if text in owners:
+                first = owners[text]
                 raise HolmesError(
-                    f"two extensions have the {claim}: {first} and {extension.name}; uninstall one of them"
+                    f"two extensions have the {text}: {first} and {extension.name}; uninstall one of them"
                 )
-            owners[claim] = extension.name
+            owners[text] = extension.name
 
 
 def load(reference: str) -> Any:
@@ -215,7 +218,7 @@ def contributions(point: str) -> list[Contribution]:
 
 
 def objects(point: str) -> dict[str, Any]:
-    """Import and return all objects that extensions contribute to a point: name -> object.
+    """Import and return all objects that extensions contribute to an extension point: name -> object.
 
     An object that cannot be imported is left out; problems() has the reason.
     """
@@ -249,6 +252,10 @@ def _left_out(name: str, error: Exception) -> str:
 
 def contributed(point: str, name: str) -> Any:
     """Import and return one object that an extension contributes.
+
+    Args:
+        point: Name of the extension point, such as "reductions".
+        name: Name of the object at this point.
 
     Raises:
         HolmesError: no extension contributes it.
@@ -284,8 +291,8 @@ def patch_modules(options: Options | None = None) -> list[str]:
 def hooks_of(current: Session) -> dict[str, list[Callable[..., Any]]]:
     """Return the hooks and reductions of the extensions that take part in a job.
 
-    The module of a hook is imported when the hook is called first. on_stop imports no module: it is called
-    only if another hook has imported it.
+    Hooks are functions that holmes calls at certain points of a job. The module of a hook is imported when
+    the hook is called first. on_stop imports no module: it is called only if another hook has imported it.
 
     Args:
         current: State of holmes in this process.
@@ -305,12 +312,12 @@ def hooks_of(current: Session) -> dict[str, list[Callable[..., Any]]]:
 
 
 def _on_call(reference: str, loads: bool) -> Callable[..., Any]:
-    """Return a function that calls a function of a module that is imported later.
+    """Return a function that imports a module when it is called, and calls a function of the module.
 
     Args:
         reference: "module:function".
-        loads: Whether the call imports the module. Otherwise the call has no effect if the module is not
-            imported.
+        loads: Whether the call imports the module. Otherwise the call has no effect unless the module was
+            imported before.
     """
 
     def call(*arguments: Any) -> Any:
@@ -327,9 +334,9 @@ def on_options(options: Options) -> list[str]:
     Raises:
         HolmesError: an extension cannot do what the options ask for.
     """
-    return [
-        line
-        for extension in found().extensions
-        if "on_options" in extension.hooks and extension.is_active(options)
-        for line in load(extension.hooks["on_options"])(options)
-    ]
+    lines: list[str] = []
+    for extension in found().extensions:
+        if "on_options" in extension.hooks and extension.is_active(options):
+            check_options = load(extension.hooks["on_options"])
+            lines += check_options(options)
+    return lines

@@ -61,7 +61,7 @@ def activate(argv: list[str]) -> None:
         SystemExit: the input is bad (status 2). One rank has printed a message.
     """
     flag_error = None
-    options = Options()
+    options = Options()  # if the flags are wrong
     try:
         try:
             options, argv[:] = parse_flags(argv, os.environ)
@@ -69,7 +69,7 @@ def activate(argv: list[str]) -> None:
             flag_error = error  # _start() lets a single rank print it, with its number
         sys.excepthook = _excepthook_over(sys.excepthook)
         _start(options, argv, flag_error)
-    except RemoteError:
+    except RemoteError:  # another rank has printed the message
         sys.stderr.flush()
         raise SystemExit(2) from None
     except HolmesError as error:
@@ -86,15 +86,16 @@ def _excepthook_over(previous_hook: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def hook(kind, error, traceback):
+        """Print an exception that ends the process, and choose the exit status; see sys.excepthook."""
         if issubclass(kind, RemoteError):  # another rank has printed the message
             raise SystemExit(2)
         if issubclass(kind, HolmesError):
             # Not sys.stderr: torch.distributed's hook puts a buffer there, which SystemExit does not print.
             print(f"holmes: {error}", file=sys.__stderr__, flush=True)
-            failure.note(str(error))
+            failure.note(str(error))  # for ranks that only see this one end
             raise SystemExit(2)
-        explanation = _explain(error)
-        if explanation and explanation.startswith(failure.INPUT):
+        explanation = _explain(error)  # None, unless communication or a full disk caused the error
+        if explanation and explanation.startswith(failure.INPUT):  # bad input of another rank
             print(explanation, file=sys.__stderr__, flush=True)
             raise SystemExit(2)
         previous_hook(kind, error, traceback)
@@ -160,6 +161,7 @@ def disable() -> None:
     start_stop.stop("holmes was switched off")
     patches.registry().undo()
     session.set_active(None)
+    # _before: name of a changed environment variable -> its value before; None if it was not set.
     for name, value in _before.items():
         if value is None:
             os.environ.pop(name, None)
@@ -168,8 +170,8 @@ def disable() -> None:
     _before.clear()
 
 
-def asked_for(options: Options, argv: list[str]) -> PlanRequest:
-    """Return the request for a plan that follows from options and the program's command line.
+def plan_request(options: Options, argv: list[str]) -> PlanRequest:
+    """Return what the plan of a job is made from: options, parallel sizes and model.
 
     Args:
         options: Options of the job.
@@ -178,11 +180,12 @@ def asked_for(options: Options, argv: list[str]) -> PlanRequest:
     Raises:
         HolmesError: the sizes or the model are missing, or Python runs without the GIL.
     """
-    python_without_gil = without_gil()
+    python_without_gil = without_gil()  # a message; "" for Python with the GIL
     if python_without_gil:
         raise HolmesError(
             f"{python_without_gil} (free-threaded), with which nobody tried holmes: {WITH_GIL}"
         )
+    # What the plan must take into account of the framework.
     engine = engine_of(describe(argv).framework, argv)
     request = PlanRequest(options, overlap=overlaps(options.overlap, argv), engine=engine)
     given_sizes = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None
@@ -227,7 +230,7 @@ def _start(
     request = PlanRequest(options)
     try:
         try:
-            request = asked_for(options, argv)
+            request = plan_request(options, argv)
             extension_lines = [*extensions.problems(), *extensions.on_options(options)]
             if options.experts:
                 agreed["content of the --holmes-experts file"] = load_order(options.experts).digest

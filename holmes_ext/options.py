@@ -174,6 +174,7 @@ class Options:
     extension_values: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if an option of holmes or of an extension has a value that is not allowed."""
         for name in NAMES:
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -182,13 +183,14 @@ class Options:
         for name, value in self.extension_values:
             option = extensions.options()[name]
             _check_choice(name, value, option.choices)
-            problem = option.check(value)
+            problem = option.check(value)  # in words; "" if the value is allowed
             if problem:
                 raise HolmesError(f"{flag(name)}: {value!r} {problem}")
         self._check_forms()
 
     def _check_forms(self) -> None:
-        """Check the options that take numbers or several forms of text."""
+        """Raise HolmesError if an option with a number or several forms of text has a wrong value."""
+        # parse_decimal() returns NaN for a text that is no number: then all comparisons are false.
         timeout_s = units.parse_decimal(self.timeout)
         link_timeout_s = units.parse_decimal(self.link_timeout)
         bucket_megabytes = units.parse_decimal(self.bucket or "1")
@@ -306,7 +308,7 @@ class Options:
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise an error if the value of an option was renamed or is not allowed.
+    """Raise HolmesError if the value of an option was renamed or is not allowed.
 
     Args:
         name: Name of the option.
@@ -385,7 +387,7 @@ def meant(word: str) -> str:
 
 
 def _refuse_old_name(name: str, written: Callable[[str], str]) -> None:
-    """Raise an error if an option was removed or renamed.
+    """Raise HolmesError if an option was removed or renamed.
 
     Args:
         name: Name of the option that the user gave.

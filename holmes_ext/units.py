@@ -70,7 +70,7 @@ def _parse(value: object, where: str, pattern: re.Pattern[str], wanted: str) -> 
         raise HolmesError(f"{where}: {value!r:.80} has no readable number") from None
     if number > _LARGEST:
         raise HolmesError(f"{where}: {value!r:.80} is beyond any rate or time")
-    return number * _SCALE[match[2]]
+    return number * _SCALE[match[2]]  # factor of the prefix or unit
 
 
 def parse_rate(value: object, where: str) -> int:
@@ -158,9 +158,9 @@ def union_s(intervals: Sequence[tuple[float, float]]) -> float:
         intervals: (start, end) of each interval, in seconds.
     """
     total = 0.0
-    reached = float("-inf")
+    covered_until = float("-inf")
     for start, end in sorted(intervals):
-        if end > reached:
-            total += end - max(start, reached)
-            reached = end
+        if end > covered_until:
+            total += end - max(start, covered_until)  # the part that is not covered yet
+            covered_until = end
     return total

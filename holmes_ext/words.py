@@ -95,7 +95,7 @@ def named_values(parts: Iterable[str], known: Iterable[str], where: str) -> dict
         name, _, value = part.partition("=")
         name = name.strip()
         value = value.strip()
-        if names:
+        if names:  # they are written with "_"
             name = name.replace("-", "_")
         if names and name not in names:
             raise HolmesError(f"{where}: {name!r:.60} is not known; {did_you_mean(name, names)}")
@@ -124,7 +124,7 @@ def some_of(items: Iterable[object], most: int = 8, separator: str = ", ") -> st
         separator: Text between two items.
     """
     texts = [str(item) for item in items]
-    left_out = len(texts) - most
+    left_out = len(texts) - most  # number of items that are not listed
     if left_out > 0:
         texts = [*texts[:most], f"and {left_out} more"]
     return separator.join(texts)

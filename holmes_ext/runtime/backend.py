@@ -84,7 +84,10 @@ _TABLE = {
 
 
 def traits_of(name: str) -> BackendTraits:
-    """Return the table's row for a backend.
+    """Return what holmes knows about a backend of torch.distributed, such as the network that it uses.
+
+    Which backend the name "nccl" means depends on the version of torch. Unknown backends use no network
+    that holmes can choose.
 
     Args:
         name: The backend of one device type, e.g. "gloo"; not a list such as "cpu:gloo,cuda:nccl".

@@ -113,21 +113,29 @@ class Int8(Codec):
         return like.new_empty(_FLOAT32_BYTES * words, dtype=torch.uint8)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return the scales and levels of `x` plus `residual`, and update the residual in place."""
+        """Return the scales and levels of `x` plus `residual`, and update the residual in place.
+
+        The scale of a block is its largest magnitude / 127, and a level is an element / scale, rounded.
+
+        Args:
+            x: Flat tensor.
+            residual: Rounding errors of the step before, float32, of x's length; replaced by the new ones.
+                None: there is no error feedback.
+        """
         import torch
 
         numel = x.numel()
         if residual is None:
-            target = x.float()
+            target = x.float()  # the values to encode
         else:
             target = torch.add(x, residual)
         blocks = self._in_blocks(target)
         scales = blocks.abs().amax(1).div_(_INT8_MAX)
-        divisors = scales.masked_fill(scales == 0, 1.0)[:, None]
+        divisors = scales.masked_fill(scales == 0, 1.0)[:, None]  # a block of zeros is divided by 1
         # A block with NaN or infinity gets a scale that is not finite, so that decode() makes it NaN.
         levels = (blocks / divisors).round_().nan_to_num_(0.0, 0.0, 0.0)
 
-        wire = self.buffer(x)
+        wire = self.buffer(x)  # bytes: scales, levels, padding
         scales_end = _FLOAT32_BYTES * len(scales)
         levels_end = scales_end + numel
         wire[:scales_end].view(torch.float32).copy_(scales)
@@ -206,12 +214,16 @@ class Residuals:
 def residual_of(
     known: ResidualMap | None, key: tuple[int, int], part: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the residual of a tensor's part, which is zero at first.
+    """Return the rounding errors of a tensor's part in the last step (error feedback); zeros at first.
 
     Args:
-        known: The residuals of the tensor; None if there is no error feedback. Then None is returned.
-        key: Step of the algorithm, and offset of the part in the tensor.
+        known: The residuals of the tensor's parts, to which a new one is added. None if there is no error
+            feedback; then None is returned.
+        key: Identifies the residual: a step of the algorithm, and the part.
         part: The part of the tensor.
+
+    Returns:
+        A flat float32 tensor, which the codec updates in place.
     """
     if known is None:
         return None

@@ -53,17 +53,18 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
     digest = hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]
     key = f"{current.round}/refusal/{digest}"
     own_rank = str(process.rank)
-    is_host = process.rank == 0 and not process.agent_store
+    is_host = process.rank == 0 and not process.agent_store  # the store ends with this process
     try:
         # Writes this rank only if the key has no value yet; returns the key's value afterwards.
         first_rank = store.compare_set(key, "", own_rank).decode()
         if first_rank == own_rank:
             # job._excepthook_over replaces sys.stderr, so the original one is used.
             print(f"holmes: {error}", file=sys.__stderr__, flush=True)
-            store.set(f"{key}/told", "yes")
+            store.set(f"{key}/told", "yes")  # the message is printed
         store.wait([f"{key}/told"], timedelta(seconds=_WAIT))
-        seen_by = store.add(f"{key}/seen", 1)
+        seen_by = store.add(f"{key}/seen", 1)  # ranks that need the store no more
         deadline = Deadline(_WAIT)
+        # The host waits until all ranks have passed this point, so that the store outlives their calls.
         while is_host and seen_by < process.world_size and not deadline.passed:
             time.sleep(_POLL_S)
             seen_by = store.add(f"{key}/seen", 0)  # reads the counter
@@ -127,19 +128,19 @@ class Deadline:
 def within(seconds: float, late: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that may hang, e.g. because torch's store client waits for ever for a silent server.
 
-    The function runs in a thread. If it is late, the thread is left alone.
+    The function runs in a thread. If it does not return in time, the thread goes on, and its result is lost.
 
     Args:
         seconds: Seconds until the function must have returned.
         late: Message of the error if it has not.
         function: The function.
-        *args: Its arguments.
+        *args: Arguments of the function.
 
     Returns:
         What the function returns. What it raises is raised, too.
 
     Raises:
-        HolmesError: The function is late.
+        HolmesError: The function has not returned in time.
     """
     outcome: Future[Any] = Future()
 

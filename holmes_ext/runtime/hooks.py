@@ -60,7 +60,7 @@ def on_step(
     Args:
         current: The session of this process.
         sizes: The parallel sizes of the job, including the data-parallel size.
-        micro_batches: Micro-batches of the step.
+        micro_batches: Number of micro-batches of the step.
         network_api: How the pipeline's groups reach the network: "verbs" or "sockets".
         describe: Returns what the engine does on this rank. It may be called once, in the first step.
     """
@@ -87,7 +87,7 @@ def reduction_for(group: Any, size: int, spec: ReductionSpec, device_type: str) 
         spec: What the plan says of the group's reduction.
         device_type: Device of the gradients, "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
     """
-    for make in _functions["reductions"]:
+    for make in _functions["reductions"]:  # each returns a Reduction, or None
         reduction: Reduction | None = make(group, size, spec, device_type)
         if reduction is not None:
             return reduction

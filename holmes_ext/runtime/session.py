@@ -87,10 +87,10 @@ class Session:
         return transport_on(self.fabric_of(ranks, backend), self.node)
 
     def plan_for(self, sizes: Sizes) -> Plan:
-        """Return the plan for parallel sizes that the framework has reported.
+        """Return the plan for the parallel sizes that the framework initializes.
 
-        This is `plan` if it was made for these sizes. Otherwise `plan` had no sizes or guessed ones, and its
-        decisions are made again.
+        This is `self.plan` if it was made for these sizes. Otherwise `self.plan` had no sizes or guessed
+        ones, and its decisions are made again. Each result is kept for further calls.
 
         Args:
             sizes: Parallel sizes, including the data-parallel size.
@@ -104,7 +104,7 @@ class Session:
         return self._resized[sizes]
 
     def adopt(self, sizes: Sizes, plan: Plan, sums: bool = False) -> None:
-        """Use `plan` from now on, which was made from measurements of the running job (adapt).
+        """Use a plan from now on that was made from measurements of the running job (adapt).
 
         Args:
             sizes: Parallel sizes of the plan, including the data-parallel size.
@@ -135,7 +135,7 @@ class Session:
         total_bytes: float = inf,
         compress: str | None = None,
     ) -> ReductionSpec:
-        """Return how a process group reduces gradients.
+        """Return how a process group reduces gradients, as planned or as chosen from measurements since.
 
         Args:
             ranks: Members of the group.
@@ -147,6 +147,7 @@ class Session:
         if compress is not None:
             options = replace(options, compress_gradients=compress)
         members = tuple(ranks)
+        # None, unless measurements of this job have led to another reduction than the planned one.
         learned = self.decided_again(members, backend)
         if learned is not None and learned.compress == options.compress_gradients:
             return learned
@@ -204,7 +205,7 @@ class DoneReduction:
 def note_reduction(
     ranks: Iterable[int], planned: ReductionSpec | None, size: float, **how: Any
 ) -> None:
-    """Record how a group has reduced gradients, in order to compare it with the plan.
+    """Record how a process group has reduced gradients, for the comparison of the job with its plan.
 
     Of several reductions of a group, the largest is kept. Nothing is recorded if holmes is off, or if the
     group has one rank only.
@@ -212,7 +213,7 @@ def note_reduction(
     Args:
         ranks: Members of the group.
         planned: The planned reduction; None if there is no plan for the group, and nothing is recorded.
-        size: Bytes of the reduction.
+        size: Bytes of gradients that were reduced.
         **how: Other fields of DoneReduction.
     """
     members = tuple(ranks)
@@ -259,7 +260,7 @@ def tell(current: Session, text: str, once: str | Literal[True] = "") -> None:
         once: A topic about which only the first line is printed; True if only the same text must not be
             printed twice. "": always print.
     """
-    topic = text if once is True else once
+    topic = text if once is True else once  # "": no topic
     if not text or current.rank != 0 or topic in _told:
         return
     tell_user(text)

@@ -43,6 +43,10 @@ _MOST_HELLO_BYTES = 4096
 def split_address(text: str, default_port: int | None = None) -> tuple[str, int]:
     """Return host and port of "HOST:PORT", or of "HOST" if there is a default port.
 
+    Args:
+        text: The address. An IPv6 address stands in brackets: "[::1]:29600".
+        default_port: Port for a text without one; None if the text must have a port.
+
     Raises:
         ValueError: The text is no such address. The message quotes the text.
     """
@@ -50,8 +54,8 @@ def split_address(text: str, default_port: int | None = None) -> tuple[str, int]
         host, bracket, rest = text[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):
             raise ValueError(f"{text!r} is not [IPv6]:PORT")
-        port_text = rest[1:]
-        ipaddress.IPv6Address(host.partition("%")[0])
+        port_text = rest[1:]  # without the colon
+        ipaddress.IPv6Address(host.partition("%")[0])  # raises ValueError; "%eth0" is a scope
     elif text.count(":") > 1:
         raise ValueError(f"{text!r} needs brackets around its IPv6 address, as in [::1]:29600")
     else:
@@ -146,14 +150,15 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: The system refuses it, e.g. because the port is in use.
     """
     if host:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        first_address, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family = first_address[0]  # IPv4 or IPv6
         return socket.create_server((host, port), family=family)
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise
+                raise  # else IPv6 cannot be used here, and IPv4 alone is tried
     return socket.create_server(("0.0.0.0", port))
 
 
@@ -166,7 +171,9 @@ class Guest:
         Args:
             connection: The connection.
             host: IP address of the other end.
-            admit: Moves the guest from the strangers to the admitted guests; returns whether there is room.
+            admit: Called when the other end has identified itself. It moves the guest from the list of
+                unidentified guests (strangers) to the admitted guests, and returns whether the limit of
+                admitted guests allows it.
         """
         self.socket = connection
         self.host = host
@@ -210,13 +217,16 @@ class Listener:
     ):
         """Create the listener. Connections are accepted after start().
 
+        A guest is a connection. Guests are strangers until the handler has identified and admitted them.
+        Limits on strangers keep clients that identify themselves from being shut out by others.
+
         Args:
             listening: The listening socket.
             handle: Called with each guest in the guest's thread. When it returns, the guest's socket is
                 closed unless guest.keep() was called.
             name: Name of the threads.
             strangers: Largest number of guests that are not admitted.
-            per_address: The same for one address.
+            per_address: Largest number of guests from one address that are not admitted.
             admitted: Largest number of admitted guests.
         """
         self._socket = listening
@@ -243,6 +253,7 @@ class Listener:
             except OSError:
                 if self._closed or self._socket.fileno() < 0:
                     return
+                # Too many open files, for example: try again.
                 time.sleep(_RETRY_S)
                 continue
             try:
@@ -262,7 +273,14 @@ class Listener:
             guest.cut()
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Count a new connection as a stranger, and start the thread that handles it."""
+        """Start the thread that handles a new connection.
+
+        Until the handler admits the connection, it counts as a stranger. An older stranger may be
+        disconnected for it.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
         prepare(connection)
         guest = Guest(connection, peer_host(connection), self._admit)
         with self._lock:
@@ -278,20 +296,22 @@ class Listener:
             raise
 
     def _make_room(self, network: str) -> None:
-        """Disconnect a stranger if the limits leave no place for a new one from `network`.
+        """Disconnect the oldest suitable stranger if a new one from `network` would exceed a limit.
 
-        The caller holds the lock.
+        A stranger is a connection that is not admitted yet. If the network of the new one has reached its
+        limit, a stranger of the same network is disconnected. If the limit of all strangers is reached, one
+        of the network with most strangers is. The caller holds the lock.
         """
         counts = Counter(guest.network for guest in self._strangers)
         if counts[network] >= self._most_per_address:
             crowded = network
         elif len(self._strangers) >= self._most_strangers:
-            crowded = counts.most_common(1)[0][0]
+            [(crowded, _)] = counts.most_common(1)
         else:
-            return
+            return  # no limit is reached
         oldest = next(guest for guest in self._strangers if guest.network == crowded)
         self._strangers.remove(oldest)
-        oldest.cut()
+        oldest.cut()  # shuts the connection down
 
     def _admit(self, guest: Guest) -> bool:
         """Move a guest from the strangers to the admitted guests; return whether there was a place."""
@@ -313,12 +333,15 @@ class Listener:
             self._admitted.discard(guest)
 
     def _run(self, guest: Guest) -> None:
-        """Handle a guest, and close its socket afterwards unless the handler keeps it."""
+        """Handle a guest, and close its socket afterwards unless the handler keeps it.
+
+        This is the function of the guest's thread.
+        """
         try:
             if self._closed:  # accepted while close() disconnected the guests
                 return
             self._handle(guest)
-        except OSError:
+        except OSError:  # the connection has failed
             pass
         finally:
             self._forget(guest)
@@ -372,6 +395,7 @@ def exchange_hello(
     with connection:
         try:
             connection.settimeout(answer_s)
+            # Both ends send one line of JSON.
             connection.sendall(json.dumps(hello).encode() + b"\n")
             answer = json.loads(connection.makefile("rb").readline(_MOST_HELLO_BYTES))
         except TimeoutError:

@@ -11,7 +11,7 @@ import pytest
 from holmes_ext.cli.main import main
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.job import asked_for
+from holmes_ext.job import plan_request
 from holmes_ext.options import parse_flags
 from holmes_ext.patches import features
 from holmes_ext.patches.engine.registry import disabled_features
@@ -60,7 +60,7 @@ def of_the_job(words, off):
     """The plan that the job of this command line makes at its start."""
     options, argv = parse_flags(words, {})
     options = replace(options, off=disabled_features({"HOLMES_DISABLE": off}, features()))
-    request = asked_for(options, argv)
+    request = plan_request(options, argv)
     request.read_files()
     return request.make_plan([SimpleNamespace(nccl=None)])[1]
 

@@ -47,9 +47,14 @@ def await_at_exit(ended: threading.Event, seconds: float) -> None:
 
 
 def before_exit(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a callback that calls a function; the interpreter's exit waits for the call."""
+    """Wrap a callback, so that the exit of the interpreter waits until it was called.
+
+    Args:
+        function: Callback of a torch.futures.Future, which gets the future.
+    """
     ended = threading.Event()
-    await_at_exit(ended, CALLS_S)
+    # Limits the wait at exit: the callback of an operation that never ends is never called.
+    await_at_exit(ended, seconds=CALLS_S)
 
     def call(argument: Any) -> Any:
         try:

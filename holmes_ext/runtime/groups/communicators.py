@@ -37,8 +37,8 @@ def postponed() -> Iterator[None]:
     All ranks must make these groups inside such a block. The first operation of each group must be one in
     which all ranks of the group take part.
     """
-    before = _state.postpones
-    _state.postpones = True
+    before = _state.postpones  # True inside an outer postponed() block
+    _state.postpones = True  # read by are_postponed() when a group is made
     try:
         yield
     finally:

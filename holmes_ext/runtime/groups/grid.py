@@ -33,8 +33,9 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
     try:
         refuse_other_sizes(current, sizes)
     except HolmesError as error:
-        raise told_once(error) from None
+        raise told_once(error) from None  # all ranks raise, but only one prints the message
     if current.rank == 0 and current.maker is not None:
+        # The advice is empty unless other sizes would keep more groups inside clusters.
         advice = current.maker.advice_on_spanning(current.plan, current.site, sizes, instances)
         tell(current, advice)
 
@@ -42,7 +43,7 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
 def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
     """Raise an error if the plan was made for other parallel sizes, by --holmes-plan or --holmes-sizes.
 
-    Sizes that holmes read from the program's command line are a guess, and may differ.
+    Sizes that holmes read from the program's command line are a guess. They may differ without an error.
 
     Args:
         current: State of holmes in this process.
@@ -59,7 +60,7 @@ def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
     elif "sizes" in current.options.given:
         source = "--holmes-sizes"
     else:
-        return
+        return  # the planned sizes are a guess
     raise HolmesError(
         f"{source} says {sizes_text(plan.sizes)}, but the program initializes {sizes_text(sizes)}; "
         "make them agree"

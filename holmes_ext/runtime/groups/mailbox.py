@@ -118,8 +118,8 @@ def of_pairs(
         else:
             groups[earlier_rank, "send"] = gradients
             groups[earlier_rank, "recv"] = activations
-    stage_pairs = {neighbour: (stages[rank], stages[neighbour]) for neighbour, _ in groups}
-    return Mailbox(groups, stage_pairs)
+    ends = {neighbour: (stages[rank], stages[neighbour]) for neighbour, _ in groups}
+    return Mailbox(groups, ends)
 
 
 class Mailbox:
@@ -130,7 +130,7 @@ class Mailbox:
     """
 
     def __init__(self, groups: dict[tuple[int, str], Any], ends: Mapping[int, tuple[int, int]]):
-        """Make a mailbox that knows no messages yet.
+        """Make a mailbox without declared or recorded messages.
 
         Args:
             groups: (neighbour, "send" or "recv") -> process group of that direction.
@@ -139,6 +139,7 @@ class Mailbox:
         self._groups = groups
         self._stages = {peer: _StagePair(*stages) for peer, stages in ends.items()}
         #: Neighbour -> 1 if it runs the next stage, -1 if it runs the stage before.
+        #: Receives are posted in advance only between adjacent stages.
         self.neighbours: dict[int, int] = {}
         for peer, stages in self._stages.items():
             distance = stages.neighbour_stage - stages.this_stage
@@ -154,20 +155,21 @@ class Mailbox:
         #: The pass that sends: "F" or "B", and its micro-batch. Set by the caller of send().
         self.sending_pass: tuple[str, int] = ("", 0)
 
-        # Messages of one micro-batch, by neighbour.
-        self._announced: dict[int, Sequence[Form]] = {}  # that this rank sends
-        self._expected: dict[int, Sequence[Form]] = {}  # that this rank receives
+        # Neighbour -> shapes and dtypes of messages.
+        self._announced: dict[int, Sequence[Form]] = {}  # sent for each micro-batch
+        self._expected: dict[int, Sequence[Form]] = {}  # received for each micro-batch
         self._recorded: dict[int, list[Form]] = {}  # received in a whole step of blocking calls
 
-        # State of the current step.
+        # State of the current step. Keys are neighbours, except in _sent_messages.
         self._micro_batches = 0
         self._device_tensor: Any = None  # receive buffers are allocated on its device
         self._posting_rules: dict[int, PostingRule | ListedPostingRule] = {}
         self._sent_messages: dict[str, deque[_SentMessage]] = defaultdict(deque)  # by "F" or "B"
+        # Receives that recv() has not used yet, the oldest first.
         self._posted: dict[int, deque[_PostedReceive]] = defaultdict(deque)
-        self._posted_micro_batches: Counter[int] = Counter()
+        self._posted_micro_batches: Counter[int] = Counter()  # whose receives were all posted
         self._received_messages: Counter[int] = Counter()
-        self._checked_messages: Counter[int] = Counter()  # compared with those announced
+        self._checked_messages: Counter[int] = Counter()  # sent and compared with announce()
 
     # Which messages a micro-batch has
 
@@ -204,7 +206,7 @@ class Mailbox:
             HolmesError: a neighbour did not send the same messages for every micro-batch.
         """
         for peer, forms in self._recorded.items():
-            forms_per_micro_batch = forms[: len(forms) // micro_batches]
+            forms_per_micro_batch = forms[: len(forms) // micro_batches]  # of the first micro-batch
             if forms != forms_per_micro_batch * micro_batches:
                 stages = self._stages[peer]
                 raise HolmesError(
@@ -241,13 +243,14 @@ class Mailbox:
         self._micro_batches = micro_batches
         current = session.active()
         if current is not None:
-            current.in_flight = flight.in_flight
+            current.in_flight = flight.in_flight  # for the comparison of the job with its plan
         self._posted_micro_batches.clear()
         self._received_messages.clear()
         self._checked_messages.clear()
         self._posting_rules = {}
         for peer in self.neighbours:
             stages = self._stages[peer]
+            # The rule says how many receives from this neighbour are posted before and after each pass.
             self._posting_rules[peer] = flight.posting_rule(
                 stages.this_stage, stages.neighbour_stage, micro_batches
             )
@@ -261,17 +264,20 @@ class Mailbox:
         import torch.distributed as dist
 
         self._check_announced(tensor, peer)
-        encoded = self.wire_to(peer).outgoing(tensor)
+        encoded = self.wire_to(peer).outgoing(tensor)  # compressed, or `tensor` itself
         group = self._groups[peer, "send"]
         if self.is_recording:
             dist.send(encoded, peer, group=group)
             return
-        kind, micro_batch = self.sending_pass
+        kind, micro_batch = self.sending_pass  # set by the caller: "F" or "B", and its micro-batch
         work = dist.isend(encoded, peer, group=group)
         self._sent_messages[kind].append(_SentMessage(micro_batch, work, tensor=encoded))
 
     def recv(self, tensor: Any, peer: int) -> None:
         """Receive the next message of a neighbour into `tensor`.
+
+        The message is received into a buffer, since its receive was started before `tensor` was given. A
+        recorded step has no such buffers, and receives with a blocking call.
 
         Raises:
             HolmesError: another shape or dtype was expected, or the connection is broken.
@@ -282,8 +288,10 @@ class Mailbox:
         messages_per_micro_batch = len(self._expected[peer])
         micro_batch = self._received_messages[peer] // messages_per_micro_batch
         self._received_messages[peer] += 1
+        # Post the receives that are due before the pass that needs this message; it may be among them.
         self._post_receives(peer, self._posting_rules[peer].before(micro_batch))
         posted = self._posted[peer].popleft()
+        # `encoded` takes the message as it is sent. decode() then fills `tensor` from it.
         encoded, decode = self.wire_to(peer).incoming(tensor)
         self._check_expected(posted.buffer, encoded, peer)
         with self._naming_stage_link(peer):
@@ -302,17 +310,18 @@ class Mailbox:
             self._post_receives(peer, rule.after(kind, index))
 
     def release_sent(self, kind: str, index: float) -> None:
-        """Release the tensors that passes of one kind sent, up to a micro-batch.
+        """Release the tensors that forward or backward passes have sent, up to a micro-batch.
 
-        The neighbour must have received them, so that this rank waits no time for the sends.
+        Call this when the neighbour must have received the tensors: then the waits for the sends return at
+        once.
 
         Args:
-            kind: "F" for activations, "B" for gradients.
-            index: The last micro-batch whose tensors are released.
+            kind: "F" for the activations of forward passes, "B" for the gradients of backward passes.
+            index: The last micro-batch whose tensors are released; infinity for all.
         """
         messages = self._sent_messages[kind]
         while messages and messages[0].micro_batch <= index:
-            messages.popleft().work.wait()
+            messages.popleft().work.wait()  # afterwards nothing refers to the tensor
 
     def end(self) -> None:
         """Wait until all messages of the step have been sent, and end the step."""
@@ -351,6 +360,7 @@ class Mailbox:
         """
         import torch.distributed as dist
 
+        # Posting rules may count micro-batches past the end of the step.
         last = min(micro_batches, self._micro_batches)
         while self._posted_micro_batches[peer] < last:
             for shape, dtype in self._expected[peer]:
@@ -364,7 +374,7 @@ class Mailbox:
 
         Gloo would leave half of such a message in the receiver's buffer, or end the process.
         """
-        forms = self._announced.get(peer)
+        forms = self._announced.get(peer)  # messages of one micro-batch
         if not forms:
             return
         micro_batch, position = divmod(self._checked_messages[peer], len(forms))
@@ -402,5 +412,6 @@ class Mailbox:
                 f"stage link from stage {stages.neighbour_stage} (rank {peer}) "
                 f"to stage {stages.this_stage}"
             )
+            # The error, or that of another rank which ended because of bad input (marked by INPUT).
             message = failure.broken(stage_link, str(error))
             raise HolmesError(message.removeprefix(failure.INPUT)) from error

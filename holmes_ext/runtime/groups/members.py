@@ -34,7 +34,7 @@ _count: Counter[tuple[Any, ...]] = Counter()
 
 
 def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
-    """Make a process group of `ranks`. Only these ranks call this function, and this rank is one of them.
+    """Make a process group of `ranks`. All of these ranks must call this function, and no others.
 
     Ranks that make several groups of the same ranks and purpose must make them in the same order.
 
@@ -87,16 +87,16 @@ def _group_name(name: str) -> Iterator[None]:
 
 @contextmanager
 def _default_group_bound_to(device: Any) -> Iterator[None]:
-    """Bind the default group to a GPU inside the `with` block, or to none.
+    """Set the GPU that the default process group is bound to, inside the `with` block.
 
     Args:
-        device: The torch.device, or None.
+        device: The torch.device; None to bind the default group to no GPU.
     """
     import torch.distributed as dist
 
     world: Any = dist.group.WORLD
     before = world.bound_device_id
-    if device == before:  # even setting the same device could have an effect in torch
+    if device == before:  # setting the same device again could have an effect in torch
         yield
         return
     world.bound_device_id = device

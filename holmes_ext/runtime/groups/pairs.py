@@ -49,6 +49,7 @@ def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
         return {}  # the backend chooses its networks itself
     if len(ranks) <= _RANKS_OF_PAIR:
         return {}  # the pipeline is one pair
+    # All pairs of neighbouring stages, or none.
     pairs = pairs_with_group(current.plan, ranks, network_api)
     return groups_of(pairs, current.rank, group)
 
@@ -57,7 +58,8 @@ def groups_of(pairs: Iterable[tuple[int, int]], rank: int, pipeline: Any) -> dic
     """Make a process group for each of `pairs` that contains `rank`.
 
     Args:
-        pairs: In the same order on all ranks.
+        pairs: Pairs of global ranks, in the same order on all ranks.
+        rank: Global rank of this process.
         pipeline: The process group of the pipeline. The new groups get its backend and settings.
 
     Returns:
@@ -77,6 +79,7 @@ def pair_group(pair: Iterable[int], purpose: str, pipeline: Any) -> Any:
     Only the two ranks call this function.
 
     Args:
+        pair: Global ranks of the two.
         purpose: Part of the group's name, and the group's description (group_desc).
         pipeline: The process group of the pipeline.
     """
@@ -86,9 +89,11 @@ def pair_group(pair: Iterable[int], purpose: str, pipeline: Any) -> Any:
     if traits_of(backend).is_nccl:
         settings = settings_of(pipeline)
         current = session.active()
+        # max_ctas limits the thread blocks of a communicator; it is below 1 if the program set none.
         program_has_limit = settings.config.max_ctas >= 1
         uses_nic = current is not None and current.transport(ranks, backend).fabric != LOCAL
         if uses_nic and not program_has_limit:
+            # A waiting receive occupies its thread blocks, and few are enough for a NIC.
             settings.config.max_ctas = max(PAIR_CTAS, settings.config.min_ctas)
         options["pg_options"] = settings
     return members_group(ranks, purpose, **options)

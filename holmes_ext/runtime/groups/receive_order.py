@@ -133,6 +133,11 @@ class ReceiveOrder:
     def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> PostingRule:
         """Return when a stage posts its receives from a neighbouring stage.
 
+        Let the earlier of the two stages hold k micro-batches in flight, and the later one k'. The k - k'
+        passes by which receives can be posted in advance are divided between the stages, so that the stage
+        with the longer compute time gets more of them. Without a common order of messages (gloo), each
+        stage uses all of them.
+
         Args:
             stage: Number of the stage that receives.
             neighbour: Number of the stage that sends.
@@ -143,22 +148,29 @@ class ReceiveOrder:
         in_flight_earlier = min(self.in_flight[earlier_stage], micro_batches)  # k
         in_flight_later = min(self.in_flight[later_stage], micro_batches)  # k'
         receives_gradients = stage == earlier_stage
-        most_in_advance = in_flight_earlier - in_flight_later
+        most_in_advance = in_flight_earlier - in_flight_later  # passes
         if self.is_unordered:
             if receives_gradients:
-                return PostingRule(most_in_advance, activations_first=in_flight_later)
-            return PostingRule(most_in_advance)
+                return PostingRule(
+                    passes_in_advance=most_in_advance,
+                    activations_first=in_flight_later,  # sent before the first receive is posted
+                )
+            return PostingRule(passes_in_advance=most_in_advance)
 
         time_difference = 0.0  # of the two stages, in units of the longest stage
         if self.busy_s:
             busy_difference_s = self.busy_s[later_stage] - self.busy_s[earlier_stage]
             time_difference = busy_difference_s / max(self.busy_s)
+        # Passes of the later stage. "+ 0.5" rounds to the nearest whole number.
         rounded = floor((most_in_advance + time_difference) / 2 + 0.5)
         later_in_advance = min(max(rounded, 0), most_in_advance)
-        lead = in_flight_later + later_in_advance
+        lead = in_flight_later + later_in_advance  # activations before the first gradient
         if receives_gradients:
-            return PostingRule(in_flight_earlier - lead, activations_first=lead)
-        return PostingRule(later_in_advance)
+            return PostingRule(
+                passes_in_advance=in_flight_earlier - lead,
+                activations_first=lead,
+            )
+        return PostingRule(passes_in_advance=later_in_advance)
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """Return the passes of a stage, as pairs of a letter ("F" or "B") and a micro-batch."""
@@ -178,17 +190,23 @@ class ListedOrder:
     def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> ListedPostingRule:
         """Return when a stage posts its receives from a neighbouring stage.
 
+        The lead of a gradient is the number of activations before it in the order of messages.
+
         Args:
             stage: Number of the stage that receives.
             neighbour: Number of the stage that sends.
             micro_batches: Micro-batches of a step.
         """
-        activation_leads, gradient_leads = self.schedule.posted(min(stage, neighbour))
+        stage_link = min(stage, neighbour)  # numbered by its earlier stage
+        # The leads of all gradients, as the later and as the earlier stage of the link count them.
+        leads_for_activations, leads_for_gradients = self.schedule.posted(stage_link)
         if stage < neighbour:  # receives gradients
-            return ListedPostingRule(gradient_leads)
+            return ListedPostingRule(leads=leads_for_gradients)
         own_passes = self.order(stage, micro_batches)
-        gradients_before_forward = before(own_passes, "BI", "F")
-        return ListedPostingRule(activation_leads, gradients_before_forward)
+        # For each forward pass ("F"), the backward passes before it: whole ones ("B") and those that compute
+        # the gradient of the input only ("I"). Each has sent a gradient.
+        gradients_sent = before(own_passes, "BI", "F")
+        return ListedPostingRule(leads=leads_for_activations, gradients_sent=gradients_sent)
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """Return the listed passes of a stage, as pairs of a letter and a micro-batch."""
@@ -202,7 +220,8 @@ def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
     """Parse the passes of all stages that a plan lists.
 
     Args:
-        texts: The passes of each stage, such as "F0 F1 B0 F2 ...".
+        texts: The passes of each stage, such as "F0 F1 B0 F2 ...": forward (F) and backward (B) passes of
+            numbered micro-batches.
         network_api: VERBS for NCCL, SOCKETS for gloo.
 
     Raises:
@@ -220,6 +239,8 @@ def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
 def flight_of(plan: Plan, network_api: str) -> Flight | None:
     """Return the planned order of passes and messages of a pipeline.
 
+    The plan lists all passes, or only gives the micro-batches that each stage holds in flight, or neither.
+
     Args:
         plan: Plan of the job.
         network_api: VERBS for NCCL, SOCKETS for gloo.
@@ -235,5 +256,5 @@ def flight_of(plan: Plan, network_api: str) -> Flight | None:
         return ListedOrder(listed_passes(traffic.schedule, network_api))
     if not traffic.in_flight:
         return None
-    busy_s = tuple(load.busy_s for load in plan.loads)
+    busy_s = tuple(load.busy_s for load in plan.loads)  # compute seconds of a micro-batch, by stage
     return ReceiveOrder(traffic.in_flight, busy_s, is_unordered=network_api == SOCKETS)

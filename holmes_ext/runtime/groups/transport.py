@@ -48,16 +48,20 @@ class Transport:
 
 
 def transport_on(fabric: Fabric | None, here: Node) -> Transport:
-    """Return the transport of a group whose network is `fabric`, on the node `here`.
+    """Return the transport of a process group on one of its nodes.
 
     Args:
-        fabric: None if the group is inside one node.
+        fabric: Network of the group; None if the group is inside one node.
+        here: The node.
     """
     if fabric is None:
-        return Transport(LOCAL, LOCAL, interface="lo", net_name="")
+        return Transport(fabric=LOCAL, kind=LOCAL, interface="lo", net_name="")
     port = here.port(fabric.name)
     return Transport(
-        fabric.name, fabric.kind, interface=port.interface, net_name=network_name(fabric)
+        fabric=fabric.name,
+        kind=fabric.kind,
+        interface=port.interface,
+        net_name=network_name(fabric),  # NCCL's name: "IB" or "Socket"
     )
 
 
@@ -69,14 +73,18 @@ def as_made(
     options: Any = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Transport:
-    """Return the transport that a group really has on the node `here`.
+    """Return the transport that a process group really has on one of its nodes.
 
-    It is `planned`, unless the user's GLOO_SOCKET_IFNAME or a net_name in the group's NCCL options sets
+    It is the planned one, unless the user's GLOO_SOCKET_IFNAME or a net_name in the group's NCCL options sets
     another network.
 
     Args:
+        planned: Transport that the plan has for the group.
+        here: The node.
+        backend: Backend of the group, such as "gloo".
         fabrics: Name of a network -> the network.
-        options: Options of the group.
+        options: ProcessGroupNCCL.Options that the group was made with; None if unknown.
+        environ: Environment variables of this process.
     """
     if planned.fabric == LOCAL:
         return planned
@@ -105,10 +113,14 @@ def _gloo_transport(
 def _nccl_transport(
     planned: Transport, here: Node, net_name: str, fabrics: Mapping[str, Fabric]
 ) -> Transport:
-    """Return the transport of an NCCL group.
+    """Return the transport that an NCCL group really has on one of its nodes.
 
     Args:
-        net_name: NCCL's name of the network in the group's options; "" if they have none.
+        planned: Transport that the plan has for the group.
+        here: The node.
+        net_name: NCCL's name of the network in the group's options ("IB", "Socket" or that of a plugin); ""
+            if they have none.
+        fabrics: Name of a network -> the network.
     """
     if not net_name or not planned.net_name or net_name == planned.net_name:
         return planned
@@ -116,16 +128,18 @@ def _nccl_transport(
         fabric = fabrics[port.fabric]
         if network_name(fabric) == net_name:
             return Transport(fabric.name, fabric.kind, interface="", net_name=net_name)
-    return Transport(net_name, "", interface="", net_name=net_name)
+    # The node has no such network, so only NCCL's name of it is available.
+    return Transport(fabric=net_name, kind="", interface="", net_name=net_name)
 
 
 @contextmanager
 def gloo_interface(
     transport: Transport, environ: MutableMapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """Set GLOO_SOCKET_IFNAME for the groups that are made inside the `with` block.
+    """Let the gloo groups that are made inside the `with` block use the interface of a transport.
 
-    A value that the user has set stays.
+    gloo reads the interface from GLOO_SOCKET_IFNAME when a group is made. A value that the user has set
+    stays.
     """
     if environ.get(GLOO_VARIABLE) or not transport.interface:
         yield
@@ -151,11 +165,13 @@ def nccl_options(
     Only options in which the program has set a net_name itself are returned unchanged.
 
     Args:
+        transport: Network of the group.
         given: Options that the program gave for the group, or None.
         options_class: torch's ProcessGroupNCCL.Options.
-        parent: Options of the group that is split, or None. They count if `given` is None.
-        comm_name: Name of the communicator in NCCL's logs; ignored if torch or the program's options do not
-            leave it open.
+        timeout: Timeout of the group's operations; None to leave it as it is.
+        parent: Options of the group that is split, or None. They are copied if `given` is None.
+        comm_name: Name of the communicator in NCCL's logs. Ignored if torch has no such option, or the
+            program has given a name.
     """
     if given is not None and getattr(given.config, "net_name", None):
         return given
@@ -191,6 +207,7 @@ def refuse_forced(transport: Transport, forced_nets: Mapping[str, str]) -> None:
     Such a file sets NCCL_NET for every communicator, and overrides the net_name of a group.
 
     Args:
+        transport: Planned network of a group.
         forced_nets: Value of NCCL_NET -> the file that sets it.
 
     Raises:
@@ -205,7 +222,7 @@ def refuse_forced(transport: Transport, forced_nets: Mapping[str, str]) -> None:
 
 
 def _copy_settings(source: Any, target: Any, skip: frozenset[str] | set[str] = frozenset()) -> None:
-    """Copy all attributes that differ from `source` to `target`, except those in `skip`."""
+    """Copy the attributes of `source` whose values differ to `target`, except those named in `skip`."""
     for name in dir(source):
         value = getattr(source, name)
         if (
@@ -230,11 +247,15 @@ def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]
         NCCL_COMM_SPLIT_SHARE_RESOURCES        would give a split communicator the network of its parent; it
                                                may stay on a node with a single network
 
+    Args:
+        here: This node.
+        environ: Environment variables of this process, which are changed.
+
     Returns:
         A message for each variable that the user has set, or that was unset.
     """
     lines = []
-    in_files = file_settings(environ)
+    in_files = file_settings(environ)  # variable -> its value and the file of NCCL that sets it
     for name, value in variables_of(here).items():
         holmes_would = f"holmes would use {value or 'none'}"
         if environ.get(name):
@@ -253,6 +274,7 @@ def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]
             f"NCCL_NET={environ['NCCL_NET']} is unset: it would override the network chosen for each group"
         )
         del environ["NCCL_NET"]
+    # SHARED is NCCL_COMM_SPLIT_SHARE_RESOURCES.
     if environ.get(SHARED, "0") != "0" and len(here.ports) > 1:
         reason = "a group with a network of its own cannot share its parent's resources"
         lines.append(f"{SHARED}={environ[SHARED]} is unset: {reason}")

@@ -64,7 +64,13 @@ class Wire:
     stage_link: str = "the stage link"  # for error messages
 
     def outgoing(self, tensor: Any) -> Any:
-        """Return what is sent of a tensor: contiguous, and to be kept until it has been sent.
+        """Return the message that this rank sends of a tensor: its slice of the rows, compressed.
+
+        With one part and no compression, the message is the whole tensor. The caller must keep the message
+        until it has been sent.
+
+        Args:
+            tensor: The activation or gradient, equal on all tensor-parallel ranks of the stage.
 
         Raises:
             HolmesError: the tensor's dtype cannot be compressed.
@@ -72,16 +78,17 @@ class Wire:
         compression = self._compression_of(tensor)
         if self.parts == 1 and compression == "off":
             return tensor.detach()
-        rows = _rows(tensor.detach().contiguous())
+        rows = _as_matrix(tensor.detach().contiguous())
         slice_rows = self._rows_per_slice(rows)
         own_slice = self._own_slice(rows)
-        if len(own_slice) < slice_rows:
+        if len(own_slice) < slice_rows:  # the last slice; all slices must have the same size
             padded = rows.new_zeros(slice_rows, rows.shape[1])
             padded[: len(own_slice)] = own_slice
             own_slice = padded
         if compression == "off":
             return own_slice
-        return _codec(compression, own_slice).encode(own_slice.view(-1), None)
+        slice_codec = _codec_for(compression, own_slice)
+        return slice_codec.encode(own_slice.view(-1), residual=None)  # no error feedback
 
     def incoming(self, tensor: Any) -> tuple[Any, Finish]:
         """Prepare to receive a tensor.
@@ -90,7 +97,9 @@ class Wire:
             tensor: Contiguous tensor that is filled.
 
         Returns:
-            The buffer into which the message is received, and a function to call when it has arrived.
+            The buffer into which the message is received, and a function to call when it has arrived. The
+            function decodes the message, gathers the slices of the other tensor-parallel ranks, and fills
+            `tensor`.
 
         Raises:
             HolmesError: the tensor's dtype cannot be compressed.
@@ -100,20 +109,20 @@ class Wire:
         compression = self._compression_of(tensor)
         if self.parts == 1 and compression == "off":
             return tensor.detach(), _do_nothing
-        rows = _rows(tensor.detach())
+        rows = _as_matrix(tensor.detach())
         padded_length = self._rows_per_slice(rows) * self.parts
         if len(rows) == padded_length:
             gathered = rows
-        else:
+        else:  # the slices of all ranks together are longer than the tensor
             gathered = rows.new_empty(padded_length, rows.shape[1])
         own_slice = self._own_slice(gathered)
         flat_slice = own_slice.view(-1)
-        code = _codec(compression, own_slice)
-        buffer = own_slice if compression == "off" else code.buffer(flat_slice)
+        slice_codec = _codec_for(compression, own_slice)
+        buffer = own_slice if compression == "off" else slice_codec.buffer(flat_slice)
 
         def finish() -> None:
             if buffer is not own_slice:
-                flat_slice.copy_(code.decode(buffer, flat_slice))
+                flat_slice.copy_(slice_codec.decode(buffer, flat_slice))
             if self.parts > 1:
                 dist.all_gather_into_tensor(gathered, own_slice, group=self.group)
             if gathered is not rows:
@@ -131,7 +140,7 @@ class Wire:
         return rows[self.place * slice_rows : (self.place + 1) * slice_rows]
 
     def _compression_of(self, tensor: Any) -> str:
-        """Return the compression of a tensor: "off", "bf16" or "int8".
+        """Return the compression that applies to a tensor: "off", "bf16" or "int8".
 
         Scalars (such as DeepSpeed's first message) are not compressed, and "bf16" applies to float32 only.
 
@@ -163,12 +172,12 @@ def _do_nothing() -> None:
     pass
 
 
-def _rows(tensor: Any) -> Any:
+def _as_matrix(tensor: Any) -> Any:
     """Return a two-dimensional view of a tensor, with the size of its last dimension."""
     return tensor.view(-1, tensor.shape[-1])
 
 
-def _codec(compression: str, rows: Any) -> Codec:
+def _codec_for(compression: str, rows: Any) -> Codec:
     """Return the codec for rows that are flattened; int8 has one scale for each row."""
     if compression == "int8":
         return Int8(rows.shape[1])

@@ -54,11 +54,12 @@ class StepCounter:
         A training step may consist of several optimizer steps. Only those count that update one chosen
         parameter, the leader. This method must be called exactly once for each optimizer step.
         """
-        # It stands for all parameters that this optimizer step has updated.
+        # One parameter represents all that this optimizer step has updated.
         parameter = _first_parameter(optimizer)
         leader = None
         if self._leader is not None:
             leader = self._leader()  # None if the program has deleted it
+        # Then the leader was updated more rarely than other parameters, or no longer.
         is_updated_again = any(other() is parameter for other in self._updated_since_leader)
         if leader is None or is_updated_again:  # this parameter becomes the leader
             leader = parameter
@@ -96,7 +97,9 @@ class Offset(NamedTuple):
 def answer(
     store: Any, prefix: str, nodes: Sequence[int], timeout_s: float, clock: Clock = time.monotonic
 ) -> None:
-    """Answer the questions of all other nodes, one node after the other. Rank 0 calls this.
+    """Send the time of rank 0's clock to all other nodes, one node after the other. Rank 0 calls this.
+
+    Each node measures its clock's offset by several questions in ask(), which take a key of the store each.
 
     Args:
         store: The job's key-value store.
@@ -107,17 +110,20 @@ def answer(
     """
     for node in nodes:
         try:
-            for number in range(QUESTIONS):
+            for number in range(QUESTIONS):  # questions of each node
                 store.wait([f"{prefix}/ask/{node}/{number}"], timedelta(seconds=timeout_s))
                 store.set(f"{prefix}/answer/{node}/{number}", repr(clock()))
-        except RuntimeError:
+        except RuntimeError:  # the store: no question in time
             continue
 
 
 def ask(
     store: Any, prefix: str, node: int, timeout_s: float, clock: Clock = time.monotonic
 ) -> Offset:
-    """Return the offset of this node's clock from that of rank 0's node.
+    """Return the offset of this node's clock from that of rank 0's node, as in NTP.
+
+    The other clock is taken to have been read in the middle of the round trip. The shortest of several
+    trips counts, since its error is the smallest.
 
     Args:
         store: The job's key-value store.
@@ -141,7 +147,7 @@ def ask(
             continue
         trip_s = answered_at - asked_at
         new_offset_s = remote_time - (asked_at + answered_at) / 2
-        if (trip_s, new_offset_s) < (shortest_trip_s, offset_s):
+        if (trip_s, new_offset_s) < (shortest_trip_s, offset_s):  # the offset only decides a tie
             shortest_trip_s = trip_s
             offset_s = new_offset_s
     return Offset(offset_s, error_s=shortest_trip_s / 2)

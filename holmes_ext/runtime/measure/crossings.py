@@ -80,10 +80,14 @@ class PairResult(NamedTuple):
 def rounds(count: int) -> list[list[_Pair]]:
     """Return all pairs of clusters in rounds, so that no cluster is in two pairs of a round.
 
-    This is the circle method of round-robin tournaments.
+    This is the circle method of round-robin tournaments: in each round, opposite positions of a circle are
+    paired. Then all numbers but the first move on by one position.
 
     Args:
         count: Number of clusters. The pairs consist of the numbers 0 to count - 1.
+
+    Returns:
+        The pairs of each round, the smaller number first.
     """
     circle: list[int | None] = list(range(count))
     if count % 2:
@@ -97,7 +101,7 @@ def rounds(count: int) -> list[list[_Pair]]:
             if first is not None and second is not None:
                 pairs.append((min(first, second), max(first, second)))
         schedule.append(sorted(pairs))
-        circle.insert(1, circle.pop())
+        circle.insert(1, circle.pop())  # position 0 stays, the last one moves to position 1
     return schedule
 
 
@@ -105,10 +109,15 @@ def is_flat(site: Site, pairs: Sequence[MeasuredPair]) -> bool:
     """Return whether the clusters are connected like nodes of one network.
 
     Then latencies are short, and nodes reach most of their NICs' rate between all pairs of clusters.
+
+    Args:
+        site: Nodes and networks.
+        pairs: Measured rate and latency between each pair of clusters.
     """
     node_counts = {name: len(_nodes_of(site, name)) for name in site.clusters}
     nic_bps = site.fabric_by_name[ETHERNET].rate_bps
     for pair in pairs:
+        # Each sender had a receiver of its own; at most MOST_NODES took part.
         senders = min(MOST_NODES, *(node_counts[name] for name in pair.clusters))
         if pair.latency_s > FLAT_S or pair.rate_bps < FLAT_SHARE * nic_bps * senders:
             return False
@@ -134,6 +143,7 @@ def stated_bps(site: Site, source: str, target: str, nodes: int) -> float:
         nodes: Nodes that send at the same time.
     """
     nics_bps = nodes * site.fabric_by_name[ETHERNET].rate_bps
+    # Hops are the links between clusters on the way; none if the file states no such links.
     hops_bps = [hop.rate_bps for hop in site.wan.hops(source, target)]
     return min([nics_bps, *hops_bps])
 
@@ -220,6 +230,9 @@ def _measure_pair(
 ) -> PairResult:
     """Measure one pair of clusters. All ranks of the job call this function, and pass the same barriers.
 
+    Each sending node has one receiving node. The first sender measures a single stream. Then all senders
+    send several streams at the same time.
+
     Args:
         rank: This rank.
         sides: The cluster that sends and the one that receives; None if this rank is in no pair.
@@ -228,23 +241,25 @@ def _measure_pair(
         barrier: Waits for all ranks.
     """
     ends = list(zip(*sides))[:MOST_NODES] if sides is not None else []  # (sender, receiver)
-    receiver = next((other for sender, other in ends if sender == rank), None)
+    receiver = next((other for sender, other in ends if sender == rank), None)  # None: no sender
     is_receiver = any(other == rank for _, other in ends)
-    is_in_first_end = bool(ends) and rank in ends[0]
+    is_in_first_end = bool(ends) and rank in ends[0]  # one of the first sender and its receiver
     trip_s = 0.0
     results = []
     if receiver is not None:
         trip_s = _ping(addresses[receiver])
     elif is_receiver:
-        _serve(server, 1)
-    # First one stream of the first sender, then the streams of all senders.
-    for streams, takes_part in ((1, is_in_first_end), (streams_of(len(ends)), True)):
+        _serve(server, 1)  # answers the ping
+    single_stream = (1, is_in_first_end)
+    all_streams = (streams_of(len(ends)), True)
+    for streams, takes_part in (single_stream, all_streams):
         barrier()
         if takes_part and receiver is not None:
             results.append(_flood(addresses[receiver], streams, trip_s))
         elif takes_part and is_receiver:
             _serve(server, streams)
     barrier()
+    # `results` is empty on ranks that do not send. The first sender's first result is that of one stream.
     stream_bps = _median(results[:1]) if is_in_first_end else 0.0
     rates = results[-1] if results else (0.0,) * PARTS
     return PairResult(trip_s, stream_bps, rates)
@@ -282,17 +297,23 @@ def _ping(address: tuple[str, int]) -> float:
 
 
 def _flood(address: tuple[str, int], streams: int, trip_s: float) -> _Rates:
-    """Send streams to another node, and return the bits/s that arrived there, in each part of the time.
+    """Send streams to another node, and return the bits/s that arrived there.
+
+    Nothing is counted in the first lead_s seconds, in which TCP's windows grow. The time after that is
+    divided into equal parts.
 
     Args:
         address: The other node's server.
         streams: Number of streams.
-        trip_s: Round-trip time in seconds.
+        trip_s: Round-trip time in seconds. On long links all times are longer.
+
+    Returns:
+        For each part of the time, the bits/s of all streams together.
 
     Raises:
         OSError: A stream broke off.
     """
-    rates: list[_Rates] = []  # of each stream
+    rates: list[_Rates] = []  # of each stream, as its receiver reports them
     lead_s = max(LEAD_S, LEAD_TRIPS * trip_s)
     window_s = max(WINDOW_S, WINDOW_TRIPS * trip_s)
 
@@ -305,10 +326,10 @@ def _flood(address: tuple[str, int], streams: int, trip_s: float) -> _Rates:
             rates.append(_RATES.unpack(_receive_exactly(connection, _RATES.size)))
             # Without lingering, data that is still queued here is dropped. The receiver gets a reset
             # after the data that is on its way.
-            linger = _LINGER.pack(1, 0)
+            linger = _LINGER.pack(1, 0)  # on, for 0 seconds: close() resets the connection
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
-    _together([send] * streams)
+    _together([send] * streams)  # one thread for each stream
     if len(rates) < streams:
         raise OSError(f"a stream to {address[0]} broke off")
     return tuple(sum(part) for part in zip(*rates))
@@ -323,7 +344,7 @@ def _serve(server: socket.socket, streams: int) -> None:
 def _answer(connection: socket.socket) -> None:
     """Serve one connection: send each byte back, or measure a stream and send its rates.
 
-    The first bytes of the connection say which of them.
+    The connection begins with a head, which says which of the two is wanted.
     """
     with connection:
         connection.settimeout(PATIENCE_S)
@@ -341,7 +362,13 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _received_rates(connection: socket.socket, lead_s: float, window_s: float) -> list[float]:
-    """Receive a stream, and return its bits/s in each part of the window after the lead."""
+    """Receive a stream, and return its bits/s in each of the PARTS equal parts of a time window.
+
+    Args:
+        connection: Connection from which the stream comes.
+        lead_s: Seconds before the window, in which nothing is counted.
+        window_s: Length of the window, in seconds.
+    """
     buffer = bytearray(_BUFFER_BYTES)
     window_begin = time.monotonic() + lead_s
     part_s = window_s / PARTS
@@ -353,8 +380,8 @@ def _received_rates(connection: socket.socket, lead_s: float, window_s: float) -
         passed_s = time.monotonic() - window_begin
         if passed_s >= window_s:
             break
-        if passed_s >= 0:
-            part = min(PARTS - 1, int(passed_s / part_s))
+        if passed_s >= 0:  # the window has begun
+            part = min(PARTS - 1, int(passed_s / part_s))  # min(): the division may round up
             received_bytes[part] += size
     return [8 * size / part_s for size in received_bytes]
 

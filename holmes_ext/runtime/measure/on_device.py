@@ -51,7 +51,11 @@ class DeviceClock:
     """Makes marks on CUDA streams, and converts them to seconds of the host's clock."""
 
     def __init__(self, clock: Callable[[], float]):
-        """Create a clock for the current GPU; `clock` returns the host's time in seconds."""
+        """Create a clock for the current GPU. It has no base before the first mark.
+
+        Args:
+            clock: Returns the host's time in seconds.
+        """
         import torch
 
         self.clock = clock
@@ -65,9 +69,13 @@ class DeviceClock:
         self._compute: Any = None  # the stream on which steps end
 
     def mark(self) -> Mark:
-        """Record a CUDA event at this point of the current stream, and return it as a mark."""
+        """Record a CUDA event at this point of the current stream, and return it as a mark.
+
+        The first mark becomes the base, from which elapsed times are counted. Then the returned mark is a
+        second one, because the caller gives back the events of its marks.
+        """
         try:
-            event = self._free.pop()
+            event = self._free.pop()  # an event of an earlier mark that is not needed any more
         except IndexError:
             event = self._cuda.Event(enable_timing=True)
         stream = self._cuda.current_stream()
@@ -109,11 +117,15 @@ class DeviceClock:
         return float(first.event.elapsed_time(last.event)) / _MS_PER_S
 
     def step_done(self) -> None:
-        """Count elapsed times from this training step on, and take the current stream as compute stream."""
+        """Count elapsed times from the end of this training step, as soon as the GPU has reached it.
+
+        The current stream is taken to be the one that computes. Elapsed times are short then, so that the
+        rounding of torch's elapsed_time() does not matter.
+        """
         if self._base is None or self.capturing():
             return
         self._compute = self._cuda.current_stream()
-        if self._next is not None and self.over(self._next):
+        if self._next is not None and self.over(self._next):  # the GPU has reached the next base
             next_s = self.time_of(self._next)
             self.give_back(self._base)
             self._base = self._next
@@ -136,14 +148,15 @@ class OnDevice:
         self.mark = clock.mark
 
     def timed(self, spans: list[Span]) -> TimedSpans:
-        """Return the times of spans that the GPU has completed, and the other spans.
+        """Convert the times of spans that the GPU has completed to seconds; leave the other spans open.
 
-        Spans whose times are in seconds already are returned as they are.
+        Args:
+            spans: (kind, begin, end), where times are CUDA events (Marks), or seconds of the host.
         """
         done: list[tuple[str, float, float]] = []
         still_open: list[Span] = []
         for kind, begin, end in spans:
-            if not isinstance(begin, Mark) or not isinstance(end, Mark):
+            if not isinstance(begin, Mark) or not isinstance(end, Mark):  # seconds already
                 done.append((kind, begin, end))
             elif self._clock.over(end) and self._clock.over(begin):
                 start_s = self._clock.time_of(begin)
@@ -166,16 +179,25 @@ class OnDevice:
         op.group.on_device.append(op)
 
     def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
-        """Call `wait`, which makes the current stream wait for an operation, between two CUDA events."""
+        """Make the current stream wait for an operation, and measure the wait by two CUDA events.
+
+        Args:
+            op: The operation.
+            wait: The wait() of the operation's Work.
+
+        Returns:
+            What `wait` returns.
+        """
+        # An operation that is over, or that a CUDA graph captures, is not measured.
         if op.end or self.captures():
             return wait()
-        self._is_over(op)  # asks the Work while the program holds it
+        self._is_over(op)  # reads the Work's duration while the program still holds the Work
         before = self._clock.mark()
         result = wait()
         after = self._clock.mark()
         op.waits.append((before, after))
         if op.ended is None:
-            op.ended = after
+            op.ended = after  # the first wait() is the earliest point after the operation
         return result
 
     def is_at(self, op: Op) -> bool:
@@ -189,11 +211,13 @@ class OnDevice:
     def poll(self, group: GroupTraffic) -> None:
         """Record the end of a group's operations that are over.
 
-        A communicator works in the order of the launches. So an operation whose Work was deleted ends with a
-        later one, whose end can be observed.
+        The end of an operation cannot be observed if its Work was deleted and no event follows it. A
+        communicator works in the order of the launches, so such an operation ends with the next one whose
+        end can be observed.
         """
         with self._polling:
             while True:
+                # Oldest operations up to the first one whose end can be observed, `last`.
                 count = self._count_to_observable(group)
                 if count == 0:
                     return
@@ -223,10 +247,10 @@ class OnDevice:
         return op.seen_over > 0 or (op.ended is not None and self._clock.over(op.ended))
 
     def _end(self, op: Op, last: Op) -> None:
-        """Record start, end and time of waiting of an operation.
+        """Record the start, the end and the time of waiting of an operation that is over.
 
         Args:
-            op: The operation. It stands for its block, too.
+            op: The operation. It represents the block of operations that was coalesced with it, too.
             last: The same operation, or a later one of the communicator, whose end was observed.
         """
         clock = self._clock
@@ -240,12 +264,13 @@ class OnDevice:
         start_s = op.start
         if clock.over(began):
             start_s = min(end_s, clock.time_of(began))
-        if op.duration:
+        if op.duration:  # of the kernel, measured by NCCL; its start is unknown
             # The communicator may have been busy with the operation before, which ended at last_end.
             start_s = max(start_s, min(op.group.last_end, end_s))
             end_s = min(end_s, start_s + op.duration)
         op.group.last_end = end_s
 
+        # A synchronous operation delays the current stream from its begin to its end.
         runs_on_current_stream = op.work is None and op.ended is not None
         if runs_on_current_stream:
             assert op.ended is not None
@@ -253,6 +278,7 @@ class OnDevice:
         else:
             op.waited = sum(clock.stood_still(before, after) for before, after in op.waits)
 
+        # Allow all events to be used again.
         clock.give_back(*[member.began for member in members])
         for before, after in op.waits:
             clock.give_back(before, after)

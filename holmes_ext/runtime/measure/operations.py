@@ -70,7 +70,11 @@ def kind_of(ranks: Sequence[int], description: str, sizes: Sizes | None, world_s
 
 
 def described(description: str) -> str:
-    """Return the kind of a process group that its description contains; "" if it contains none."""
+    """Return what a process group is for, as its description says: one of KINDS, or "" if it says nothing.
+
+    Args:
+        description: torch's group_desc, such as "data_parallel_group" or "mesh_dp_shard".
+    """
     text = description.lower()
     if text.startswith("mesh_"):  # torch's description of a group of a DeviceMesh
         parts = text.split("_")
@@ -78,7 +82,7 @@ def described(description: str) -> str:
             if name in parts:
                 return kind
         return ""
-    for words, kind in _DESCRIPTIONS:
+    for words, kind in _DESCRIPTIONS:  # names that Megatron and holmes use
         if words in text:
             return kind
     return ""
@@ -103,9 +107,15 @@ def kind_of_ranks(ranks: Sequence[int], sizes: Sizes | None, world_size: int) ->
 
 
 def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> str:
-    """Return the kind of a group of two or more ranks; "" if it is no group of a parallel dimension."""
+    """Return what a group is for, as the parallel sizes of the job show; "" if they do not show it.
+
+    Args:
+        members: Sorted global ranks, two or more.
+        sizes: Parallel sizes of the job.
+        world_size: Ranks of the job.
+    """
     first = members[0]
-    for axis, kind in AXES.items():
+    for axis, kind in AXES.items():  # e.g. "dp" -> "data"
         if members == tuple(sorted(sizes.group(first, axis))):
             return kind
 
@@ -113,12 +123,13 @@ def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> s
     if set(members) <= set(pipeline):
         stages = [pipeline.index(rank) for rank in members]
         last_stage = len(pipeline) - 1
-        if stages == [0, last_stage] and last_stage > 1:
+        if stages == [0, last_stage] and last_stage > 1:  # they share the embedding's weight
             return "embedding"
         return "pipeline"
 
     # Dimensions in which a member differs from the first one, and from it only in this dimension.
     axes = {axis for axis in AXES if set(sizes.group(first, axis)) & set(members[1:])}
+    # Gradients are averaged over data-parallel and context-parallel ranks together.
     is_whole_dp_cp_group = len(members) == sizes.data * sizes.context < world_size
     if axes == {"dp"} or (axes == {"dp", "cp"} and is_whole_dp_cp_group):
         return "data"
@@ -149,11 +160,11 @@ def sent_bytes(operation: str, payload: int, ranks: int, backend: str) -> float:
         payload: Bytes of the rank's tensors.
         ranks: Ranks of the process group.
         backend: Backend of the process group. gloo's reduce-scatter is an all-reduce, which sends twice
-        as much.
+            as much.
     """
     if operation not in _SENT_PER_PAYLOAD_BYTE or (ranks <= 1 and operation != "send"):
         return 0
-    factor = _SENT_PER_PAYLOAD_BYTE[operation](ranks)
+    factor = _SENT_PER_PAYLOAD_BYTE[operation](ranks)  # e.g. 2 (n - 1) / n of an all-reduce
     if operation == "reduce_scatter" and backend == "gloo":
         factor *= 2
     return payload * factor
@@ -163,7 +174,7 @@ class GroupTraffic:
     """A process group as this rank sees it: members, network, and operations started so far."""
 
     def __init__(self, process_group: Any):
-        """Read the members and the network of a process group of torch."""
+        """Read the members, the description and the network of a process group of torch."""
         import torch.distributed as dist
 
         current = session.require()
@@ -180,8 +191,8 @@ class GroupTraffic:
             if record.ranks == self.ranks and record.backend == self.backend
         ]
         if transports:
-            self.transport = transports[-1]
-        else:
+            self.transport = transports[-1]  # of the latest group with these ranks
+        else:  # the group was not recorded when it was made: take the planned network
             self.transport = current.transport(self.ranks, self.backend)
         self.world_size = current.plan.world_size
         self.collectives = 0  # started so far
@@ -195,7 +206,8 @@ class GroupTraffic:
     def kind(self, sizes: Sizes | None, peer: int | None, rank: int) -> str:
         """Return what an operation of the group is for: one of KINDS.
 
-        A message between two ranks may belong to the pipeline although the group is larger.
+        Engines also send messages between pipeline stages in larger groups, such as that of all ranks. So
+        for a message in a larger group without a purpose, its two ranks count.
 
         Args:
             sizes: Parallel sizes of the job, if known.

@@ -74,12 +74,13 @@ def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
     """
     site = session.site
     plan = session.plan
-    nodes_of: dict[str, tuple[str, str]] = {}  # fabric -> two nodes
+    nodes_of: dict[str, tuple[str, str]] = {}  # fabric -> two nodes, the best ones so far
     for source, target in itertools.combinations(plan.nodes, 2):
-        fabric = site.shared_fabric((source, target)).name
+        fabric = site.shared_fabric((source, target)).name  # the fastest one that both have
         crosses = site.node_by_name[source].cluster != site.node_by_name[target].cluster
         if fabric == ETHERNET and crosses and not flat:
             continue
+        # On Ethernet, the first pair in different clusters replaces a pair inside one cluster.
         is_better = False
         if fabric == ETHERNET and crosses and fabric in nodes_of:
             first, second = nodes_of[fabric]
@@ -94,13 +95,12 @@ def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
 
 
 def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each fabric among which all-reduces are measured.
+    """Return the ranks of each fabric among which ring all-reduces are measured.
 
     Args:
         session: The session of this process.
         flat: Whether clusters are connected like nodes of one network. Then Ethernet is measured among
-        all nodes,
-            else among those of one cluster that has no faster network.
+            all nodes, else among those of one cluster that has no faster network.
 
     Returns:
         Fabric -> the first rank of every node for which it is the fastest. A fabric of one node is left out.
@@ -118,7 +118,7 @@ def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
             if cluster != ethernet_cluster:
                 continue
         ranks_of.setdefault(fabric, []).append(index * plan.processes)
-    if flat:
+    if flat:  # the network that all nodes share, mostly Ethernet, is measured among all of them
         common_fabric = site.shared_fabric(plan.nodes).name
         ranks_of[common_fabric] = [index * plan.processes for index in range(len(plan.nodes))]
     return {fabric: tuple(ranks) for fabric, ranks in ranks_of.items() if len(ranks) > 1}
@@ -186,11 +186,13 @@ def _curve(
 ) -> list[Point]:
     """Return the median seconds of an operation for each size, until a size takes longer than LONGEST_S.
 
-    All ranks of the group call this function. Their first rank decides how often a size is repeated.
+    All ranks of the group call this function. The numbers of the first rank count, so that all ranks repeat
+    a size equally often and get the same points.
 
     Args:
-        run: The operation.
-        sizes: Bytes of its tensor.
+        run: Runs the operation once with (tensor, ranks, group). It returns the share of its time that
+            counts: 0.5 if it sends a message there and back.
+        sizes: Bytes of the operation's tensor, in ascending order.
         ranks: Members of the group.
         group: The process group.
         device: Device of the tensor.
@@ -204,10 +206,12 @@ def _curve(
         run_once = partial(run, tensor, ranks, group)
         share = run_once()  # the first call connects the ranks
         (first_s,) = seconds_of(run_once, 1, device)
+        # Repeat for about SECONDS, but at least LEAST and at most MOST times.
         repetitions = int(SECONDS / max(share * first_s, _SHORTEST_S))
         count = torch.tensor([max(LEAST, min(MOST, repetitions))], device=device)
         dist.broadcast(count, ranks[0], group=group)
         seconds = share * statistics.median(seconds_of(run_once, int(count), device))
+        # Not every accelerator has float64.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         median = torch.tensor([seconds], dtype=dtype, device=device)
         dist.broadcast(median, ranks[0], group=group)
@@ -218,7 +222,13 @@ def _curve(
 
 
 def seconds_of(run: Callable[[], Any], times: int, device: Any) -> list[float]:
-    """Return the seconds of each of several calls; on a GPU, until the work that a call started is done."""
+    """Return the seconds of each of several calls; on a GPU, until the work that a call started is done.
+
+    Args:
+        run: The function to call.
+        times: Number of calls.
+        device: torch.device on which the function works.
+    """
     import torch
 
     durations = []
@@ -232,10 +242,15 @@ def seconds_of(run: Callable[[], Any], times: int, device: Any) -> list[float]:
 
 
 def _send_there_and_back(tensor: Any, ranks: tuple[int, ...], group: Any) -> float:
-    """Send a tensor from the first rank to the second one, and back.
+    """Send a tensor from the first rank to the second one, and back. Both ranks call this function.
+
+    Args:
+        tensor: The tensor; the received one replaces it.
+        ranks: Global ranks of the two.
+        group: Process group of the two.
 
     Returns:
-        The part of the time that one message takes.
+        The share of the time that one message takes.
     """
     import torch.distributed as dist
 
@@ -246,7 +261,7 @@ def _send_there_and_back(tensor: Any, ranks: tuple[int, ...], group: Any) -> flo
     else:
         dist.recv(tensor, ranks[0], group=group)
         dist.send(tensor, ranks[0], group=group)
-    return 0.5
+    return 0.5  # of the time for both directions
 
 
 def _all_reduce(tensor: Any, ranks: tuple[int, ...], group: Any) -> float:
@@ -270,8 +285,8 @@ def reduction(group: Any, size_bytes: int, device: Any) -> ReductionTime:
         device: Device of the gradients.
 
     Returns:
-        The line through both times. If noise hides their difference, the whole time counts for the bytes.
-        Zeros if the group has one rank.
+        The line through both times, as seconds per byte and latency. If the larger all-reduce does not take
+        longer, because of noise, the latency is 0. Both are 0 if the group has one rank.
     """
     import torch
     import torch.distributed as dist
@@ -282,12 +297,12 @@ def reduction(group: Any, size_bytes: int, device: Any) -> ReductionTime:
     def median_of(elements: int) -> Point:
         tensor = torch.zeros(elements, device=device)
         times = seconds_of(lambda: dist.all_reduce(tensor, group=group), _REDUCTIONS, device)
-        # In the first one, ranks wait for each other.
+        # In the first all-reduce, ranks wait for each other.
         return Point(elements * _FLOAT32_BYTES, statistics.median(times[1:]))
 
     largest_bytes = max(_SMALLEST_REDUCTION, min(size_bytes, _LARGEST_REDUCTION))
     large = median_of(largest_bytes // _FLOAT32_BYTES)
-    small = median_of(largest_bytes // _FLOAT32_BYTES // _SMALL_SHARE)
+    small = median_of(largest_bytes // _FLOAT32_BYTES // _SMALL_SHARE)  # a quarter of the elements
     if large.seconds > small.seconds:
         s_per_byte = (large.seconds - small.seconds) / (large.size_bytes - small.size_bytes)
     else:
@@ -306,9 +321,11 @@ def stage_link(
 ) -> float:
     """Measure the transfer of an activation to the next pipeline stage. All stages call this function.
 
+    The stage links are measured one after the other. On each, a tensor is sent to the later stage and back.
+
     Args:
-        stage: This stage.
-        stages: Pipeline stages.
+        stage: Number of this stage.
+        stages: Number of pipeline stages.
         size_bytes: Bytes of an activation.
         device: Device of the activation.
         send: Sends a tensor to a stage, and returns when it is sent.
@@ -333,6 +350,7 @@ def stage_link(
     for first in range(stages - 1):
         if stage == first:
             times = seconds_of(partial(send_first, first + 1), _TRANSFERS, device)
+            # The first transfer is a warm-up; half of the time is one direction.
             link_s = statistics.median(times[1:]) / 2
         elif stage == first + 1:
             seconds_of(partial(receive_first, first), _TRANSFERS, device)

@@ -94,7 +94,14 @@ def publish(
 
 
 def _write_together(current: session.Session, report: dict[str, Any], path: str) -> str:
-    """Let rank 0 write the profile from the reports of all ranks.
+    """Let rank 0 write the profile from the reports of all ranks. All ranks call this function.
+
+    Reports and the outcome go through the job's key-value store.
+
+    Args:
+        current: The session of this process.
+        report: What this rank has measured, for JSON.
+        path: File of the profile.
 
     Returns:
         The error of rank 0; "" if the file was written.
@@ -103,7 +110,7 @@ def _write_together(current: session.Session, report: dict[str, Any], path: str)
     store = current.store
     prefix = f"{current.round}/profile"
     entry = json.dumps([current.rank, report]).encode()
-    append_entry(store, f"{prefix}/reports", entry, 1, world)
+    append_entry(store, f"{prefix}/reports", entry, count=1, total=world)
     if current.rank == 0:
         error = ""
         try:
@@ -113,7 +120,8 @@ def _write_together(current: session.Session, report: dict[str, Any], path: str)
         store.set(f"{prefix}/error", error)
     store.wait([f"{prefix}/error"], timedelta(seconds=2 * _COLLECT_SECONDS))
     stored_error: str = store.get(f"{prefix}/error").decode()
-    append_entry(store, f"{prefix}/left", b"", 1, world)
+    # This rank needs the store no more.
+    append_entry(store, f"{prefix}/left", b"", count=1, total=world)
     if current.process.rank == 0:  # it may host the store, so it must end last
         wait_for_value(store, f"{prefix}/left/all", _LEAVE_SECONDS)
     return stored_error
@@ -148,11 +156,13 @@ def merge(current: session.Session, reports: list[dict[str, Any]]) -> Profile:
 
     Args:
         current: The session of this process.
-        reports: Reports of all ranks, in rank order.
+        reports: Reports of all ranks, in rank order. Each has the rank's stage, "totals" (part of the step
+            -> seconds), the times of its layers, and numbers that are equal on all ranks.
     """
     first = reports[0]
     stage_count = 1 + max(report["stage"] for report in reports)
     gradient_bytes = _largest_of_layers(reports, "gradient_bytes")
+    # Transformer blocks have numbers; "before" and "after" are the layers before and after them.
     block_count = sum(isinstance(label, int) for label in gradient_bytes)
     labels: list[Label] = ["before", *range(block_count), "after"]
     # If the user has given no parallel sizes, those of the framework count.
@@ -186,7 +196,14 @@ def _largest_of_layers(reports: list[dict[str, Any]], name: str) -> dict[Label, 
 def _stage_times(
     current: session.Session, ranks: list[int], reports: list[dict[str, Any]]
 ) -> StageTimes:
-    """Return the times of one pipeline stage, from the reports of its ranks."""
+    """Return the times of one pipeline stage: of each, the largest among the stage's ranks.
+
+    Args:
+        current: The session of this process.
+        ranks: Global ranks of the stage.
+        reports: Reports of these ranks, in the same order.
+    """
+    # Label of a layer -> seconds. Labels are block numbers, "before" and "after".
     forward = _largest_of_layers(reports, "forward")
     backward = _largest_of_layers(reports, "backward")
     blocks = tuple(sorted(label for label in forward if isinstance(label, int)))
@@ -203,6 +220,7 @@ def _stage_times(
         backward_s=tuple(backward.get(block, 0.0) for block in blocks),
         before_s=(forward.get("before", 0.0), backward.get("before", 0.0)),
         after_s=(forward.get("after", 0.0), backward.get("after", 0.0)),
+        # "reduction" is (seconds per byte, latency in seconds).
         reduction_s_per_byte=max(report["reduction"][0] for report in reports),
         reduction_latency_s=max(report["reduction"][1] for report in reports),
         stage_link_s=max(report["stage_link_s"] for report in reports),

@@ -75,7 +75,7 @@ class Profiler:
         self.steps = steps
         self.clock = clock
         self.seconds = seconds
-        self.done = 0  # steps so far, with those of the warm-up
+        self.done = 0  # steps so far, including the WARM_UP steps
         #: Kind of a part of the step -> seconds in each measured step.
         self.totals: dict[str, list[float]] = {}
         #: Kind of the pass -> layer -> seconds in each micro-batch.
@@ -108,7 +108,7 @@ class Profiler:
         if self._open is not None:
             yield
             return
-        current = _Span(kind, [_Cut(None, self.clock())])
+        current = _Span(kind, cuts=[_Cut(None, self.clock())])  # hooks of layers add further cuts
         self._open = current
         try:
             yield
@@ -148,17 +148,21 @@ class Profiler:
             self._open.cuts.append(_Cut(label, self.clock()))
 
     def _close_step(self, begin: Any, end: Any) -> None:
-        """Add the times of a training step that has ended, unless it was a step of the warm-up."""
+        """Add the times of a training step that has ended, unless it was a step of the warm-up.
+
+        Args:
+            begin, end: Begin and end of the step, as clock() returns them.
+        """
         self.done += 1
         spans = self._spans
         self._spans = []
         step_s = self.seconds(begin, end)  # on a GPU, this waits for the end
         if self.done <= WARM_UP:
             return
-        sums: dict[str, float] = defaultdict(float)  # kind -> seconds
+        sums: dict[str, float] = defaultdict(float)  # kind of a part of the step -> seconds
         for span in spans:
             sums[span.kind] += self.seconds(span.cuts[0].time, span.cuts[-1].time)
-            if span.kind in self.passes:
+            if span.kind in self.passes:  # a forward or backward pass, which is cut at the layers
                 layers = self.passes[span.kind]
                 for label, seconds in self._seconds_of_layers(span).items():
                     layers.setdefault(label, []).append(seconds)
@@ -167,7 +171,15 @@ class Profiler:
             self.totals.setdefault(kind, []).append(seconds)
 
     def _seconds_of_layers(self, span: _Span) -> dict[Label, float]:
-        """Return the seconds of each layer in one forward or backward pass."""
+        """Return the seconds of each layer in one forward or backward pass.
+
+        Args:
+            span: The pass. The first and the last of its cuts are its begin and end, and have no label. The
+                cuts between them were made at layers.
+
+        Returns:
+            Label of a layer -> seconds; empty if no layer made a cut.
+        """
         labels = [cut.label for cut in span.cuts if cut.label is not None]
         if not labels:
             return {}
@@ -177,10 +189,11 @@ class Profiler:
         else:
             # A cut is the end of its layer. The time after the last cut belongs to the first layer of the
             # stage, whose input has no gradient.
-            first_layer = next(iter(self.passes["forward"]), labels[-1])
-            if first_layer in labels:
-                first_layer = labels[-1]
-            owners = [*labels, first_layer]
+            last_cut = labels[-1]
+            first_layer = next(iter(self.passes["forward"]), last_cut)
+            if first_layer in labels:  # it has a cut of its own
+                first_layer = last_cut
+            owners = [*labels, first_layer]  # layer of each interval between cuts
         seconds_of: dict[Label, float] = defaultdict(float)
         for owner, begin, end in zip(owners, span.cuts, span.cuts[1:]):
             seconds_of[owner] += self.seconds(begin.time, end.time)
@@ -194,7 +207,7 @@ class Profiler:
             "forward" and "backward": a list [layer, median seconds] for each layer.
         """
         totals = {}
-        for kind, values in self.totals.items():
+        for kind, values in self.totals.items():  # values of the steps that had this part
             absent_steps = self.steps - len(values)
             totals[kind] = statistics.median(values + [0.0] * absent_steps)
         medians: dict[str, Any] = {"totals": totals}

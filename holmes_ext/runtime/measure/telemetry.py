@@ -149,8 +149,7 @@ class Recorder:
             name: Name of the operation, such as "all_reduce".
             payload: Bytes of the operation's tensors.
             to: Rank of the other end in the group, for a send or receive; negative if it may be any rank.
-            None
-                for a collective.
+                None for a collective.
 
         Returns:
             The operation. None if a CUDA graph captures it: it cannot be observed when the graph runs.
@@ -158,6 +157,7 @@ class Recorder:
         group = self.group(process_group)
         if group.is_on_device and self.device.captures():
             return None
+        # Operations of a group are numbered: collectives, and messages of each direction and rank.
         if to is None:
             peer = None
             number = group.collectives
@@ -167,18 +167,21 @@ class Recorder:
             number = group.messages.get((name, peer), 0)
             group.messages[name, peer] = number + 1
         sent = sent_bytes(name, payload, len(group.ranks), group.backend) if self.keeps else 0
-        op = Op(group, name, payload, sent, peer, number, self.clock())
+        op = Op(group, name, payload, sent, peer, number, start=self.clock())
         op.background = threading.get_ident() != self._main_thread
-        if group.is_on_device:
+        if group.is_on_device:  # NCCL: a CUDA event marks the begin
             self.device.launch(op)
         self.open[id(op)] = op
         return op
 
     def launched(self, op: Op, work: Any, process_group: Any, is_synchronous: bool = False) -> None:
-        """Record that an operation was started.
+        """Record that an operation was started, and arrange that its end will be recorded.
+
+        The end is observed by CUDA events (NCCL), by the future of the Work (collectives of gloo), or when
+        the program waits for the Work.
 
         Args:
-            op: The operation.
+            op: The operation, from launch().
             work: The Work that torch returned; None for a synchronous operation of nccl-legacy.
             process_group: The operation's process group.
             is_synchronous: Whether the program called the operation without async_op=True.
@@ -197,7 +200,7 @@ class Recorder:
             self._find_by_work(op, work)
         if op.group.is_on_device:
             self.device.launched(op)
-        elif work is None:
+        elif work is None:  # gloo: a synchronous operation has ended
             self.finish(op)
         elif self.keeps and op.peer is None:
             self._finish_with_future(op, work)
@@ -209,7 +212,10 @@ class Recorder:
         op.work = weakref.ref(work, lambda _: self._work_deleted(key, op))
 
     def _finish_with_future(self, op: Op, work: Any) -> None:
-        """Let a thread of gloo record the end of an operation, by the future of its Work."""
+        """Let a thread of gloo record the end of an operation, by the future of its Work.
+
+        Without a future, wait() of the Work records the end.
+        """
 
         def record_end(future: Any) -> None:
             self.finish(op)
@@ -218,7 +224,7 @@ class Recorder:
         self._awaiting_callback.add(op)
         try:
             work.get_future().add_done_callback(before_exit(record_end))
-        except RuntimeError:  # gloo's reduce-scatter has no future: wait() records its end
+        except RuntimeError:  # gloo's reduce-scatter has no future
             self._awaiting_callback.discard(op)
 
     def block_ended(self, process_group: Any, work: Any) -> None:
@@ -263,7 +269,10 @@ class Recorder:
         return result
 
     def settle(self, seconds: float) -> None:
-        """Wait for operations whose end the backend records, and for those that the last step left under way.
+        """Wait until the ends of all operations of the last steps have been recorded, or the time is over.
+
+        These are operations whose end a thread of gloo records, and those that were under way when the last
+        step ended.
 
         Args:
             seconds: The longest time to wait.
@@ -306,12 +315,12 @@ class Recorder:
 
         Args:
             exactly: Whether the step begins here. Otherwise it began where the last one ended, unless
-            more than
-                the median duration of a step has passed since then.
+                more than the median duration of a step has passed since then.
         """
         self.entered = self.clock()
         self.armed = True
-        # A source that says where steps begin will also say where they end.
+        # The engine that calls this method will also say where steps end, so that optimizer steps and
+        # reductions no longer count as ends.
         self._source = max(self._source, SOURCES.index("engine"))
         if exactly or self.entered - self.began > (self.median_s() or 0.0):
             self.began = self.entered
@@ -327,10 +336,10 @@ class Recorder:
         return statistics.median(durations)
 
     def step_done(self, source: str, tokens: int = 0) -> None:
-        """Record that a training step is over, and pass its operations on.
+        """Record that a training step is over, and pass its operations to the functions in on_step.
 
         Args:
-            source: Who says so: one of SOURCES. The call is ignored if a more reliable source exists.
+            source: Caller: one of SOURCES. The call is ignored if a more reliable one has called before.
             tokens: Tokens on which all ranks together have trained in this step; 0 if unknown.
         """
         reliability = SOURCES.index(source)
@@ -339,21 +348,22 @@ class Recorder:
         self._source = reliability
         now = self.clock()
         if self.step > 0:
-            self.durations.append(now - self.began)
+            self.durations.append(now - self.began)  # not of step 0, which includes the start
         self.poll()
         self.device.step_done()
         if self.on_step:
             done = self.done
             self.done = []
+            # Spans that the GPU has not completed yet are passed on with a later step.
             spans, self.spans = self.device.timed(self.spans)
             for on_step in self.on_step:
                 on_step(self.step, self.began, now, tokens, done, spans, self.reduction)
-            self.behind = list(self.open.values())
+            self.behind = list(self.open.values())  # under way at the end of the step
         self.reduction = None
         self.step += 1
         self.began = now
         self.entered = now
-        self.armed = source != "engine"
+        self.armed = source != "engine"  # an engine says when the next step begins
 
     def poll(self) -> None:
         """Record the end of all operations that the GPU has completed so far."""
@@ -388,8 +398,10 @@ def set_recorder(new: Recorder | None) -> None:
 def span(kind: str) -> Iterator[None]:
     """Measure the block of a `with` statement as a part of the training step.
 
+    Without telemetry, the block runs unmeasured.
+
     Args:
-        kind: The part, such as "forward", "backward" or "optimizer".
+        kind: Name of the part, such as "forward", "backward" or "optimizer".
     """
     active = recorder
     if active is None or not active.keeps:
@@ -399,7 +411,7 @@ def span(kind: str) -> Iterator[None]:
     yield
     end = active.span_mark()
     active.spans.append((kind, begin.time, end.time))
-    if kind == "forward":
+    if kind == "forward":  # memory that activations occupy until the backward pass
         active.kept_bytes = end.memory_bytes - begin.memory_bytes
 
 
@@ -410,11 +422,11 @@ def learn_sizes(sizes: Sizes | None) -> None:
 
 
 def reduction_done(times: Any, on_host: bool) -> None:
-    """Record the figures of a GradientReducer, and that a training step is over.
+    """Record the measurements of a GradientReducer, and that a training step is over.
 
     Args:
-        times: What GradientReducer.finish() returns.
-        on_host: Whether its times are those of the reduction. Otherwise they are those of launches on a GPU.
+        times: The ReductionTimes that GradientReducer.finish() returns.
+        on_host: Whether gradients are on the CPU. On a GPU, the times are only those of launches.
     """
     if recorder is None:
         return

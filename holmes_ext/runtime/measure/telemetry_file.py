@@ -104,7 +104,7 @@ class Writer:
             cluster_of: Returns the name of a rank's cluster.
             make_board: Returns a SummaryWriter of TensorBoard, or None. It is called after the first step.
             limit: Largest file, in bytes.
-            take: Gets each line after the first one.
+            take: Called with each line after the first one, as a JSON document.
 
         Raises:
             OSError: The file cannot be created.
@@ -118,6 +118,7 @@ class Writer:
         self._file = -1  # file descriptor; -1 if no file is open
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # O_EXCL: an error if the file exists, so that no earlier run is overwritten.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             self._file = os.open(path, flags, _FILE_MODE)
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
@@ -140,9 +141,10 @@ class Writer:
         self._queue.put(document)
 
     def close(self) -> None:
-        """Write all queued lines, and the operations that were under way when the last step ended.
+        """Write all queued lines, then close the file. This takes at most _CLOSE_S seconds.
 
-        This takes at most some seconds.
+        Before, a line is added for the operations that were under way when the last step ended and have ended
+        since, if there are any.
         """
         late = [op for op in self.recorder.behind if op.end]
         if late:
@@ -152,17 +154,22 @@ class Writer:
                 "between": self.between(late),
             }
             self.put(document)
-        self._queue.put(None)
+        self._queue.put(None)  # ends the thread
         self._thread.join(_CLOSE_S)
 
     def _serve(self, make_board: Callable[[], Any]) -> None:
-        """Write the queued lines into the file until close() is called. The thread runs this."""
+        """Write the queued lines into the file until close() is called. This is the function of the thread.
+
+        Args:
+            make_board: Returns a SummaryWriter of TensorBoard, or None.
+        """
         board = None
         is_first_step = True
         while True:
             item = self._queue.get()
             if item is None:
                 break
+            # An item is a document, or the arguments of on_step(), to be converted in this thread.
             document = item if isinstance(item, dict) else self._step_document(*item)
             self._write_line(document)
             self.take(document)
@@ -179,7 +186,11 @@ class Writer:
             board.close()
 
     def _write_line(self, document: dict[str, Any]) -> None:
-        """Write a JSON document as a line of the telemetry file. After an error the file is closed."""
+        """Write a JSON document as a line of the telemetry file.
+
+        After an error, or when the file has reached its largest size, the user gets a message and the file is
+        closed. Later calls do nothing.
+        """
         if self._file < 0:
             return
         data = (json.dumps(document, separators=(",", ":")) + "\n").encode()
@@ -210,12 +221,12 @@ class Writer:
 
         Args:
             step: Number of the step.
-            begin: Time in seconds.
-            end: Time in seconds.
+            begin: Begin of the step, in seconds.
+            end: End of the step, in seconds.
             tokens: Tokens on which all ranks together have trained.
             done: Operations that ended in the step.
-            spans: Parts of the step, as [kind, begin, end].
-            reduction: Figures of a GradientReducer, if there is one.
+            spans: Parts of the step, as (kind, begin, end) in seconds.
+            reduction: Measurements of a GradientReducer, if there is one.
         """
         document = {
             "step": step,
@@ -229,13 +240,23 @@ class Writer:
             document["between"] = between
         if reduction:
             document["reduction"] = reduction
+        # A few steps are traced: their lines list single operations. The second half of the file's largest
+        # size is kept for lines without traces.
         if self._file >= 0 and traced(step) and self.written < self.limit / 2:
             document["spans"] = spans[:_MOST_LISTED]
             document["ops"] = [self._op_entry(op) for op in done[:_MOST_LISTED]]
         return document
 
     def totals(self, done: list[Op]) -> list[list[Any]]:
-        """Return sums over operations of the same kind and network: the "groups" of a step's line."""
+        """Return sums over operations of the same kind and network: the "groups" of a step's line.
+
+        Args:
+            done: Operations that have ended.
+
+        Returns:
+            Rows of [kind, network, "inside" or "across" clusters, number of operations, bytes of their
+            tensors, sent bytes, seconds in which one or more were under way, seconds the program waited].
+        """
         ops_of: dict[_GroupKey, list[Op]] = defaultdict(list)
         for op in done:
             clusters = {self.cluster_of(rank) for rank in self.recorder.ends(op)}
@@ -254,8 +275,15 @@ class Writer:
     def between(self, done: list[Op]) -> list[list[Any]]:
         """Return the bytes and exposed seconds for each pair of clusters: the "between" of a step's line.
 
-        A collective counts with the bytes that it sends to the group's next rank, if that is in another
-        cluster. Its exposed seconds count for the cluster of the next rank that is in another one.
+        A collective is taken to run around a ring of the group's ranks. Its bytes count if this rank's
+        successor is in another cluster. Its exposed seconds count for the cluster of the next rank in the
+        ring that is in another cluster than this rank.
+
+        Args:
+            done: Operations that have ended.
+
+        Returns:
+            Rows of [from cluster, to cluster, bytes sent by this rank, seconds that the program waited].
         """
         own_cluster = self.cluster_of(self.recorder.rank)
         sent_of: dict[tuple[str, str], float] = defaultdict(float)  # (from, to) -> bytes
@@ -268,6 +296,7 @@ class Writer:
                 sent = op.sent
             else:
                 position = op.group.ranks.index(self.recorder.rank)
+                # All ranks in the order of the ring, from the successor to this rank.
                 next_ranks = op.group.ranks[position + 1 :] + op.group.ranks[: position + 1]
                 next_clusters = [self.cluster_of(rank) for rank in next_ranks]
                 others = [cluster for cluster in next_clusters if cluster != own_cluster]
@@ -275,6 +304,7 @@ class Writer:
                 sent = op.sent if next_clusters[0] == other else 0.0
             if other == own_cluster:
                 continue
+            # A message without sent bytes comes from the other cluster.
             is_received = op.peer is not None and not op.sent
             direction = (other, own_cluster) if is_received else (own_cluster, other)
             sent_of[direction] += sent
@@ -285,7 +315,7 @@ class Writer:
         ]
 
     def _op_entry(self, op: Op) -> list[Any]:
-        """Return an operation as a JSON list, for the "ops" of a traced step."""
+        """Return an operation as a JSON list, for the "ops" of a traced step. Times are in seconds."""
         return [
             self.recorder.kind(op),
             op.group.transport.fabric,
@@ -303,13 +333,13 @@ class Writer:
 def open_writer(
     current: Session, run: str, recorder: Recorder, take: Callable[[dict[str, Any]], None]
 ) -> Writer:
-    """Return the writer of this rank, which gets the training steps of a Recorder.
+    """Return the telemetry writer of this rank, and let a Recorder pass each training step to the writer.
 
     Args:
         current: The session of this process.
         run: Name of the run's folder in that of --holmes-telemetry; "" if no file is written.
         recorder: Records the operations of this rank.
-        take: Gets each line.
+        take: Called with each line, as a JSON document.
 
     Raises:
         OSError: The file cannot be created.
@@ -325,14 +355,24 @@ def open_writer(
         path = folder / f"rank{current.rank}.jsonl"
         if current.rank == 0:
             make_board = partial(tensorboard_writer, folder / "tensorboard")
-    writer = Writer(path, _head(current, run), recorder, cluster_of, make_board, take=take)
+    writer = Writer(
+        path,
+        head=_head(current, run),  # content of the first line
+        recorder=recorder,
+        cluster_of=cluster_of,
+        make_board=make_board,
+        take=take,
+    )
     recorder.on_step.append(writer.on_step)
     recorder.on_round = writer.put
     return writer
 
 
 def _head(current: Session, run: str) -> dict[str, Any]:
-    """Return the content of a telemetry file's first line: this rank, its node and the networks."""
+    """Return the content of a telemetry file's first line: this rank, its node and the networks.
+
+    In the lab, which emulates slower networks, all rates are multiplied by its scale.
+    """
     node = current.node
     sizes = current.plan.sizes
     scale = lab_scale(os.environ)  # 1 outside of the lab, which emulates slower networks
@@ -351,7 +391,7 @@ def _head(current: Session, run: str) -> dict[str, Any]:
         fabric.name: [fabric.kind, round(fabric.rate_bps * scale)]
         for fabric in current.site.fabrics
     }
-    links = []
+    links = []  # [from cluster, to cluster, bits/s (0: no limit), one-way latency in seconds]
     for source, target in permutations(current.site.clusters, 2):
         hops = current.plan.wan.hops(source, target)
         if hops:
@@ -376,13 +416,15 @@ def _add_scalars(board: Any, line: dict[str, Any]) -> None:
     """Write exposed time, bytes and rate of each kind of process group for TensorBoard.
 
     Args:
-        board: A SummaryWriter, or None.
-        line: The line of the step.
+        board: A SummaryWriter of TensorBoard, or None.
+        line: The line of the step in the telemetry file.
     """
     if board is None:
         return
     step = line["step"]
     board.add_scalar("holmes/step_s", line["end"] - line["begin"], step)
+    # A row of "groups" also has the number of operations and the bytes of their tensors. `where` is "inside"
+    # or "across" clusters.
     for kind, fabric, where, _, _, sent_bytes, busy_s, exposed_s in line["groups"]:
         name = f"holmes/{kind} {where} ({fabric})"
         board.add_scalar(f"{name}/exposed_s", exposed_s, step)

@@ -123,7 +123,7 @@ def relay_rounds(
     if algorithm.algorithm == "ring":
         ring = [number_of[name] for name in algorithm.order]
         return _ring_rounds(ring, number_of[cluster])
-    parent = ""
+    parent = ""  # stays empty for the root of the tree
     children = []
     for child_name, parent_name in zip(algorithm.order, algorithm.parents):
         if child_name == cluster:
@@ -134,47 +134,55 @@ def relay_rounds(
 
 
 def _tree_rounds(parent: int | None, children: Sequence[int]) -> list[Round]:
-    """Return the rounds of a sum along a tree: partial sums go up to the root, totals come down.
+    """Return the rounds of one cluster in a sum along a tree of clusters.
+
+    Partial sums go up to the root, where the total is complete. The total comes down the same way. A tree
+    does not divide its block, so all messages have part 0.
 
     Args:
         parent: Number of the cluster's parent; None for the root.
         children: Numbers of the cluster's children.
     """
-    partial_sums = tuple(RelayReceive(child, 0, _UP_TAG, added=True) for child in children)
-    totals = tuple(RelaySend(child, 0, _DOWN_TAG) for child in children)
+    sums_of_children = tuple(
+        RelayReceive(cluster=child, part=0, tag=_UP_TAG, added=True) for child in children
+    )
+    totals = tuple(RelaySend(cluster=child, part=0, tag=_DOWN_TAG) for child in children)
     if parent is None:
-        return [Round(partial_sums, totals)]
+        return [Round(receives=sums_of_children, sends=totals)]
+    sum_of_subtree = RelaySend(cluster=parent, part=0, tag=_UP_TAG)
+    total = RelayReceive(cluster=parent, part=0, tag=_DOWN_TAG, added=False)
     return [
-        Round(partial_sums, (RelaySend(parent, 0, _UP_TAG),)),
-        Round((RelayReceive(parent, 0, _DOWN_TAG, added=False),), totals),
+        Round(receives=sums_of_children, sends=(sum_of_subtree,)),
+        Round(receives=(total,), sends=totals),
     ]
 
 
 def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
-    """Return the rounds of a ring all-reduce (Patarasuk and Yuan 2009) with one part for each cluster.
+    """Return the rounds of one cluster in a ring all-reduce (Patarasuk and Yuan 2009).
 
-    In each round a cluster receives a part from its predecessor and sends the same part to its successor. In
-    the first half of the rounds the part is a partial sum, to which the cluster adds its own values. In the
-    second half it is the total.
+    There is one part for each cluster. In each round a cluster receives a part from its predecessor and sends
+    the same part to its successor. In the first half of the rounds the part is a partial sum, to which the
+    cluster adds its own values. In the second half it is the total.
 
     Args:
         ring: Numbers of the clusters in the order of the ring.
         cluster: Number of the cluster whose rounds are returned.
     """
-    count = len(ring)
+    count = len(ring)  # clusters, and parts
     position = ring.index(cluster)
-    predecessor = ring[position - 1]
+    predecessor = ring[position - 1]  # the first cluster follows the last one
     successor = ring[(position + 1) % count]
-    last_round = 2 * count - 2
-    first_send = RelaySend(successor, position, _UP_TAG)
+    last_round = 2 * count - 2  # count - 1 rounds for partial sums, and as many for totals
+    # Round 0 only sends. A message has the tag of the round that sends it.
+    first_send = RelaySend(successor, part=position, tag=_UP_TAG)
     rounds = [Round(receives=(), sends=(first_send,))]
     for number in range(1, last_round + 1):
         part = (position - number) % count
         is_partial_sum = number < count
-        receive = RelayReceive(predecessor, part, _UP_TAG + number - 1, added=is_partial_sum)
+        receive = RelayReceive(predecessor, part, tag=_UP_TAG + number - 1, added=is_partial_sum)
         sends: tuple[RelaySend, ...] = ()
         if number < last_round:
-            sends = (RelaySend(successor, part, _UP_TAG + number),)
+            sends = (RelaySend(successor, part, tag=_UP_TAG + number),)
         rounds.append(Round((receive,), sends))
     return rounds
 
@@ -209,21 +217,24 @@ class Relay:
         clusters: Sequence[str],
         cluster: str,
     ):
-        """Work out the rounds of this rank's cluster.
+        """Compute the rounds in which this rank's cluster takes part.
 
         Args:
-            exchange: Its process groups carry the messages.
+            exchange: Sends and receives the messages.
             algorithm: A ring or a tree of clusters.
             clusters: Names of all clusters, in the order of the owners of a block.
             cluster: Name of this rank's cluster.
         """
         self._exchange = exchange
         self.rounds = relay_rounds(algorithm, clusters, cluster)
-        #: Parts into which a block must be divided.
+        #: Parts into which a block must be divided: a tree passes on whole blocks.
         self.parts = 1 if algorithm.algorithm == "tree" else len(clusters)
 
     def post_receives(self, blocks: list[DividedTensor]) -> RelayedChunk:
-        """Post the receives of all rounds of a chunk.
+        """Post the receives of all rounds of a chunk, in the order of the rounds.
+
+        A partial sum is received into a buffer, from which it is added to this rank's part. A total is
+        received into the part itself.
 
         Args:
             blocks: Blocks of the chunk of which this rank has its cluster's sum. Each is divided into
@@ -247,6 +258,10 @@ class Relay:
         """Wait for the receives of one round, add them, and start the sends of the round.
 
         The last round also waits for all sends of the chunk.
+
+        Args:
+            number: Number of the round, from 0.
+            chunk: The chunk, whose receives post_receives() has posted.
         """
         for receive in chunk.receives_of_round[number]:
             wait_for(receive.transfers)
@@ -286,8 +301,8 @@ class DirectExchange:
         Args:
             ranks: Global ranks, among them this one.
             codec: Compression of the messages.
-            streams: Number of gloo connections between two ranks that share out a large part, to fill a link
-                of high latency.
+            streams: Number of gloo connections between two ranks. A large part is divided among them, to fill
+                a link of high latency.
             purpose: Part of the process groups' names.
         """
         self._rank = dist.get_rank()
@@ -310,7 +325,7 @@ class DirectExchange:
     def reduce_scatter(
         self, tensors: Sequence[DividedTensor], tag: int, residuals: ResidualMap | None = None
     ) -> None:
-        """Replace this rank's part of each tensor by the sum of all owners' copies of it.
+        """Replace this rank's part of each tensor by the sum of all owners' copies of the part.
 
         Args:
             tensors: Tensors with a part owned by this rank. They are exchanged at the same time.
@@ -326,6 +341,7 @@ class DirectExchange:
                 copies[owner] = self._receive_buffer(own_part, tag, number, owner)
                 transfers += self.start_receive(copies[owner], owner, tag)
             received.append(copies)
+        # All receives are posted before the first send, so no rank waits for ever.
         for tensor in tensors:
             for owner in self._other_owners(tensor):
                 encoded = self._encode(tensor.part_of(owner), tag, residuals)
@@ -337,7 +353,7 @@ class DirectExchange:
     def all_gather(
         self, tensors: Sequence[DividedTensor], tag: int, residuals: ResidualMap | None = None
     ) -> None:
-        """Replace every part of each tensor by its owner's copy of it.
+        """Replace every part of each tensor by the copy that the part's owner has.
 
         Args:
             tensors: Tensors with a part owned by this rank. They are exchanged at the same time.
@@ -356,7 +372,7 @@ class DirectExchange:
         for tensor in tensors:
             own_part = tensor.part_of(self._rank)
             encoded = self._encode(own_part, tag, residuals)
-            # This rank decodes its own part, too: then all ranks have the same bits.
+            # This rank decodes its own part, too: then all ranks have the same rounded values.
             encoded_parts.append((own_part, encoded))
             for owner in self._other_owners(tensor):
                 transfers += self.start_send(encoded, owner, tag)
@@ -377,7 +393,9 @@ class DirectExchange:
     def _start(
         self, operation: Callable[..., Any], part: torch.Tensor, peer: int, tag: int, goes_up: bool
     ) -> list[GlooTransfer]:
-        """Start dist.isend or dist.irecv of a part; share a large part out over all streams.
+        """Start to send or receive a part; a large part is divided among all streams.
+
+        Each stream has one process group for messages to higher ranks and one for messages to lower ranks.
 
         Args:
             operation: dist.isend or dist.irecv.
@@ -385,10 +403,13 @@ class DirectExchange:
             peer: Global rank of the other end.
             tag: Tag of the message.
             goes_up: Whether the receiver's rank is higher than the sender's.
+
+        Returns:
+            One transfer for each stream that is used; none for an empty part.
         """
         if part.numel() == 0:
             return []
-        share_count = 1
+        share_count = 1  # a small part uses the first stream only
         if part.nbytes >= len(self._streams) * STREAM_BYTES:
             share_count = len(self._streams)
         transfers = []
@@ -400,6 +421,8 @@ class DirectExchange:
 
     def _add_copies(self, tensor: DividedTensor, received: dict[int, torch.Tensor]) -> None:
         """Add all copies of this rank's part in the order of the owners, and store the sum in the part.
+
+        The fixed order makes the sum independent of the order of arrival.
 
         Args:
             tensor: The tensor, with a part owned by this rank.
@@ -415,10 +438,13 @@ class DirectExchange:
                 copies.append(codec.decode(received[owner], own_part))
         if len(copies) == 1:
             return
-        total = copies[0]
-        for copy in copies[1:-1]:
+        # Add up in the memory of the first copy. own_part may be one of the later copies, so it must not be
+        # overwritten before the last addition.
+        first_copy, *middle_copies, last_copy = copies
+        total = first_copy
+        for copy in middle_copies:
             total.add_(copy)
-        torch.add(total, copies[-1], out=own_part)
+        torch.add(total, last_copy, out=own_part)
 
     def _codec_of(self, part: torch.Tensor) -> Codec:
         """Return the compression of a part; PLAIN if it does not apply to the part's dtype."""
@@ -439,13 +465,13 @@ class DirectExchange:
     ) -> torch.Tensor:
         """Return a buffer for another rank's encoded copy of a part.
 
-        Buffers for uncompressed copies are kept for later calls: touching fresh memory takes as long as
-        adding up.
+        Buffers for uncompressed copies are kept for later calls: the first access to new memory takes as long
+        as the addition.
 
         Args:
             part: The part whose copy is received.
-            tag: Tag of the call.
-            number: Number of the tensor in the call.
+            tag: Tag of the messages.
+            number: Number of the tensor among those that are exchanged together.
             owner: Rank that sends the copy.
         """
         codec = self._codec_of(part)

@@ -90,20 +90,25 @@ def fill_buckets(
         The indices of the gradients in each bucket. The bucket that is complete first comes first.
     """
     sizes = [items[index].bytes for index in order]
-    keys = [items[index].key for index in order]
+    keys = [items[index].key for index in order]  # dtype and device
     buckets = []
+    # cut() returns buckets of positions in `order`. Gradients with different keys never share a bucket.
     for positions in cut(sizes, limit_bytes, keys):
         buckets.append(tuple(order[position] for position in positions))
     return tuple(buckets)
 
 
 def layout_digest(items: Sequence[Item], limit_bytes: int) -> int:
-    """Return a 63-bit number that differs between ranks whose buckets would differ.
+    """Return a 63-bit hash of the buckets' layout, by which ranks find out whether their buckets are equal.
 
-    It depends on the gradients, their order and the size of a bucket. Of devices, only the type and the
-    distribution of gradients over them count, because the GPUs of different ranks have different numbers.
+    The hash depends on the gradients, their order and the size of a bucket. Devices are renumbered in the
+    order of their first gradients, because the GPUs of different ranks have different numbers.
+
+    Args:
+        items: All gradients, in order.
+        limit_bytes: Largest size of a bucket.
     """
-    device_numbers: dict[torch.device, int] = {}  # in the order of their first gradients
+    device_numbers: dict[torch.device, int] = {}
     content = []
     for item in items:
         dtype, device = item.key
@@ -143,9 +148,9 @@ class FlatBucket:
             indices: Indices of the bucket's gradients in `items`.
             items: All gradients.
             multiple: The buffer is padded with zeros to a multiple of so many elements.
-            keeps_buffer: Whether the buffer lives until the next step, which saves touching fresh memory.
-                Otherwise store() frees it, and fill() replaces gradients by views of it where possible, so
-                that at most one bucket exists twice.
+            keeps_buffer: Whether the buffer is kept for the next step, because the first access to new memory
+                is slow. Otherwise store() frees it. To save memory, fill() then replaces gradients by views
+                of the buffer where possible.
         """
         self._dtype, self._device = items[indices[0]].key
         self._sizes = [items[index].numel for index in indices]
@@ -160,7 +165,7 @@ class FlatBucket:
         self.reset()
 
     def reset(self) -> None:
-        """Prepare the bucket for the next step."""
+        """Set the state of the current step to that of a new step."""
         #: Number of gradients that are not final yet.
         self.missing = len(self.indices)
         #: Events of the final gradients (side_stream.py).
@@ -171,6 +176,7 @@ class FlatBucket:
         self.stored = False
         #: When the reduction ended, by time.perf_counter(); 0 before.
         self.done_at = 0.0
+        #: Sums that store() must copy from the buffer into a gradient.
         self._pending_copies: list[_PendingCopy] = []
 
     @property
@@ -182,9 +188,10 @@ class FlatBucket:
     def fill(
         self, parameters: Sequence[torch.nn.Parameter], gradient_of: Gradient, divisor: float
     ) -> None:
-        """Copy the gradients into the buffer and divide them.
+        """Copy the gradients into the buffer and divide the values in the buffer.
 
-        A parameter without a gradient counts as zeros, and its .grad becomes zeros.
+        A parameter without a gradient counts as zeros, and its .grad becomes zeros. Where possible, .grad is
+        replaced by a view of the buffer. Otherwise store() copies the sum back.
 
         Args:
             parameters: All parameters of the reducer.
@@ -202,6 +209,7 @@ class FlatBucket:
                 parameter.grad = gradient
             gradients.append(gradient)
         pieces = self._flat.split([*self._sizes, self._padding])
+        # zip() leaves out the last piece, the padding.
         views = [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients)]
         with torch.no_grad():
             torch._foreach_copy_(views, gradients)
@@ -217,7 +225,7 @@ class FlatBucket:
                 self._pending_copies.append(_PendingCopy(gradient, view))
 
     def store(self, divisor: float) -> None:
-        """Divide the sums and copy them into the gradients.
+        """Divide the sums in the buffer and copy them into the gradients that are not views of the buffer.
 
         Args:
             divisor: Divides all sums.

@@ -86,22 +86,25 @@ class Shard:
 
 
 def shards(numel: int, clusters: Sequence[Sequence[int]]) -> list[Shard]:
-    """Cut a chunk wherever the owner changes in a cluster.
+    """Cut a chunk into shards, so that each shard has a single owner in every cluster.
+
+    Within a cluster, each rank owns an equal block of the chunk. Clusters of different sizes have blocks of
+    different lengths, so the chunk is cut at the boundaries of all clusters' blocks.
 
     Args:
         numel: Elements of the chunk.
-        clusters: Global ranks of each cluster. Within a cluster, each rank owns an equal block.
+        clusters: Global ranks of each cluster.
     """
     boundaries_of = [_block_boundaries(numel, len(members)) for members in clusters]
     all_boundaries = sorted({boundary for boundaries in boundaries_of for boundary in boundaries})
-    found = []
+    result = []
     for start, stop in pairwise(all_boundaries):
         owners = []
         for members, boundaries in zip(clusters, boundaries_of):
-            block = bisect_right(boundaries, start) - 1
+            block = bisect_right(boundaries, start) - 1  # number of the block that contains `start`
             owners.append(members[block])
-        found.append(Shard(start, stop, tuple(owners)))
-    return found
+        result.append(Shard(start, stop, tuple(owners)))
+    return result
 
 
 def _block_boundaries(numel: int, blocks: int) -> list[int]:
@@ -187,17 +190,17 @@ class HierarchicalAllReduce:
         assert flat.dim() == 1
         assert flat.is_contiguous()
         assert flat.device.type == "cpu"
-        residuals = None
+        residuals = None  # no rounding errors are kept
         if self._across.codec.feedback:
             residuals = self._residuals.of(bucket or flat)
         chunks = []
         for tensor in flat.tensor_split(chunks_of(flat.nbytes, self.chunk_bytes)):
             relayed = None
-            if self._relay is not None:
+            if self._relay is not None:  # sums go around a ring or along a tree of clusters
                 blocks = self._owned_blocks(tensor, part_count=self._relay.parts)
                 relayed = self._relay.post_receives(blocks)
             chunks.append(Chunk(tensor, residuals, relayed))
-        return self._pipeline.submit(chunks)
+        return self._pipeline.submit(chunks)  # its threads run the steps of the chunks
 
     def close(self) -> None:
         """Finish the sums under way and end the threads."""
@@ -241,14 +244,16 @@ class HierarchicalAllReduce:
     def _owned_blocks(
         self, tensor: torch.Tensor, part_count: int | None = None
     ) -> list[DividedTensor]:
-        """Return the elements of a chunk whose cluster sum this rank holds after step 1.
+        """Return the blocks of a chunk whose cluster sum this rank has after the reduce-scatter inside.
+
+        A shard is a run of elements that has a single owner rank in every cluster.
 
         Args:
             tensor: The chunk.
             part_count: Parts into which each block is divided; None for one part for each cluster.
 
         Returns:
-            One block for each shard, with its owners in all clusters.
+            One block for each shard that this rank owns. Part i of a block belongs to its owner in cluster i.
         """
         blocks = []
         for shard in shards(tensor.numel(), self.clusters):

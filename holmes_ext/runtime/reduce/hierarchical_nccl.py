@@ -127,11 +127,13 @@ class HierarchicalCollectives:
                 f"HierarchicalCollectives: clusters {clusters} must be two or more lists of the same length"
             )
         rank = dist.get_rank()
-        cluster_ranks = sorted(next(members for members in clusters if rank in members))
+        own_cluster = next(members for members in clusters if rank in members)
+        cluster_ranks = sorted(own_cluster)
         #: Position of this rank in its cluster, and the number of its shard.
         self._position = cluster_ranks.index(rank)
         #: Tensors whose elements are a multiple of this need no padding.
         self.multiple = len(cluster_ranks)
+        # The ranks with this position in all clusters: one of each.
         ranks_across = sorted(sorted(members)[self._position] for members in clusters)
         self.chunk_bytes = chunk_bytes or planned_chunk_bytes(len(cluster_ranks), direct=False)
         self._cluster_count = len(ranks_across)
@@ -161,6 +163,7 @@ class HierarchicalCollectives:
         streams = self._streams if flat.is_cuda else _NO_STREAMS
         residuals = self._residuals.of(bucket or flat) if self._codec.feedback else None
         *full_chunks, last_chunk = self._chunks(flat)
+        # Reduce-scatter needs a multiple of the ranks of a cluster; only the last chunk may be none.
         padding = -last_chunk.numel() % self.multiple
         padded = torch.nn.functional.pad(last_chunk, (0, padding)) if padding else last_chunk
         if streams.scatter is not None:
@@ -171,6 +174,7 @@ class HierarchicalCollectives:
                 padded.record_stream(stream)
         for number, chunk in enumerate([*full_chunks, padded]):
             self._sum_chunk(chunk, number, residuals, streams)
+        # The gather is the last step of the last chunk, so the event marks the end of the whole sum.
         event = streams.gather.record_event() if streams.gather is not None else None
 
         def remove_padding() -> None:
@@ -203,7 +207,9 @@ class HierarchicalCollectives:
         residuals: ResidualMap | None,
         streams: _Streams,
     ) -> None:
-        """Launch the three steps of a chunk.
+        """Launch the three steps of a chunk: reduce-scatter, sum over clusters, all-gather.
+
+        The shard is this rank's part of the chunk, a view. So all steps work in place.
 
         Args:
             chunk: Flat; its elements are a multiple of the ranks of a cluster.
@@ -216,6 +222,7 @@ class HierarchicalCollectives:
             dist.reduce_scatter_tensor(shard, chunk, group=self._scatter_group)
         with _on_stream(streams.across, after=streams.scatter):
             if self._codec.applies(shard.dtype):
+                # There is one compressed step (0); `number` tells the chunks apart.
                 residual = residual_of(residuals, (0, number), shard)
                 self._sum_across_compressed(shard, residual)
             else:
@@ -234,6 +241,7 @@ class HierarchicalCollectives:
         gathered = encoded.new_empty(self._cluster_count * encoded.numel())
         dist.all_gather_into_tensor(gathered, encoded, group=self._across_group)
         first_cluster, *other_clusters = gathered.split(encoded.numel())
+        # Every rank adds in the order of the clusters, so all get the same bits.
         shard.copy_(self._codec.decode(first_cluster, shard))
         for other_cluster in other_clusters:
             shard.add_(self._codec.decode(other_cluster, shard))

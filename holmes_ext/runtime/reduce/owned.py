@@ -49,16 +49,23 @@ Spans = Sequence[tuple[int, int]]
 def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge consecutive spans that have the same owner.
 
+    A span is a run of gradient elements with one owner, the rank that needs their sum.
+
     Args:
         spans: (number of elements, global rank of the owner) of each span.
+
+    Returns:
+        The merged spans, in the same form.
     """
     merged: list[tuple[int, int]] = []
+    previous_owner = None
     for elements, owner in spans:
-        if merged and merged[-1][1] == owner:
+        if owner == previous_owner:
             previous_elements, _ = merged.pop()
             merged.append((previous_elements + elements, owner))
         else:
             merged.append((elements, owner))
+        previous_owner = owner
     return merged
 
 
@@ -87,9 +94,10 @@ class ReduceToOwners:
     multiple = 1
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
-        """Make the reduction, for gloo with a process group and a thread of its own.
+        """Make the reduction. All ranks of the group must do so.
 
-        All ranks of the group must do so.
+        With gloo, sums are formed by sends and receives in an additional process group and a thread. Other
+        backends use torch's reduce on `group`.
 
         Args:
             group: Process group of the ranks.
@@ -124,10 +132,11 @@ class ReduceToOwners:
         Returns:
             A work with wait() and get_future().
         """
+        # All ranks must start the same sums in the same order.
         tensors = flat.split([elements for elements, _ in spans])
         parts = [_OwnedPart(tensor, owner) for tensor, (_, owner) in zip(tensors, spans)]
         if self._pipeline is not None:
-            return self._pipeline.submit([parts])
+            return self._pipeline.submit([parts])  # runs _reduce_along_chains() in a thread
         works = []
         for part in parts:
             works.append(dist.reduce(part.tensor, part.owner, group=self._group, async_op=True))
@@ -143,14 +152,22 @@ class ReduceToOwners:
         return f"reduction over {len(self._ranks)} ranks, each part to the rank that owns it"
 
     def _reduce_along_chains(self, parts: list[_OwnedPart]) -> None:
-        """Sum each part along the chain of ranks that ends at the part's owner."""
+        """Sum each part along the chain of ranks that ends at the part's owner.
+
+        Each rank of a chain receives a partial sum from the rank before, adds its own values, and sends the
+        sum to the rank after. The chains of all owners go around the same ring of ranks.
+
+        Args:
+            parts: Parts of a tensor, in the same order on all ranks.
+        """
         count = len(self._ranks)
         own_index = self._ranks.index(self._rank)
         rank_before = self._ranks[own_index - 1]
         rank_after = self._ranks[(own_index + 1) % count]
         hops: list[_Hop] = []
+        # Post all receives in advance: no rank then waits for ever.
         for tensor, owner in parts:
-            # Position in the chain: 0 for its first rank, count - 1 for the owner.
+            # Position of this rank in the chain: 0 for the first rank, count - 1 for the owner.
             position = (own_index - self._ranks.index(owner) - 1) % count
             for chunk in tensor.split(max(1, CHUNK_BYTES // tensor.element_size())):
                 receive = None

@@ -37,6 +37,7 @@ class PlannedReduction:
         """Make the reduction. All ranks of the group must do so.
 
         Args:
+            group: Process group whose ranks sum gradients.
             size: Bytes of gradients that the group sums in a step.
             device_type: Device of the gradients, "cpu" or "cuda".
             compress: Compression between clusters: "off", "bf16" or "int8"; None for
@@ -52,7 +53,7 @@ class PlannedReduction:
         self.hierarchical: Reduction | None = None
         self._group = group
         self._flat = FlatReduction(group)
-        self._made: dict[ReductionSpec, Reduction | None] = {}
+        self._made: dict[ReductionSpec, Reduction | None] = {}  # None: one ring
         current = session.active()
         if current is not None:
             self._adopt(current.reduction(self.ranks, self.backend, size, compress))
@@ -63,22 +64,24 @@ class PlannedReduction:
         return self._flat if self.hierarchical is None else self.hierarchical
 
     def follow_plan(self) -> bool:
-        """Replace the reduction if the plan has another one by now, and return whether it has.
+        """Replace the reduction if the job has chosen another one from its measurements meanwhile.
 
         All ranks of the group must call this method at the beginning of a step.
+
+        Returns:
+            Whether the reduction was replaced.
         """
         current = session.active()
         network_api = network_api_of(self.backend)
         if current is None or self.spec is None or not network_api:
             return False
-        hooks.on_reduction(
-            current, self.ranks, network_api, self
-        )  # an extension may change the plan
+        # An extension may choose another reduction here.
+        hooks.on_reduction(current, self.ranks, network_api, self)
         spec = current.decided_again(self.ranks, self.backend)
         if spec is None or spec == self.spec:
             return False
         if spec.compress != self.spec.compress:
-            return False  # decided for sums of the same ranks that compress in another way
+            return False  # chosen for other sums of the same ranks, with another compression
         self._adopt(spec)
         return True
 
@@ -127,6 +130,7 @@ def bucket_bytes_for(
     """
     if planned is not None and planned.spec is not None:
         if planned.hierarchical is not None:
+            # A hierarchical all-reduce cuts each bucket into chunks, so a bucket of one chunk is enough.
             return planned.spec.chunk_bytes
         return planned.spec.bucket_bytes
     if fabric is None:
@@ -149,6 +153,7 @@ def hierarchical_for(
     All ranks of the group must call this function.
 
     Args:
+        group: Process group whose ranks sum gradients.
         size: Bytes of gradients that the group sums.
         spec: Planned reduction of the group.
         device_type: Device of the gradients, "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
@@ -156,6 +161,7 @@ def hierarchical_for(
     Returns:
         None if the group is in one cluster, or one ring is faster for sums of this size.
     """
+    # hierarchical_from: from so many bytes on, a hierarchical all-reduce is faster than one ring.
     is_planned = bool(spec.clusters) and size >= spec.hierarchical_from
     if not is_planned:
         return None
@@ -179,7 +185,7 @@ def hierarchical_over(
     Returns:
         None if all ranks are in one cluster.
     """
-    ranks_by_cluster = session.require().plan.by_cluster(ranks)
+    ranks_by_cluster = session.require().plan.by_cluster(ranks)  # name of a cluster -> its ranks
     clusters = list(ranks_by_cluster.values())
     if len(clusters) == 1:
         return None
@@ -189,7 +195,7 @@ def hierarchical_over(
         return HierarchicalCollectives(
             clusters, chunk_bytes=spec.chunk_bytes, compress=spec.compress, purpose=purpose
         )
-    across = spec.across
+    across = spec.across  # ring or tree of clusters; None for a direct exchange
     if across is not None and set(across.order) != set(ranks_by_cluster):
         across = None  # it was planned for other clusters than these
     return HierarchicalAllReduce(

@@ -9,11 +9,10 @@ A training step:
     1  arm()                 before the last backward pass: from now on, final gradients are reduced
     2  _gradient_arrived()   autograd's hook of each parameter: counts the gradient in its bucket
     3  _launch_ready()       launches the reductions of complete buckets, in the common order
-    4  finish()              after the backward pass: launches the remaining buckets, waits for all, and
-                             stores the averages in the gradients
+    4  finish()              launches the remaining buckets, waits for all, and stores the averages
 
 The first armed step only observes, and finish() launches all its buckets. It counts how often each gradient
-is accumulated, to recognize the final one, and notes the order of the final gradients (_learn).
+is accumulated, to recognize the final one, and records the final ones' order (_reorder_buckets).
 
 Invariant: all ranks of the group launch the same buckets in the same order. A bucket that is complete early
 waits for the buckets before it; otherwise ranks would reduce different buckets with each other. The order is
@@ -194,7 +193,7 @@ class GradientReducer:
         Call this before the last backward pass of a step.
 
         Args:
-            hold: Launch no reduction before release().
+            hold: Launch no reduction before release() is called.
         """
         if self.armed:
             raise HolmesError(
@@ -203,7 +202,7 @@ class GradientReducer:
         self._follow_plan()
         self.armed = True
         self._held = hold
-        if self._side is not None:
+        if self._side is not None:  # stream for reductions; None on the CPU
             self._side.begin_step()
 
     def release(self) -> None:
@@ -214,7 +213,7 @@ class GradientReducer:
     def finish(self) -> ReductionTimes:
         """Launch the remaining reductions, wait for all, and store the averages in the gradients.
 
-        Without arm() before, this method reduces all gradients after the backward pass.
+        If arm() was not called, all reductions remain, so nothing overlaps with the backward pass.
 
         Raises:
             HolmesError: a reduction failed; the message names the rank, the bucket and the fabric.
@@ -242,8 +241,8 @@ class GradientReducer:
                 follows=self._owners is None,
             )
         self._step += 1
-        if self.armed and self._expected is None:
-            self._learn()
+        if self.armed and self._expected is None:  # the first step with arm()
+            self._reorder_buckets()
         self._reset()
         telemetry.reduction_done(self.times, on_host=self._parameters[0].device.type == "cpu")
         return self.times
@@ -284,7 +283,7 @@ class GradientReducer:
         return [index for index in indices if index not in deferred]
 
     def _check_same_layout(self) -> None:
-        """Raise an error if ranks would make different buckets, which would mix up gradients or hang."""
+        """Raise HolmesError if ranks would make different buckets, which would mix up gradients or hang."""
         device = self._parameters[0].device
         digest = flat_bucket.layout_digest(self._items, self.bucket_bytes)
         own_digest = torch.tensor([digest], device=device)
@@ -305,7 +304,7 @@ class GradientReducer:
         """
         if self._planned is None:
             assert self._callers is not None
-            return self._callers
+            return self._callers  # the function that the user gave as all_reduce
         if self._owners is None or self._planned.hierarchical is not None:
             return self._planned.reduction
         if self._to_owners is None:
@@ -320,6 +319,7 @@ class GradientReducer:
                 last accumulation.
         """
         self._order = tuple(order)
+        # Buckets that can be launched by hooks during the backward pass, and buckets that finish() launches.
         hooked = flat_bucket.fill_buckets(self._items, order, self.bucket_bytes)
         deferred = flat_bucket.fill_buckets(self._items, self._deferred, self.bucket_bytes)
         self._buckets: list[FlatBucket] = []  # frees the old buffers before new ones are allocated
@@ -330,7 +330,7 @@ class GradientReducer:
                 indices, self._items, self._reduction.multiple, keeps_buffer=keeps_buffers
             )
             self._buckets.append(bucket)
-        self._hooked = len(hooked)  # buckets that may be launched during the backward pass
+        self._hooked = len(hooked)
         self._bucket_of = {}  # index of a parameter -> its bucket
         for bucket in self._buckets:
             for index in bucket.indices:
@@ -359,11 +359,11 @@ class GradientReducer:
             self.bucket_bytes = self._bucket_bytes()
             self._build_buckets(self._order)
 
-    def _learn(self) -> None:
-        """Learn from the first armed step, and make the buckets again.
+    def _reorder_buckets(self) -> None:
+        """Make the buckets again after the first step with arm(), in the order of the backward pass.
 
-        Every rank learns how often each gradient is accumulated. The order of buckets becomes the order in
-        which the gradients became final on the first rank. Gradients that any rank did not use come last.
+        The buckets get the order in which the gradients became final on the group's first rank. Gradients
+        that some rank did not use come last. Each rank also records how often each gradient is accumulated.
         """
         self._expected = self._counts
         # An index that arrived several times keeps its last position.
@@ -374,10 +374,11 @@ class GradientReducer:
         device = self._parameters[0].device
         positions = torch.tensor(own_positions, device=device)
         dist.broadcast(positions, src=self.ranks[0], group=self.group)
+        # A gradient that a rank did not use may never come again, and would hold up the buckets after it.
         own_unused = [position == _NEVER_ARRIVED for position in own_positions]
         unused = torch.tensor(own_unused, dtype=torch.int64, device=device)
         dist.all_reduce(unused, op=dist.ReduceOp.MAX, group=self.group)
-        sort_keys = list(zip(unused.tolist(), positions.tolist()))
+        sort_keys = list(zip(unused.tolist(), positions.tolist()))  # equal on all ranks
         self._arrivals = []
         order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
         self._build_buckets(self._without_deferred(order))
@@ -385,9 +386,7 @@ class GradientReducer:
     # During and after the backward pass
 
     def _gradient_arrived(self, index: int, _: torch.Tensor) -> None:
-        """Count a gradient that was accumulated, and launch the buckets that are complete.
-
-        autograd calls this hook.
+        """Count an accumulated gradient, and launch complete buckets. This is a hook that autograd calls.
 
         Args:
             index: Index of the parameter.
@@ -401,7 +400,7 @@ class GradientReducer:
         bucket = self._bucket_of[index]
         if self._side is not None:
             self._side.record_gradient(bucket.gradient_events)
-        if self._expected is None:
+        if self._expected is None:  # the first step only records the order
             self._arrivals.append(index)
             return
         if bucket.work is not None:
@@ -427,10 +426,11 @@ class GradientReducer:
     def _launch_next(self) -> None:
         """Copy the gradients of the next bucket into its buffer and start its reduction.
 
-        On GPUs, an earlier bucket is stored first, to limit the memory of buffers.
+        Storing a bucket waits for its reduction, copies the averages back, and frees the buffer.
         """
         bucket = self._buckets[self._launched]
         with self._on_side_stream(bucket.gradient_events):
+            # On GPUs (with a side stream), at most BUCKETS_IN_FLIGHT buckets have buffers.
             if self._side is not None and self._launched >= BUCKETS_IN_FLIGHT:
                 self._store(self._buckets[self._launched - BUCKETS_IN_FLIGHT])
             bucket.fill(self._parameters, self._gradient, self._predivide)
@@ -466,15 +466,15 @@ class GradientReducer:
         return self._side.launch_after(events or {})
 
     def _measured_times(self, launched_early: int, began: float, ended: float) -> ReductionTimes:
-        """Return the times of the step.
+        """Return the times of the gradient reductions of this step.
 
         Args:
             launched_early: Number of buckets launched before finish().
-            began: Start of finish(), by time.perf_counter().
-            ended: End of finish(), by time.perf_counter().
+            began, ended: Start and end of finish(), by time.perf_counter().
         """
         seconds = 0.0
         if self._buckets:
+            # done_at is 0 on GPUs, and if the callback that sets it has not run yet.
             last_end = max(bucket.done_at or ended for bucket in self._buckets)
             seconds = last_end - self._first_launch_at
         return ReductionTimes(

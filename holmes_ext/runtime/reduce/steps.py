@@ -99,8 +99,9 @@ class ThreadPipeline:
 
         Args:
             name: Part of the threads' names.
-            steps: Functions of one part, in the order of execution.
+            steps: Functions of one part, in the order of execution. Each gets a thread.
         """
+        # A thread takes parts from its inbox and puts them into its outbox, the inbox of the next thread.
         self._inboxes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in steps]
         outboxes: list[queue.SimpleQueue | None] = [*self._inboxes[1:], None]
         self._threads = []
@@ -132,21 +133,22 @@ class ThreadPipeline:
 def _serve(
     step: Callable[[Any], None], inbox: queue.SimpleQueue, outbox: queue.SimpleQueue | None
 ) -> None:
-    """Run one step on every part in the inbox, until the end mark None.
+    """Run one step on every part in the inbox, until the end mark None. This is the function of a thread.
 
-    After an error, parts are passed on without running the step.
+    After an error of the step, all later parts are passed on without running it: other ranks may have missed
+    messages, so nothing after the error is reliable.
 
     Args:
         step: Function of a part.
-        inbox: Tuples of the Work and one of its parts.
-        outbox: Inbox of the next step; None for the last step.
+        inbox: Tuples of a Work and one of its parts. The Work is the handle of the submitted parts.
+        outbox: Inbox of the next step's thread; None for the last step.
     """
     first_error: Exception | None = None
     while (task := inbox.get()) is not None:
         work, part = task
         if first_error is not None:
             work.fail(first_error)
-        elif work.error is None:
+        elif work.error is None:  # no earlier step of this work has failed
             try:
                 step(part)
             except Exception as error:  # noqa: BLE001 - raised by Work.wait()
@@ -157,4 +159,4 @@ def _serve(
         else:
             work.finish_part()
     if outbox is not None:
-        outbox.put(None)
+        outbox.put(None)  # ends the thread of the next step

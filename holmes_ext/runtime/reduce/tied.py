@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
     from holmes_ext.runtime.reduce.reduction import Reduction
 
-_TWINS = 2  # a rank of the first stage and a rank of the last stage
+_TWINS = 2  # ranks that share a weight: one of the first stage, one of the last stage
 
 
 class TiedSum:
@@ -40,7 +40,7 @@ class TiedSum:
         """Make the sum.
 
         Args:
-            ranks: Global ranks of both stages.
+            ranks: Global ranks of the first and the last stage that hold the weight.
             reduction: Sums tensors over these ranks.
             least_bytes: Least size of a gradient, in bytes, for the hierarchical sum.
         """
@@ -66,12 +66,13 @@ made: weakref.WeakKeyDictionary[Any, TiedSum | None] = weakref.WeakKeyDictionary
 
 
 def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
-    """Return the hierarchical sum of a shared weight's gradient.
+    """Return the hierarchical sum of the gradient of a weight that the first and last stage share.
 
     The first call for a group makes process groups: all ranks of both stages must make it.
 
     Args:
-        group: Process group of the engine's own sum: a rank of the first stage and its twin.
+        group: Process group of the engine's own sum: a rank of the first stage, and the rank of the last
+            stage with the same position.
         sizes: Parallel sizes of the job.
         device_type: Device of the gradient, "cpu" or "cuda".
 
@@ -84,7 +85,16 @@ def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
 
 
 def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
-    """Make the hierarchical sum of a group's gradient; None if the plan has none."""
+    """Make the hierarchical sum of the gradient that two ranks with a shared weight sum.
+
+    Args:
+        group: Process group of a rank of the first stage and the rank of the last stage that shares a weight.
+        sizes: Parallel sizes of the job.
+        device_type: Device of the gradient, "cpu" or "cuda".
+
+    Returns:
+        None if the plan keeps the engine's own sum.
+    """
     current = session.active()
     network_api = network_api_of(backend_of(group, device_type))
     if current is None or not network_api:
@@ -94,6 +104,7 @@ def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None
     spec = plan.traffic_of(network_api).tied
     if spec is None or len(members) != _TWINS:
         return None
+    # All ranks of both stages that hold the same part of the weight as the two members.
     ranks_of_stages = [ranks for ranks in tied_sums(sizes) if members <= set(ranks)]
     if len(ranks_of_stages) != 1 or set(spec.clusters) != set(plan.by_cluster(members)):
         return None

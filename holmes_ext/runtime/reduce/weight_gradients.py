@@ -48,7 +48,11 @@ class WeightGradients:
             yield
 
     def make(self, micro_batch: int) -> None:
-        """Compute and accumulate the weight gradients of a micro-batch, whose backward pass has ended."""
+        """Compute and accumulate the weight gradients of a micro-batch, whose backward pass has ended.
+
+        Args:
+            micro_batch: Number that was given to of().
+        """
         import torch
 
         weights = []
@@ -60,6 +64,7 @@ class WeightGradients:
                 weights.append(layer.weight)
                 gradients.append(output_gradient.t().mm(layer_input))
         if weights:
+            # Accumulates like any backward pass, so the hooks of the parameters run.
             torch.autograd.backward(weights, gradients)
 
 
@@ -80,8 +85,8 @@ def _split_linear_function() -> Any:
     class SplitLinear(torch.autograd.Function):
         """functional.linear whose backward pass keeps the tensors for the weight gradient.
 
-        `parameter` is a tuple with the layer's weight, which hides the weight from autograd. `kept` is the
-        list to which the backward pass appends the layer.
+        Arguments of apply(): the input, the detached weight, the bias or None, a tuple with the weight itself
+        (the tuple hides it from autograd), and the list to which the backward pass appends the layer.
         """
 
         @staticmethod
@@ -100,8 +105,10 @@ def _split_linear_function() -> Any:
             ctx.kept.append(_KeptLayer(parameter, layer_input, output_gradient))
             input_gradient = output_gradient.matmul(weight)
             bias_gradient = None
-            if ctx.needs_input_grad[2]:
+            _, _, needs_bias_gradient, _, _ = ctx.needs_input_grad
+            if needs_bias_gradient:
                 bias_gradient = _as_rows(output_gradient).sum(0)
+            # One gradient for each argument of forward(). The weight's is computed later, by make().
             return input_gradient, None, bias_gradient, None, None
 
     return SplitLinear
@@ -109,7 +116,10 @@ def _split_linear_function() -> Any:
 
 @cache
 def _split_linear_mode() -> Any:
-    """Return the torch-function mode that replaces functional.linear by SplitLinear."""
+    """Return the torch-function mode that replaces functional.linear by SplitLinear.
+
+    The class is defined inside a function, so that importing this module does not import torch.
+    """
     import torch
     from torch.nn import functional
     from torch.overrides import TorchFunctionMode
@@ -126,6 +136,7 @@ def _split_linear_mode() -> Any:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            """Call SplitLinear for a linear layer whose weight is trained; call all other functions as is."""
             keywords = kwargs or {}
             if func is not functional.linear or not torch.is_grad_enabled():
                 return func(*args, **keywords)
@@ -133,6 +144,7 @@ def _split_linear_mode() -> Any:
             layer_input = arguments["input"]
             weight = arguments["weight"]
             is_trained = weight.is_leaf and weight.requires_grad and layer_input.requires_grad
+            # Autocast replaces the weight by a copy, so its gradient would not reach the parameter.
             if not is_trained or torch.is_autocast_enabled(layer_input.device.type):
                 return func(*args, **keywords)
             bias = arguments.get("bias")

@@ -179,9 +179,13 @@ class NodeLeader:
             self._stop_listening()
 
     def collect_reports(self, count: int, seconds: float) -> list[bytes]:
-        """Return the reports that arrive before `seconds` have passed, but at most `count`.
+        """Return the reports of other ranks of this node.
 
-        Each report is acknowledged. Ranks that connect later are refused.
+        Each report is acknowledged. Ranks that connect later are refused, and report for themselves.
+
+        Args:
+            count: Number of reports to wait for.
+            seconds: Seconds after which the reports that have arrived are returned.
         """
         reports: list[bytes] = []
         deadline = Deadline(seconds)
@@ -190,10 +194,11 @@ class NodeLeader:
             if left_s == 0:
                 break
             self._listener.settimeout(left_s)
-            with suppress(OSError):  # no rank connected, or it ended before its report arrived
+            # OSError: no rank connected in time, or it ended before its report arrived.
+            with suppress(OSError):
                 connection, _ = self._listener.accept()
                 if _user_at_other_end(connection) != os.geteuid():
-                    connection.close()
+                    connection.close()  # a process of another user
                     continue
                 connection.settimeout(left_s)
                 report = connection.recv(_MOST_MESSAGE_BYTES)
@@ -229,21 +234,21 @@ def report_to_leader(socket_name: str, report: bytes, patience_s: float) -> sock
         patience_s: Seconds to wait for a leader that does not listen yet.
 
     Returns:
-        The connection to the leader, which has acknowledged the report and will send the verdict. None if
-        there is no leader, or if it does not take the report: then this rank must report for itself.
+        The connection to the leader, which has acknowledged the report and will send the verdict. None if no
+        leader accepts the report: then this rank must report for itself.
     """
     deadline = Deadline(patience_s)
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(2 * HEARD_SECONDS)
+        connection.settimeout(2 * HEARD_SECONDS)  # of each of the following calls
         may_listen_later = False
         try:
             connection.connect(socket_name)
-            if _user_at_other_end(connection) == os.geteuid():
+            if _user_at_other_end(connection) == os.geteuid():  # no other user's process
                 connection.sendall(report)
                 if connection.recv(len(_ACKNOWLEDGED)) == _ACKNOWLEDGED:
                     return connection
-        except ConnectionRefusedError:
+        except ConnectionRefusedError:  # nothing listens on this socket
             may_listen_later = True
         except OSError:  # the leader takes no more reports, or hangs
             pass
@@ -263,7 +268,10 @@ class LeaderMessage(NamedTuple):
 
 
 def receive_from_leader(connection: socket.socket, seconds: float) -> LeaderMessage:
-    """Return the leader's message, or an empty one if the leader ends or sends none within `seconds`."""
+    """Return the leader's message, or an empty one if the leader ends or sends none within `seconds`.
+
+    A document comes as an open file, whose descriptor the leader sends over the Unix socket.
+    """
     with connection:
         connection.settimeout(max(_LEAST_WAIT_S, seconds))
         try:
@@ -290,7 +298,12 @@ def _user_at_other_end(connection: socket.socket) -> int:
 def _verdict_from_leader(
     process: Process, connection: socket.socket, deadline: Deadline
 ) -> Verdict:
-    """Return the verdict that the node's leader sends, after it has reported for this rank."""
+    """Return the verdict that the node's leader sends, after it has reported for this rank.
+
+    Raises:
+        HolmesError: No verdict came before the deadline, or the leader has ended.
+        RemoteError: The verdict is an error, which rank 0 prints.
+    """
     message = receive_from_leader(connection, deadline.left)
     if not message.text:
         leader = f"rank {process.rank - process.local_rank}"
@@ -323,9 +336,9 @@ def _exchange_through_store(
     """
     stored: _StoredVerdict | None = None
     try:
-        if process.rank == 0:
-            return _lead_round(store, process, reports, decide, deadline)
-        stored = _follow_round(store, process, reports, deadline)
+        if process.rank == 0:  # it makes the verdict; all other ranks wait for it
+            return _decide_verdict(store, process, reports, decide, deadline)
+        stored = _await_verdict(store, process, reports, deadline)
     except RuntimeError:  # the store is lost, e.g. with its host (torch.distributed.DistError)
         pass
     if stored is None:
@@ -335,15 +348,21 @@ def _exchange_through_store(
             f" {process.master_addr}:{process.master_port}; was rank 0 started with --holmes, and is it "
             f"alive?"
         )
-    if stored.value.startswith(_BAD):
+    if stored.value.startswith(_BAD):  # an error; otherwise _GOOD and a compressed document
         raise RemoteError(stored.value.removeprefix(_BAD).decode())
     return Verdict(stored.round, stored.value.removeprefix(_GOOD))
 
 
-def _lead_round(
+def _decide_verdict(
     store: Any, process: Process, reports: list[bytes], decide: Decide, deadline: Deadline
 ) -> Verdict:
-    """Begin a new start of the job, collect the reports of all ranks, and store the verdict, as rank 0."""
+    """Collect the reports of all ranks, and store the verdict on them. Rank 0 calls this function.
+
+    Each start of the job in the same store has a number, a round. This function begins the next round.
+
+    Raises:
+        HolmesError: See exchange(). The error is also stored as the verdict.
+    """
     round_number = store.add(_ROUND_KEY, 1)
     prefix = f"holmes/{round_number}"
     if round_number > 1:
@@ -354,19 +373,22 @@ def _lead_round(
     try:
         append_entry(store, f"{prefix}/reports", _pack(reports), len(reports), process.world_size)
         all_reports = _collect_reports(store, prefix, process, deadline)
-        document = _make_document(all_reports, decide)
+        document = _make_document(all_reports, decide)  # checks the reports
     except HolmesError as error:
         store.set(f"{prefix}/verdict", _BAD + str(error).encode())
         raise
-    packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 1)
+    packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), level=1)
     store.set(f"{prefix}/verdict", _GOOD + packed)
     return Verdict(prefix, packed)
 
 
-def _follow_round(
+def _await_verdict(
     store: Any, process: Process, reports: list[bytes], deadline: Deadline
 ) -> _StoredVerdict | None:
-    """Report to rank 0 in the current start of the job, or the next if that is over, and await its verdict.
+    """Store this rank's report for rank 0, and return rank 0's verdict. All other ranks call this function.
+
+    Each start of the job in the same store has a number, a round. If the current round has a verdict already,
+    it may be one of an earlier start. Then this rank waits for the next round.
 
     Returns:
         The verdict; None if there is none before the deadline.
@@ -383,7 +405,7 @@ def _follow_round(
         verdict_key = f"{prefix}/verdict"
         if store.check([verdict_key]):  # a verdict without this rank's report
             patience_s = min(left_s, _LEFTOVER_SECONDS)
-            if not wait_for_value(store, f"{prefix}/over", patience_s):
+            if not wait_for_value(store, f"{prefix}/over", patience_s):  # no next round has begun
                 leftover = store.get(verdict_key)
                 if leftover.startswith(_BAD):
                     return _StoredVerdict(prefix, leftover)
@@ -392,6 +414,7 @@ def _follow_round(
         value = wait_for_value(store, verdict_key, left_s)
         if not value:
             return None
+        # _OVER: rank 0 ended without a verdict, and was started again. Then this rank reports again.
         if value != _OVER:
             return _StoredVerdict(prefix, value)
 
@@ -411,6 +434,7 @@ def _collect_reports(
     """
     world = process.world_size
     reports: dict[int, dict[str, Any]] = {}  # rank -> its report
+    # An entry has the reports of one or more ranks of a node, compressed.
     for entry in collect_entries(store, f"{prefix}/reports", deadline.left):
         for report in json.loads(zlib.decompress(entry)):
             rank = report["rank"]
@@ -438,7 +462,7 @@ def _make_document(reports: list[dict[str, Any]], decide: Decide) -> dict[str, A
 
 
 def _check_agreement(reports: list[dict[str, Any]]) -> None:
-    """Raise HolmesError if flags, files or versions differ between rank 0 and another rank."""
+    """Raise HolmesError if flags, files or versions ("agreed") differ between rank 0 and another rank."""
     first = reports[0]
     for report in reports[1:]:
         for key in sorted({*first["agreed"], *report["agreed"]}):

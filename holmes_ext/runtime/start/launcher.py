@@ -93,9 +93,10 @@ RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 def detect(environ: Mapping[str, str]) -> Process:
-    """Return this process's identity, as the environment variables of its launcher give it.
+    """Return rank, world size and address of rank 0, as this process's launcher has set them.
 
-    Without a launcher, it is the only process of a job.
+    Launchers set environment variables: torchrun's, or those of srun or an mpirun (VARIABLES). Without
+    a launcher, this is the only process of a job.
 
     Raises:
         HolmesError: A variable of the launcher is missing, or is no number.
@@ -108,9 +109,9 @@ def detect(environ: Mapping[str, str]) -> Process:
         if names.rank not in environ or names.world_size not in environ:
             continue
         if launcher == _SRUN and not is_in_step:
-            continue
+            continue  # a batch script, which srun has not started
         if launcher == _HYDRA and is_in_step and names.local_rank not in environ:
-            continue  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE
+            continue  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, as Hydra's mpirun does
         return _from_mpi_like(environ, launcher, names)
     return Process(
         rank=0,
@@ -128,6 +129,12 @@ def _number(
 ) -> int:
     """Return the number in an environment variable of a launcher.
 
+    Args:
+        environ: Environment variables.
+        name: Name of the variable.
+        launcher: Name of the launcher, for the error message.
+        default: Returned if the variable is not set; None if it must be set.
+
     Raises:
         HolmesError: The variable is no number, or it is not set and has no default.
     """
@@ -141,10 +148,14 @@ def _number(
 
 
 def _from_torch(environ: Mapping[str, str]) -> Process:
-    """Return the identity of a process with torchrun's variables, which other launchers set, too."""
+    """Return rank, world size and address of rank 0 from torchrun's variables, which others set, too.
+
+    Raises:
+        HolmesError: A variable is missing, or is no number.
+    """
     if "TORCHELASTIC_RUN_ID" in environ:
         launcher = "torchrun"
-    elif "CROSS_RANK" in environ:
+    elif "CROSS_RANK" in environ:  # only the deepspeed launcher sets it
         launcher = "deepspeed"
     else:
         launcher = "environment"
@@ -153,7 +164,7 @@ def _from_torch(environ: Mapping[str, str]) -> Process:
         raise HolmesError(
             f"{launcher}: environment variable MASTER_ADDR is not set; it names rank 0's host"
         )
-    default_local_rank = 0 if world_size == 1 else None
+    default_local_rank = 0 if world_size == 1 else None  # None: LOCAL_RANK must be set
     local_size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
     return Process(
         rank=_number(environ, "RANK", launcher),
@@ -168,7 +179,16 @@ def _from_torch(environ: Mapping[str, str]) -> Process:
 
 
 def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: _Variables) -> Process:
-    """Return the identity of a process that srun or mpirun started."""
+    """Return rank, world size and address of rank 0 of a process that srun or mpirun started.
+
+    Args:
+        environ: Environment variables.
+        launcher: Name of the launcher.
+        names: Names of the launcher's variables.
+
+    Raises:
+        HolmesError: A variable is missing, or is no number.
+    """
     master_addr = environ.get("MASTER_ADDR", "")
     if not master_addr:
         if launcher == _SRUN:
@@ -225,7 +245,9 @@ def _first_node_of_step(environ: Mapping[str, str]) -> str:
     if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
         return _first_host_in(environ.get("SLURM_HOSTFILE", ""))
     list_name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else _JOB_NODES
+    # expand() turns Slurm's "node[1-3]" into a list of names.
     nodes = expand(environ.get(list_name, ""), f"environment variable {list_name}")
+    # Components of a heterogeneous job. The first one with a node in this step has rank 0.
     for component in range(_number(environ, "SLURM_HET_SIZE", _SRUN, default=0)):
         for kind in ("HET", "PACK"):  # PACK: the name before Slurm 20.02
             variable = f"SLURM_JOB_NODELIST_{kind}_GROUP_{component}"
@@ -235,12 +257,12 @@ def _first_node_of_step(environ: Mapping[str, str]) -> str:
             step_nodes = [node for node in component_nodes if node in nodes]
             if step_nodes:
                 return step_nodes[0]
-            break
+            break  # the other variable would name the same nodes
     return nodes[0] if nodes else ""
 
 
 def _first_host_in(path: str) -> str:
-    """Return the host in the first line of srun's hostfile that is not empty.
+    """Return the host in the first line of srun's hostfile that is not empty; "" if all lines are.
 
     Raises:
         HolmesError: The path is empty, or the file cannot be read.
@@ -257,12 +279,12 @@ def _first_host_in(path: str) -> str:
 
 
 def exported(process: Process, rank: int, processes: int) -> dict[str, str]:
-    """Return torchrun's environment variables for a process.
+    """Return torchrun's environment variables for a process whose rank holmes has changed.
 
     Args:
         process: The process, as its launcher numbered it.
-        rank: Its new rank.
-        processes: Processes on its node.
+        rank: New rank of the process.
+        processes: Processes on the node of the process.
     """
     return {
         "RANK": str(rank),
@@ -280,6 +302,8 @@ _WORLD_INFO = "--world_info"
 def launched_hosts(pid: int | None = None) -> dict[str, int]:
     """Return the hosts and their numbers of processes that the deepspeed launcher has read from its hostfile.
 
+    The launcher on each node has them in its command line, in an argument --world_info.
+
     Args:
         pid: Process id of the launcher; None for the parent of this process.
 
@@ -291,10 +315,10 @@ def launched_hosts(pid: int | None = None) -> dict[str, int]:
         command_line = Path(f"/proc/{launcher_pid}/cmdline").read_bytes()
     except OSError:
         return {}
-    arguments = command_line.decode(errors="replace").split("\0")
+    arguments = command_line.decode(errors="replace").split("\0")  # as /proc separates them
     for argument, next_argument in zip(arguments, [*arguments[1:], ""]):
         name, equals, value = argument.partition("=")
-        if name == _WORLD_INFO:
+        if name == _WORLD_INFO:  # written with "=", or followed by its value
             return _processes_of_hosts(value if equals else next_argument)
     return {}
 
@@ -329,7 +353,7 @@ def check_hosts(hosts: dict[str, int], spec: SiteSpec) -> None:
         return
     known_names: dict[str, str] = {}  # host -> its name in cluster.toml
     for host in hosts:
-        name = spec.known_as(host)
+        name = spec.known_as(host)  # "" if cluster.toml has no such node
         if name:
             known_names[host] = name
     node_count = len(spec.owner)

@@ -5,12 +5,10 @@
     2. local rank 0 of each node   listens on its node's address on every fabric, and stores the ports
     3. local rank 0 of each node   connects to the second node of every pair whose first node is its own, and
                                    stores the results
-    4. rank 0 of the launcher      collects the results of all nodes and stores a verdict, which all ranks
-                                   follow:
-                                       Ethernet failed         the job ends
-                                       a fast network failed   the ports at fault are excluded, and their
-                                                               groups use the next fastest network
-                                                               (with --holmes-fallback fail the job ends)
+    4. rank 0 of the launcher      collects all results and stores a verdict, which all ranks follow:
+        Ethernet failed                the job ends
+        a fast network failed          the ports at fault are excluded, and their groups use the next fastest
+                                       network (with --holmes-fallback fail the job ends)
 
 Nodes exchange addresses and results through the job's key-value store. Every wait has a deadline, so no rank
 waits for ever for a node that has failed.
@@ -147,7 +145,7 @@ def run(
                 attempts = _test_pairs_of(store, prefix, site, host, pairs)
                 results = NodeResults(host, attempts, tcp_warning(plan, site, host))
                 entry = json.dumps(results).encode()
-                append_entry(store, f"{prefix}/findings", entry, 1, len(plan.nodes))
+                append_entry(store, f"{prefix}/findings", entry, count=1, total=len(plan.nodes))
             if process.rank == 0:
                 try:
                     all_results = _collect_results(store, prefix, plan, deadline)
@@ -182,7 +180,7 @@ def run(
 
 
 def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
-    """Return the pairs of nodes to test: each pair once for each fabric. All ranks get the same list."""
+    """Return neighbours in planned groups: each pair of nodes once for each fabric. Equal on all ranks."""
     pairs: dict[tuple[str, frozenset[str]], NeighbourPair] = {}  # (fabric, both nodes) -> pair
     for kind, ranks in tested_groups(plan):
         next_ranks = ranks[1:] + ranks[:1]
@@ -190,7 +188,7 @@ def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
             first = plan.node_of(rank)
             second = plan.node_of(next_rank)
             if first == second:
-                continue
+                continue  # ranks of one node need no network
             groups = [ranks]
             if kind == "pipeline":  # two neighbouring stages may have a group that only they are in
                 groups.append((rank, next_rank))
@@ -235,7 +233,7 @@ class NodeListeners:
     """
 
     def __init__(self, site: Site, host: str, pairs: Iterable[NeighbourPair], token: str):
-        """Listen on the addresses of node `host` on every fabric of `pairs` whose second node it is.
+        """Listen on the addresses of node `host` on every fabric over which another node tests it.
 
         `token` identifies the job and its start in the answers.
         """
@@ -248,7 +246,7 @@ class NodeListeners:
             if not address:
                 continue
             try:
-                listening = listen(address, 0)
+                listening = listen(address, 0)  # on any free TCP port
             except OSError as error:
                 reason = f"cannot listen on its own address {address}: {error.strerror}"
                 self.ports[fabric] = reason
@@ -286,11 +284,11 @@ def _test_pairs_of(
     def attempt(pair: NeighbourPair) -> ConnectionAttempt:
         absent = "the process there has not come to its preflight"
         port = ports[pair.second].get(pair.fabric, absent)
-        if isinstance(port, str):
+        if isinstance(port, str):  # the reason why there is none
             error = port
         else:
             source, target = _addresses(site, pair)
-            hello = {"node": host, "token": prefix}
+            hello = {"node": host, "token": prefix}  # the prefix identifies the job and its start
             expected = {"node": pair.second, "token": prefix}
             error = exchange_hello(source, (target, port), hello, expected, CONNECT_S, ANSWER_S)
         return ConnectionAttempt(pair.fabric, pair.first, pair.second, error)
@@ -329,7 +327,7 @@ def tcp_warning(plan: Plan, site: Site, host: str) -> str:
     if not shortages:
         return ""
     worst = min(shortages, key=lambda shortage: shortage.carries_bps / shortage.rate_bps)
-    return f"node {host}: {worst.what}; {worst.mend}"
+    return f"node {host}: {worst.what}; {worst.mend}"  # the problem and its remedy, in words
 
 
 # The verdict of rank 0
@@ -340,7 +338,9 @@ def _collect_results(store: Any, prefix: str, plan: Plan, deadline: Deadline) ->
     results: dict[str, NodeResults] = {}
     for entry in collect_entries(store, f"{prefix}/findings", deadline.left):
         node, attempts, warning = json.loads(entry)
-        results[node] = NodeResults(node, [ConnectionAttempt(*one) for one in attempts], warning)
+        results[node] = NodeResults(
+            node, [ConnectionAttempt(*fields) for fields in attempts], warning
+        )
     missing = [node for node in plan.nodes if node not in results]
     if not missing:
         return [results[node] for node in plan.nodes]
@@ -348,7 +348,7 @@ def _collect_results(store: Any, prefix: str, plan: Plan, deadline: Deadline) ->
     # A node that has not even stored its ports delays its neighbours: it is the cause, so it is named.
     without_ports = [node for node in missing if not store.check([f"{prefix}/ports/{node}"])]
     node = without_ports[0] if without_ports else missing[0]
-    rank = plan.nodes.index(node) * plan.processes
+    rank = plan.nodes.index(node) * plan.processes  # the first one of the node
     raise HolmesError(
         f"preflight: node {node} (rank {rank}) did not finish it within {FINDINGS_S:g} s; "
         "is its process alive? (--holmes-preflight off skips it)"
@@ -421,7 +421,7 @@ def ports_at_fault(attempts: Sequence[ConnectionAttempt]) -> dict[tuple[str, str
     A port is at fault if two or more connections with it were tried and all failed. If neither end of a
     failed connection is at fault by this rule, both ends are excluded, since either may be the cause.
     """
-    errors_of: dict[PortKey, list[str]] = defaultdict(list)
+    errors_of: dict[PortKey, list[str]] = defaultdict(list)  # "" for a connection that worked
     for attempt in attempts:
         for node in (attempt.first, attempt.second):
             errors_of[PortKey(node, attempt.fabric)].append(attempt.error)
@@ -462,14 +462,14 @@ def _moved_groups(before: Plan, after: Plan) -> list[str]:
     """Return one clause for every planned group that uses another fabric in the new plan."""
     clauses = []
     for kind, ranks in before.groups():
-        for network_api in NETWORK_APIS:
+        for network_api in NETWORK_APIS:  # verbs (NCCL) and sockets (gloo)
             old = before.fabric_of(ranks, network_api)
             new = after.fabric_of(ranks, network_api)
             if old is not None and new is not None and old.name != new.name:
                 clauses.append(
                     f"the {kind} group of ranks {some_of(ranks)} goes over {new.name} on all its ranks"
                 )
-                break
+                break  # one clause for each group is enough
     if not clauses and before.sizes is None:  # without sizes, the plan does not know the groups
         clauses.append(
             "every group that needs it goes over the next fastest fabric that its ranks share, on all of them"
@@ -489,7 +489,7 @@ def _untested_fabrics(site: Site, pairs: Iterable[NeighbourPair]) -> list[str]:
     lines = []
     for fabric, port_of in ports_without_address.items():
         node, port_name = next(iter(port_of.items()))
-        more = len(port_of) - 1
+        more = len(port_of) - 1  # the message names one node, and counts the others
         others = ""
         if more:
             others = f", and {more} more {'nodes have' if more > 1 else 'node has'} none"

@@ -154,12 +154,22 @@ def start(
 def _open_store(
     process: launcher.Process, report: dict[str, Any], timeout_s: float, silent_store: str
 ) -> Any:
-    """Return the job's store; without one, raise the error of this rank's report if it has one."""
+    """Return the job's key-value store.
+
+    Args:
+        process: This rank, as its launcher numbered it.
+        report: This rank's report for rank 0. With "error", it reports a failure of this rank.
+        timeout_s: Seconds to wait for the store.
+        silent_store: Message of the error if the store accepts connections and does not answer.
+
+    Raises:
+        HolmesError: The store cannot be reached. If the report has an error, the error is raised instead.
+    """
     patience_s = _ERROR_SECONDS if "error" in report else timeout_s
+    # open_store() may wait twice: until the host listens, and until the store answers.
+    limit_s = 2 * patience_s + _SILENT_SECONDS
     try:
-        return within(
-            2 * patience_s + _SILENT_SECONDS, silent_store, open_store, process, patience_s
-        )
+        return within(limit_s, silent_store, open_store, process, patience_s)
     except HolmesError:
         if "error" in report:  # it cannot be reported to rank 0
             raise HolmesError(report["error"]) from None
@@ -168,6 +178,10 @@ def _open_store(
 
 def _make_verdict(request: JobRequest, nodes: list[NodeReport]) -> dict[str, Any]:
     """Make the plan for the nodes of a job, and return a JSON document with it for all ranks.
+
+    Args:
+        request: Options and files of the job, from which the plan is made.
+        nodes: NICs and processes of each node.
 
     Returns:
         "site": nodes, ports and fabrics. "plan" and "source": the plan, and where it comes from. "lines":
@@ -213,6 +227,13 @@ def _own_report(
 ) -> dict[str, Any]:
     """Return this rank's report for rank 0; if it cannot be made, a report with the error.
 
+    Args:
+        request: Options and files of the job. The files are read here.
+        process: This rank, as its launcher numbered it.
+        agreed: Further values that must be the same on all ranks: name -> value.
+        failure: An earlier error of this rank, which is reported; None if there was none.
+        environ: Environment variables.
+
     Returns:
         "node", "identity" and "local_rank". Also "agreed": flags, digests of files and versions, which
         must be the same on all ranks. On local rank 0 also "nics_of_node". Or "error": a message.
@@ -245,7 +266,7 @@ def _own_report(
         return {**report, "agreed": agreed_by_all, **nics}
     except HolmesError as error:
         if process.world_size == 1:
-            raise
+            raise  # there is no other rank to report to
         return {**report, "error": str(error)}
 
 
@@ -263,7 +284,12 @@ def _absent_nodes(spec: SiteSpec | None, site: Site) -> list[str]:
 
 
 def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
-    """Return a line for every fast NIC that is slower than declared or that the plan avoids as faulty."""
+    """Return a line for every fast NIC that is slower than declared, faulty or down.
+
+    Args:
+        reports: NICs of each node, as the node sees them.
+        site: Nodes and ports of the job, with faults that were found.
+    """
     lines = [
         f"node {name}: {text}; the plan counts on what the file says"
         for name, text in slower_than_declared(site, reports)

@@ -43,6 +43,12 @@ _opened: list[Any] = []
 def open_store(process: Process, timeout_s: float) -> Any:
     """Host the job's store on the launcher's rank 0, or connect to it on other ranks.
 
+    If torchrun's agent hosts a store, rank 0 connects to that one, too.
+
+    Args:
+        process: This rank, as its launcher numbered it, with the address of the store.
+        timeout_s: Seconds to wait for the store.
+
     Returns:
         A torch.distributed.TCPStore.
 
@@ -53,6 +59,7 @@ def open_store(process: Process, timeout_s: float) -> Any:
     if not is_host:
         _wait_for_listener(process, timeout_s)
     try:
+        # Keeps the object, and with it the server on the host, until the process ends.
         _opened.append(connect(process, timeout_s, is_host=is_host))
     except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
         reason = str(error).splitlines()[0]
@@ -86,7 +93,7 @@ def connect(process: Process, timeout_s: float, is_host: bool = False) -> Any:
         is_master=is_host,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        multi_tenant=True,
+        multi_tenant=True,  # stores of one process at one address share a server
     )
 
 
@@ -95,7 +102,8 @@ def until_gone(process: Process, store: Any) -> Iterator[None]:
     """Drop a torch store inside the block, and leave the block only after the store's server has ended.
 
     Then no rank can connect to the old server by mistake when the program makes a new store at the same
-    address. The ranks agree on the end like this:
+    address. On the host (rank 0), the server is part of the object `store`. The ranks agree on its end like
+    this:
 
         1. every other rank   opens a plain connection to the server, and adds 1 to holmes/leave
         2. the last of them   sets holmes/leave/all
@@ -106,25 +114,27 @@ def until_gone(process: Process, store: Any) -> Iterator[None]:
     """
     connection = None
     if process.rank > 0 and not process.agent_store:
+        # Step 1.
         with suppress(OSError):  # the program's store has another address
             address = (process.master_addr, process.master_port)
             connection = socket.create_connection(address, timeout=STORE_S)
-        if store.add("holmes/leave", 1) == process.world_size - 1:
+        if store.add("holmes/leave", 1) == process.world_size - 1:  # step 2
             store.set("holmes/leave/all", b"1")
     elif process.world_size > 1 and not process.agent_store:
-        store.get("holmes/leave/all")
+        store.get("holmes/leave/all")  # step 3: get() waits for the key
     del store
     yield
     if connection is not None:
         with connection, suppress(OSError):
-            connection.recv(1)
+            connection.recv(1)  # step 4: nothing is sent, so this returns when the connection ends
 
 
 def wait_for_value(store: Any, key: str, seconds: float) -> bytes:
     """Return the value of a key as soon as the key is set; b"" if it is not set within `seconds`.
 
-    Only get() is called, which waits by itself: it needs one message less than wait() and get(), and there
-    may be thousands of ranks.
+    The store's own timeout is the limit, and is restored afterwards. Only get() is
+    called, which waits by itself: it needs one message less than wait() and get(), and there may be thousands
+    of ranks.
 
     Raises:
         RuntimeError: The store is lost (torch.distributed.DistError).
@@ -159,6 +169,11 @@ def collect_entries(store: Any, key: str, seconds: float) -> list[bytes]:
     """Return the entries that append_entry() added, as soon as the list is complete.
 
     After `seconds`, the entries of an incomplete list are returned.
+
+    Args:
+        store: The job's store.
+        key: Prefix of the list's keys.
+        seconds: Seconds to wait.
     """
     is_complete = bool(wait_for_value(store, f"{key}/all", max(_LEAST_WAIT_S, seconds)))
     packed = b""
@@ -166,7 +181,7 @@ def collect_entries(store: Any, key: str, seconds: float) -> list[bytes]:
         packed = store.get(f"{key}/entries")
     rest = memoryview(packed)
     entries = []
-    while rest:
+    while rest:  # the length of an entry, the entry, the length of the next one, ...
         end = _LENGTH_BYTES + int.from_bytes(rest[:_LENGTH_BYTES], "big")
         entries.append(bytes(rest[_LENGTH_BYTES:end]))
         rest = rest[end:]

@@ -111,7 +111,11 @@ def summary(current: Session) -> dict[str, Any]:
 
 
 def find_differences(current: Session) -> Iterator[Difference]:
-    """Yield the differences between the job and its plan: networks, reductions, micro-batches in flight."""
+    """Yield the differences between the job and its plan: networks, reductions, micro-batches in flight.
+
+    Args:
+        current: The state of holmes in this process, which has the plan and records what the job does.
+    """
     sizes = current.plan.sizes
     world = current.plan.world_size
     for record in current.groups:  # the process groups that were created
@@ -127,6 +131,7 @@ def find_differences(current: Session) -> Iterator[Difference]:
         text = _reduction_difference(reduction)
         if text:
             sentence = f"gradients of {_stage(current, ranks)} are summed {text}"
+            # A difference that another message has explained is not printed again.
             yield Difference(sentence, is_explained=reduction.reported)
 
     for sentence in (_missing_reduction(current), _in_flight_difference(current)):

@@ -102,9 +102,9 @@ def describe_failure(
         f"the reduction of {gradients} failed over {where} in the group of ranks {some_of(ranks)}"
         f"{lost_node}: {_last_line(error)}"
     )
-    # _bad_input_or() returns this failure, or the bad input that another rank has reported before.
+    # _with_cause() returns this failure, or the bad input that another rank has reported before.
     # Such a message begins with INPUT ("holmes: "). It is removed: the caller's exception is printed with it.
-    return _bad_input_or(reporter, failure).removeprefix(INPUT)
+    return _with_cause(reporter, failure).removeprefix(INPUT)
 
 
 def explain(error: BaseException) -> str | None:
@@ -125,7 +125,7 @@ def explain(error: BaseException) -> str | None:
     if is_of_communication or isinstance(error, dist.DistError):
         return broken("communication", text)
     mine = f"{me(current)}: {type(error).__name__}: {_last_line(text)}"
-    _first(mine)  # puts the message into the job's store, for ranks that see a failure later
+    _first_message(mine)  # puts `mine` into the job's store, for ranks that see a failure later
     # ENOSPC: no space is left. EDQUOT: the user's quota is used up.
     is_disk_full = (
         isinstance(error, OSError)
@@ -149,7 +149,7 @@ def broken(operation: str, error: str) -> str:
     assert current is not None
     # It is "" if the error contains no address of a node.
     lost_node = _lost_node(error, range(current.plan.world_size))
-    return _bad_input_or(me(current), f"{operation} failed{lost_node}: {_last_line(error)}")
+    return _with_cause(me(current), f"{operation} failed{lost_node}: {_last_line(error)}")
 
 
 def describe_nccl_failure() -> str | None:
@@ -173,9 +173,9 @@ def describe_nccl_failure() -> str | None:
     else:
         cause = f"{one_of}node {nodes} (rank {some_of(others)}) is lost"
     text = f"communication failed; {cause}: NCCL's {error} in the group of ranks {some_of(ranks)}"
-    # _bad_input_or() returns `text`, or the message of a rank that has ended before because of bad input.
+    # _with_cause() returns `text`, or the message of a rank that has ended before because of bad input.
     # Such a message begins with INPUT ("holmes: "). The caller adds this prefix, so it is removed here.
-    return _bad_input_or(me(current), text).removeprefix(INPUT)
+    return _with_cause(me(current), text).removeprefix(INPUT)
 
 
 def me(current: session.Session) -> str:
@@ -183,30 +183,32 @@ def me(current: session.Session) -> str:
     return f"rank {current.rank} on node {current.node.name}"
 
 
-def _bad_input_or(reporter: str, failure: str) -> str:
-    """Return the message of a rank that has ended before because of bad input; else one about `failure`.
+def _with_cause(reporter: str, failure: str) -> str:
+    """Return a message about a failure, with its cause if another rank has reported the cause before.
 
-    The first message that a rank of the job has put into the store is the cause of all later failures.
+    If another rank has ended because of bad input, its message is returned instead. The first message
+    that a rank of the job has put into the store is taken to be the cause of all later failures.
 
     Args:
         reporter: This rank and its node, in words.
         failure: The failure, in words.
     """
-    mine = f"{reporter}: {failure}{_blamed()}"  # with what the kernel says of NICs
-    first = _first(mine)
-    if first.startswith(INPUT):
+    mine = f"{reporter}: {failure}{_describe_suspects()}"  # with the state of NICs
+    # The message of the first rank that saw a failure; `mine` if that is this rank.
+    first = _first_message(mine)
+    if first.startswith(INPUT):  # bad input of another rank
         return f"{first} ({reporter} ends with it)"
     return _both(mine, first)
 
 
 def note(mine: str) -> None:
     """Put a message about bad input, with which this rank ends, into the job's store for the other ranks."""
-    _first(INPUT + mine)
+    _first_message(INPUT + mine)
 
 
 def with_first(mine: str) -> str:
     """Return the message `mine`, with the message of the first rank that saw a failure, if it differs."""
-    return _both(mine, _first(mine))
+    return _both(mine, _first_message(mine))
 
 
 def _both(mine: str, first: str) -> str:
@@ -214,8 +216,8 @@ def _both(mine: str, first: str) -> str:
     return mine if first == mine else f"{mine}; first seen as: {first}"
 
 
-def _blamed() -> str:
-    """Return NICs that may have caused the failure, in words, e.g. "; NIC roce0 of node b1 has no link".
+def _describe_suspects() -> str:
+    """Return NICs that may have caused a failure, in words, e.g. "; NIC roce0 of node b1 has no link".
 
     These are the links and error counters of this node's NICs. If they have no problem, neighbours that do
     not answer are named. "" is returned if nothing is known.
@@ -271,7 +273,7 @@ def _last_line(error: str) -> str:
     return line.partition(". This is typically caused")[0]  # gloo's advice
 
 
-def _first(mine: str) -> str:
+def _first_message(mine: str) -> str:
     """Return the message of the first rank of the job that saw a failure.
 
     If this rank is the first, or the job's store does not answer, `mine` is returned.
@@ -310,7 +312,7 @@ class NicWatch:
         """Create the watch without starting the thread.
 
         Args:
-            patience_s: Seconds after which a failed NIC ends the process. 0: never.
+            patience_s: Seconds after which a NIC that stays failed ends the process. 0: never.
             trouble: Returns the problem of a NIC in words; "" if it works. Tests pass a stand-in.
             end: Called with a message to end the process. None: print the message and exit with status 2.
         """
@@ -412,6 +414,7 @@ class NicWatch:
         with self._report_lock:
             if self._has_reported_failure:
                 return
+            # None if no process group has failed.
             message = describe_nccl_failure()
             if message:
                 self._has_reported_failure = True

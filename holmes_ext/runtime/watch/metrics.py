@@ -118,9 +118,12 @@ class Collector:
         self._lock = threading.Lock()  # telemetry's thread and Prometheus's requests use the values
 
     def take(self, document: dict[str, Any]) -> None:
-        """Add a document of telemetry_file.py: a step, a change of the plan, or a round with joined jobs.
+        """Update the metrics by a document of telemetry_file.py, a line of the telemetry file.
 
-        Other documents are ignored.
+        It is a training step, a change of the plan, or a round with joined jobs. Other documents are ignored.
+
+        Args:
+            document: The line, as a JSON object.
         """
         with self._lock:
             if "step" in document:
@@ -129,6 +132,7 @@ class Collector:
                 change = document["plan"]
                 self._values["holmes_plan_predicted_step_seconds", ()] = change["then_s"]
                 in_flight = "+".join(map(str, change["in_flight"]))
+                # The label says what has changed: reductions ("sums"), or micro-batches in flight ("3+1").
                 self._add("plan_changes", 1, "sums" if change.get("sums") else in_flight)
             elif "outer" in document:
                 figures = document["outer"]
@@ -138,12 +142,17 @@ class Collector:
                 self._add("round_exposed_seconds", figures["exposed"])
 
     def _take_step(self, document: dict[str, Any]) -> None:
-        """Add a training step's document to the counters. The caller holds the lock."""
+        """Add a training step's document to the counters. The caller holds the lock.
+
+        Args:
+            document: Line of the step in the telemetry file. Its times are in seconds.
+        """
         seconds = document["end"] - document["begin"]
         self._values["holmes_last_step_seconds", ()] = seconds
         self._add("steps", 1)
         self._add("step_seconds", seconds)
         self._add("tokens", document["tokens"])
+        # _add(counter, increase, *labels). `where` is "inside" or "across" clusters.
         for kind, fabric, where, operations, _, sent, busy, exposed in document["groups"]:
             labels = (kind, where, fabric)
             self._add("operations", operations, *labels)
@@ -163,7 +172,7 @@ class Collector:
         self._values[key] = self._values.get(key, 0.0) + value
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metric families, as prometheus_client calls this for each request."""
+        """Yield all metrics with their values. prometheus_client calls this method for each request."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         current = session.active()
@@ -184,7 +193,10 @@ class Collector:
 
 
 def _current_samples(current: session.Session) -> Iterator[Sample]:
-    """Yield the values that do not come from training steps: the job, its NICs and their rates."""
+    """Yield the values that do not come from training steps: the job, its NICs and their rates.
+
+    A Sample is the name of a metric, the values of its labels (FAMILIES has their names), and the value.
+    """
     job_labels = (str(current.rank), str(current.process.world_size), __version__)
     yield Sample("holmes_job_info", job_labels, 1)
     ports = nics.in_use(current)
@@ -200,7 +212,7 @@ def _current_samples(current: session.Session) -> Iterator[Sample]:
             yield Sample("holmes_nic_bytes_total", (interface,), count)
     rates = {fabric.name: fabric.rate_bps for fabric in current.site.fabrics}
     for port in ports:
-        rate_bps = rates[port.fabric] * lab_scale(os.environ)
+        rate_bps = rates[port.fabric] * lab_scale(os.environ)  # 1 outside of the lab
         yield Sample("holmes_fabric_bits_per_second", (port.fabric,), rate_bps)
 
 
@@ -218,9 +230,9 @@ class Metrics:
 
         Args:
             collector: Holds the values.
-            place: URL or path, for messages.
+            place: URL of the port, or path of the file, for messages.
             write: Writes the file; None if a port is open.
-            shut: Closes the port.
+            shut: Closes the port, if one is open.
         """
         self.place = place
         self._collector = collector
@@ -245,7 +257,7 @@ class Metrics:
             tell_user(
                 f"--holmes-metrics {self.place}: no more metrics ({why(error)}); training goes on"
             )
-            self._write = None
+            self._write = None  # later calls do nothing
 
     def close(self) -> None:
         """Write the file for the last time, or close the port."""
@@ -315,10 +327,10 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
 
 
 def _answer(guest: Guest, metrics_text: Callable[[], bytes]) -> None:
-    """Answer one HTTP request.
+    """Answer one HTTP request: metrics for GET or HEAD of /metrics, an error for others.
 
     Args:
-        guest: The connection.
+        guest: Connection of the client.
         metrics_text: Returns all metrics in Prometheus's text format.
 
     Raises:
@@ -327,9 +339,9 @@ def _answer(guest: Guest, metrics_text: Callable[[], bytes]) -> None:
     deadline = Deadline(_REQUEST_S, "a request")
     request = b""
     while b"\r\n\r\n" not in request and len(request) < _MOST_REQUEST_BYTES:
-        deadline.limit(guest.socket)
+        deadline.limit(guest.socket)  # sets the socket's timeout to the time that is left
         received = guest.socket.recv(_MOST_REQUEST_BYTES)
-        if not received:
+        if not received:  # the client has closed the connection
             return
         request += received
 

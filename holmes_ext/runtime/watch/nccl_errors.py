@@ -76,6 +76,7 @@ def dump_hint(rank: int, environ: Mapping[str, str] = os.environ) -> str:
     is_supported_torch = Version(torch.__version__) >= _OLDEST_TORCH
     if not is_supported_torch or not dist.is_nccl_available():
         return ""
+    # The variables have a new and an old name; the first one that is set counts.
     buffer_size = _first_value(environ, _BUFFER_SIZE_VARIABLES, default="2000")
     if buffer_size == "0":  # the flight recorder is off
         return ""
@@ -99,7 +100,7 @@ def _dumps_on_failure(group: Any, backend: Any, environ: Mapping[str, str]) -> b
     """
     import torch.distributed as dist
 
-    if isinstance(backend, dist.ProcessGroupNCCL):
+    if isinstance(backend, dist.ProcessGroupNCCL):  # nccl-legacy, whose monitoring thread dumps
         is_dump_enabled = _is_enabled(environ, _LEGACY_DUMP_VARIABLES)
         is_monitored = _is_enabled(environ, _LEGACY_MONITORING_VARIABLES)
         return is_dump_enabled and is_monitored
@@ -174,7 +175,7 @@ def nccl_failures() -> list[NcclFailure]:
     backends have no get_error().
     """
     failures = []
-    for group, backend in cuda_backends():
+    for group, backend in cuda_backends():  # process groups with a backend for CUDA tensors
         get_error = getattr(backend, "get_error", None)
         if get_error is None or group in _aborted_by_program:
             continue

@@ -90,17 +90,20 @@ def trouble(port: Port) -> str:
 
 
 def _interface_trouble(name: str) -> str:
-    """Return why a network interface cannot carry data, in words; "" if it can."""
+    """Return why a network interface cannot carry data, in words; "" if it can.
+
+    The kernel is asked for the interface's flags (SIOCGIFFLAGS, netdevice(7)), which any socket can do.
+    """
     request = _IFREQ.pack(name.encode()[:_LONGEST_NAME], 0)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request)
-        except OSError as error:
+        except OSError as error:  # there is no such interface
             return f"is gone ({error.strerror})"
     _, flags = _IFREQ.unpack(answer)
     if not flags & _IFF_UP:
         return "is set down"
-    if not flags & _IFF_RUNNING:
+    if not flags & _IFF_RUNNING:  # no carrier
         return "has no link"
     return ""
 
@@ -137,7 +140,7 @@ def counters(ports: list[Port]) -> dict[str, dict[str, int]]:
             files += [_hca_folder(hca) / name for name in _HCA_COUNTERS]
         for file in files:
             text = _read(file)
-            if text is not None and text.isdecimal():
+            if text is not None and text.isdecimal():  # None: the driver does not have this counter
                 values[file.name] = values.get(file.name, 0) + int(text)
     return counters_of
 
@@ -157,10 +160,10 @@ def grown(now: dict[str, dict[str, int]], port: Port) -> str:
     Returns:
         E.g. "carrier_down_count +1, tx_errors +3"; "" if none has grown.
     """
-    before = _at_start.get(port.name, {})
+    before = _at_start.get(port.name, {})  # what remember_counters() has stored
     increases = []
     for name, value in now.get(port.name, {}).items():
-        increase = value - before.get(name, value)
+        increase = value - before.get(name, value)  # 0 for a counter that was not stored
         if increase > 0:
             increases.append(f"{name} +{increase}")
     return ", ".join(increases)
@@ -171,7 +174,7 @@ def bytes_carried(node: Node) -> dict[str, int]:
 
     RDMA traffic is not in the counters of an interface, so those of its HCAs are added.
     """
-    carried: dict[str, int] = {}
+    carried: dict[str, int] = {}  # interface -> bytes
     table = _read(Path("/proc/self/net/dev")) or ""
     for line in table.splitlines()[_HEADER_LINES:]:
         name, _, rest = line.partition(":")
@@ -180,7 +183,7 @@ def bytes_carried(node: Node) -> dict[str, int]:
     for port in node.ports:
         if port.interface not in carried:
             continue
-        for hca in port.hcas:
+        for hca in port.hcas:  # RDMA devices of the port
             for counter in ("port_xmit_data", "port_rcv_data"):
                 units = int(_read(_hca_folder(hca) / "counters" / counter) or 0)
                 carried[port.interface] += _BYTES_PER_DATA_UNIT * units
@@ -206,12 +209,13 @@ def unreachable(current: Session) -> list[str]:
     Neighbours are the previous and the next rank in each process group of this rank. All are tried at the
     same time, which takes about PROBE_S seconds.
     """
-    port_of = _neighbour_ports(current)
+    port_of = _neighbour_ports(current)  # (node, fabric) -> the node's port on the fabric
     if not port_of:
         return []
     sources = [current.node.port(target.fabric).address for target in port_of]
     addresses = [port.address for port in port_of.values()]
     with ThreadPoolExecutor(len(port_of)) as pool:
+        # (node, fabric) -> whether the node answers.
         answers = dict(zip(port_of, pool.map(answers_at, sources, addresses)))
 
     clauses = []
@@ -221,6 +225,7 @@ def unreachable(current: Session) -> list[str]:
         answering = [target for target in targets if answers[target]]
         if not silent:
             continue
+        # Name the ports that do not answer, and the ports of the node that do, if any.
         silent_ports = [port_of[target] for target in silent]
         silent_text = " and ".join(f"{port.name} {port.address}" for port in silent_ports)
         if answering:
@@ -237,12 +242,19 @@ def unreachable(current: Session) -> list[str]:
 
 
 def _neighbour_ports(current: Session) -> dict[_Target, Port]:
-    """Return the ports of the neighbours of this rank on other nodes, but at most _MOST_PROBES."""
+    """Return the ports of the neighbours of this rank on other nodes, but at most _MOST_PROBES.
+
+    Neighbours are the previous and the next rank in each process group of this rank. Ports are those on the
+    fabric of the group, and on Ethernet.
+
+    Returns:
+        (node, fabric) -> the node's port on the fabric.
+    """
     port_of: dict[_Target, Port] = {}
     for record in current.groups:
         fabric = record.transport.fabric
         if fabric not in current.node.fabrics or current.rank not in record.ranks:
-            continue
+            continue  # a group inside the node, or one without this rank
         position = record.ranks.index(current.rank)
         previous_rank = record.ranks[position - 1]
         next_rank = record.ranks[(position + 1) % len(record.ranks)]
@@ -267,8 +279,8 @@ def answers_at(
         seconds: Seconds to wait for the answer.
 
     Returns:
-        True if the port accepts or refuses the connection. Also True if an address is empty: nothing is
-        known then.
+        True if the port accepts or refuses the connection: both show that the kernel is reached. Also True
+        if an address is empty, because nothing is known then.
     """
     if not source or not target:
         return True
@@ -278,7 +290,7 @@ def answers_at(
         )
     except ConnectionRefusedError:
         return True
-    except OSError:
+    except OSError:  # no answer, or no route
         return False
     connection.close()
     return True

@@ -63,14 +63,16 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
         Lines for the user.
     """
     has_other_ranks = current.process.world_size > 1
+    # (factor, floor in seconds) by which a step is late; None if the watchdog is off.
     watchdog_limits = current.options.watchdog_limits if has_other_ranks else None
     _Running.metrics = metrics
     hooks.activate(extensions.hooks_of(current))
+    # A recorder observes the operations of this process.
     needs_recorder = (
         bool(current.options.telemetry)
         or watchdog_limits is not None
         or metrics is not None
-        or hooks.follow_steps()
+        or hooks.follow_steps()  # an extension needs the times of steps
     )
     lines: list[str] = []
     if needs_recorder:
@@ -80,7 +82,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
             lines = _start_telemetry(current, recorder, take)
         if metrics is not None:
             lines.append(f"metrics: {metrics.place}, of local rank 0 on every node")
-            if _Running.writer is None:  # metrics without telemetry: no file is written
+            if _Running.writer is None:  # metrics without telemetry: "" for no file
                 _Running.writer = _open_writer(current, "", recorder, take)
         telemetry.set_recorder(recorder)
         hook_optimizers(recorder)
@@ -99,16 +101,16 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
 def stop(reason: str = "training is over") -> None:
     """Stop telemetry, the watchdog and the watch over NICs, and write what is recorded.
 
-    Operations that are not over get a moment to end before that.
+    Operations that are not over get _SETTLE_S seconds to end before that.
 
     Args:
-        reason: Passed to the hooks of extensions.
+        reason: Why holmes stops, for the on_stop hooks of extensions.
     """
     atexit.unregister(stop)
     hooks.deactivate(reason)
     unwatch_nics()
     recorder = telemetry.recorder
-    telemetry.set_recorder(None)
+    telemetry.set_recorder(None)  # no operation is recorded from here on
     if recorder is not None:
         with suppress(RuntimeError):  # a GPU has failed
             recorder.settle(_SETTLE_S)
@@ -205,7 +207,14 @@ def unhook_optimizers() -> None:
 def _make_watchdog(
     current: Session, recorder: telemetry.Recorder, factor: float, floor_s: float
 ) -> Watchdog:
-    """Return the watchdog of this process; `factor` and `floor_s` say when a step is late."""
+    """Return the watchdog of this process.
+
+    Args:
+        current: The session of this process.
+        recorder: Records the operations of this process.
+        factor: Smallest duration of a late step, as a multiple of the median step.
+        floor_s: Smallest duration of a late step, in seconds.
+    """
     process = current.process
     plan = current.plan
     # The launcher's rank 0 hosts the store. It may have another rank now.
@@ -243,12 +252,12 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take)
     Args:
         current: The session of this process.
         recorder: Records the operations of this process.
-        take: Gets each document that is written.
+        take: Called with each document that is written.
 
     Returns:
         Lines for the user.
     """
-    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # NCCL then measures each operation
     process = current.process
     directory = current.options.telemetry
     prefix = f"{current.round}/telemetry"
@@ -257,7 +266,8 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take)
     try:
         if process.world_size > 1:
             store = connect(process, _START_S)
-            # All ranks take the name of the rank that was first.
+            # All ranks use the name of the rank that was first: compare_set() sets a key without a value,
+            # and returns the key's value afterwards.
             run = store.compare_set(f"{prefix}/run", "", run).decode()
         writer = _open_writer(current, run, recorder, take)
     except (OSError, RuntimeError) as error:  # on this rank only, so it prints the line itself
@@ -277,7 +287,7 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take)
 
 
 def _compare_clocks(current: Session, store: Any, prefix: str, writer: Writer) -> None:
-    """Measure how far this node's clock is from that of rank 0's node, and write it into the telemetry.
+    """Measure the offset of this node's clock from that of rank 0's node, and write it into the telemetry.
 
     The node of rank 0 answers the other nodes. Without an answer nothing is written, and the report says that
     the times of this node are not aligned.
@@ -286,10 +296,11 @@ def _compare_clocks(current: Session, store: Any, prefix: str, writer: Writer) -
     node_index = nodes.index(current.node.name)
     try:
         if node_index == 0:
-            clock.answer(store, prefix, range(1, len(nodes)), _START_S)
-            offset = clock.Offset(0.0, 0.0)
+            clock.answer(store, prefix, range(1, len(nodes)), timeout_s=_START_S)
+            offset = clock.Offset(0.0, error_s=0.0)
         else:
-            offset = clock.ask(store, prefix, node_index, _START_S * 2)
+            # Twice as long: rank 0's node may wait for another node first.
+            offset = clock.ask(store, prefix, node_index, timeout_s=_START_S * 2)
         writer.put({"clock": offset})
-    except RuntimeError:
+    except RuntimeError:  # no answer in time, or the store is lost
         pass

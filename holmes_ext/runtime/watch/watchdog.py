@@ -128,7 +128,8 @@ class MissingRank(NamedTuple):
 def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str, int]) -> str:
     """Return the cause for which a rank waits, in words.
 
-    The chain of waiting ranks is followed: from `rank` to a rank that it waits for, and so on.
+    The search goes from `rank` to a rank that it waits for, and so on. It ends at a rank that does not wait,
+    at operations that all ranks have reached, or at a rank that was visited before.
 
     Args:
         rank: The rank that is stuck.
@@ -139,7 +140,7 @@ def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str
     Returns:
         The cause; "" if `rank` does not wait.
     """
-    path: list[int] = []  # the ranks that were followed so far
+    path: list[int] = []  # the ranks that were visited so far
     wait: Waiting | None = None  # the operation in which the last of them waits
     while True:
         state = ask(rank)
@@ -155,7 +156,7 @@ def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str
             return f"{wait} waits for {name}, which is in no operation: it computes, loads data or writes"
         path.append(rank)
         missing = _first_missing_rank(rank, state.waiting, ask)
-        if missing is None:
+        if missing is None:  # all ranks are there, so the network is slow
             return _slow_network(rank, state.waiting[0], ask, node_of, rates)
         rank, wait = missing
         if rank in path:
@@ -170,6 +171,11 @@ def _first_missing_rank(rank: int, operations: tuple[Waiting, ...], ask: Ask) ->
     """Return a rank that has not reached one of the operations in which `rank` waits; None if all have.
 
     The oldest operation with such a rank counts. Of its missing ranks, one that does not answer is preferred.
+
+    Args:
+        rank: The rank that waits.
+        operations: Operations in which the rank waits, the oldest first.
+        ask: Returns the state of a rank; None if the rank does not answer.
     """
     for wait in operations:
         late_ranks = []
@@ -191,13 +197,15 @@ def _slow_network(
 ) -> str:
     """Return the message for an operation that all ranks have reached and that still takes long.
 
-    It lists the slowest NICs of the ranks that take part.
+    It lists the slowest NICs of the ranks that take part. `wait` is the operation, in which `rank` waits; the
+    other arguments are those of blame().
     """
     rates_seen = []  # (bits/s, the rank and its NIC in words)
     for member in dict.fromkeys((rank, *wait.awaited)):
         state = ask(member)
         if state is None:
             continue
+        # The interface that the member uses in this group.
         same_group = [other for other in state.waiting if other.group == wait.group]
         interface = same_group[0].interface if same_group else wait.interface
         rate_bps = state.nics.get(interface)
@@ -281,14 +289,15 @@ class Watchdog:
     def look(self) -> None:
         """Check once whether the step is late; if so, store this rank's state, and report the cause."""
         if not self._late():
-            self._carried = None
+            self._carried = None  # NICs are measured from the first look at a late step on
             return
         state = self.state()
-        self.tell(state)
+        self.tell(state)  # stores it for the other ranks
         median_s = self.recorder.median_s()
+        # An operation is stuck after the median step, or if no step has ended yet, after the limit of a step.
         stuck_s = max(STUCK_S, self._limit_s() if median_s is None else median_s)
         is_stuck = bool(state.waiting) and state.waiting[0].age >= stuck_s
-        if self.recorder.armed and is_stuck:
+        if self.recorder.armed and is_stuck:  # armed: inside a step, not between two
             self._explain(state)
 
     def _late(self) -> bool:
@@ -316,7 +325,7 @@ class Watchdog:
         # (group, "send" or "receive", rank of the other end) -> messages started
         messages: dict[tuple[str, str, int], int] = {}
         for group in groups:
-            for (direction, peer), count in list(group.messages.items()):
+            for (direction, peer), count in list(group.messages.items()):  # other threads add to it
                 messages[group.name, direction, peer] = count
         # The host launches operations ahead of the GPU. Those that the GPU has not reached do not count.
         for op in recorder.not_begun():
@@ -364,7 +373,7 @@ class Watchdog:
         )
 
     def _nic_rates(self, now: float) -> dict[str, float]:
-        """Return the bits/s of each interface since the last look; empty at the first look at a late step."""
+        """Return interface -> bits/s since the last look; empty at the first look at a late step."""
         carried = self.carried()
         previous = self._carried
         self._carried = (now, carried)
@@ -473,6 +482,7 @@ class Watchdog:
         is left out, because it may be the rank that has stopped.
         """
         state = self.state()
+        # _alone_at: the step about which this rank has printed a line.
         if not self._late() or not state.waiting or self._alone_at == state.step:
             return
         wait = state.waiting[0]
