@@ -151,6 +151,7 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
         rates = [nic.rate_bps for nic in report.nics if nic.up and nic.name in port.hcas]
         if len(rates) <= 1:
             continue
+        # Within ENOUGH, the declared rate is that of the slowest and of the fastest NIC alone.
         is_about_one_nic = (
             min(rates) <= port.rate_bps / ENOUGH and max(rates) >= port.rate_bps * ENOUGH
         )
@@ -362,12 +363,13 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
     _check_routed_roce(
         {subnet.prefix: set(nodes) for subnet, nodes in by_subnet.items() if subnet.kind == "roce"}
     )
-    fast = _merge_rails(by_subnet)
-    nodes_on = Counter(port.fabric for ports in fast.ports.values() for port in ports)
+    fast_fabrics = _merge_rails(by_subnet)
+    # Fabric -> number of its nodes.
+    nodes_on = Counter(port.fabric for ports in fast_fabrics.ports.values() for port in ports)
     nodes = []
     ethernet_rates = []
     for report in reports:
-        ports = sorted(fast.ports.get(report.name, []), key=lambda port: -port.rate_bps)
+        ports = sorted(fast_fabrics.ports.get(report.name, []), key=lambda port: -port.rate_bps)
         if report.nccl.no_verbs:
             ports = [replace(port, no_verbs=report.nccl.no_verbs) for port in ports]
         elif len(ports) > 1:
@@ -378,7 +380,7 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
         cluster = "+".join(port.fabric for port in ports) or ETHERNET
         nodes.append(Node(report.name, cluster, report.processes, (*ports, ethernet)))
     common = Fabric(ETHERNET, "ethernet", min(ethernet_rates), KINDS["ethernet"].latency_s)
-    return Site(tuple(nodes), (common, *fast.fabrics))
+    return Site(tuple(nodes), (common, *fast_fabrics.fabrics))
 
 
 def _subnet_of(report: NodeReport, nic: Nic) -> _Subnet:

@@ -64,6 +64,7 @@ class Port:
             rate_bps: Rate of all NICs together, in bits/s.
         """
         gid_index = None
+        # NCCL takes one GID index for all NICs, so they must have their GIDs at the same index.
         if nics[0].kind == "roce":
             indices = {nic.roce_v2_index for nic in nics}
             if len(indices) == 1:
@@ -186,6 +187,7 @@ class Site:
         # The latency of a link between clusters is that from node to node, so it includes the
         # fabric's.
         includes_fabric = any(hop.latency_s for hop in between_clusters)
+        # NIC of the sender, hops between the clusters, NIC of the receiver.
         return (
             Hop(
                 ("out", source, fabric.name),
@@ -253,12 +255,12 @@ def fabrics_of_spec(spec: SiteSpec) -> tuple[Fabric, ...]:
     ethernet = Fabric(ETHERNET, "ethernet", spec.ethernet_rate_bps, spec.ethernet_latency_s)
     fabrics = {ETHERNET: ethernet}
     for cluster in spec.clusters:
-        if cluster.fabric == ETHERNET:
+        if cluster.fabric == ETHERNET:  # the cluster has no fast NICs
             continue
         fabric = Fabric(
             cluster.fabric, cluster.kind, cluster.rate_bps, cluster.latency_s, net=cluster.net
         )
-        earlier = fabrics.get(cluster.fabric)
+        earlier = fabrics.get(cluster.fabric)  # from a cluster that shares the fabric
         if earlier is not None:
             fabric = replace(
                 fabric,

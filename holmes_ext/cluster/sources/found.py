@@ -93,7 +93,7 @@ def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
     Raises:
         HolmesError: there is no node, or two have the same name.
     """
-    names: set[str] = set()
+    names: set[str] = set()  # of all nodes so far
     groups: dict[_Hardware, list[FoundNode]] = {}
     for node in nodes:
         if node.name in names:
@@ -138,8 +138,12 @@ def _shares_fabric(hardware: _Hardware, all_hardware: Iterable[_Hardware]) -> bo
 def _cluster_names(groups: Sequence[Sequence[FoundNode]]) -> list[str]:
     """Return a name for each group of nodes with the same hardware.
 
-    The first of these that no earlier group has: the program's name for exactly these nodes, the
-    kind of NIC and the GPU if no other group has both, the fabric, or a number.
+    A group gets the first of these names that no earlier group has:
+
+        1. the program's name for exactly these nodes, such as that of a partition
+        2. the kind of NIC and the GPU ("ib-h100"), if no other group has the same
+        3. the fabric
+        4. "cluster" and a number
     """
     nodes_of_label: dict[str, set[str]] = {}  # the program's group -> names of its nodes
     for group in groups:
@@ -192,7 +196,10 @@ def completed(
 ) -> Completed:
     """Return clusters with the kinds and rates that the user gave, and the missing values.
 
+    A value of the user replaces that of the program that lists the nodes.
+
     Args:
+        clusters: Clusters of the nodes that the program lists.
         kinds: Name of a cluster -> kind of its fast NICs.
         rates: Name of a cluster -> bits/s of all fast NICs of one node.
 
