@@ -1,1 +1,1 @@
-
+"""Commands of `holmes`, each in a module of its own."""

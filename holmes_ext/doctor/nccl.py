@@ -118,7 +118,7 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
         environ: Environment variables, which take precedence over holmes.
     """
     try:
-        site = _site(node, spec)
+        site = _site_of_one_node(node, spec)
     except HolmesError as error:
         return [f"not known: {error}"]
     site_node = site.nodes[0]
@@ -138,6 +138,7 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
         choice = f"network {network!r}" if network else "NCCL chooses"
         lines.append(f"groups on {fabric.name} ({fabric.kind}): {choice}")
     lines.append("groups inside the node: NCCL chooses (NVLink, PCIe, shared memory)")
+    # A remark begins with "node NAME: ", which is not needed for a single node.
     lines += [line.partition(": ")[2] for line in nccl_remarks(site, [node])]
     has_roce = any(
         site.fabric_by_name[port.fabric].kind == "roce" and not port.no_verbs
@@ -182,8 +183,16 @@ def _lines_on_version(needs_gid_index: bool) -> Iterator[str]:
         )
 
 
-def _site(node: NodeReport, spec: SiteSpec | None) -> Site:
-    """Return the site that consists of one node; raise HolmesError if cluster.toml does not have it."""
+def _site_of_one_node(node: NodeReport, spec: SiteSpec | None) -> Site:
+    """Return the site that consists of one node.
+
+    Args:
+        node: Report of the node.
+        spec: Content of cluster.toml; None if there is none.
+
+    Raises:
+        HolmesError: cluster.toml does not have the node, or contradicts its report.
+    """
     if spec is None:
         return resolve_site([replace(node, processes=1)], None)
     cluster = spec.owner.get(spec.known_as(node.name))

@@ -65,7 +65,7 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
     """
     line = rank_file.steps[step]
     events: list[dict[str, Any]] = []
-    lanes = {_COMPUTE: 0}  # name of a thread -> its number
+    lanes = {_COMPUTE: 0}  # name of a thread of the trace -> its number
     busy_until: dict[int, float] = {}  # number of a thread -> end of its last event
 
     def add(
@@ -83,9 +83,17 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
         }
         events.append(event)
 
-    add(0, f"step {step}", "step", line["begin"], line["end"], {"tokens": line.get("tokens", 0)})
+    compute_lane = lanes[_COMPUTE]
+    add(
+        compute_lane,
+        f"step {step}",
+        "step",
+        line["begin"],
+        line["end"],
+        {"tokens": line.get("tokens", 0)},
+    )
     for kind, start, end in line.get("spans", ()):
-        add(0, kind, _COMPUTE, start, end, {})
+        add(compute_lane, kind, _COMPUTE, start, end, {})
     ops = sorted(line["ops"], key=lambda op: op[_START])
     for kind, fabric, name, group, number, peer, start, end, waited, sent in ops:
         end = max(end, start)  # it is 0 if the operation was not over
@@ -97,7 +105,8 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
             "waited_ms": waited * 1e3,
             "bytes_sent": sent,
         }
-        add(_free_lane(lanes, busy_until, kind, start, end), name, kind, start, end, arguments)
+        lane = _free_lane(lanes, busy_until, kind, start, end)
+        add(lane, name, kind, start, end, arguments)
 
     process = f"rank {rank_file.rank} on {rank_file.node} ({rank_file.head['cluster']})"
     names = [_name_event("process_name", rank_file.rank, 0, process)]
@@ -146,11 +155,11 @@ def pictured(run: Run, step: int) -> list[dict[str, Any]]:
         offset = run.offset(rank)
         line = rank.steps[step]
         events = []
-        for kind, span_start, span_end in line.get("spans", ()):
+        for kind, span_start, span_end in line.get("spans", ()):  # spans of computation
             if kind in ("forward", "backward", "optimizer"):
                 events.append([kind, span_start + offset, span_end + offset, 0])
         for _, _, name, _, _, _, op_start, op_end, _, sent in line["ops"]:
-            if op_end:
+            if op_end:  # 0: not over when the step ended
                 kind = _PICTURED.get(name, "collective")
                 events.append([kind, op_start + offset, op_end + offset, sent])
         traces.append(

@@ -102,7 +102,7 @@ def run_command(*argv: str) -> str:
         raise HolmesError(
             f"Slurm's munge does not answer on this machine ({about_munge[-1]:.160}); {_MUNGE_ADVICE}"
         )
-    # The last line is the error itself; lines before it are warnings.
+    # The message has room for one line of the output: the last one.
     reason = lines[-1] if lines else f"status {process.returncode}"
     raise HolmesError(f"`{command}` failed: {reason:.200}")
 
