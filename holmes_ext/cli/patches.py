@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # frameworks print while they are imported
         fits = [fit_of(patch, args.check) for patch in all_patches()]
     if args.json:
-        print(json.dumps({"version": 1, "patches": [_document(fit) for fit in fits]}, indent=2))
+        print(json.dumps({"version": 1, "patches": [_json_of(fit) for fit in fits]}, indent=2))
     elif args.all:
         Screen().table(COLUMNS, [_function_row(fit) for fit in fits])
     else:
@@ -91,10 +91,11 @@ def _function_row(fit: Fit) -> tuple[str, ...]:
 def _show_features(fits: list[Fit]) -> None:
     """Print a table with one row for each feature of an installed framework, and a summary."""
     screen = Screen()
+    # Name of a feature -> how each of its functions fits.
     by_feature = grouped((fit.patch.feature.name, fit) for fit in fits)
     installed = []
     not_installed: Counter[str] = Counter()  # package -> number of its features
-    for group in by_feature.values():
+    for group in by_feature.values():  # of the functions of one feature
         if any(fit.state != "off" or fit.installed for fit in group):
             installed.append(group)
         else:
@@ -144,8 +145,8 @@ def _feature_row(fits: list[Fit]) -> tuple[str, ...]:
     )
 
 
-def _document(fit: Fit) -> dict[str, Any]:
-    """Return a patch, and how it fits, as values for JSON."""
+def _json_of(fit: Fit) -> dict[str, Any]:
+    """Return a patch (a change to a framework's function), and how it fits, as values for JSON."""
     patch = fit.patch
     feature = patch.feature
     return {
