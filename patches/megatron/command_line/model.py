@@ -86,9 +86,8 @@ def model_of(
         values |= _expert_fields(settings, is_deepspeed, assumed)
     values["vocabulary"] = _padded_vocabulary(settings, assumed)
     values["flash"] = _is_attention_fused(settings, is_deepspeed, assumed)
-    checkpoint_interval = settings.get(
-        "checkpoint_interval", 0
-    )  # layers; of DeepSpeed's pipeline engine
+    # Layers that DeepSpeed's pipeline engine recomputes together; 0: it recomputes none.
+    checkpoint_interval = settings.get("checkpoint_interval", 0)
     default_recompute = "full" if checkpoint_interval else "none"
     values["recompute"] = settings.get("recompute", default_recompute)
     return Model(**values, source="the command line")
