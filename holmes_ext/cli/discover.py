@@ -1,4 +1,9 @@
-"""Command `holmes discover`: shows the NICs of a node, or makes a cluster.toml from a node list."""
+"""Command `holmes discover`: shows the NICs of a node, or makes a cluster.toml from a node list.
+
+The table of NICs says for each NIC whether a job would use it, and why not. With --from,
+show/sources.py reads the nodes that Slurm, Kubernetes or a hostfile list, and writes a
+cluster.toml, which describes the clusters.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +208,12 @@ COLUMNS = (
 
 
 def _row_of_nic(nic: Nic, findings: Sequence[Finding]) -> list[str]:
-    """Return the row of a NIC in the table COLUMNS."""
+    """Return the row of a NIC in the table COLUMNS.
+
+    Args:
+        nic: The NIC.
+        findings: Findings of `holmes doctor` about all NICs of the node.
+    """
     return [
         nic.name,
         nic.kind,

@@ -1,4 +1,9 @@
-"""Command `holmes doctor`: checks machines and a training command without starting a job."""
+"""Command `holmes doctor`: checks machines and a training command without starting a job.
+
+The checks are in holmes_ext/doctor. This module runs them on one node or, by a launcher or srun, on
+several, compares the nodes, and prints the findings. A finding is a problem or a note, with its
+reason and remedy.
+"""
 
 from __future__ import annotations
 
@@ -188,7 +193,12 @@ def _check_distinct_names(checks: Sequence[NodeCheck]) -> None:
 
 
 def _print_json(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -> None:
-    """Print the check of a single node, or those of all nodes with their differences, as JSON."""
+    """Print the check of a single node, or those of all nodes with their differences, as JSON.
+
+    Args:
+        checks: Results of each node.
+        differences: Findings about several nodes.
+    """
     nodes = [check.to_dict() for check in checks]
     if len(nodes) == 1 and not differences:
         print(json.dumps(nodes[0], indent=2))

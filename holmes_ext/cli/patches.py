@@ -1,4 +1,8 @@
-"""Command `holmes patches`: lists the changes to the frameworks and whether they fit."""
+"""Command `holmes patches`: lists the changes to the frameworks and whether they fit.
+
+A patch is a change of holmes to one function of a framework (torch, DeepSpeed, Megatron, Lightning)
+while a job runs. A feature is a group of patches that are all applied, or none.
+"""
 
 from __future__ import annotations
 
@@ -125,6 +129,7 @@ def _feature_row(fits: list[Fit]) -> tuple[str, ...]:
     Args:
         fits: How each function of the feature fits the installed framework.
     """
+    # A patch for another version is not needed with the installed one, so it comes last.
     states_from_worst = ("off", "unknown", "fits", "other version")
     worst = min(fits, key=lambda fit: states_from_worst.index(fit.state))
     feature = worst.patch.feature
@@ -139,7 +144,7 @@ def _feature_row(fits: list[Fit]) -> tuple[str, ...]:
         state,
         f"{feature.requirement.name} {worst.installed}" if worst.installed else "-",
         str(len(fits)),
-        feature.switch or "every job",
+        feature.switch or "every job",  # the option that switches the feature on
         feature.versions,
         description,
     )

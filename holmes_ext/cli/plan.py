@@ -1,4 +1,9 @@
-"""Command `holmes plan`: places pipeline stages, chooses networks, predicts step times."""
+"""Command `holmes plan`: places pipeline stages, chooses networks, predicts step times.
+
+This module plans for parallel sizes that the user gives. Extensions handle the other uses of the
+command, such as the search for the best sizes: they are the "parts" of the command (cli/parts.py),
+which run first.
+"""
 
 from __future__ import annotations
 
@@ -415,7 +420,12 @@ def _show_plan(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> 
 
 
 def _show_spanning(screen: Screen, plan: Plan) -> None:
-    """Print a line for each kind of group that spans clusters, or that there is none."""
+    """Print a line for each kind of group that spans clusters, or that there is none.
+
+    Args:
+        screen: Output.
+        plan: The plan: the node of each rank, and the network of each group.
+    """
     for spanning in plan.spanning:
         verb = "groups span" if spanning.groups > 1 else "group spans"
         costs = "no slower than inside clusters"
@@ -471,7 +481,7 @@ def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[_StageRow]:
     fabrics = plan.transports["data"]  # of each data-parallel group
     if len(fabrics) == 1:  # the same for all groups
         fabrics = fabrics * len(data_groups)
-    for group, fabric in zip(data_groups, fabrics):
+    for group, fabric in zip(data_groups, fabrics):  # all ranks of a group are on one stage
         data_fabrics[sizes.stage(group[0])][fabric] = None
     for group in groups(sizes, "pipeline"):  # one rank of each stage
         for stage, pair in enumerate(zip(group, group[1:])):

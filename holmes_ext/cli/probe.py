@@ -1,4 +1,8 @@
-"""Command `holmes probe`: measures all fabrics and the links between clusters, for cluster.toml."""
+"""Command `holmes probe`: measures all fabrics and the links between clusters, for cluster.toml.
+
+A fabric is a network that connects some nodes, such as the InfiniBand of one cluster. `holmes plan`
+predicts step times from the measured values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Command `holmes report`: summarizes step times and communication from telemetry files."""
+"""Command `holmes report`: summarizes step times and communication from telemetry files.
+
+--holmes-telemetry DIR makes each rank of a job write such a file. holmes_ext/report reads the files
+and computes the figures; this module prints them as tables.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +145,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_report(screen: Screen, job: Run, summary: Summary) -> None:
-    """Print the notes, tables and verdict of a job's report."""
+    """Print the notes, tables and verdict of a job's report.
+
+    Args:
+        screen: Output.
+        job: Telemetry of all ranks of the job.
+        summary: The figures that were computed from the telemetry.
+    """
     for note in job.notes:
         screen.line(f"note: {note}")
     for text in job.done.differences:
@@ -236,7 +246,7 @@ def _pair_cells(summary: Summary) -> list[list[str]]:
 
 
 def _plan_cells(summary: Summary) -> list[list[str]]:
-    """Return the rows of the table PLANS: one for each plan that the job used."""
+    """Return the rows of the table PLANS: one for each plan that the job used, none if it never changed."""
     rows = []
     for row in summary.plans:
         rows.append(

@@ -1,4 +1,9 @@
-"""Command `holmes tune`: measures a few steps of a job and writes a plan for the real run."""
+"""Command `holmes tune`: measures a few steps of a job and writes a plan for the real run.
+
+The job runs under --holmes-profile, which writes the measured times into a file and ends the job.
+From this file, the plan says how many layers each pipeline stage gets, and how groups of ranks
+communicate.
+"""
 
 from __future__ import annotations
 

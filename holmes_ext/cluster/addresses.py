@@ -116,10 +116,12 @@ class Shortfall:
     @property
     def mend(self) -> str:
         """Commands and variables that solve the problem."""
+        # Each of the two settings is three sizes: minimum, default, maximum.
         advice = (
             f'on all nodes: sysctl -w net.ipv4.tcp_wmem="4096 65536 {self.buffer}"'
             f' net.ipv4.tcp_rmem="4096 131072 {self.buffer}"'
         )
+        # More sockets carry more, each with its own window. NCCL's threads serve several sockets each.
         sockets_needed = ceil(self.rate_bps / self.stream_bps)
         if 1 < sockets_needed <= MOST_SOCKETS:
             threads = ceil(sockets_needed / SOCKETS_PER_THREAD)
@@ -422,7 +424,12 @@ def _local_address(family: int, target: Any) -> _LocalAddress:
 
 
 def _devices_with(local: _LocalAddress, devices: Addresses) -> list[str]:
-    """Return the network devices, except loopback, that have the address `local`."""
+    """Return the network devices, except loopback, that have the address `local`.
+
+    Args:
+        local: A source address that the kernel has chosen.
+        devices: Network device -> its addresses.
+    """
     if local.interface_index:
         return [socket.if_indextoname(local.interface_index)]
     address = ipaddress.ip_address(local.address)

@@ -101,6 +101,10 @@ def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
     """Return the NCCL settings and libraries of this node.
 
     NCCL_NET in `environ` is ignored: holmes unsets it, and then NCCL takes the value in a file.
+
+    Args:
+        environ: Environment of the process that uses NCCL.
+        nics: All NICs of the node.
     """
     without_net = {name: value for name, value in environ.items() if name != "NCCL_NET"}
     forced = file_settings(without_net).get("NCCL_NET", FileSetting("", ""))

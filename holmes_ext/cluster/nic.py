@@ -147,7 +147,9 @@ class Gid:
 
 @dataclass(frozen=True)
 class Nic:
-    """NIC port with one kind of use.
+    """Port of a NIC, as RDMA or as sockets use it.
+
+    A RoCE port is listed twice: with kind "roce" for RDMA, and its network device with kind "ethernet".
 
     Raises:
         HolmesError: a field has a value that is not allowed.

@@ -87,7 +87,7 @@ def resolve_site(
     Args:
         reports: Reports of all nodes.
         spec: Content of cluster.toml, which may describe more nodes; None without one.
-        fallback: Accept a node whose fast NICs are down: its port is marked and the node uses
+        fallback: Accept a node whose fast NICs are down: its Port gets a fault, and the node uses
             Ethernet.
         counted: Require that each node has started as many processes as cluster.toml says.
 
@@ -108,7 +108,7 @@ def resolve_site(
         _node_by_spec(report, spec, fallback, counted) for report in _match_names(reports, spec)
     )
     spec = spec.only({node.name for node in nodes})
-    return Site(nodes, fabrics_of_spec(spec), spec.source, spec.wan)
+    return Site(nodes, fabrics_of_spec(spec), source=spec.source, wan=spec.wan)
 
 
 def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[SlowNode]:
@@ -124,7 +124,7 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[Slow
             names = port.hcas or (port.interface,)
             nics = [nic for nic in report.nics if nic.up and nic.name in names]
             if not nics or not all(nic.rate_bps for nic in nics):
-                continue
+                continue  # the rate of a NIC is unknown
             stated_bps = sum(nic.rate_bps for nic in nics)
             if stated_bps >= ENOUGH * port.rate_bps:
                 continue
@@ -186,6 +186,10 @@ def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeR
     """Return the reports with the node names of cluster.toml.
 
     A host name and a name in the file match if they are equal, or equal up to the first dot.
+
+    Args:
+        reports: Reports of the nodes, with their host names.
+        spec: Content of cluster.toml.
 
     Raises:
         HolmesError: a node is in no cluster.
@@ -385,6 +389,10 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
 
 def _subnet_of(report: NodeReport, nic: Nic) -> _Subnet:
     """Return the subnet of a fast NIC.
+
+    Args:
+        report: Report of the node, for the error message.
+        nic: An InfiniBand or RoCE NIC of the node.
 
     Raises:
         HolmesError: a RoCE NIC has no IPv4 address with a subnet.

@@ -279,9 +279,10 @@ def site_from_spec(spec: SiteSpec) -> Site:
     """
     nodes = []
     for cluster in spec.clusters:
+        # The same ports for all nodes of a cluster, the fastest first.
         ports = [Port(ETHERNET, rate_bps=spec.ethernet_rate_bps)]
         if cluster.fabric != ETHERNET:
             ports.insert(0, Port(cluster.fabric, rate_bps=cluster.rate_bps))
         for name in cluster.nodes:
             nodes.append(Node(name, cluster.name, cluster.processes, tuple(ports)))
-    return Site(tuple(nodes), fabrics_of_spec(spec), spec.source, spec.wan)
+    return Site(tuple(nodes), fabrics_of_spec(spec), source=spec.source, wan=spec.wan)

@@ -381,7 +381,12 @@ def _read_cluster(table: Table) -> ClusterSpec:
 
 
 def _check_cluster(cluster: ClusterSpec, table: Table) -> None:
-    """Raise HolmesError if the keys `rails` and `net` of a `[[cluster]]` do not fit its NICs."""
+    """Raise HolmesError if the keys `rails` and `net` of a `[[cluster]]` do not fit its NICs.
+
+    Args:
+        cluster: The parsed table.
+        table: The table itself, which shows whether a key was given.
+    """
     if cluster.kind == "ethernet" and "rails" in table.values:
         raise HolmesError(
             f"{table.at('rails')}: nodes of kind 'ethernet' have no fast NIC; remove it"
@@ -432,6 +437,12 @@ def _read_override(
 ) -> NodeOverride:
     """Return the content of a `[node.HOST]`.
 
+    Args:
+        table: The table.
+        host: Name of the host.
+        cluster_of_node: Node -> its cluster, for all nodes of the file.
+        source: Path of the file, for the error message.
+
     Raises:
         HolmesError: no cluster has the host, or a key is unknown.
     """
@@ -444,6 +455,10 @@ def _read_override(
 
 def _check_clusters(clusters: list[ClusterSpec], source: str) -> dict[str, str]:
     """Return the cluster of every node, by the node's name.
+
+    Args:
+        clusters: All clusters of the file.
+        source: Path of the file, for the error message.
 
     Raises:
         HolmesError: a cluster or node is given twice, or clusters that share a fabric contradict

@@ -254,6 +254,10 @@ def cluster_pair(table: Table, known: Sequence[str]) -> tuple[str, ...]:
 def latency_of(table: Table, default: float) -> float:
     """Return the value of the key `latency` in seconds.
 
+    Args:
+        table: A table of cluster.toml.
+        default: Value in seconds for a table without the key.
+
     Raises:
         HolmesError: the value is not a time, or longer than LONGEST_LATENCY_S.
     """
@@ -367,7 +371,11 @@ def parse_links(table: Table, fabrics: set[str]) -> dict[str, MeasuredLink]:
 
 
 def _read_points(table: Table, key: str) -> Points:
-    """Return the list of [bytes, seconds] that a key has, () without the key.
+    """Return the measured points [bytes, seconds] in the list of a key, () without the key.
+
+    Args:
+        table: A table [link.FABRIC] of cluster.toml.
+        key: "send" or "ring".
 
     Raises:
         HolmesError: the list has a single entry, or an entry is not two growing numbers above 0.

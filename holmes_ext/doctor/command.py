@@ -1,4 +1,9 @@
-"""Checks a training command before it runs: script, flags, sizes against the clusters, and ds_config."""
+"""Checks a training command before it runs: script, flags, sizes against the clusters, and ds_config.
+
+`holmes doctor -- COMMAND` prints the findings. The flags are those of holmes and of the framework.
+The sizes are the parallel sizes (pipeline, tensor, ...), and ds_config is DeepSpeed's configuration
+file.
+"""
 
 from __future__ import annotations
 

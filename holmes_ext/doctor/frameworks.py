@@ -1,4 +1,9 @@
-"""Checks whether holmes's patches fit the installed frameworks, and whether other code patches them."""
+"""Checks whether holmes's patches fit the installed frameworks, and whether other code patches them.
+
+A patch is a change of holmes to one function of a framework (torch, DeepSpeed, Megatron, ...) while
+a job runs. A feature is a group of patches that are all applied, or none: if one does not fit, the
+feature is off.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +103,12 @@ def fit_of(patch: Patch, check: bool) -> Fit:
 
 
 def _fit_of_other_version(patch: Patch, version: str | None) -> Fit:
-    """Return the Fit of a patch that is made for another version of the framework than `version`."""
+    """Return the Fit of a patch that is made for another version of the framework than `version`.
+
+    Args:
+        patch: The patch, whose field `only` limits it to some versions.
+        version: Installed version of the framework; None if it is not installed.
+    """
     return Fit(
         patch, version, "other version", f"for {patch.feature.requirement.name} {patch.only}"
     )

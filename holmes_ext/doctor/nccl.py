@@ -1,4 +1,8 @@
-"""Checks NCCL on a node: configuration files, plugins, version, and settings that holmes passes to it."""
+"""Checks NCCL on a node: configuration files, plugins, version, and settings that holmes passes to it.
+
+holmes gives each process group its network by name (net_name in the group's options), and selects
+NICs by environment variables. This module finds what would contradict these settings.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,12 @@ def installed_nccl() -> InstalledNccl:
 
 
 def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield findings about the configuration files and network plugins of NCCL on a node."""
+    """Yield findings about the configuration files and network plugins of NCCL on a node.
+
+    Args:
+        nccl_of_node: NCCL's settings and libraries on the node.
+        environ: Environment variables of the node.
+    """
     if nccl_of_node.forced_net:
         yield problem(
             nccl_of_node.forced_in,
@@ -124,6 +133,7 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
     site_node = site.nodes[0]
     in_files = file_settings(environ)  # variable -> (value, NCCL's configuration file)
     lines = []
+    # A value that the user has set counts, in the environment or in one of these files.
     for name, value in variables_of(site_node).items():
         users_value = environ.get(name) or in_files.get(name, ("",))[0]
         if users_value:
@@ -133,7 +143,7 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
     for port in site_node.ports:
         fabric = site.fabric_by_name[port.fabric]
         if port.fabric != ETHERNET and (not port.hcas or port.no_verbs or not port.usable):
-            continue
+            continue  # NCCL cannot use RDMA there, so groups go over Ethernet
         network = network_name(fabric)
         choice = f"network {network!r}" if network else "NCCL chooses"
         lines.append(f"groups on {fabric.name} ({fabric.kind}): {choice}")

@@ -92,7 +92,13 @@ def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]
 def _comparable_nodes(
     checks: Sequence[NodeCheck], spec: SiteSpec | None
 ) -> list[tuple[str, list[NodeCheck]]]:
-    """Return groups of nodes that should be equal, each with a title for findings."""
+    """Return groups of nodes that should be equal, each with a title for findings.
+
+    Args:
+        checks: Results of each node.
+        spec: Content of cluster.toml: the nodes of a cluster form a group. If it is None, the nodes
+            with the same kind of fast NIC do.
+    """
     groups = []
     if spec is not None:
         for cluster in spec.clusters:
@@ -109,14 +115,24 @@ def _comparable_nodes(
 
 
 def part_for(spec: SiteSpec, checks: Sequence[NodeCheck]) -> SiteSpec:
-    """Return the part of cluster.toml about the nodes that were checked; all of it if it has none of them."""
+    """Return the part of cluster.toml about the nodes that were checked; all of it if it has none of them.
+
+    Args:
+        spec: Content of cluster.toml.
+        checks: Results of each node.
+    """
     names = [spec.known_as(check.node.name) for check in checks]
     checked_nodes = {name for name in names if name}
     return spec.only(checked_nodes) if checked_nodes else spec
 
 
 def kind_of(node: str, spec: SiteSpec | None) -> str:
-    """Return the kind of the fast NICs that cluster.toml gives a node; "" if it does not have the node."""
+    """Return the kind of the fast NICs that cluster.toml gives a node; "" if it does not have the node.
+
+    Args:
+        node: Host name of the node.
+        spec: Content of cluster.toml; None if there is none.
+    """
     if spec is None:
         return ""
     cluster = spec.owner.get(spec.known_as(node))
@@ -209,7 +225,12 @@ def _finding_if_different(
 
 
 def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding]:
-    """Yield findings about nodes that cluster.toml does not describe as they are."""
+    """Yield findings about nodes that cluster.toml does not describe as they are.
+
+    Args:
+        checks: Results of each node.
+        spec: Content of cluster.toml.
+    """
     checked_nodes = {spec.known_as(check.node.name) for check in checks}
     absent = [node for node in spec.owner if node not in checked_nodes]
     if absent:

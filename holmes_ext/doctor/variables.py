@@ -75,6 +75,7 @@ def _check_interfaces(variable: str, value: str, nics: Sequence[Nic]) -> Iterato
         nics: The NICs of the node.
     """
     existing = {name for nic in nics for name in nic.netdevs} | {"lo"}
+    # Only NCCL takes names as prefixes; gloo and TensorPipe take whole names.
     is_nccl = variable == "NCCL_SOCKET_IFNAME"
     are_prefixes = is_nccl and not value.startswith("=")
     wanted: list[str] = []

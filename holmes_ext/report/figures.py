@@ -171,10 +171,15 @@ def _lost_s(row: GroupRow) -> float:
 
 
 def summarize(run: Run) -> Summary:
-    """Return the figures of a run."""
-    steps = run.steps
-    seconds = run.took(steps)
-    tokens = [max(row.steps[step].get("tokens", 0) for row in run.ranks) for step in steps]
+    """Return the figures of `holmes report` for a run.
+
+    Args:
+        run: Telemetry of all ranks.
+    """
+    steps = run.steps  # without the warm-up
+    seconds = run.took(steps)  # of each step, on its slowest rank
+    # Not every rank knows the tokens of a step; the others have 0 or nothing.
+    tokens = [max(rank.steps[step].get("tokens", 0) for rank in run.ranks) for step in steps]
     median_s = statistics.median(seconds)
     tokens_per_second = statistics.median(tokens) / median_s if median_s > 0 else 0.0
     return Summary(
@@ -248,7 +253,12 @@ def _joined_row(run: Run) -> JoinedRow | None:
 
 
 def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
-    """Return the figures of one rank."""
+    """Return the figures of one rank.
+
+    Args:
+        rank_file: Telemetry of the rank.
+        steps: Numbers of the steps that count.
+    """
     step_times = []
     exposed_times = []
     own_times = []
@@ -304,7 +314,12 @@ class _Sums(NamedTuple):
 
 
 def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
-    """Return the figures of each kind of group on each fabric, the most exposed first."""
+    """Return the figures of each kind of group on each fabric, the most exposed first.
+
+    Args:
+        run: Telemetry of all ranks.
+        steps: Numbers of the steps that count.
+    """
     sums_of: dict[Key, dict[int, _Sums]] = defaultdict(dict)  # groups -> rank -> sums
     for rank_file in run.ranks:
         rank = rank_file.rank

@@ -1,4 +1,10 @@
-"""Reads and validates the files of a run's telemetry (runtime/measure/telemetry_file.py writes them)."""
+"""Reads and validates the files of a run's telemetry.
+
+runtime/measure/telemetry_file.py writes them and describes their format: a file for each rank, with
+a JSON object on each line. The first line describes the job. Other lines are a training step,
+operations that ended after their step, an outer round of joined jobs, a change of the plan, and so
+on.
+"""
 
 from __future__ import annotations
 
@@ -358,7 +364,7 @@ def _add_followed_plan(file: RankFile, document: dict[str, Any], where: str) -> 
     reductions = table.list("reductions", list)
     in_flight = table.list("in_flight", int)
     differences = table.list("differences", str)
-    if not all(_is_row(row, "nbb") for row in reductions):
+    if not all(_is_row(row, "nbb") for row in reductions):  # a number and two booleans
         raise HolmesError(
             f"{where}: 'reductions' are not rows of [stage, a hierarchical all-reduce, overlap]"
         )

@@ -27,6 +27,10 @@ _START = 6  # position of the start in a row of "ops"
 def chosen_step(run: Run, step: int | None) -> int:
     """Return the step to show: `step`, or the last one that is traced on all ranks if it is None.
 
+    Args:
+        run: Telemetry of all ranks.
+        step: Number that the user gave; None if the user gave none.
+
     Raises:
         HolmesError: There is no such step.
     """
@@ -46,6 +50,10 @@ def trace(run: Run, step: int) -> dict[str, Any]:
     """Return a step in Chrome's trace event format.
 
     Times are microseconds since the first rank began the step, on rank 0's clock.
+
+    Args:
+        run: Telemetry of all ranks.
+        step: Number of a step that is traced on all ranks.
     """
     first_begin = min(rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks)
     events: list[dict[str, Any]] = []
@@ -61,7 +69,7 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
     Args:
         rank_file: Telemetry of the rank.
         step: Number of the step.
-        shift: Seconds to add to the rank's times.
+        shift: Seconds to add to the rank's times, so that the first rank begins the step at 0.
     """
     line = rank_file.steps[step]
     events: list[dict[str, Any]] = []
@@ -71,6 +79,7 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
     def add(
         lane: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]
     ) -> None:
+        """Append an event to the trace of the rank; times are in seconds on the clock of its node."""
         event = {
             "name": name,
             "cat": category,
@@ -116,7 +125,14 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
 
 
 def _name_event(event: str, rank: int, lane: int, name: str) -> dict[str, Any]:
-    """Return a metadata event that names a process or a thread of the trace."""
+    """Return a metadata event that names a process or a thread of the trace.
+
+    Args:
+        event: "process_name" or "thread_name".
+        rank: Rank, which is the process of the trace.
+        lane: Number of the thread in the trace.
+        name: The name to show.
+    """
     return {"name": event, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
 
 
@@ -143,6 +159,10 @@ def _free_lane(
 
 def pictured(run: Run, step: int) -> list[dict[str, Any]]:
     """Return the events of a step for the timeline picture, on rank 0's clock.
+
+    Args:
+        run: Telemetry of all ranks.
+        step: Number of a step that is traced on all ranks.
 
     Returns:
         For each rank "rank", "node", "events" as rows [kind, start, end, bytes], and "step": the first

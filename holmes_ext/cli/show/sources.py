@@ -202,7 +202,14 @@ def _read_listed_nodes(args: argparse.Namespace) -> list[FoundNode]:
 def _missing_values(
     missing: Sequence[MissingValue], needs_ethernet_rate: bool, source_name: str
 ) -> HolmesError:
-    """Return the error that lists the missing values and the options that give them."""
+    """Return the error that lists the missing values and the options that give them.
+
+    Args:
+        missing: Kinds and rates that clusters lack.
+        needs_ethernet_rate: Whether the rate of the network that reaches every node is missing,
+            too.
+        source_name: Name of the program or file that lists the nodes, such as "Slurm".
+    """
     values = [f"{value.name} of cluster {value.cluster!r}" for value in missing]
     options = [f"--{value.name} {value.cluster}=..." for value in missing]
     if needs_ethernet_rate:

@@ -150,7 +150,12 @@ def _printable(text: str) -> str:
 
 
 def _width_of(column: Column, cells: Sequence[str]) -> _Width:
-    """Return the width of a column with its cells."""
+    """Return the width of a column with its cells.
+
+    Args:
+        column: The column.
+        cells: Texts of the column in all rows.
+    """
     lines = [line for text in (column.name, *cells) for line in text.splitlines()]
     full = max((cell_len(line) for line in lines), default=0)
     if not column.wrap:

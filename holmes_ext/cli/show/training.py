@@ -1,4 +1,8 @@
-"""Input of `holmes plan`: model and parallel sizes from options, files and a command."""
+"""Reads the input of `holmes plan`: model and parallel sizes from options, files and a training command.
+
+The result is a Training. It also has lines for the user: what was read from the command, what was
+assumed, and which arguments were not counted.
+"""
 
 from __future__ import annotations
 
@@ -268,7 +272,12 @@ def _lines_about_command(command_line: CommandLine, model_file: str) -> list[str
 
 
 def _summary_of_command(model: Model, command_line: CommandLine) -> str:
-    """Return the model and settings of a command: "24 layers, 1.3e+09 parameters, ..."."""
+    """Return the model and settings of a command: "24 layers, 1.3e+09 parameters, ...".
+
+    Args:
+        model: Model that the command describes.
+        command_line: What was read from the command.
+    """
     precision = "32-bit" if model.activation_width == _WIDTH_OF_32_BITS else "16-bit"
     parts = [f"{model.layers} layers, {model.parameters:.3g} parameters"]
     if model.experts:

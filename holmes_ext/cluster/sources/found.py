@@ -35,7 +35,7 @@ class _Hardware(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundNode:
-    """Node that another program lists. Empty and zero values are unknown."""
+    """Node that Slurm, Kubernetes or a hostfile lists. Empty and zero values are unknown."""
 
     name: str
     processes: int  # one for each GPU
@@ -54,7 +54,10 @@ class FoundNode:
 
 @dataclass(frozen=True)
 class FoundCluster:
-    """Nodes with the same hardware. An empty kind or a rate of 0 must come from the user."""
+    """Cluster of listed nodes with the same hardware.
+
+    If the kind is "" or the rate is 0, the value is unknown, and the user must give it.
+    """
 
     name: str
     nodes: tuple[str, ...]

@@ -74,7 +74,12 @@ def hetjob_lines(parts: Sequence[ChosenNodes], features: Features | None = None)
 
 
 def _feature_of_cluster(part: ChosenNodes, features: Features | None) -> str:
-    """Return a feature that all nodes of a cluster have and no other node, "" without one."""
+    """Return a feature that all nodes of a cluster have and no other node, "" without one.
+
+    Args:
+        part: The chosen nodes of the cluster, and all its nodes.
+        features: Node -> its features in Slurm.
+    """
     features = features or {}
     members = set(part.all_nodes)
     for name in features.get(part.nodes[0], ()):

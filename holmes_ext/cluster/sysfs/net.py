@@ -250,7 +250,12 @@ def _speed_bps(tree: Tree, path: str, speed: int | None) -> int:
 
 
 def _port_index(tree: Tree, path: str) -> int:
-    """Return the port of the HCA to which a network device belongs, from 0."""
+    """Return the port of the HCA to which a network device belongs, from 0.
+
+    Args:
+        tree: The /sys tree.
+        path: Path of the network device in the tree.
+    """
     index = tree.number(f"{path}/dev_port", "[0-9]{1,4}")
     if not index:  # before Linux 3.15, only dev_id differs between the ports of a device
         index = tree.number(f"{path}/dev_id", "0x[0-9a-f]{1,4}")
@@ -319,7 +324,12 @@ def read_function(tree: Tree, path: str) -> Function:
 
 
 def _pcie_bps(tree: Tree, device: str) -> int:
-    """Return the rate of a device's PCIe link in bits/s, 0 if it is unknown."""
+    """Return the rate of a device's PCIe link in bits/s, 0 if it is unknown.
+
+    Args:
+        tree: The /sys tree.
+        device: Path of the PCI device in the tree.
+    """
     speed = tree.text(f"{device}/current_link_speed") or ""
     width = tree.text(f"{device}/current_link_width") or ""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9])?) GT/s(?: PCIe)?", speed)

@@ -280,6 +280,10 @@ def _is_excluded(nic: Nic, pattern: str) -> bool:
 def _nics_selected_by(nics: Sequence[Nic], pattern: str) -> list[Nic]:
     """Return the NICs that a pattern of `include` selects.
 
+    Args:
+        nics: All NICs of a node.
+        pattern: Name of a NIC, or a pattern with wildcards.
+
     Raises:
         HolmesError: the pattern has wildcards, and the default rules exclude all NICs that it
             matches.

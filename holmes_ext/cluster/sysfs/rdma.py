@@ -183,6 +183,10 @@ def _read_state(tree: Tree, path: str) -> _PortState:
 def _read_rate_bps(tree: Tree, path: str) -> int:
     """Return the rate in a port's file `rate`, in bits/s.
 
+    Args:
+        tree: The /sys tree.
+        path: Path of the file in the tree.
+
     Raises:
         HolmesError: the file does not hold a rate.
     """
@@ -194,7 +198,13 @@ def _read_rate_bps(tree: Tree, path: str) -> int:
 
 
 def _read_lid(tree: Tree, path: str, kind: str) -> int:
-    """Return the local identifier in a file, 0 if there is none or the port is not InfiniBand."""
+    """Return the local identifier in a file, 0 if there is none or the port is not InfiniBand.
+
+    Args:
+        tree: The /sys tree.
+        path: Path of the file in the tree.
+        kind: Kind of the port's NIC.
+    """
     if not KINDS[kind].infiniband:
         return 0
     return tree.number(path, "0x[0-9a-f]{1,8}") or 0

@@ -230,6 +230,10 @@ class Tree:
     def _name_in_uevent(self, path: str, key: str) -> str:
         """Return the value of a key in the uevent of a folder.
 
+        Args:
+            path: The folder.
+            key: The key, such as INTERFACE.
+
         Raises:
             HolmesError: the path is not a folder, or its uevent does not have the key.
         """

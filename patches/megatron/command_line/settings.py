@@ -95,7 +95,7 @@ def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
     not_read = dict(from_flags.not_read)
     unknown = list(from_flags.unknown)
     for key, (value,) in words_of_key.items():
-        entry = _entry_of_key(key)
+        entry = _entry_of_key(key)  # of the table of keys that change a step, but are not counted
         if entry:
             if not _has_no_effect(entry, str(value)):
                 not_read[f"{file_name}: {entry}"] = NOT_READ[entry]
