@@ -52,6 +52,14 @@ def _save_with_split(
 
     For a pipeline engine, rank 0 also records the split: the first layer of each pipeline stage, and the
     tensor-parallel size.
+
+    Args:
+        current: Session of holmes in this process.
+        call: Runs DeepSpeed's save_checkpoint.
+        instance: The engine.
+        save_dir: Folder of all checkpoints.
+        tag: Name of this checkpoint's folder; None for DeepSpeed's default.
+        save_latest: Whether to name the checkpoint in `latest`.
     """
     tag = str(tag or f"global_step{instance.global_steps}")  # DeepSpeed's default
     folder = Path(save_dir, tag)
@@ -227,6 +235,14 @@ def _refuse_other_split(
     The split is the first layer of each pipeline stage, and the tensor-parallel size. With another split,
     DeepSpeed's pipeline engine fails halfway, and its error does not name the cause. A universal checkpoint
     works with any split, and so does loading only the weights.
+
+    Args:
+        current: Session of holmes in this process.
+        call: Runs DeepSpeed's load_checkpoint.
+        instance: The engine.
+        load_dir: Folder of all checkpoints.
+        tag: Name of the checkpoint's folder; None for the one in `latest`.
+        load_module_only: Whether to load the weights only.
 
     Raises:
         HolmesError: On rank 0, the splits differ. The message has both, and what the user can do.

@@ -231,6 +231,12 @@ def _all_reduce_tied(current: Session, call: Call, instance: Any, tensor: Any, g
 
     This function computes the same average at once, hierarchically: inside each cluster, and then between
     clusters. That sends less between clusters. The average that follows in DeepSpeed no longer changes it.
+
+    Args:
+        current: Session of holmes in this process, with the plan.
+        call: Runs deepspeed.comm.all_reduce.
+        tensor: The gradient.
+        group: The two ranks that share the weight, one on each stage.
     """
     engines_with_tied_reduction = _reducing_tied.instances  # those in _exec_reduce_tied_grads now
     if not engines_with_tied_reduction:

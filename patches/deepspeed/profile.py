@@ -168,6 +168,11 @@ def _write_profile(current: Session, engine: Any, prof: Profiler) -> None:
 
     publish() first also measures the gradient reduction and the transfers between stages alone, while nothing
     else runs. All ranks must therefore call this function.
+
+    Args:
+        current: Session of holmes in this process.
+        engine: The pipeline engine.
+        prof: The measured times of this rank.
     """
     import deepspeed
     from deepspeed.runtime.pipe import p2p

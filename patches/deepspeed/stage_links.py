@@ -228,6 +228,12 @@ def _announce_shapes(call: Call, instance: Any, buffer: Any, recv_stage: Any) ->
     The next stage allocates its receive buffers for these shapes, once for all steps. A later activation of
     another shape would never arrive. The mailbox, which sends the activations, compares each with the
     recorded shapes and raises an error instead.
+
+    Args:
+        call: Runs _send_tensor_meta.
+        instance: The pipeline engine.
+        buffer: An activation, or several of them.
+        recv_stage: Number of the next stage.
     """
     if _mailbox is None:  # e.g. the backend is neither gloo nor NCCL
         return call()

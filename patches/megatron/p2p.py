@@ -139,6 +139,11 @@ def _start_batch_with_each_neighbour(
     Ranks at even positions in the pipeline start with the next stage, ranks at odd positions with the
     previous stage. Thus two neighbours start their common batch at the same time.
 
+    Args:
+        group: The pipeline group.
+        prev_pipeline_rank: Rank of the previous stage.
+        next_pipeline_rank: Rank of the next stage.
+
     Returns:
         The requests of both batches.
     """

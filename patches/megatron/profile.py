@@ -156,6 +156,10 @@ def _timed_reduction(config: Any, prof: Profiler) -> Iterator[None]:
 
     The schedule reduces gradients by config.finalize_model_grads_func. Until the context ends, that is a
     function which measures the program's function.
+
+    Args:
+        config: The model's configuration, with finalize_model_grads_func.
+        prof: Records the time.
     """
     finalize = config.finalize_model_grads_func
 

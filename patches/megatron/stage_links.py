@@ -294,6 +294,11 @@ def _planned_receive_order(
     holmes's plan for this job has such an order if stages are to have other numbers of micro-batches in
     flight than in megatron-core's own schedule.
 
+    Args:
+        current: Session of holmes in this process, with the plan.
+        sizes: Parallel sizes of the job.
+        pipeline_group: Process group of the pipeline.
+
     Raises:
         HolmesError: the plan lists the order of all passes, which megatron-core's schedule cannot follow.
     """

@@ -84,7 +84,12 @@ def _optimizer_step(call: Call, instance: Any) -> Any:
 
 
 def _describe_stage(model: Any, micro_batches: int) -> Stage:
-    """Describe this rank's pipeline stage, for the decision how many micro-batches are in flight."""
+    """Describe this rank's pipeline stage, for the decision how many micro-batches are in flight.
+
+    Args:
+        model: The model of this stage.
+        micro_batches: Number of micro-batches in a step.
+    """
     from megatron.core import parallel_state
 
     ranks = group_ranks(parallel_state.get_pipeline_model_parallel_group())

@@ -167,6 +167,12 @@ def _byte_fields(
 
     Sources of the defaults: Megatron-LM's arguments.py keeps and sends gradients in 32 bits with --bf16, and
     in 16 bits with --fp16. DeepSpeed's engine.get_data_types uses the type of the model for both.
+
+    Args:
+        settings: Name of a setting -> value.
+        zero_stage: ZeRO stage, 0 to 3.
+        is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from
+            Megatron-LM's.
     """
     precision = settings.get("precision", "fp32")
     weight_bytes = 4 if precision == "fp32" else 2

@@ -268,6 +268,12 @@ def _lay_out_unpadded(
     This wrapper runs in place of DistributedOptimizer._compute_per_buffer_param_layout, which call() runs and
     which pads buckets. In megatron-core 0.18 and 0.19, fully reshardable checkpoints are wrong if buckets are
     padded. Of the sizes without padding, the one nearest to the planned bucket size is used.
+
+    Args:
+        params: Parameters whose gradients are laid out.
+        bucket_size: megatron-core's size, which is replaced without being read.
+        data_parallel_world_size: Number of ranks that reduce the gradients.
+        ddp_config: DistributedDataParallelConfig.
     """
     # _construct() sets this global while DistributedDataParallel's constructor runs.
     elements = _planned_bucket_size.get()
