@@ -91,7 +91,7 @@ def conflicts(
             continue
         for requirement in _stated_requirements(package):
             version = version_of(requirement.name)
-            has_range = bool(requirement.specifier)
+            has_range = bool(requirement.specifier)  # "torch" alone accepts every version
             if version is None or not has_range or _is_satisfied(requirement, version):
                 continue
             yield Conflict(

@@ -1,1 +1,1 @@
-"""The commands of `holmes`, one module for each."""
+"""Commands of `holmes`, each in a module of its own."""

@@ -1,4 +1,9 @@
-"""Command `holmes discover`: shows the NICs of a node, or makes a cluster.toml from a node list."""
+"""Command `holmes discover`: shows the NICs of a node, or makes a cluster.toml from a node list.
+
+The table of NICs says for each NIC whether a job would use it, and why not. With --from,
+show/sources.py reads the nodes that Slurm, Kubernetes or a hostfile list, and writes a
+cluster.toml, which describes the clusters.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     is_this_machine = real_root == "/sys"
     node = socket.gethostname() if is_this_machine else os.path.basename(real_root)
     lacks_addresses = not is_this_machine and captured_addresses(args.sysfs) is None
-    nics = _marked(
+    nics = _mark_unused(
         read_nics(args.sysfs),
         include=[pattern for patterns in args.include for pattern in patterns],
         exclude=[pattern for patterns in args.exclude for pattern in patterns],
@@ -138,10 +143,10 @@ def _show_nics(screen: Screen, nics: Sequence[Nic], node: str) -> None:
         nics: All NICs of the node.
         node: Name of the node.
     """
-    findings = list(check_nics(nics))
-    ordered = sorted(nics, key=_by_use)
-    rows = [_cells(nic, findings) for nic in ordered]
-    screen.table(COLUMNS, rows, f"NICs of {node}", [_style(nic) for nic in ordered])
+    findings = list(check_nics(nics))  # of `holmes doctor`
+    ordered = sorted(nics, key=_order_by_use)
+    rows = [_row_of_nic(nic, findings) for nic in ordered]
+    screen.table(COLUMNS, rows, f"NICs of {node}", [_style_of_row(nic) for nic in ordered])
     with_default_prefix = [finding.about for finding in findings if finding.what == DEFAULT_PREFIX]
     if with_default_prefix:
         screen.line(
@@ -154,14 +159,14 @@ def _show_nics(screen: Screen, nics: Sequence[Nic], node: str) -> None:
         screen.line(f"note: {remark}")
 
 
-def _style(nic: Nic) -> str:
+def _style_of_row(nic: Nic) -> str:
     """Return the style of rich for a NIC's row."""
     if nic.skipped:
         return "dim"
     return "" if nic.up else "yellow"
 
 
-def _marked(nics: Sequence[Nic], include: Sequence[str], exclude: Sequence[str]) -> list[Nic]:
+def _mark_unused(nics: Sequence[Nic], include: Sequence[str], exclude: Sequence[str]) -> list[Nic]:
     """Return all NICs, with a reason in `skipped` for each NIC that a job would not use.
 
     Args:
@@ -173,6 +178,7 @@ def _marked(nics: Sequence[Nic], include: Sequence[str], exclude: Sequence[str])
         HolmesError: a pattern matches no NIC.
     """
     chosen = {nic.name: nic for nic in select(nics, include, exclude)}
+    # The names without --exclude, to tell which of the two options leaves a NIC out.
     included = {nic.name for nic in select(nics, include)}
     marked = []
     for nic in nics:
@@ -201,8 +207,13 @@ COLUMNS = (
 )
 
 
-def _cells(nic: Nic, findings: Sequence[Finding]) -> list[str]:
-    """Return the row of a NIC in the table COLUMNS."""
+def _row_of_nic(nic: Nic, findings: Sequence[Finding]) -> list[str]:
+    """Return the row of a NIC in the table COLUMNS.
+
+    Args:
+        nic: The NIC.
+        findings: Findings of `holmes doctor` about all NICs of the node.
+    """
     return [
         nic.name,
         nic.kind,
@@ -215,11 +226,11 @@ def _cells(nic: Nic, findings: Sequence[Finding]) -> list[str]:
         str(nic.lid or ""),
         "" if nic.numa < 0 else str(nic.numa),
         nic.pci,
-        "; ".join(_remarks(nic, findings)),
+        "; ".join(_remarks_about(nic, findings)),
     ]
 
 
-def _remarks(nic: Nic, findings: Sequence[Finding]) -> list[str]:
+def _remarks_about(nic: Nic, findings: Sequence[Finding]) -> list[str]:
     """Return the remarks in a NIC's row: why no job uses it, its problems, and related devices.
 
     Args:
@@ -231,6 +242,7 @@ def _remarks(nic: Nic, findings: Sequence[Finding]) -> list[str]:
         for finding in findings
         if finding.about == nic.name and finding.what != DEFAULT_PREFIX
     ]
+    # A note below the table has DEFAULT_PREFIX for all NICs together.
     if not problems and not nic.up:
         problems = [nic.state_text]
     remarks = [text for text in (nic.skipped, *problems) if text]
@@ -243,12 +255,12 @@ def _remarks(nic: Nic, findings: Sequence[Finding]) -> list[str]:
     return remarks
 
 
-def _by_use(nic: Nic) -> tuple[bool, bool, int, bool, int]:
+def _order_by_use(nic: Nic) -> tuple[bool, bool, int, bool, int]:
     """Return a sort key that puts useful NICs first.
 
     The order: usable NICs, NICs that are down, NICs that no job uses; within these, fast kinds and
     fast NICs first.
     """
     lacks_address = not nic.addresses and nic.kind == "ethernet"
-    kind_rank = list(KINDS).index(nic.kind)
+    kind_rank = list(KINDS).index(nic.kind)  # KINDS has the fastest kind first
     return bool(nic.skipped), not nic.up, kind_rank, lacks_address, -nic.rate_bps

@@ -1,4 +1,9 @@
-"""Command `holmes doctor`: checks machines and a training command without starting a job."""
+"""Command `holmes doctor`: checks machines and a training command without starting a job.
+
+The checks are in holmes_ext/doctor. This module runs them on one node or, by a launcher or srun, on
+several, compares the nodes, and prints the findings. A finding is a problem or a note, with its
+reason and remedy.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         )
     spec = load_spec(args.cluster) if args.cluster else None
     if args.slurm is not None:
-        return _over_allocation(args, words, spec)
+        return _run_on_allocation(args, words, spec)
     process = launcher.detect(os.environ)
     if args.preflight and process.world_size <= 1:
         raise HolmesError(
@@ -156,8 +161,8 @@ def run(args: argparse.Namespace) -> int:
     is_port_excluded = False
     if process.world_size > 1:
         check = None if process.local_rank else check_node(args, words, spec)
-        documents = _gather(process, check, args.timeout)
-        is_port_excluded = args.preflight and _preflight(args, process)
+        documents = _collect_checks(process, check, args.timeout)
+        is_port_excluded = args.preflight and _run_preflight(args, process)
         if process.rank:
             return 0
         checks = [NodeCheck.from_table(Table(doc, "a node's report")) for doc in documents]
@@ -166,18 +171,18 @@ def run(args: argparse.Namespace) -> int:
         checks = [load_check(path) for path in args.nodes]
     else:
         checks = [check_node(args, words, spec)]
-    _check_names(checks)
+    _check_distinct_names(checks)
     differences = compare(checks, spec) if len(checks) > 1 or spec else []
     if args.json:
         _print_json(checks, differences)
     else:
-        _print(checks, differences)
+        _print_report(checks, differences)
     findings = [*differences, *(finding for check in checks for finding in check.findings)]
     has_problem = any(finding.level == "problem" for finding in findings)
     return 1 if is_port_excluded or has_problem else 0
 
 
-def _check_names(checks: Sequence[NodeCheck]) -> None:
+def _check_distinct_names(checks: Sequence[NodeCheck]) -> None:
     """Raise HolmesError if two checks are of nodes with the same name."""
     for name, count in Counter(check.node.name for check in checks).items():
         if count > 1:
@@ -188,7 +193,12 @@ def _check_names(checks: Sequence[NodeCheck]) -> None:
 
 
 def _print_json(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -> None:
-    """Print the check of a single node, or those of all nodes with their differences, as JSON."""
+    """Print the check of a single node, or those of all nodes with their differences, as JSON.
+
+    Args:
+        checks: Results of each node.
+        differences: Findings about several nodes.
+    """
     nodes = [check.to_dict() for check in checks]
     if len(nodes) == 1 and not differences:
         print(json.dumps(nodes[0], indent=2))
@@ -201,8 +211,10 @@ def _print_json(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -> 
     print(json.dumps(document, indent=2))
 
 
-def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | None) -> int:
-    """Run this command on every node of a Slurm allocation.
+def _run_on_allocation(
+    args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | None
+) -> int:
+    """Run `holmes doctor --preflight` on every node of a Slurm allocation, by srun.
 
     Args:
         args: Arguments of this command.
@@ -237,11 +249,17 @@ def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteS
         ) from None
 
 
-def _preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
+def _run_preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
     """Try the links between all nodes, as at the start of a job.
 
+    All ranks must call this function.
+
+    Args:
+        args: Arguments of this command.
+        process: This process, with its rank.
+
     Returns:
-        True if a port cannot be used.
+        True if a port (connection of a node to one network) cannot be used.
 
     Raises:
         HolmesError: no job could start (on rank 0).
@@ -251,18 +269,18 @@ def _preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
     current = session.require()
     assert current.store is not None
     # The store lives in rank 0, which therefore ends last.
-    key = f"{current.round}/doctor"
+    key = f"{current.round}/doctor"  # counts the ranks that need the store no longer
     finished_ranks = current.store.add(key, 1)
     if process.rank == 0:
         deadline = time.monotonic() + args.timeout
         while finished_ranks < process.world_size and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            finished_ranks = current.store.add(key, 0)
+            finished_ranks = current.store.add(key, 0)  # reads the counter
     return any(port.fault for node in current.site.nodes for port in node.ports)
 
 
 def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | None) -> NodeCheck:
-    """Return the findings about this node alone.
+    """Check this node alone, and return its NICs, versions and findings.
 
     Args:
         args: Arguments of this command.
@@ -279,6 +297,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     node = NodeReport(
         name,
         identity=node_identity(),
+        # There is no master. For loopback, it returns the device of the default route.
         ethernet=egress_interface("127.0.0.1") if is_live else "",
         nics=nics,
         nccl=nccl_of_node(environ, nics),
@@ -330,7 +349,7 @@ def _check_frameworks(imports: bool) -> list[Finding]:
     return findings
 
 
-def _gather(
+def _collect_checks(
     process: launcher.Process, check: NodeCheck | None, timeout_s: float
 ) -> list[dict[str, Any]]:
     """Send the check of this node to rank 0, and return those of all nodes there.
@@ -355,7 +374,8 @@ def _gather(
             "doctor --json` on each without a launcher, and compare the files with "
             "--nodes"
         ) from None
-    store.set(f"doctor/{process.rank}", json.dumps(check and check.to_dict()))
+    document = check.to_dict() if check is not None else None
+    store.set(f"doctor/{process.rank}", json.dumps(document))
     if process.rank != 0:
         return []
     # The store lives in rank 0, which therefore reads it until every rank has reported.
@@ -374,8 +394,8 @@ def _gather(
     return documents
 
 
-def _print(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -> None:
-    """Print a table of the nodes, the findings, and a summary.
+def _print_report(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -> None:
+    """Print a table of the nodes (if there are several), the findings, and a summary.
 
     Args:
         checks: Check of each node.
@@ -384,13 +404,15 @@ def _print(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -> None:
     screen = Screen()
     first = checks[0]
     if len(checks) > 1:
-        screen.table(COLUMNS, [_row(check) for check in checks])
+        screen.table(COLUMNS, [_row_of_node(check) for check in checks])
+    # Equal findings of several nodes are printed once, with the names of the nodes.
     nodes_of_finding: dict[Finding, list[str]] = {
         finding: ["nodes compared"] for finding in differences
     }
     for check in checks:
         for finding in check.findings:
             nodes_of_finding.setdefault(finding, []).append(check.node.name)
+    # Sorting is stable: findings of one level keep their order.
     problems_first = sorted(nodes_of_finding, key=lambda finding: finding.level != "problem")
     for finding in problems_first:
         has_subject = len(checks) > 1 or finding in differences
@@ -405,7 +427,7 @@ def _print(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -> None:
     levels: Counter[str] = Counter()
     for finding, names in nodes_of_finding.items():
         levels[finding.level] += len(names)
-    counts = ", ".join(_count(levels[level], level) for level in ("problem", "note"))
+    counts = ", ".join(_number_with_noun(levels[level], level) for level in ("problem", "note"))
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     nodes = f"{len(checks)} nodes" if len(checks) > 1 else f"node {first.node.name}"
     screen.line(f"holmes doctor: {nodes} ({versions}): {counts}")
@@ -427,7 +449,7 @@ def _print_finding(screen: Screen, finding: Finding, nodes: Sequence[str]) -> No
     screen.line(f"    why: {finding.why}\n    fix: {finding.mend}")
 
 
-def _count(number: int, noun: str) -> str:
+def _number_with_noun(number: int, noun: str) -> str:
     """Return a number with a noun in singular or plural: "1 note", "2 notes"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -443,7 +465,7 @@ COLUMNS = (
 )
 
 
-def _row(check: NodeCheck) -> list[str]:
+def _row_of_node(check: NodeCheck) -> list[str]:
     """Return the row of a node in the table COLUMNS."""
     fast_nics = []
     ethernet_nics = []

@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     try:
         try:
-            return _run(arguments)
+            return _run_command(arguments)
         finally:
             sys.stdout.flush()
     except RemoteError:  # another process of the job has printed the message
@@ -149,13 +149,13 @@ def main(argv: list[str] | None = None) -> int:
         raise
 
 
-def _run(argv: list[str]) -> int:
+def _run_command(argv: list[str]) -> int:
     """Parse a command line, run its command, and return the exit status."""
     begin = time.monotonic()
     if not argv:
         print(FIRST, end="")
         return 0
-    args = _parse(argv)
+    args = _parse_arguments(argv)
     args.begin = begin  # the time that a command reports includes its imports
     status: int = args.run(args)
     return status
@@ -186,21 +186,21 @@ def commands() -> dict[str, str]:
                 f"an extension has the command {name!r} of holmes itself; uninstall it"
             )
     every = {**_COMMANDS, **added}
-    return dict(sorted(every.items(), key=lambda item: _rank(item[0])))
+    return dict(sorted(every.items(), key=lambda item: _position_in_help(item[0])))
 
 
-def _rank(name: str) -> int:
+def _position_in_help(name: str) -> int:
     """Return the position of a command in `holmes --help`."""
     return _ORDER.index(name) if name in _ORDER else len(_ORDER)
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Return the parsed arguments of a command line.
 
     Raises:
         HolmesError: the usage is bad, or there is no such command.
     """
-    command = argv[0] if not argv[0].startswith("-") else None
+    command = argv[0] if not argv[0].startswith("-") else None  # None: an option such as --help
     modules = commands()
     for problem in extensions.problems():
         print(f"holmes: {problem}", file=sys.stderr)
@@ -217,13 +217,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"holmes_ext {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    # The help lists all commands; otherwise only the module of the given command is imported.
     for name in [command] if command else modules:
-        _add(name, subparsers)
+        _add_command_parser(name, subparsers)
     return parser.parse_args(argv)
 
 
-def _add(name: str, subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    """Import the module of a command, and add and return the command's parser."""
+def _add_command_parser(
+    name: str, subparsers: argparse._SubParsersAction
+) -> argparse.ArgumentParser:
+    """Import the module of a command, and add and return the command's parser.
+
+    Args:
+        name: Name of the command.
+        subparsers: Parsers of the commands of `holmes`, to which one is added.
+    """
     module = importlib.import_module(commands()[name])
     module.add_parser(subparsers)
     parser: argparse.ArgumentParser = subparsers.choices[name]
@@ -233,7 +241,7 @@ def _add(name: str, subparsers: argparse._SubParsersAction) -> argparse.Argument
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """Return the parser of a command, for the documentation."""
-    return _add(name, _Parser(prog="holmes").add_subparsers())
+    return _add_command_parser(name, _Parser(prog="holmes").add_subparsers())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Command `holmes patches`: lists the changes to the frameworks and whether they fit."""
+"""Command `holmes patches`: lists the changes to the frameworks and whether they fit.
+
+A patch is a change of holmes to one function of a framework (torch, DeepSpeed, Megatron, Lightning)
+while a job runs. A feature is a group of patches that are all applied, or none.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # frameworks print while they are imported
         fits = [fit_of(patch, args.check) for patch in all_patches()]
     if args.json:
-        print(json.dumps({"version": 1, "patches": [_document(fit) for fit in fits]}, indent=2))
+        print(json.dumps({"version": 1, "patches": [_json_of(fit) for fit in fits]}, indent=2))
     elif args.all:
         Screen().table(COLUMNS, [_function_row(fit) for fit in fits])
     else:
@@ -91,10 +95,11 @@ def _function_row(fit: Fit) -> tuple[str, ...]:
 def _show_features(fits: list[Fit]) -> None:
     """Print a table with one row for each feature of an installed framework, and a summary."""
     screen = Screen()
+    # Name of a feature -> how each of its functions fits.
     by_feature = grouped((fit.patch.feature.name, fit) for fit in fits)
     installed = []
     not_installed: Counter[str] = Counter()  # package -> number of its features
-    for group in by_feature.values():
+    for group in by_feature.values():  # of the functions of one feature
         if any(fit.state != "off" or fit.installed for fit in group):
             installed.append(group)
         else:
@@ -124,6 +129,7 @@ def _feature_row(fits: list[Fit]) -> tuple[str, ...]:
     Args:
         fits: How each function of the feature fits the installed framework.
     """
+    # A patch for another version is not needed with the installed one, so it comes last.
     states_from_worst = ("off", "unknown", "fits", "other version")
     worst = min(fits, key=lambda fit: states_from_worst.index(fit.state))
     feature = worst.patch.feature
@@ -138,14 +144,14 @@ def _feature_row(fits: list[Fit]) -> tuple[str, ...]:
         state,
         f"{feature.requirement.name} {worst.installed}" if worst.installed else "-",
         str(len(fits)),
-        feature.switch or "every job",
+        feature.switch or "every job",  # the option that switches the feature on
         feature.versions,
         description,
     )
 
 
-def _document(fit: Fit) -> dict[str, Any]:
-    """Return a patch, and how it fits, as values for JSON."""
+def _json_of(fit: Fit) -> dict[str, Any]:
+    """Return a patch (a change to a framework's function), and how it fits, as values for JSON."""
     patch = fit.patch
     feature = patch.feature
     return {

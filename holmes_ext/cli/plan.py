@@ -1,4 +1,9 @@
-"""Command `holmes plan`: places pipeline stages, chooses networks, predicts step times."""
+"""Command `holmes plan`: places pipeline stages, chooses networks, predicts step times.
+
+This module plans for parallel sizes that the user gives. Extensions handle the other uses of the
+command, such as the search for the best sizes: they are the "parts" of the command (cli/parts.py),
+which run first.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +123,11 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for the times and message sizes of a nominal model."""
+    """Add the arguments for the times and message sizes of a nominal model.
+
+    A nominal model is only these numbers: it has no layers. It is used if neither a model nor a command is
+    given. There is an argument for each field of Workload.
+    """
     title = "computation and messages of the model (nominal values unless given)"
     add = parser.add_argument_group(title).add_argument
     add(
@@ -130,7 +139,7 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         add(
             f"--{field.metadata['option']}",
             dest=field.name,
-            type=_type_of(field),
+            type=_type_of_field(field),
             metavar="N",
             help=field.metadata["help"],
         )
@@ -219,10 +228,10 @@ def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
         HolmesError: a node of the list is in no cluster.
     """
     names = expand(listed, flag)
-    strangers = [name for name in names if not spec.known_as(name)]
-    if strangers:
+    unknown = [name for name in names if not spec.known_as(name)]  # hosts in no cluster
+    if unknown:
         raise HolmesError(
-            f"{flag}: {spec.source} does not know {some_of(strangers, 4)}; add it to a cluster's nodes"
+            f"{flag}: {spec.source} does not know {some_of(unknown, 4)}; add it to a cluster's nodes"
         )
     return spec.only({spec.known_as(name) for name in names})
 
@@ -243,6 +252,11 @@ class GivenSizes:
 
 def given_sizes(args: argparse.Namespace, spec: SiteSpec, job: Training) -> GivenSizes:
     """Return the plan and costs of the sizes that the options or the training command give.
+
+    Args:
+        args: Arguments of `holmes plan`.
+        spec: The clusters.
+        job: The training job.
 
     Raises:
         HolmesError: the sizes do not fit the clusters, or the input is bad.
@@ -310,7 +324,7 @@ def show_given_sizes(given: GivenSizes, args: argparse.Namespace) -> int:
 def show_table(given: GivenSizes) -> None:
     """Print the lines about the input, the stages, their networks, and the predicted step."""
     given.job.show(Screen())
-    _show(given.site, given.plan, given.step, given.nominal)
+    _show_plan(given.site, given.plan, given.step, given.nominal)
     show_wan(given.site, given.spec.notes)
 
 
@@ -321,6 +335,9 @@ def status_of(plan: Plan) -> int:
 
 def workload(args: argparse.Namespace) -> Workload | None:
     """Return the workload that --workload and the options describe, None if none of them is given.
+
+    A workload is the computing times and message sizes of a nominal model. An option takes precedence over
+    the file.
 
     Raises:
         HolmesError: the file or a value is wrong.
@@ -343,27 +360,27 @@ def load_workload(path: str) -> dict[str, Any]:
     values = {}
     for field in fields(Workload):
         key = field.metadata["option"].replace("-", "_")
-        value = table.take(key, _type_of(field), None)
+        value = table.take(key, _type_of_field(field), None)
         if value is not None:
             values[field.name] = value
-    table.done()
+    table.done()  # raises for keys that were not read
     return values
 
 
-def _type_of(field: Field[Any]) -> type:
+def _type_of_field(field: Field[Any]) -> type:
     """Return int or float, the type of a field of Workload."""
     field_type: type = get_type_hints(Workload)[field.name]
     return field_type
 
 
-def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
+def _show_plan(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
     """Print the stages of a plan, the groups that span clusters, and the predicted step.
 
     Args:
         site: The clusters.
         plan: The plan.
         step: Predicted step, None if the sizes are unknown.
-        nominal: The prediction is for a nominal model.
+        nominal: Whether the prediction is for a nominal model, because the user gave none.
     """
     screen = Screen()
     if plan.sizes is None or step is None:
@@ -377,8 +394,9 @@ def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
     for stage, row in enumerate(_stage_rows(site, plan, plan.sizes)):
         reduction = f"{step.reduction_s[stage]:.3g} s"
         rows.append((str(stage), row.nodes, row.data_fabrics, row.link_fabrics, reduction))
-    screen.table(_STAGE_COLUMNS, rows, _title(plan, plan.sizes))
+    screen.table(_STAGE_COLUMNS, rows, _title_of_stages(plan, plan.sizes))
     _show_spanning(screen, plan)
+    # Of all links between neighbouring stages, the most ranks that share what one stage sends.
     slices = max((link.slices for link in plan.traffic_of().stage_links), default=1)
     if slices > 1:
         screen.line(
@@ -402,7 +420,12 @@ def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
 
 
 def _show_spanning(screen: Screen, plan: Plan) -> None:
-    """Print a line for each kind of group that spans clusters, or that there is none."""
+    """Print a line for each kind of group that spans clusters, or that there is none.
+
+    Args:
+        screen: Output.
+        plan: The plan: the node of each rank, and the network of each group.
+    """
     for spanning in plan.spanning:
         verb = "groups span" if spanning.groups > 1 else "group spans"
         costs = "no slower than inside clusters"
@@ -419,7 +442,7 @@ def _show_spanning(screen: Screen, plan: Plan) -> None:
         )
 
 
-def _title(plan: Plan, sizes: Sizes) -> str:
+def _title_of_stages(plan: Plan, sizes: Sizes) -> str:
     """Return the title of the table of stages: "16 ranks on 4 nodes: pipeline 2 x data 8".
 
     Sizes of 1 are left out, except for pipeline and data.
@@ -441,20 +464,26 @@ class _StageRow(NamedTuple):
 
 
 def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[_StageRow]:
-    """Return the nodes and fabrics of each pipeline stage."""
-    # For each stage; the keys of a dict are an ordered set.
+    """Return the nodes and fabrics of each pipeline stage.
+
+    Args:
+        site: The clusters.
+        plan: The plan.
+        sizes: Parallel sizes of the plan.
+    """
+    # For each stage, names in the keys of a dict, which are a set that keeps its order.
     nodes: list[dict[str, None]] = [{} for _ in range(sizes.pipeline)]
     data_fabrics: list[dict[str, None]] = [{} for _ in range(sizes.pipeline)]
     link_fabrics: list[dict[str, None]] = [{} for _ in range(sizes.pipeline)]
     for rank in range(plan.world_size):
         nodes[sizes.stage(rank)][plan.node_of(rank)] = None
     data_groups = groups(sizes, "data")
-    fabrics = plan.transports["data"]
+    fabrics = plan.transports["data"]  # of each data-parallel group
     if len(fabrics) == 1:  # the same for all groups
         fabrics = fabrics * len(data_groups)
-    for group, fabric in zip(data_groups, fabrics):
+    for group, fabric in zip(data_groups, fabrics):  # all ranks of a group are on one stage
         data_fabrics[sizes.stage(group[0])][fabric] = None
-    for group in groups(sizes, "pipeline"):
+    for group in groups(sizes, "pipeline"):  # one rank of each stage
         for stage, pair in enumerate(zip(group, group[1:])):
             shared = plan.fabric_of(pair)
             link_fabrics[stage][LOCAL if shared is None else shared.name] = None

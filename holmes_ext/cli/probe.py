@@ -1,4 +1,8 @@
-"""Command `holmes probe`: measures all fabrics and the links between clusters, for cluster.toml."""
+"""Command `holmes probe`: measures all fabrics and the links between clusters, for cluster.toml.
+
+A fabric is a network that connects some nodes, such as the InfiniBand of one cluster. `holmes plan`
+predicts step times from the measured values.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         HolmesError: the input is bad, or the measurement failed.
     """
-    load_spec(args.cluster)
+    load_spec(args.cluster)  # raises if the file is wrong
     if not _SMALLEST_MIB <= args.largest <= _LARGEST_MIB:
         raise HolmesError(
             f"--largest: {args.largest:g} MiB; it must be {_SMALLEST_MIB} to {_LARGEST_MIB}"
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             "holmes probe: one process has no link to measure; start it on two nodes or more"
             " (holmes probe --help says how)"
         )
-    links, pairs = _measure(args, process)
+    links, pairs = _measure_all(args, process)
     if process.rank != 0:
         return 0
     if args.json:
@@ -101,7 +105,7 @@ class _Measured(NamedTuple):
     pairs: tuple[MeasuredPair, ...]  # () on a flat network
 
 
-def _measure(args: argparse.Namespace, process: Process) -> _Measured:
+def _measure_all(args: argparse.Namespace, process: Process) -> _Measured:
     """Measure all fabrics and links between clusters. All ranks must call this function.
 
     Raises:
@@ -125,6 +129,7 @@ def _measure(args: argparse.Namespace, process: Process) -> _Measured:
         dist.init_process_group("nccl" if has_gpu else "gloo")
         current = session.require()
         pairs = crossings.measure(current, print_progress)
+        # Flat: the file has no links between clusters, and the measured ones are as fast as the NICs.
         is_flat = not current.site.wan and crossings.is_flat(current.site, pairs)
         largest_bytes = int(args.largest * 2**20)
         links = probe.measure(current, largest_bytes, print_progress, is_flat)

@@ -1,4 +1,8 @@
-"""Command `holmes report`: summarizes step times and communication from telemetry files."""
+"""Command `holmes report`: summarizes step times and communication from telemetry files.
+
+--holmes-telemetry DIR makes each rank of a job write such a file. holmes_ext/report reads the files
+and computes the figures; this module prints them as tables.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.trace:
         save(args.trace, json.dumps(trace(job, chosen_step(job, args.step))) + "\n", "the trace")
-    model_line = _write_model(job, args.write_model) if args.write_model else ""
+    model_line = _write_measured_model(job, args.write_model) if args.write_model else ""
     if args.html:
         page = extensions.contributed("report_pages", "html")
         save(args.html, page(job, summary, chosen_step(job, args.step)), "the report")
@@ -133,15 +137,21 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(document))
         return 0
     screen = Screen()
-    _show(screen, job, summary)
+    _show_report(screen, job, summary)
     for option, file in (("trace", args.trace), ("picture", args.html), ("model", model_line)):
         if file:
             screen.line(f"{option}: {file}")
     return 0
 
 
-def _show(screen: Screen, job: Run, summary: Summary) -> None:
-    """Print the notes, tables and verdict of a job's report."""
+def _show_report(screen: Screen, job: Run, summary: Summary) -> None:
+    """Print the notes, tables and verdict of a job's report.
+
+    Args:
+        screen: Output.
+        job: Telemetry of all ranks of the job.
+        summary: The figures that were computed from the telemetry.
+    """
     for note in job.notes:
         screen.line(f"note: {note}")
     for text in job.done.differences:
@@ -182,14 +192,16 @@ def tables(summary: Summary) -> list[ReportTable]:
     """Return the tables of a report that have rows."""
     every = [
         ReportTable("Plans", PLANS, _plan_cells(summary)),
-        ReportTable("Groups: means of a step on a rank that has them", GROUPS, _cells(summary)),
+        ReportTable(
+            "Groups: means of a step on a rank that has them", GROUPS, _group_cells(summary)
+        ),
         ReportTable("Between clusters", PAIRS, _pair_cells(summary)),
         ReportTable("Ranks", RANKS, _rank_cells(summary)),
     ]
     return [table for table in every if table.rows]
 
 
-def _cells(summary: Summary) -> list[list[str]]:
+def _group_cells(summary: Summary) -> list[list[str]]:
     """Return the rows of the table GROUPS: one for each kind of group and fabric."""
     rows = []
     for row in summary.rows:
@@ -207,6 +219,7 @@ def _cells(summary: Summary) -> list[list[str]]:
                 f"{row.exposed_s:.4f}",
                 share,
                 format_rate(row.achieved_bps) if row.achieved_bps else "-",
+                # Groups inside one node have no network.
                 format_rate(row.configured_bps) if row.configured_bps else "memory",
             ]
         )
@@ -233,7 +246,7 @@ def _pair_cells(summary: Summary) -> list[list[str]]:
 
 
 def _plan_cells(summary: Summary) -> list[list[str]]:
-    """Return the rows of the table PLANS: one for each plan that the job used."""
+    """Return the rows of the table PLANS: one for each plan that the job used, none if it never changed."""
     rows = []
     for row in summary.plans:
         rows.append(
@@ -248,7 +261,7 @@ def _plan_cells(summary: Summary) -> list[list[str]]:
     return rows
 
 
-def _write_model(job: Run, path: str) -> str:
+def _write_measured_model(job: Run, path: str) -> str:
     """Write the last times that the job measured as a profile, and return a line about it.
 
     Args:
@@ -258,6 +271,7 @@ def _write_model(job: Run, path: str) -> str:
     Raises:
         HolmesError: the job has measured no times, or the file cannot be written.
     """
+    # A rank has a model if it has measured times; they are those of all stages.
     with_model = [rank for rank in job.ranks if rank.model is not None]
     if not with_model:
         raise HolmesError(
@@ -267,6 +281,7 @@ def _write_model(job: Run, path: str) -> str:
         )
     rank = with_model[0]
     save(path, json.dumps(rank.model, indent=1) + "\n", "the model")
+    # Links are between neighbouring stages, so there is one less than stages.
     stage_link_count = len(load_profile(path).stages) - 1
     not_measured = sorted(set(range(stage_link_count)) - set(rank.stage_links))
     line = f"{path}: stages and stage links as measured"
@@ -294,12 +309,12 @@ def verdict(summary: Summary) -> str:
     A network that is slower than its configured rate counts more than the rank for which other
     ranks wait.
     """
-    rank = summary.slowest
+    rank = summary.slowest  # the rank whose own work takes longest
     line = (
         f"slowest: rank {rank.rank} on {rank.node} ({rank.cluster}): {rank.own_s:.4f} s of its step "
         f"are its own work"
     )
-    link = summary.slow_link
+    link = summary.slow_link  # None if no network is slow, or the slowest rank costs more
     if link is not None:
         return (
             f"{line}; a slow network costs more: {link.kind} groups {link.where} clusters on "
@@ -309,7 +324,7 @@ def verdict(summary: Summary) -> str:
     line += ", the others wait for it"
     if not summary.rows:
         return line
-    worst = summary.rows[0]
+    worst = summary.rows[0]  # rows are sorted by exposed seconds
     return (
         f"{line}; most exposed: {worst.kind} groups {worst.where} clusters on {worst.fabric},"
         f" {worst.exposed_s:.4f} s a step (rank {worst.most_exposed} waits longest)"

@@ -1,4 +1,9 @@
-"""Command `holmes tune`: measures a few steps of a job and writes a plan for the real run."""
+"""Command `holmes tune`: measures a few steps of a job and writes a plan for the real run.
+
+The job runs under --holmes-profile, which writes the measured times into a file and ends the job.
+From this file, the plan says how many layers each pipeline stage gets, and how groups of ranks
+communicate.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.steps < _MOST_STEPS:
         raise HolmesError(f"holmes tune: --steps {args.steps} is not 1 or more")
     profile = Path(args.profile).absolute()
-    profile.unlink(missing_ok=True)
+    profile.unlink(missing_ok=True)  # if it exists after the job, this job has written it
+    # STOP after the file's name ends the job when the profile has been written.
     env = {**os.environ, "HOLMES": "1", "HOLMES_PROFILE": f"{args.steps},{profile}{STOP}"}
     if args.cluster:
         env["HOLMES_CLUSTER"] = str(Path(args.cluster).absolute())
@@ -146,7 +152,9 @@ def make(args: argparse.Namespace, path: Path) -> int:
         profile=profile,
     )
     plan.save(args.output)
-    measured_layers = [len(stage.blocks) for stage in profile.stages]
+    measured_layers = [
+        len(stage.blocks) for stage in profile.stages
+    ]  # of the job that was measured
     layers = plan.stage_layers or measured_layers
     print(
         f"holmes: {args.output}: layers {_with_plus(layers)} ({plan.partition}), measured with "

@@ -1,1 +1,1 @@
-"""Hardware of a job: NICs from /sys, cluster.toml, fabrics, and links between clusters."""
+"""Clusters of a job: their nodes, NICs and networks, from /sys, cluster.toml and schedulers."""

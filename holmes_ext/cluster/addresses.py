@@ -94,6 +94,7 @@ class Shortfall:
     def buffer(self) -> int:
         """Socket buffer in bytes with which TCP would fill the link: a power of two."""
         in_flight_bytes = self.rate_bps * self.trip_s / 8
+        # Less of the send buffer than of the receive buffer is data in flight, so it decides.
         needed_bytes = in_flight_bytes / WMEM_SHARE / self.streams
         return 1 << int(needed_bytes).bit_length()
 
@@ -115,10 +116,12 @@ class Shortfall:
     @property
     def mend(self) -> str:
         """Commands and variables that solve the problem."""
+        # Each of the two settings is three sizes: minimum, default, maximum.
         advice = (
             f'on all nodes: sysctl -w net.ipv4.tcp_wmem="4096 65536 {self.buffer}"'
             f' net.ipv4.tcp_rmem="4096 131072 {self.buffer}"'
         )
+        # More sockets carry more, each with its own window. NCCL's threads serve several sockets each.
         sockets_needed = ceil(self.rate_bps / self.stream_bps)
         if 1 < sockets_needed <= MOST_SOCKETS:
             threads = ceil(sockets_needed / SOCKETS_PER_THREAD)
@@ -131,7 +134,11 @@ class Shortfall:
 
 
 def read_limits(root: str | Path = "/proc/sys/net/ipv4") -> TcpLimits:
-    """Return the TCP limits of this process's network namespace."""
+    """Return the TCP limits of this process's network namespace.
+
+    Args:
+        root: Folder with the kernel's IPv4 settings, one file for each.
+    """
 
     def words_of(name: str) -> list[str]:
         return Path(root, name).read_text().split()
@@ -184,11 +191,20 @@ def shortfalls(
     for other in clusters:
         hops = wan.hops(sender, other)
         round_trip_s = 2 * sum(hop.latency_s for hop in hops)
+        # All nodes of the smaller cluster use the hops between the clusters at the same time.
         sharing_nodes = max(1, min(clusters[sender], clusters[other]))
         node_bps = min([ethernet_bps, *(hop.rate_bps / sharing_nodes for hop in hops)])
         stream_bps = limits.stream_bps(round_trip_s)
         if streams * stream_bps < ENOUGH * node_bps:
-            yield Shortfall(sender, other, node_bps, round_trip_s, streams, stream_bps, limits)
+            yield Shortfall(
+                cluster=sender,
+                other=other,
+                rate_bps=node_bps,
+                trip_s=round_trip_s,
+                streams=streams,
+                stream_bps=stream_bps,
+                limits=limits,
+            )
 
 
 #: File with the output of `ip -j addr`, at the root of a captured tree.
@@ -275,12 +291,13 @@ def _address_of(item: Any) -> str:
     """
     if not item.address:
         return ""
+    # A C socket address begins with its family (sa_family), an integer of two bytes.
     (family,) = struct.unpack("=H", ctypes.string_at(item.address, 2))
     field = _ADDRESS_FIELDS.get(family)
     if field is None:
         return ""
     packed = ctypes.string_at(item.address + field.offset, field.size)
-    netmask = b"\xff" * field.size
+    netmask = b"\xff" * field.size  # without a netmask, the address is its own network
     if item.netmask:
         netmask = ctypes.string_at(item.netmask + field.offset, field.size)
     prefix_length = int.from_bytes(netmask, "big").bit_count()
@@ -318,7 +335,9 @@ def captured_addresses(root: str | Path) -> Addresses | None:
         if not isinstance(links, list):
             raise TypeError
         # `ip` prints an empty object for a device that its options filtered out.
-        return {link["ifname"]: _listed(link["addr_info"]) for link in links if link != {}}
+        return {
+            link["ifname"]: _addresses_listed_in(link["addr_info"]) for link in links if link != {}
+        }
     except (ValueError, RecursionError) as error:
         raise HolmesError(
             f"{path}: is no JSON of addresses: {error}; write it with `ip -j addr`"
@@ -328,7 +347,7 @@ def captured_addresses(root: str | Path) -> Addresses | None:
         raise HolmesError(f"{path}: is not what `ip -j addr` prints ({wanted})") from None
 
 
-def _listed(addr_info: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+def _addresses_listed_in(addr_info: Iterable[dict[str, Any]]) -> tuple[str, ...]:
     """Return the IP addresses in the `addr_info` of a device, as `ip -j addr` prints it."""
     addresses = []
     for info in addr_info:
@@ -367,13 +386,13 @@ def egress_interface(host: str) -> str:
     except (OSError, UnicodeError) as error:
         raise HolmesError(f"host {host!a:.200} is unknown to this node: {why(error)}") from None
     problems = []
-    for family, _, _, _, target in targets:
+    for family, _, _, _, target in targets:  # the addresses of the host, the preferred one first
         try:
             names = _devices_with(_local_address(family, target), devices)
         except OSError as error:
             problems.append(why(error))
             continue
-        return names[0] if names else _any_interface(devices)
+        return names[0] if names else _default_interface(devices)
     raise HolmesError(
         f"this node has no route to {host}: {problems[0]}; "
         "check MASTER_ADDR and this node's addresses (ip route get)"
@@ -405,7 +424,12 @@ def _local_address(family: int, target: Any) -> _LocalAddress:
 
 
 def _devices_with(local: _LocalAddress, devices: Addresses) -> list[str]:
-    """Return the network devices, except loopback, that have the address `local`."""
+    """Return the network devices, except loopback, that have the address `local`.
+
+    Args:
+        local: A source address that the kernel has chosen.
+        devices: Network device -> its addresses.
+    """
     if local.interface_index:
         return [socket.if_indextoname(local.interface_index)]
     address = ipaddress.ip_address(local.address)
@@ -417,7 +441,7 @@ def _devices_with(local: _LocalAddress, devices: Addresses) -> list[str]:
     ]
 
 
-def _any_interface(devices: Addresses) -> str:
+def _default_interface(devices: Addresses) -> str:
     """Return the device of the default route, or else the best one that has an address.
 
     Devices whose addresses are all link-local come last, and "lo" only if there is no other.

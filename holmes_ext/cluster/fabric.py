@@ -1,4 +1,4 @@
-"""Network that connects some nodes, such as the InfiniBand of one cluster."""
+"""Defines a fabric: a network that connects some nodes, such as the InfiniBand of one cluster."""
 
 from __future__ import annotations
 

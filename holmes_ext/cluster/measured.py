@@ -1,4 +1,8 @@
-"""Writer of the values that `holmes probe` measures into a cluster.toml (wan.py has the format)."""
+"""Writes the rates and latencies that `holmes probe` measures into a cluster.toml.
+
+The values are in the tables [link.FABRIC] and [[measured]], whose format wan.py describes. Tables
+of an earlier measurement are replaced, and the rest of the file stays byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ def measured_tables(links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredP
     """
     lines = [NOTE]
     for name, link in links.items():
+        # TOML needs quotes around a key with other characters than these.
         is_bare_key = re.fullmatch("[A-Za-z0-9_-]+", name) is not None
         lines.append(f"[link.{name if is_bare_key else quoted(name)}]")
         if link.send:
@@ -86,10 +91,11 @@ def with_measured_values(
 def _without_measured_tables(text: str) -> str:
     """Return a cluster.toml without the lines of its [link] and [[measured]] tables."""
     kept = []
-    is_measured_table = False
+    is_measured_table = False  # whether the current line belongs to such a table
     for line in text.splitlines(keepends=True):
         header = _HEADER.fullmatch(line.rstrip("\r\n"))
         if header:
+            # The header of [link.ethernet] or [link."a b"] gives "link".
             top_level_key = re.split(r"[.\s]", header[1])[0].strip("\"'")
             is_measured_table = top_level_key in _MEASURED_KEYS
         if not is_measured_table and line.strip() != NOTE:

@@ -85,6 +85,7 @@ def variables_of(node: Node) -> dict[str, str]:
     hcas = [hca for port in rdma_ports for hca in port.hcas]
     gid_indices = {port.gid_index for port in rdma_ports}
     gid_index = None
+    # NCCL takes one index for all HCAs of a node.
     if len(gid_indices) == 1:
         (gid_index,) = gid_indices
     interface = node.port(ETHERNET).interface
@@ -100,11 +101,16 @@ def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
     """Return the NCCL settings and libraries of this node.
 
     NCCL_NET in `environ` is ignored: holmes unsets it, and then NCCL takes the value in a file.
+
+    Args:
+        environ: Environment of the process that uses NCCL.
+        nics: All NICs of the node.
     """
     without_net = {name: value for name, value in environ.items() if name != "NCCL_NET"}
     forced = file_settings(without_net).get("NCCL_NET", FileSetting("", ""))
     has_fast_nic = any(nic.fast and nic.usable for nic in nics)
     plugin = net_plugin(environ)
+    # The lab's plugin provides "IB" itself, so it does not count as a plugin beside "IB".
     if os.path.basename(plugin) == LAB_PLUGIN:
         plugin = ""
     return NcclOfNode(
@@ -128,6 +134,7 @@ def file_settings(
     """
     user_file = environ.get("NCCL_CONF_FILE") or f"{environ.get('HOME', '')}/.nccl.conf"
     settings: dict[str, FileSetting] = {}
+    # NCCL reads the user's file first, and the first value of a variable counts.
     for file in (user_file, system):
         try:
             text = Path(file).read_text(errors="replace")
@@ -195,7 +202,12 @@ def net_plugin(environ: Mapping[str, str]) -> str:
 
 
 def _find_plugin(name: str, environ: Mapping[str, str]) -> str:
-    """Return the path of a plugin that NCCL_NET_PLUGIN names, "" if no folder has it."""
+    """Return the path of a plugin that NCCL_NET_PLUGIN names, "" if no folder has it.
+
+    Args:
+        name: A path, the file name of a library, or the suffix that "libnccl-net-" lacks.
+        environ: Environment of the process that uses NCCL, for LD_LIBRARY_PATH.
+    """
     if "/" in name:
         return name if os.path.isfile(name) else ""
     candidates = [name]

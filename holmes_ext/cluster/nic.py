@@ -88,7 +88,7 @@ def _is_address(text: str) -> bool:
     """Return whether a text is an IP address with prefix length, such as "10.0.0.1/16"."""
     address, slash, prefix_length = text.partition("/")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    without_scope = address.partition("%")[0]
+    without_scope = address.partition("%")[0]  # "fe80::1%eth0" has the device after "%"
     try:
         socket.inet_pton(family, without_scope)
     except (OSError, ValueError):
@@ -147,7 +147,9 @@ class Gid:
 
 @dataclass(frozen=True)
 class Nic:
-    """NIC port with one kind of use.
+    """Port of a NIC, as RDMA or as sockets use it.
+
+    A RoCE port is listed twice: with kind "roce" for RDMA, and its network device with kind "ethernet".
 
     Raises:
         HolmesError: a field has a value that is not allowed.
@@ -252,6 +254,8 @@ class Nic:
         """
 
         def rank(gid: Gid) -> tuple[bool, int, bool, int]:
+            # min() takes the GID with the smallest tuple. False is smaller than True, and IP version
+            # 4 than 6.
             address = gid.address
             on_other_device = gid.netdev not in ("", self.ifname)
             return address.is_link_local, address.version, on_other_device, gid.index

@@ -127,6 +127,7 @@ def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
         reports: Reports in the order of the site's nodes.
     """
     nodes_of_remark: dict[str, list[str]] = defaultdict(list)
+    # Nodes with the same remark share a sentence.
     for node, report in zip(site.nodes, reports):
         for port in node.ports:
             for remark in _nccl_remarks_of_port(port, site.fabric_by_name[port.fabric], report):
@@ -139,7 +140,13 @@ def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
 
 
 def _nccl_remarks_of_port(port: Port, fabric: Fabric, report: NodeReport) -> list[str]:
-    """Return one sentence for each way in which NCCL does not use a node's port as expected."""
+    """Return one sentence for each way in which NCCL does not use a node's port as expected.
+
+    Args:
+        port: The node's connection to one fabric, over one or several NICs.
+        fabric: The fabric.
+        report: Report of the node.
+    """
     remarks = []
     roce_nics = [nic for nic in report.nics if nic.name in port.hcas and nic.kind == "roce"]
     if port.no_verbs:

@@ -87,7 +87,7 @@ def resolve_site(
     Args:
         reports: Reports of all nodes.
         spec: Content of cluster.toml, which may describe more nodes; None without one.
-        fallback: Accept a node whose fast NICs are down: its port is marked and the node uses
+        fallback: Accept a node whose fast NICs are down: its Port gets a fault, and the node uses
             Ethernet.
         counted: Require that each node has started as many processes as cluster.toml says.
 
@@ -108,7 +108,7 @@ def resolve_site(
         _node_by_spec(report, spec, fallback, counted) for report in _match_names(reports, spec)
     )
     spec = spec.only({node.name for node in nodes})
-    return Site(nodes, fabrics_of_spec(spec), spec.source, spec.wan)
+    return Site(nodes, fabrics_of_spec(spec), source=spec.source, wan=spec.wan)
 
 
 def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[SlowNode]:
@@ -124,7 +124,7 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[Slow
             names = port.hcas or (port.interface,)
             nics = [nic for nic in report.nics if nic.up and nic.name in names]
             if not nics or not all(nic.rate_bps for nic in nics):
-                continue
+                continue  # the rate of a NIC is unknown
             stated_bps = sum(nic.rate_bps for nic in nics)
             if stated_bps >= ENOUGH * port.rate_bps:
                 continue
@@ -151,6 +151,7 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
         rates = [nic.rate_bps for nic in report.nics if nic.up and nic.name in port.hcas]
         if len(rates) <= 1:
             continue
+        # Within ENOUGH, the declared rate is that of the slowest and of the fastest NIC alone.
         is_about_one_nic = (
             min(rates) <= port.rate_bps / ENOUGH and max(rates) >= port.rate_bps * ENOUGH
         )
@@ -185,6 +186,10 @@ def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeR
     """Return the reports with the node names of cluster.toml.
 
     A host name and a name in the file match if they are equal, or equal up to the first dot.
+
+    Args:
+        reports: Reports of the nodes, with their host names.
+        spec: Content of cluster.toml.
 
     Raises:
         HolmesError: a node is in no cluster.
@@ -362,12 +367,13 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
     _check_routed_roce(
         {subnet.prefix: set(nodes) for subnet, nodes in by_subnet.items() if subnet.kind == "roce"}
     )
-    fast = _merge_rails(by_subnet)
-    nodes_on = Counter(port.fabric for ports in fast.ports.values() for port in ports)
+    fast_fabrics = _merge_rails(by_subnet)
+    # Fabric -> number of its nodes.
+    nodes_on = Counter(port.fabric for ports in fast_fabrics.ports.values() for port in ports)
     nodes = []
     ethernet_rates = []
     for report in reports:
-        ports = sorted(fast.ports.get(report.name, []), key=lambda port: -port.rate_bps)
+        ports = sorted(fast_fabrics.ports.get(report.name, []), key=lambda port: -port.rate_bps)
         if report.nccl.no_verbs:
             ports = [replace(port, no_verbs=report.nccl.no_verbs) for port in ports]
         elif len(ports) > 1:
@@ -378,11 +384,15 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
         cluster = "+".join(port.fabric for port in ports) or ETHERNET
         nodes.append(Node(report.name, cluster, report.processes, (*ports, ethernet)))
     common = Fabric(ETHERNET, "ethernet", min(ethernet_rates), KINDS["ethernet"].latency_s)
-    return Site(tuple(nodes), (common, *fast.fabrics))
+    return Site(tuple(nodes), (common, *fast_fabrics.fabrics))
 
 
 def _subnet_of(report: NodeReport, nic: Nic) -> _Subnet:
     """Return the subnet of a fast NIC.
+
+    Args:
+        report: Report of the node, for the error message.
+        nic: An InfiniBand or RoCE NIC of the node.
 
     Raises:
         HolmesError: a RoCE NIC has no IPv4 address with a subnet.

@@ -64,6 +64,7 @@ class Port:
             rate_bps: Rate of all NICs together, in bits/s.
         """
         gid_index = None
+        # NCCL takes one GID index for all NICs, so they must have their GIDs at the same index.
         if nics[0].kind == "roce":
             indices = {nic.roce_v2_index for nic in nics}
             if len(indices) == 1:
@@ -186,6 +187,7 @@ class Site:
         # The latency of a link between clusters is that from node to node, so it includes the
         # fabric's.
         includes_fabric = any(hop.latency_s for hop in between_clusters)
+        # NIC of the sender, hops between the clusters, NIC of the receiver.
         return (
             Hop(
                 ("out", source, fabric.name),
@@ -253,12 +255,12 @@ def fabrics_of_spec(spec: SiteSpec) -> tuple[Fabric, ...]:
     ethernet = Fabric(ETHERNET, "ethernet", spec.ethernet_rate_bps, spec.ethernet_latency_s)
     fabrics = {ETHERNET: ethernet}
     for cluster in spec.clusters:
-        if cluster.fabric == ETHERNET:
+        if cluster.fabric == ETHERNET:  # the cluster has no fast NICs
             continue
         fabric = Fabric(
             cluster.fabric, cluster.kind, cluster.rate_bps, cluster.latency_s, net=cluster.net
         )
-        earlier = fabrics.get(cluster.fabric)
+        earlier = fabrics.get(cluster.fabric)  # from a cluster that shares the fabric
         if earlier is not None:
             fabric = replace(
                 fabric,
@@ -277,9 +279,10 @@ def site_from_spec(spec: SiteSpec) -> Site:
     """
     nodes = []
     for cluster in spec.clusters:
+        # The same ports for all nodes of a cluster, the fastest first.
         ports = [Port(ETHERNET, rate_bps=spec.ethernet_rate_bps)]
         if cluster.fabric != ETHERNET:
             ports.insert(0, Port(cluster.fabric, rate_bps=cluster.rate_bps))
         for name in cluster.nodes:
             nodes.append(Node(name, cluster.name, cluster.processes, tuple(ports)))
-    return Site(tuple(nodes), fabrics_of_spec(spec), spec.source, spec.wan)
+    return Site(tuple(nodes), fabrics_of_spec(spec), source=spec.source, wan=spec.wan)

@@ -280,7 +280,7 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     top.version(VERSION, _UPGRADE)
     name = top.take("name", str, Path(source).stem)
     ethernet = top.table("ethernet")
-    clusters = [_cluster(table) for table in top.tables("cluster")]
+    clusters = [_read_cluster(table) for table in top.tables("cluster")]
     if not clusters:
         raise HolmesError(
             f"{source}: key 'cluster' is missing; a site needs at least one [[cluster]]"
@@ -288,7 +288,7 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     node_table = top.table("node", default={})
     cluster_of_node = _check_clusters(clusters, source)
     overrides = {
-        host: _override(node_table.table(host), host, cluster_of_node, source)
+        host: _read_override(node_table.table(host), host, cluster_of_node, source)
         for host in list(node_table.values)
     }
     fabrics = {"ethernet", *(cluster.fabric for cluster in clusters)}
@@ -298,7 +298,7 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     uplinks = {cluster.name: cluster.uplink_bps for cluster in clusters}
     wan = parse_wan(top, uplinks, ethernet_latency_s)
     pairs = parse_pairs(top, list(uplinks))
-    top.done()
+    top.done()  # raises for keys that were not read
     interface = ethernet.take("interface", str, "")
     ethernet.done()
     return SiteSpec(
@@ -315,7 +315,7 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     )
 
 
-def _nodes(table: Table, cluster: str) -> tuple[str, ...]:
+def _read_nodes(table: Table, cluster: str) -> tuple[str, ...]:
     """Return the hosts of a cluster from its key `nodes`.
 
     An item of the key is a host name or a host list such as "gpu[00-15]".
@@ -342,24 +342,25 @@ def _nodes(table: Table, cluster: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _cluster(table: Table) -> ClusterSpec:
+def _read_cluster(table: Table) -> ClusterSpec:
     """Return the content of a `[[cluster]]`.
 
     Raises:
         HolmesError: a key is missing, unknown, or has a value that is not allowed.
     """
-    name = _name(table, "name")
-    table.path = f"cluster.{name}"
+    name = _read_name(table, "name")
+    table.path = f"cluster.{name}"  # messages name the table by its path
     kind = table.take("kind", str)
     if kind not in KINDS:
         raise HolmesError(f"{table.at('kind')}: {kind!r} is not one of {', '.join(KINDS)}")
-    nodes = _nodes(table, name)
-    fabric = _name(table, "fabric", "ethernet" if kind == "ethernet" else name)
-    gpu_flops = _positive(table, "gpu_flops")
-    gpu_memory_bytes = _positive(table, "gpu_memory_bytes")
+    nodes = _read_nodes(table, name)
+    fabric = _read_name(table, "fabric", "ethernet" if kind == "ethernet" else name)
+    gpu_flops = _read_positive(table, "gpu_flops")
+    gpu_memory_bytes = _read_positive(table, "gpu_memory_bytes")
     if kind != "ethernet" and fabric == "ethernet":
         advice = f"name the {kind} fabric otherwise"
         raise HolmesError(f"{table.at('fabric')}: 'ethernet' is the network of all nodes; {advice}")
+    # into() reads the keys that are not given here, and raises for unknown ones.
     cluster = table.into(
         ClusterSpec,
         name=name,
@@ -380,7 +381,12 @@ def _cluster(table: Table) -> ClusterSpec:
 
 
 def _check_cluster(cluster: ClusterSpec, table: Table) -> None:
-    """Raise HolmesError if the keys `rails` and `net` of a `[[cluster]]` do not fit its NICs."""
+    """Raise HolmesError if the keys `rails` and `net` of a `[[cluster]]` do not fit its NICs.
+
+    Args:
+        cluster: The parsed table.
+        table: The table itself, which shows whether a key was given.
+    """
     if cluster.kind == "ethernet" and "rails" in table.values:
         raise HolmesError(
             f"{table.at('rails')}: nodes of kind 'ethernet' have no fast NIC; remove it"
@@ -397,8 +403,11 @@ def _check_cluster(cluster: ClusterSpec, table: Table) -> None:
         )
 
 
-def _name(table: Table, key: str, *default: str) -> str:
+def _read_name(table: Table, key: str, *default: str) -> str:
     """Return the value of a key that holds the name of a cluster or fabric.
+
+    Args:
+        default: At most one value, for a table without the key.
 
     Raises:
         HolmesError: the value is not a name, or the key is missing and has no default.
@@ -411,7 +420,7 @@ def _name(table: Table, key: str, *default: str) -> str:
     return name
 
 
-def _positive(table: Table, key: str) -> float:
+def _read_positive(table: Table, key: str) -> float:
     """Return the value of a key that holds a number above 0, or 0 without the key.
 
     Raises:
@@ -423,10 +432,16 @@ def _positive(table: Table, key: str) -> float:
     return value
 
 
-def _override(
+def _read_override(
     table: Table, host: str, cluster_of_node: dict[str, str], source: str
 ) -> NodeOverride:
     """Return the content of a `[node.HOST]`.
+
+    Args:
+        table: The table.
+        host: Name of the host.
+        cluster_of_node: Node -> its cluster, for all nodes of the file.
+        source: Path of the file, for the error message.
 
     Raises:
         HolmesError: no cluster has the host, or a key is unknown.
@@ -440,6 +455,10 @@ def _override(
 
 def _check_clusters(clusters: list[ClusterSpec], source: str) -> dict[str, str]:
     """Return the cluster of every node, by the node's name.
+
+    Args:
+        clusters: All clusters of the file.
+        source: Path of the file, for the error message.
 
     Raises:
         HolmesError: a cluster or node is given twice, or clusters that share a fabric contradict

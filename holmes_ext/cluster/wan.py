@@ -203,17 +203,17 @@ def parse_wan(top: Table, uplinks: Mapping[str, int], ethernet_latency_s: float)
         clusters = cluster_pair(table, list(uplinks))
         if frozenset(clusters) in links:
             raise HolmesError(
-                f"{table.at('clusters')}: the pair {_names(clusters)} is given twice; keep one"
+                f"{table.at('clusters')}: the pair {_pair_in_words(clusters)} is given twice; keep one"
             )
         links[frozenset(clusters)] = Between(
             clusters,
             rate_bps=table.rate("rate", required=False),
             latency_s=latency_of(table, ethernet_latency_s),
         )
-        table.done()
+        table.done()  # raises for keys that were not read
     if links:
         pairs = combinations(uplinks, _PAIR)
-        missing = [_names(pair) for pair in pairs if frozenset(pair) not in links]
+        missing = [_pair_in_words(pair) for pair in pairs if frozenset(pair) not in links]
         if missing:
             advice = "give every pair of clusters, or no [[between]] at all (a flat network)"
             raise HolmesError(f"{top.at('between')}: {some_of(missing, 3)} missing; {advice}")
@@ -254,6 +254,10 @@ def cluster_pair(table: Table, known: Sequence[str]) -> tuple[str, ...]:
 def latency_of(table: Table, default: float) -> float:
     """Return the value of the key `latency` in seconds.
 
+    Args:
+        table: A table of cluster.toml.
+        default: Value in seconds for a table without the key.
+
     Raises:
         HolmesError: the value is not a time, or longer than LONGEST_LATENCY_S.
     """
@@ -284,13 +288,13 @@ def rate_notes(wan: Wan, node_rates: Mapping[str, int]) -> list[str]:
             uplink_bps = wan.uplink_of.get(name, link.rate_bps)
             if link.rate_bps > uplink_bps:
                 sentences.append(
-                    f"the link between {_names(link.clusters)} is {format_rate(link.rate_bps)}, "
+                    f"the link between {_pair_in_words(link.clusters)} is {format_rate(link.rate_bps)}, "
                     f"more than the uplink of {name!r} ({format_rate(uplink_bps)})"
                 )
     return sentences
 
 
-def _names(pair: Sequence[str]) -> str:
+def _pair_in_words(pair: Sequence[str]) -> str:
     return " and ".join(map(repr, pair))
 
 
@@ -334,14 +338,14 @@ def parse_pairs(top: Table, clusters: Sequence[str]) -> tuple[MeasuredPair, ...]
             raise HolmesError(
                 f"{table.at('clusters')}: the pair {' and '.join(names)} is given twice; probe again"
             )
-        table.take("latency", str)  # required
+        table.take("latency", str)  # raises if the key is missing
         pairs[frozenset(names)] = MeasuredPair(
             names,
             rate_bps=table.rate("rate"),
             latency_s=latency_of(table, default=0.0),
             stream_bps=table.rate("stream", required=False),
         )
-        table.done()
+        table.done()  # raises for keys that were not read
     return tuple(pairs.values())
 
 
@@ -361,13 +365,17 @@ def parse_links(table: Table, fabrics: set[str]) -> dict[str, MeasuredLink]:
         if name not in fabrics:
             known = ", ".join(sorted(fabrics))
             raise HolmesError(f"{table.at(name)}: there is no fabric of that name; known: {known}")
-        links[name] = MeasuredLink(send=_points(link, "send"), ring=_points(link, "ring"))
+        links[name] = MeasuredLink(send=_read_points(link, "send"), ring=_read_points(link, "ring"))
         link.done()
     return links
 
 
-def _points(table: Table, key: str) -> Points:
-    """Return the list of [bytes, seconds] that a key has, () without the key.
+def _read_points(table: Table, key: str) -> Points:
+    """Return the measured points [bytes, seconds] in the list of a key, () without the key.
+
+    Args:
+        table: A table [link.FABRIC] of cluster.toml.
+        key: "send" or "ring".
 
     Raises:
         HolmesError: the list has a single entry, or an entry is not two growing numbers above 0.

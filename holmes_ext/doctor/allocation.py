@@ -1,4 +1,7 @@
-"""Finds the nodes of a Slurm allocation, and makes the srun command that runs a program once on each."""
+"""Finds the nodes of a Slurm allocation, and makes the srun command that runs a program once on each.
+
+`holmes doctor --slurm` uses it to check all nodes on which a job would run.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,12 @@ def allocated(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_nodes(nodes: Sequence[str], spec: SiteSpec) -> None:
-    """Raise HolmesError if cluster.toml does not have all nodes of the allocation."""
+    """Raise HolmesError if cluster.toml does not have all nodes of the allocation.
+
+    Args:
+        nodes: Names of the nodes of the allocation.
+        spec: Content of cluster.toml.
+    """
     unknown = [node for node in nodes if not spec.known_as(node)]
     if unknown:
         names = some_of(unknown, _MOST_NAMED)

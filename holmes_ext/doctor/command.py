@@ -1,4 +1,9 @@
-"""Checks a training command before it runs: script, flags, sizes against the clusters, and ds_config."""
+"""Checks a training command before it runs: script, flags, sizes against the clusters, and ds_config.
+
+`holmes doctor -- COMMAND` prints the findings. The flags are those of holmes and of the framework.
+The sizes are the parallel sizes (pipeline, tensor, ...), and ds_config is DeepSpeed's configuration
+file.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,8 @@ class Command:
 def split_command(words: Sequence[str]) -> Command:
     """Split a training command at its script or module.
 
-    The script is the first word that ends in .py. Without a script, the module after the last -m counts.
+    The script is the first word that ends in .py. Without a script, the module after the last -m counts, and
+    its name stays among the launcher's words.
 
     Raises:
         HolmesError: The command has neither.
@@ -44,7 +50,8 @@ def split_command(words: Sequence[str]) -> Command:
         if word.endswith(".py") and not word.startswith("-"):
             return Command(tuple(words[:number]), word, tuple(words[number + 1 :]))
     if "-m" in words:
-        number = len(words) - list(words)[::-1].index("-m") + 1
+        # The last -m: the launcher itself may have been started with python -m.
+        number = len(words) - list(words)[::-1].index("-m") + 1  # position after the module's name
         return Command(tuple(words[:number]), "", tuple(words[number:]))
     raise HolmesError(
         f"holmes doctor -- {' '.join(words)[:80]}: no training script (FILE.py, or -m MODULE) "
@@ -164,6 +171,8 @@ def _check_plan(
 def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Finding]:
     """Yield findings about misspelt flags of holmes, and about a model that the parallel sizes cannot divide.
 
+    The framework itself would refuse such a model at start-up.
+
     Args:
         rest: Arguments of the script without those of holmes.
         plan: The plan of the job.
@@ -188,6 +197,7 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
                 mend="change it as the line says",
             )
         try:
+            # Only to see whether it raises an error for these sizes.
             shape_of(described.model, plan.sizes, described.zero, described.virtual)
         except HolmesError as error:
             yield problem(
@@ -199,8 +209,14 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
 
 
 def _check_launcher(command: Command, site: Site) -> Iterator[Finding]:
-    """Yield findings if the launcher starts other numbers of nodes or processes than cluster.toml has."""
+    """Yield findings if the launcher starts other numbers of nodes or processes than cluster.toml has.
+
+    Args:
+        command: The training command.
+        site: The clusters of cluster.toml.
+    """
     options = {}  # name of an option of the launcher -> value
+    # The value is in the same word (--nnodes=2) or in the next one (--nnodes 2).
     next_words = [*command.launcher[1:], ""]
     for word, next_word in zip(command.launcher, next_words):
         name, equals, value = word.partition("=")

@@ -1,4 +1,9 @@
-"""Checks whether holmes's patches fit the installed frameworks, and whether other code patches them."""
+"""Checks whether holmes's patches fit the installed frameworks, and whether other code patches them.
+
+A patch is a change of holmes to one function of a framework (torch, DeepSpeed, Megatron, ...) while
+a job runs. A feature is a group of patches that are all applied, or none: if one does not fit, the
+feature is off.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +103,12 @@ def fit_of(patch: Patch, check: bool) -> Fit:
 
 
 def _fit_of_other_version(patch: Patch, version: str | None) -> Fit:
-    """Return the result for a patch that is made for another version of the framework than `version`."""
+    """Return the Fit of a patch that is made for another version of the framework than `version`.
+
+    Args:
+        patch: The patch, whose field `only` limits it to some versions.
+        version: Installed version of the framework; None if it is not installed.
+    """
     return Fit(
         patch, version, "other version", f"for {patch.feature.requirement.name} {patch.only}"
     )
@@ -152,6 +162,7 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
             continue
         framework = f"{feature.requirement.name} {fit.installed}"
         if _IMPORTING in reason:
+            # One finding for each framework: all its patches fail at the same import.
             if not any(cause.is_import_error and cause.framework == framework for cause in off):
                 off[_Cause(framework, reason, is_import_error=True)] = {}
         elif not any(feature.name in features for features in off.values()):
@@ -170,7 +181,12 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
 
 
 def _finding_on_features(cause: _Cause, features: Mapping[str, Feature]) -> Finding:
-    """Return the finding for features that are off for the same reason, with versions that have them."""
+    """Return the finding for features that are off for the same reason, with versions that have them.
+
+    Args:
+        cause: The framework and the reason.
+        features: Name of a feature -> feature. All are of the same framework, at least one.
+    """
     feature = next(iter(features.values()))
     names = ", ".join(features)
     name = feature.requirement.name
@@ -273,8 +289,10 @@ def check_replaced(patches: Iterable[Patch]) -> Iterator[Finding]:
             value = operator.attrgetter(patch.qualname)(sys.modules.get(patch.module))
         except AttributeError:
             continue
+        # Package in which the function is defined now.
         owner = (getattr(value, "__module__", None) or "").partition(".")[0]
         expected_owners = {"", patch.module.partition(".")[0], "holmes_ext", "builtins", "torch"}
+        # A wrapper made with functools.wraps has __wrapped__ and still calls the framework's function.
         if owner not in expected_owners and not hasattr(value, "__wrapped__"):
             yield problem(
                 patch.target,
@@ -319,6 +337,7 @@ def check_megatron_deepspeed(folder: Path) -> Iterator[Finding]:
     Args:
         folder: Folder of the training script. Nothing is checked if it is no such checkout.
     """
+    # Files by which a checkout of Megatron-DeepSpeed is recognized.
     files = [folder / "megatron/arguments.py", folder / "megatron/model/gpt_model.py"]
     if not all(file.exists() for file in files):
         return

@@ -1,4 +1,8 @@
-"""Checks NCCL on a node: configuration files, plugins, version, and settings that holmes passes to it."""
+"""Checks NCCL on a node: configuration files, plugins, version, and settings that holmes passes to it.
+
+holmes gives each process group its network by name (net_name in the group's options), and selects
+NICs by environment variables. This module finds what would contradict these settings.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,12 @@ def installed_nccl() -> InstalledNccl:
 
 
 def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield findings about the configuration files and network plugins of NCCL on a node."""
+    """Yield findings about the configuration files and network plugins of NCCL on a node.
+
+    Args:
+        nccl_of_node: NCCL's settings and libraries on the node.
+        environ: Environment variables of the node.
+    """
     if nccl_of_node.forced_net:
         yield problem(
             nccl_of_node.forced_in,
@@ -118,12 +127,13 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
         environ: Environment variables, which take precedence over holmes.
     """
     try:
-        site = _site(node, spec)
+        site = _site_of_one_node(node, spec)
     except HolmesError as error:
         return [f"not known: {error}"]
     site_node = site.nodes[0]
     in_files = file_settings(environ)  # variable -> (value, NCCL's configuration file)
     lines = []
+    # A value that the user has set counts, in the environment or in one of these files.
     for name, value in variables_of(site_node).items():
         users_value = environ.get(name) or in_files.get(name, ("",))[0]
         if users_value:
@@ -133,11 +143,12 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
     for port in site_node.ports:
         fabric = site.fabric_by_name[port.fabric]
         if port.fabric != ETHERNET and (not port.hcas or port.no_verbs or not port.usable):
-            continue
+            continue  # NCCL cannot use RDMA there, so groups go over Ethernet
         network = network_name(fabric)
         choice = f"network {network!r}" if network else "NCCL chooses"
         lines.append(f"groups on {fabric.name} ({fabric.kind}): {choice}")
     lines.append("groups inside the node: NCCL chooses (NVLink, PCIe, shared memory)")
+    # A remark begins with "node NAME: ", which is not needed for a single node.
     lines += [line.partition(": ")[2] for line in nccl_remarks(site, [node])]
     has_roce = any(
         site.fabric_by_name[port.fabric].kind == "roce" and not port.no_verbs
@@ -182,8 +193,16 @@ def _lines_on_version(needs_gid_index: bool) -> Iterator[str]:
         )
 
 
-def _site(node: NodeReport, spec: SiteSpec | None) -> Site:
-    """Return the site that consists of one node; raise HolmesError if cluster.toml does not have it."""
+def _site_of_one_node(node: NodeReport, spec: SiteSpec | None) -> Site:
+    """Return the site that consists of one node.
+
+    Args:
+        node: Report of the node.
+        spec: Content of cluster.toml; None if there is none.
+
+    Raises:
+        HolmesError: cluster.toml does not have the node, or contradicts its report.
+    """
     if spec is None:
         return resolve_site([replace(node, processes=1)], None)
     cluster = spec.owner.get(spec.known_as(node.name))

@@ -55,7 +55,7 @@ def check_nics(nics: Sequence[Nic]) -> Iterator[Finding]:
     fast_kinds = [name for name, nic_kind in KINDS.items() if nic_kind.layer]
     for kind in fast_kinds:
         up = [nic for nic in in_use if nic.kind == kind and nic.up]
-        yield from _check_siblings(up)
+        yield from _check_slower_than_others(up)
         yield from _check_mtus(kind, up)
     yield from _check_gid_indices(in_use)
     yield from _check_modules(nics)
@@ -95,7 +95,10 @@ def check_machine(nics: Sequence[Nic], kind: str = "", live: bool = True) -> Ite
 
 
 def _check_state(nic: Nic) -> Iterator[Finding]:
-    """Yield a finding about the state of a NIC: the first problem in the order of the checks."""
+    """Yield the first of these findings that applies to a NIC, if any does.
+
+    No subnet manager, the port is down, no RoCE v2 GID, no IP address, the default subnet prefix.
+    """
     if KINDS[nic.kind].infiniband and nic.state_text.startswith("INIT"):
         yield problem(
             nic.name,
@@ -146,8 +149,12 @@ def _check_pcie(nics: Sequence[Nic]) -> Iterator[Finding]:
             )
 
 
-def _check_siblings(up: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield a finding for each NIC that is slower than another one with the same driver on this node."""
+def _check_slower_than_others(up: Sequence[Nic]) -> Iterator[Finding]:
+    """Yield a finding for each NIC that is slower than another one with the same driver on this node.
+
+    Args:
+        up: NICs of one kind that are up.
+    """
     for nic in up:
         siblings = [other for other in up if other.driver == nic.driver]
         best = max(siblings, key=lambda other: other.rate_bps)
@@ -166,7 +173,12 @@ def _check_siblings(up: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def _check_mtus(kind: str, up: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield a finding if the NICs of one kind have different MTUs."""
+    """Yield a finding if the NICs of one kind have different MTUs.
+
+    Args:
+        kind: Kind of the NICs, such as "roce".
+        up: NICs of this kind that are up.
+    """
     mtus = {nic.name: nic.mtu for nic in up if nic.mtu}
     if len(set(mtus.values())) > 1:
         listed = ", ".join(f"{name} {mtu}" for name, mtu in mtus.items())
@@ -197,7 +209,7 @@ def _check_gid_indices(nics: Sequence[Nic]) -> Iterator[Finding]:
 
 def _check_modules(nics: Sequence[Nic]) -> Iterator[Finding]:
     """Yield findings about NICs that can do RDMA and whose kernel module for it is not loaded."""
-    if any(nic.fast for nic in nics):
+    if any(nic.fast for nic in nics):  # a module for RDMA is loaded
         return
     # Kernel module -> names of the NICs that need it.
     without_rdma = grouped(
@@ -221,10 +233,11 @@ def check_hcas(root: str | Path) -> Iterator[Finding]:
         root: Folder of /sys, or of a captured one.
     """
     for rate_file in sorted(Path(root).glob("class/infiniband/*/ports/*/rate")):
+        # The path is class/infiniband/HCA/ports/PORT/rate.
         name = f"{rate_file.parents[2].name}:{rate_file.parent.name}"
-        rate = _read(rate_file)
-        adapter = _read(rate_file.parents[2] / "hca_type")
-        state = _read(rate_file.parent / "state")
+        rate = _read_small_file(rate_file)
+        adapter = _read_small_file(rate_file.parents[2] / "hca_type")
+        state = _read_small_file(rate_file.parent / "state")
         rate_match = _RATE.match(rate)
         lanes = _LANES.search(rate)
         if rate_match is None or not state.endswith("ACTIVE"):
@@ -254,6 +267,7 @@ def rdma_limits(nics: Iterable[Nic]) -> Iterator[Finding]:
     """Yield findings about settings of this machine that RDMA needs: locked memory, devices, modules."""
     if not any(nic.fast and nic.up for nic in nics):
         return
+    # The superuser may lock any amount of memory.
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
         yield problem(
@@ -262,6 +276,7 @@ def rdma_limits(nics: Iterable[Nic]) -> Iterator[Finding]:
             why="RDMA registers its buffers as locked memory: ibv_reg_mr fails with ENOMEM",
             mend="`ulimit -l unlimited` (docker: --ulimit memlock=-1) for the job's user",
         )
+    # check_variables() has a finding of its own about NCCL_IB_DISABLE.
     environ = {name: value for name, value in os.environ.items() if name != "NCCL_IB_DISABLE"}
     why_no_verbs = no_verbs(environ)
     if why_no_verbs:
@@ -283,7 +298,7 @@ def rdma_limits(nics: Iterable[Nic]) -> Iterator[Finding]:
         )
 
 
-def _read(path: Path) -> str:
+def _read_small_file(path: Path) -> str:
     """Return the content of a small file; "" if it cannot be read."""
     try:
         return path.read_text(errors="replace")[:_MOST_READ].rstrip("\0").strip()

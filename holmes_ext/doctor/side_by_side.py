@@ -1,6 +1,7 @@
 """Compares the nodes of a cluster: NICs, rates, MTUs, GID indices, and versions of packages.
 
-`holmes doctor --json` prints a NodeCheck of one node. compare() takes those of several nodes.
+`holmes doctor --json` prints the results for one node, a NodeCheck. compare() takes those of several nodes
+and returns findings about their differences.
 """
 
 from __future__ import annotations
@@ -60,25 +61,29 @@ def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]
 
     Args:
         checks: Results of each node.
-        spec: Content of cluster.toml. Nodes of a cluster are compared; without it, nodes with the same
-        kind of
-            fast NIC.
+        spec: Content of cluster.toml. The nodes of each cluster are compared. If it is None, nodes with
+            the same kind of fast NIC are compared.
     """
     findings: list[Finding] = []
+    # Nodes of one cluster should have equal NICs, and all nodes equal versions and variables.
     for title, members in _comparable_nodes(checks, spec):
         for fact in _FACTS:
             values = {check.node.name: fact.value_of(check) for check in members}
-            findings += _differing(fact.make, title, values, fact.what, fact.why, fact.mend)
+            findings += _finding_if_different(
+                fact.make, title, values, what=fact.what, why=fact.why, mend=fact.mend
+            )
     for name in sorted({name for check in checks for name in check.versions}):
         values = {check.node.name: check.versions.get(name, "none") for check in checks}
         why = "ranks with different versions have different patches and messages: they hang at start-up"
         mend = f"install one version of {name} everywhere"
-        findings += _differing(problem, "all nodes", values, f"version of {name}", why, mend)
+        findings += _finding_if_different(
+            problem, "all nodes", values, what=f"version of {name}", why=why, mend=mend
+        )
     for name in sorted({name for check in checks for name in check.settings}):
         values = {check.node.name: check.settings.get(name, "unset") for check in checks}
         why = "groups hang when only some ranks set a NIC or network"
         mend = f"set {name} alike on all nodes, or nowhere"
-        findings += _differing(note, "all nodes", values, name, why, mend)
+        findings += _finding_if_different(note, "all nodes", values, what=name, why=why, mend=mend)
     if spec is not None:
         findings += _check_spec(checks, spec)
     return findings
@@ -87,7 +92,13 @@ def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]
 def _comparable_nodes(
     checks: Sequence[NodeCheck], spec: SiteSpec | None
 ) -> list[tuple[str, list[NodeCheck]]]:
-    """Return groups of nodes that should be equal, each with a title for findings."""
+    """Return groups of nodes that should be equal, each with a title for findings.
+
+    Args:
+        checks: Results of each node.
+        spec: Content of cluster.toml: the nodes of a cluster form a group. If it is None, the nodes
+            with the same kind of fast NIC do.
+    """
     groups = []
     if spec is not None:
         for cluster in spec.clusters:
@@ -95,7 +106,7 @@ def _comparable_nodes(
             groups.append((f"cluster {cluster.name}", members))
         return groups
     for kind, nic_kind in KINDS.items():
-        if nic_kind.layer:
+        if nic_kind.layer:  # kinds that can do RDMA
             members = [
                 check for check in checks if any(nic.kind == kind for nic in _fast_nics(check))
             ]
@@ -104,14 +115,24 @@ def _comparable_nodes(
 
 
 def part_for(spec: SiteSpec, checks: Sequence[NodeCheck]) -> SiteSpec:
-    """Return the part of cluster.toml about the nodes that were checked; all of it if it has none of them."""
+    """Return the part of cluster.toml about the nodes that were checked; all of it if it has none of them.
+
+    Args:
+        spec: Content of cluster.toml.
+        checks: Results of each node.
+    """
     names = [spec.known_as(check.node.name) for check in checks]
     checked_nodes = {name for name in names if name}
     return spec.only(checked_nodes) if checked_nodes else spec
 
 
 def kind_of(node: str, spec: SiteSpec | None) -> str:
-    """Return the kind of the fast NICs that cluster.toml gives a node; "" if it does not have the node."""
+    """Return the kind of the fast NICs that cluster.toml gives a node; "" if it does not have the node.
+
+    Args:
+        node: Host name of the node.
+        spec: Content of cluster.toml; None if there is none.
+    """
     if spec is None:
         return ""
     cluster = spec.owner.get(spec.known_as(node))
@@ -170,7 +191,7 @@ _FACTS = (
 )
 
 
-def _differing(
+def _finding_if_different(
     make: Callable[..., Finding],
     title: str,
     values: dict[str, str],
@@ -204,7 +225,12 @@ def _differing(
 
 
 def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding]:
-    """Yield findings about nodes that cluster.toml does not describe as they are."""
+    """Yield findings about nodes that cluster.toml does not describe as they are.
+
+    Args:
+        checks: Results of each node.
+        spec: Content of cluster.toml.
+    """
     checked_nodes = {spec.known_as(check.node.name) for check in checks}
     absent = [node for node in spec.owner if node not in checked_nodes]
     if absent:
@@ -224,6 +250,7 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
                 mend="run `holmes doctor` on the nodes too",
             )
             continue
+        # As many as the file says, because no job runs here whose processes could be counted.
         processes = cluster.processes if cluster else 1
         node = replace(check.node, processes=processes)
         try:

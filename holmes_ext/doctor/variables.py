@@ -12,7 +12,7 @@ from holmes_ext.cluster.nccl import SHARED
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.options import names, variables
-from holmes_ext.options import variable as twin
+from holmes_ext.options import variable as variable_of_flag
 from holmes_ext.words import nearest
 
 #: Variables that must have the same value on all nodes of a job.
@@ -75,6 +75,7 @@ def _check_interfaces(variable: str, value: str, nics: Sequence[Nic]) -> Iterato
         nics: The NICs of the node.
     """
     existing = {name for nic in nics for name in nic.netdevs} | {"lo"}
+    # Only NCCL takes names as prefixes; gloo and TensorPipe take whole names.
     is_nccl = variable == "NCCL_SOCKET_IFNAME"
     are_prefixes = is_nccl and not value.startswith("=")
     wanted: list[str] = []
@@ -115,8 +116,7 @@ def _check_hcas(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
 
     Args:
         value: HCAs such as "mlx5_0:1", separated by commas. NCCL takes them as prefixes; "=" before them
-        means
-            exact names, "^" names to exclude.
+            means exact names, "^" names to exclude.
         nics: The InfiniBand and RoCE NICs of the node.
     """
     if not value or value.startswith("^"):
@@ -159,7 +159,12 @@ def _check_hcas(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def _check_gid_index(value: str, roce_nics: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield a finding if NCCL_IB_GID_INDEX is not the index of a RoCE v2 GID of every RoCE NIC."""
+    """Yield a finding if NCCL_IB_GID_INDEX is not the index of a RoCE v2 GID of every RoCE NIC.
+
+    Args:
+        value: Value of the variable, "" if it is not set.
+        roce_nics: The usable RoCE NICs of the node.
+    """
     if not value or not roce_nics:
         return
     variable = "NCCL_IB_GID_INDEX"
@@ -177,7 +182,7 @@ def _check_gid_index(value: str, roce_nics: Sequence[Nic]) -> Iterator[Finding]:
         gid_type = types[0] if types else "empty"
         if gid_type != "roce_v2":
             wrong.append(f"{nic.name} ({gid_type})")
-    if wrong and int(value) >= 0:
+    if wrong and int(value) >= 0:  # with a negative value, NCCL finds the index itself
         best = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in roce_nics)
         yield problem(
             variable,
@@ -240,7 +245,7 @@ _INTERNAL_PREFIXES = ("HOLMES_TEST", "HOLMES_LAB", "HOLMES_GPU_", "HOLMES_NCCL_S
 def _check_names(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding for each variable HOLMES_... that holmes does not read, e.g. because it is misspelt."""
     set_by_holmes = "HOLMES_WORKER_PID"
-    known = sorted({*map(twin, names()), *variables(), set_by_holmes})
+    known = sorted({*map(variable_of_flag, names()), *variables(), set_by_holmes})
     for name in sorted(environ):
         is_of_holmes = name.startswith("HOLMES_") and not name.startswith(_INTERNAL_PREFIXES)
         if not is_of_holmes or name in known:

@@ -1,4 +1,10 @@
-"""Computes the figures of `holmes report` from the telemetry of a run."""
+"""Computes the figures of `holmes report` from the telemetry of a run.
+
+Telemetry is what --holmes-telemetry writes: a file for each rank with a line for each step, which
+report/files.py reads. The figures are step times, and for every kind of process group (data, pipeline, ...)
+on every fabric the bytes that were sent, the rate that was achieved, and the exposed seconds, in which the
+program waited for communication.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +20,11 @@ from holmes_ext.units import union_s
 #: Groups of a step: (kind, fabric, "inside" or "across" clusters).
 Key = tuple[str, str, str]
 
-#: Share of its rate below which a network counts as slow. Rings of gloo reach more.
+#: A network is slow if it carries less than this share of its configured rate. Rings of gloo reach more.
 SLOW = 0.25
-_EXPOSED = 7  # position of the exposed seconds in a row of a step's "groups"
+#: Position of the exposed seconds in a row of a step's "groups": kind of group, fabric, "inside" or "across"
+#: clusters, operations, payload bytes, bytes sent, busy seconds, exposed seconds.
+_EXPOSED = 7
 
 
 class _Participant(NamedTuple):
@@ -163,10 +171,15 @@ def _lost_s(row: GroupRow) -> float:
 
 
 def summarize(run: Run) -> Summary:
-    """Return the figures of a run."""
-    steps = run.steps
-    seconds = run.took(steps)
-    tokens = [max(row.steps[step].get("tokens", 0) for row in run.ranks) for step in steps]
+    """Return the figures of `holmes report` for a run.
+
+    Args:
+        run: Telemetry of all ranks.
+    """
+    steps = run.steps  # without the warm-up
+    seconds = run.took(steps)  # of each step, on its slowest rank
+    # Not every rank knows the tokens of a step; the others have 0 or nothing.
+    tokens = [max(rank.steps[step].get("tokens", 0) for rank in run.ranks) for step in steps]
     median_s = statistics.median(seconds)
     tokens_per_second = statistics.median(tokens) / median_s if median_s > 0 else 0.0
     return Summary(
@@ -185,15 +198,21 @@ def summarize(run: Run) -> Summary:
 
 
 def _plan_rows(run: Run) -> tuple[PlanRow, ...]:
-    """Return the plans of a run in order; none if the plan never changed."""
+    """Return the plans that a run used, in order, each with the steps that it was used for.
+
+    The result is empty if the plan never changed.
+    """
     changes = [change for rank in run.ranks for change in rank.plans]
     if not changes:
         return ()
+    # The plan that the run started with has no line of its own. No time was predicted for it.
     first = {"step": run.steps[0] - 1, "in_flight": changes[0]["before"], "then_s": None}
     plans = [first, *changes]
+    # A plan is used from its own step until the step of the next one.
     ends = [*(change["step"] for change in changes), run.steps[-1] + 1]
     rows = []
     for plan, end in zip(plans, ends):
+        # The step of the change itself is left out, because it contains the change.
         steps = [step for step in run.steps if plan["step"] < step < end]
         row = PlanRow(
             step=max(plan["step"], 0),
@@ -212,11 +231,12 @@ def _joined_row(run: Run) -> JoinedRow | None:
     rounds = list(run.rounds.values())  # of each round the figures of each rank
     if not rounds:
         return None
+    # Verdict and drift of a round are taken from the first rank.
     first_reports = [reports[0] for reports in rounds]
     drifts = []
     for report in first_reports:
         drift = report.get("drift")
-        if isinstance(drift, (int, float)):
+        if isinstance(drift, (int, float)):  # absent or null if no other job took part
             drifts.append(drift)
     return JoinedRow(
         rounds=len(rounds),
@@ -228,12 +248,17 @@ def _joined_row(run: Run) -> JoinedRow | None:
         exposed_s=statistics.median(
             max(report["exposed"] for report in reports) for reports in rounds
         ),
-        drift=drifts[-1] if drifts else None,
+        drift=drifts[-1] if drifts else None,  # of the last round that has one
     )
 
 
 def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
-    """Return the figures of one rank."""
+    """Return the figures of one rank.
+
+    Args:
+        rank_file: Telemetry of the rank.
+        steps: Numbers of the steps that count.
+    """
     step_times = []
     exposed_times = []
     own_times = []
@@ -257,12 +282,22 @@ def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
 def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
     """Return the "groups" of a step, with the time for which the program waited for a GradientReducer.
 
-    The threads of a GradientReducer wait for its operations, so telemetry has no exposed time for them. It is
-    added to the data groups across clusters, or to those inside if there are no others.
+    A GradientReducer runs its all-reduces in threads. The threads wait for the operations, so the operations
+    themselves have no exposed time in the telemetry. The time for which the program waited for the reducer is
+    recorded apart. It is added to the data groups across clusters, or to those inside a cluster if there are
+    no others.
+
+    Args:
+        step: Line of a step in the telemetry of one rank.
+
+    Returns:
+        Copies of the rows, whose columns are listed at _EXPOSED.
     """
     rows = [list(row) for row in step["groups"]]
-    data_rows = [row for row in rows if row[0] == "data"]
-    data_rows.sort(key=lambda row: row[2] != "across")
+    data_rows = [row for row in rows if row[0] == "data"]  # column 0: kind of group
+    data_rows.sort(
+        key=lambda row: row[2] != "across"
+    )  # column 2; groups across clusters come first
     if data_rows and "exposed" in step.get("reduction", ()):
         recorded_s = sum(row[_EXPOSED] for row in data_rows)
         data_rows[0][_EXPOSED] += max(0.0, step["reduction"]["exposed"] - recorded_s)
@@ -279,7 +314,12 @@ class _Sums(NamedTuple):
 
 
 def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
-    """Return the figures of each kind of group on each fabric, the most exposed first."""
+    """Return the figures of each kind of group on each fabric, the most exposed first.
+
+    Args:
+        run: Telemetry of all ranks.
+        steps: Numbers of the steps that count.
+    """
     sums_of: dict[Key, dict[int, _Sums]] = defaultdict(dict)  # groups -> rank -> sums
     for rank_file in run.ranks:
         rank = rank_file.rank
@@ -293,10 +333,12 @@ def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
     rows = []
     for key, rank_sums in sums_of.items():
         kind, fabric, where = key
+        # Per step, and over the ranks that have such groups.
         means = _Sums(
             *(sum(values) / len(rank_sums) / len(steps) for values in zip(*rank_sums.values()))
         )
         _, configured_bps = run.head["fabrics"].get(fabric, ["", 0])
+        # The lower rank, if two have the same exposed time.
         most_exposed = max(rank_sums, key=lambda rank: (rank_sums[rank].exposed_s, -rank))
         row = GroupRow(
             kind=kind,
@@ -325,11 +367,12 @@ def _pair_rows(run: Run) -> tuple[PairRow, ...]:
             for source, target, sent_bytes, exposed_s in rank.steps[step].get("between", ()):
                 sent_of[source, target] += sent_bytes / len(run.steps)
                 exposed_of[source, target][rank.rank] += exposed_s / len(run.steps)
+    # (from, to) -> rate and latency that the plan assumes.
     links = {
         (source, target): (rate_bps, latency_s)
         for source, target, rate_bps, latency_s in run.head.get("between", ())
     }
-    rates_bps = _achieved_between(run)
+    rates_bps = _achieved_between_clusters(run)
     rows = []
     for (source, target), sent_bytes in sent_of.items():
         rate_bps, latency_s = links.get((source, target), (0.0, 0.0))
@@ -347,52 +390,59 @@ def _pair_rows(run: Run) -> tuple[PairRow, ...]:
     return tuple(sorted(rows, key=lambda row: -row.exposed_s))
 
 
-def _achieved_between(run: Run) -> dict[tuple[str, str], float]:
-    """Return the bits/s between clusters while an operation between them is under way on any rank.
+def _achieved_between_clusters(run: Run) -> dict[tuple[str, str], float]:
+    """Return the achieved rate from each cluster to each other one, in bits/s.
 
-    A collective is taken for a ring in the order of the ranks: each rank sends to the next one.
+    The rate is the bytes sent between the two clusters, divided by the time in which an operation between
+    them is under way on any rank. Only traced steps count. A collective counts as a ring in the order of the
+    ranks: each rank sends to the next one.
     """
     cluster_of = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
     sends: list[_Send] = []
     for step in run.traced():
-        for participants in _complete_operations(run, step).values():
-            interval = _common_interval(participants)
+        for participants in _operations_with_ranks(run, step).values():
+            interval = _interval_of_operation(participants)
             ring = sorted(participants)
             for sender, receiver in zip(ring, [*ring[1:], ring[0]]):
                 pair = (cluster_of[sender.rank], cluster_of[receiver.rank])
                 if pair[0] != pair[1]:
                     sends.append(_Send(pair, step, interval, sender.sent_bytes))
-    return _rates(sends)
+    return _rate_of_each_sender(sends)
 
 
 def achieved(run: Run) -> dict[Key, float]:
-    """Return the bits/s of a rank's operations while all their ranks took part.
+    """Return the achieved rate of each kind of group on each fabric, in bits/s.
 
-    Only traced steps count. Operations of a rank that overlap count once.
+    The rate is the bytes that a rank sent, divided by the time in which all ranks of its operations took
+    part. Only traced steps count, those for which every rank lists its operations. If operations of a rank
+    overlap, their common time counts once.
     """
     cluster_of = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
     sends: list[_Send] = []
     for step in run.traced():
-        for operation, participants in _complete_operations(run, step).items():
+        for operation, participants in _operations_with_ranks(run, step).items():
             clusters = {cluster_of[participant.rank] for participant in participants}
             where = "across" if len(clusters) > 1 else "inside"
             key = (operation.kind, operation.fabric, where)
-            interval = _common_interval(participants)
+            interval = _interval_of_operation(participants)
             for participant in participants:
                 timeline = (participant.rank, step)
                 sends.append(_Send(key, timeline, interval, participant.sent_bytes))
-    return _rates(sends)
+    return _rate_of_each_sender(sends)
 
 
-def _common_interval(participants: Sequence[_Participant]) -> tuple[float, float]:
+def _interval_of_operation(participants: Sequence[_Participant]) -> tuple[float, float]:
     """Return the time from the latest start to the latest end of an operation's ranks."""
     start = max(participant.start for participant in participants)
     end = max(participant.end for participant in participants)
     return start, end
 
 
-def _rates(sends: list[_Send]) -> dict[Any, float]:
-    """Return the bits/s of each sender. Overlapping intervals of one timeline count once."""
+def _rate_of_each_sender(sends: list[_Send]) -> dict[Any, float]:
+    """Return the rate of each sender in bits/s: all its bytes, divided by the length of its intervals.
+
+    Overlapping intervals of one timeline count once.
+    """
     # sender -> timeline -> intervals
     intervals_of: dict[Any, dict[Hashable, list[tuple[float, float]]]]
     intervals_of = defaultdict(lambda: defaultdict(list))
@@ -410,16 +460,24 @@ def _rates(sends: list[_Send]) -> dict[Any, float]:
     return rates_bps
 
 
-def _complete_operations(run: Run, step: int) -> dict[_OperationKey, list[_Participant]]:
-    """Return the operations of a traced step of which two or more ranks have a part that is over."""
+def _operations_with_ranks(run: Run, step: int) -> dict[_OperationKey, list[_Participant]]:
+    """Return the operations of a traced step with the ranks that took part, at least two of each.
+
+    A rank whose part was not over when the step ended is left out. Times are on rank 0's clock.
+
+    Args:
+        run: Telemetry of all ranks.
+        step: Number of a traced step.
+    """
     operations: dict[_OperationKey, list[_Participant]] = defaultdict(list)
     for rank_file in run.ranks:
         rank = rank_file.rank
-        offset = run.offset(rank_file)
+        offset = run.offset(rank_file)  # from the clock of the rank's node to rank 0's
         for row in rank_file.steps[step]["ops"]:
             kind, fabric, name, group, number, peer, start, end, _, sent_bytes = row
-            if not end:
+            if not end:  # 0: not over when the step ended
                 continue
+            # A send and its receive are one operation, with the same (sender, receiver) on both ranks.
             ends = None
             if peer is not None:
                 ends = (rank, peer) if name == "send" else (peer, rank)

@@ -1,4 +1,10 @@
-"""Reads and validates the files of a run's telemetry (runtime/measure/telemetry_file.py writes them)."""
+"""Reads and validates the files of a run's telemetry.
+
+runtime/measure/telemetry_file.py writes them and describes their format: a file for each rank, with
+a JSON object on each line. The first line describes the job. Other lines are a training step,
+operations that ended after their step, an outer round of joined jobs, a change of the plan, and so
+on.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +170,11 @@ def load(directory: str | Path) -> Run:
 
 
 def _notes_on(ranks: list[RankFile]) -> list[str]:
-    """Return lines for the user about incomplete files, absent ranks, clocks, and emulated NICs."""
+    """Return lines for the user about incomplete files, absent ranks, clocks, and emulated NICs.
+
+    Args:
+        ranks: The files of the ranks, sorted by rank.
+    """
     notes = []
     for file in ranks:
         if file.cut:
@@ -202,6 +212,7 @@ def read(path: Path) -> RankFile:
         HolmesError: The file is bad. The message names the line.
     """
     try:
+        # After the last line break there is nothing, or a line that was not written to its end.
         *lines, incomplete_line = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise HolmesError(f"{path}: cannot be read ({error.strerror})") from None
@@ -209,15 +220,15 @@ def read(path: Path) -> RankFile:
         raise HolmesError(
             f"{path}: line 1 is not whole: not a file of holmes's telemetry, or nothing was written yet"
         )
-    rank_file = _head(path, _parsed(f"{path}: line 1", lines[0]))
+    rank_file = _read_head(path, _parse_line(f"{path}: line 1", lines[0]))
     for number, line in enumerate(lines[1:], 2):
         where = f"{path}: line {number}"
-        _take_line(rank_file, _parsed(where, line), where)
+        _add_line(rank_file, _parse_line(where, line), where)
     rank_file.cut = bool(incomplete_line)
     return rank_file
 
 
-def _parsed(where: str, line: str) -> dict[str, Any]:
+def _parse_line(where: str, line: str) -> dict[str, Any]:
     """Return the JSON object in a line; raise HolmesError, which begins with `where`, if there is none."""
     try:
         document = json.loads(line)
@@ -228,8 +239,16 @@ def _parsed(where: str, line: str) -> dict[str, Any]:
     return document
 
 
-def _head(path: Path, document: dict[str, Any]) -> RankFile:
-    """Return a RankFile with the content of the first line; raise HolmesError if it is bad."""
+def _read_head(path: Path, document: dict[str, Any]) -> RankFile:
+    """Check the first line of a file, and return a RankFile that has only this line.
+
+    Args:
+        path: The file.
+        document: The line.
+
+    Raises:
+        HolmesError: The line is not as this version writes it.
+    """
     where = f"{path}: line 1"
     version = document.get("holmes_telemetry")
     if version is None:
@@ -240,7 +259,7 @@ def _head(path: Path, document: dict[str, Any]) -> RankFile:
     for key, kind in (("run", str), ("rank", int), ("world", int), ("node", str), ("cluster", str)):
         table.take(key, kind)
     for name, kind_and_rate in table.table("fabrics").values.items():
-        if not _is_row(kind_and_rate, "sn"):
+        if not _is_row(kind_and_rate, "sn"):  # a text and a number
             raise HolmesError(f"{where}: fabric {name!r} is not [kind, rate]")
     if not all(_is_row(row, "ssnn") for row in table.list("between", list, ())):
         raise HolmesError(f"{where}: 'between' are not rows of [from, to, rate, seconds]")
@@ -273,7 +292,7 @@ _ROW_TYPES = {"groups": "sssnnnnn", "between": "ssnn", "ops": "ssssnpnnnn", "spa
 _KEY_LENGTHS = {"groups": 3, "between": 2}
 
 
-def _take_line(file: RankFile, document: dict[str, Any], where: str) -> None:
+def _add_line(file: RankFile, document: dict[str, Any], where: str) -> None:
     """Check a line after the first one, and add it to the RankFile.
 
     Args:
@@ -284,30 +303,35 @@ def _take_line(file: RankFile, document: dict[str, Any], where: str) -> None:
     Raises:
         HolmesError: The line is not as this version writes it.
     """
-    for key, take in _TAKE.items():
+    for key, add in _READERS.items():
         if key in document:
-            take(file, document, where)
+            add(file, document, where)
             return
     raise HolmesError(
         f"{where}: neither a step, nor 'clock', 'done', 'outer', 'plan', 'model' or 'end'"
     )
 
 
-def _take_clock(file: RankFile, document: dict[str, Any], where: str) -> None:
+def _add_clock(file: RankFile, document: dict[str, Any], where: str) -> None:
     if not _is_row(document["clock"], "nn"):
         raise HolmesError(f"{where}: 'clock' is not two numbers")
     file.clock = tuple(document["clock"])
 
 
-def _take_step(file: RankFile, document: dict[str, Any], where: str) -> None:
+def _add_step(file: RankFile, document: dict[str, Any], where: str) -> None:
+    """Check the line of a training step, and add it to the RankFile.
+
+    See _add_line() for the arguments and the error.
+    """
     table = Table(document, where)
+    # take() raises HolmesError if the key is missing (unless it has a default) or of another type.
     step = table.take("step", int)
     table.take("begin", float)
     table.take("end", float)
     table.take("tokens", float, 0)
     table.table("reduction", {}).take("exposed", float, 0)
     for key, types in _ROW_TYPES.items():
-        rows = document.get(key, None if key == "groups" else [])
+        rows = document.get(key, None if key == "groups" else [])  # only "groups" is required
         if not isinstance(rows, list) or not all(_is_row(row, types) for row in rows):
             raise HolmesError(
                 f"{where}: step {step}: {key!r} are not rows as this version writes them"
@@ -315,8 +339,11 @@ def _take_step(file: RankFile, document: dict[str, Any], where: str) -> None:
     file.steps[step] = document
 
 
-def _take_late(file: RankFile, document: dict[str, Any], where: str) -> None:
-    """Add operations that were under way when their step ended."""
+def _add_late_operations(file: RankFile, document: dict[str, Any], where: str) -> None:
+    """Add the figures of operations that were under way when their step ended to the line of that step.
+
+    See _add_line() for the arguments and the error.
+    """
     step = Table(document, where).take("late", int)
     if step not in file.steps:
         raise HolmesError(f"{where}: 'late' is of step {step}, which the file does not have")
@@ -328,12 +355,16 @@ def _take_late(file: RankFile, document: dict[str, Any], where: str) -> None:
         line[key] = _add_rows(line.get(key, []), rows, key_length)
 
 
-def _take_done(file: RankFile, document: dict[str, Any], where: str) -> None:
+def _add_followed_plan(file: RankFile, document: dict[str, Any], where: str) -> None:
+    """Check how the job has followed its plan (a FollowedPlan), and add it to the RankFile.
+
+    See _add_line() for the arguments and the error.
+    """
     table = Table(document, where).table("done")
     reductions = table.list("reductions", list)
     in_flight = table.list("in_flight", int)
     differences = table.list("differences", str)
-    if not all(_is_row(row, "nbb") for row in reductions):
+    if not all(_is_row(row, "nbb") for row in reductions):  # a number and two booleans
         raise HolmesError(
             f"{where}: 'reductions' are not rows of [stage, a hierarchical all-reduce, overlap]"
         )
@@ -342,7 +373,12 @@ def _take_done(file: RankFile, document: dict[str, Any], where: str) -> None:
     )
 
 
-def _take_outer(file: RankFile, document: dict[str, Any], where: str) -> None:
+def _add_outer_round(file: RankFile, document: dict[str, Any], where: str) -> None:
+    """Check the figures of an outer round, and add them to the RankFile.
+
+    In an outer round, jobs that train one model together exchange pseudo-gradients. See _add_line() for the
+    arguments and the error.
+    """
     table = Table(document, where).table("outer")
     table.take("round", int)
     table.take("verdict", str)
@@ -351,7 +387,11 @@ def _take_outer(file: RankFile, document: dict[str, Any], where: str) -> None:
     file.rounds.append(document["outer"])
 
 
-def _take_plan(file: RankFile, document: dict[str, Any], where: str) -> None:
+def _add_change_of_plan(file: RankFile, document: dict[str, Any], where: str) -> None:
+    """Check a change of the plan in a running job, and add it to the RankFile.
+
+    See _add_line() for the arguments and the error.
+    """
     table = Table(document, where).table("plan")
     table.take("step", int)
     for key in ("now_s", "then_s"):
@@ -366,25 +406,26 @@ def _take_plan(file: RankFile, document: dict[str, Any], where: str) -> None:
     file.plans.append(document["plan"])
 
 
-def _take_model(file: RankFile, document: dict[str, Any], where: str) -> None:
+def _add_measured_model(file: RankFile, document: dict[str, Any], where: str) -> None:
+    """Add a measured profile: the times of the pipeline's stages, and the stage links that were measured."""
     file.model = Table(document, where).table("model").values
     file.stage_links = document.get("stage_links", [])
 
 
-def _take_end(file: RankFile, document: dict[str, Any], where: str) -> None:
+def _mark_as_closed(file: RankFile, document: dict[str, Any], where: str) -> None:
     file.closed = True
 
 
 #: Key by which a line is recognized -> function that checks it and adds it to a RankFile.
-_TAKE: dict[str, Callable[[RankFile, dict[str, Any], str], None]] = {
-    "clock": _take_clock,
-    "step": _take_step,
-    "late": _take_late,
-    "done": _take_done,
-    "outer": _take_outer,
-    "plan": _take_plan,
-    "model": _take_model,
-    "end": _take_end,
+_READERS: dict[str, Callable[[RankFile, dict[str, Any], str], None]] = {
+    "clock": _add_clock,
+    "step": _add_step,
+    "late": _add_late_operations,
+    "done": _add_followed_plan,
+    "outer": _add_outer_round,
+    "plan": _add_change_of_plan,
+    "model": _add_measured_model,
+    "end": _mark_as_closed,
 }
 
 
@@ -394,7 +435,7 @@ def _is_row(row: Any, types: str) -> bool:
     Args:
         row: The JSON value.
         types: One letter for each value: "n" a finite number, "s" a text, "p" a number or null, "b" a
-        boolean.
+            boolean.
     """
     if not isinstance(row, list) or len(row) != len(types):
         return False
@@ -413,7 +454,11 @@ def _has_type(value: Any, letter: str) -> bool:
 
 
 def _check_one_run(ranks: list[RankFile]) -> None:
-    """Raise HolmesError if files belong to different runs, or two files to the same rank."""
+    """Raise HolmesError if files belong to different runs, or two files to the same rank.
+
+    Args:
+        ranks: The files of the ranks, sorted by rank, so that files of the same rank are neighbours.
+    """
     for first, second in zip(ranks, ranks[1:]):
         first_run = _run_in_words(first)
         second_run = _run_in_words(second)

@@ -27,6 +27,10 @@ _START = 6  # position of the start in a row of "ops"
 def chosen_step(run: Run, step: int | None) -> int:
     """Return the step to show: `step`, or the last one that is traced on all ranks if it is None.
 
+    Args:
+        run: Telemetry of all ranks.
+        step: Number that the user gave; None if the user gave none.
+
     Raises:
         HolmesError: There is no such step.
     """
@@ -46,6 +50,10 @@ def trace(run: Run, step: int) -> dict[str, Any]:
     """Return a step in Chrome's trace event format.
 
     Times are microseconds since the first rank began the step, on rank 0's clock.
+
+    Args:
+        run: Telemetry of all ranks.
+        step: Number of a step that is traced on all ranks.
     """
     first_begin = min(rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks)
     events: list[dict[str, Any]] = []
@@ -61,16 +69,17 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
     Args:
         rank_file: Telemetry of the rank.
         step: Number of the step.
-        shift: Seconds to add to the rank's times.
+        shift: Seconds to add to the rank's times, so that the first rank begins the step at 0.
     """
     line = rank_file.steps[step]
     events: list[dict[str, Any]] = []
-    lanes = {_COMPUTE: 0}  # name of a thread -> its number
+    lanes = {_COMPUTE: 0}  # name of a thread of the trace -> its number
     busy_until: dict[int, float] = {}  # number of a thread -> end of its last event
 
     def add(
         lane: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]
     ) -> None:
+        """Append an event to the trace of the rank; times are in seconds on the clock of its node."""
         event = {
             "name": name,
             "cat": category,
@@ -83,9 +92,17 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
         }
         events.append(event)
 
-    add(0, f"step {step}", "step", line["begin"], line["end"], {"tokens": line.get("tokens", 0)})
+    compute_lane = lanes[_COMPUTE]
+    add(
+        compute_lane,
+        f"step {step}",
+        "step",
+        line["begin"],
+        line["end"],
+        {"tokens": line.get("tokens", 0)},
+    )
     for kind, start, end in line.get("spans", ()):
-        add(0, kind, _COMPUTE, start, end, {})
+        add(compute_lane, kind, _COMPUTE, start, end, {})
     ops = sorted(line["ops"], key=lambda op: op[_START])
     for kind, fabric, name, group, number, peer, start, end, waited, sent in ops:
         end = max(end, start)  # it is 0 if the operation was not over
@@ -97,7 +114,8 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
             "waited_ms": waited * 1e3,
             "bytes_sent": sent,
         }
-        add(_free_lane(lanes, busy_until, kind, start, end), name, kind, start, end, arguments)
+        lane = _free_lane(lanes, busy_until, kind, start, end)
+        add(lane, name, kind, start, end, arguments)
 
     process = f"rank {rank_file.rank} on {rank_file.node} ({rank_file.head['cluster']})"
     names = [_name_event("process_name", rank_file.rank, 0, process)]
@@ -107,7 +125,14 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
 
 
 def _name_event(event: str, rank: int, lane: int, name: str) -> dict[str, Any]:
-    """Return a metadata event that names a process or a thread of the trace."""
+    """Return a metadata event that names a process or a thread of the trace.
+
+    Args:
+        event: "process_name" or "thread_name".
+        rank: Rank, which is the process of the trace.
+        lane: Number of the thread in the trace.
+        name: The name to show.
+    """
     return {"name": event, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
 
 
@@ -135,6 +160,10 @@ def _free_lane(
 def pictured(run: Run, step: int) -> list[dict[str, Any]]:
     """Return the events of a step for the timeline picture, on rank 0's clock.
 
+    Args:
+        run: Telemetry of all ranks.
+        step: Number of a step that is traced on all ranks.
+
     Returns:
         For each rank "rank", "node", "events" as rows [kind, start, end, bytes], and "step": the first
         begin and the last end of the step on any rank.
@@ -146,11 +175,11 @@ def pictured(run: Run, step: int) -> list[dict[str, Any]]:
         offset = run.offset(rank)
         line = rank.steps[step]
         events = []
-        for kind, span_start, span_end in line.get("spans", ()):
+        for kind, span_start, span_end in line.get("spans", ()):  # spans of computation
             if kind in ("forward", "backward", "optimizer"):
                 events.append([kind, span_start + offset, span_end + offset, 0])
         for _, _, name, _, _, _, op_start, op_end, _, sent in line["ops"]:
-            if op_end:
+            if op_end:  # 0: not over when the step ended
                 kind = _PICTURED.get(name, "collective")
                 events.append([kind, op_start + offset, op_end + offset, sent])
         traces.append(

@@ -140,7 +140,9 @@ def pipeline() -> dict:
         peers = {"prev_pipeline_rank": (rank - 1) % world, "next_pipeline_rank": (rank + 1) % world}
         # The wrapper of holmes around the function gives each pair of neighbours a process group of its own.
         # As wrapt calls it, its arguments are the function, its instance (None), args and kwargs.
-        requests = p2p._batched(batched_p2p_ops, None, (), {"group": group, **peers, **tensors})
+        requests = p2p._start_batch_with_each_neighbour(
+            batched_p2p_ops, None, (), {"group": group, **peers, **tensors}
+        )
         for request in requests:
             request.wait()
         torch.cuda.synchronize()

@@ -1,1 +1,1 @@
-"""Patches of DeepSpeed."""
+"""Patches (changes of holmes while a job runs) to DeepSpeed."""

@@ -33,7 +33,8 @@ from holmes_ext.patches.deepspeed.partition import (
 )
 from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
+from holmes_ext.runtime.session import Session
 
 #: File in the folder of a checkpoint that records the first layer of each pipeline stage when it was saved.
 SPLIT = "holmes_split.json"
@@ -41,7 +42,9 @@ SPLIT = "holmes_split.json"
 
 @with_session
 @by_name
-def _save_with_split(current, call, instance, save_dir, tag, save_latest):
+def _save_with_split(
+    current: Session, call: Call, instance: Any, save_dir: Any, tag: Any, save_latest: Any
+) -> Any:
     """Save a checkpoint, and name it in the file `latest` only when all ranks have written their files.
 
     A job resumes from the checkpoint that `latest` names. In DeepSpeed rank 0 writes `latest` after its own
@@ -49,6 +52,14 @@ def _save_with_split(current, call, instance, save_dir, tag, save_latest):
 
     For a pipeline engine, rank 0 also records the split: the first layer of each pipeline stage, and the
     tensor-parallel size.
+
+    Args:
+        current: Session of holmes in this process.
+        call: Runs DeepSpeed's save_checkpoint.
+        instance: The engine.
+        save_dir: Folder of all checkpoints.
+        tag: Name of this checkpoint's folder; None for DeepSpeed's default.
+        save_latest: Whether to name the checkpoint in `latest`.
     """
     tag = str(tag or f"global_step{instance.global_steps}")  # DeepSpeed's default
     folder = Path(save_dir, tag)
@@ -216,12 +227,22 @@ def tag_of(load_dir: str | Path, tag: str | None) -> str | None:
 
 @with_session
 @by_name
-def _refuse_other_split(current, call, instance, load_dir, tag, load_module_only):
+def _refuse_other_split(
+    current: Session, call: Call, instance: Any, load_dir: Any, tag: Any, load_module_only: Any
+) -> Any:
     """Load a checkpoint, or raise an error if it was saved with another split than this job has.
 
     The split is the first layer of each pipeline stage, and the tensor-parallel size. With another split,
     DeepSpeed's pipeline engine fails halfway, and its error does not name the cause. A universal checkpoint
     works with any split, and so does loading only the weights.
+
+    Args:
+        current: Session of holmes in this process.
+        call: Runs DeepSpeed's load_checkpoint.
+        instance: The engine.
+        load_dir: Folder of all checkpoints.
+        tag: Name of the checkpoint's folder; None for the one in `latest`.
+        load_module_only: Whether to load the weights only.
 
     Raises:
         HolmesError: On rank 0, the splits differ. The message has both, and what the user can do.

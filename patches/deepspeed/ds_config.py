@@ -43,11 +43,11 @@ def from_arguments(argv: list[str]) -> DsConfig | None:
             data = Path(path).read_bytes()
             content = json.loads(data)
         except (OSError, ValueError):
-            return DsConfig(path, {}, "")
+            return DsConfig(path, content={}, digest="")
         return DsConfig(
             path,
-            content if isinstance(content, dict) else {},
-            hashlib.sha256(data).hexdigest()[:16],
+            content=content if isinstance(content, dict) else {},
+            digest=hashlib.sha256(data).hexdigest()[:16],  # 16 digits are enough to compare files
         )
     return None
 

@@ -110,9 +110,9 @@ class Bf16Gradients(PlainGradients):
 
     def _add_to_sum(self, parameter: Any, i: int, j: int) -> None:
         """Add the bf16 gradient of parameter j in group i to its float32 sum, once in a backward pass."""
-        if id(parameter) not in self.added and not read_by_version(
-            "immediate_grad_update", self.engine
-        ):
+        # With this setting, a hook of DeepSpeed has added the gradient already.
+        adds_at_once = read_by_version("immediate_grad_update", self.engine)
+        if id(parameter) not in self.added and not adds_at_once:
             self.optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
         self.added.add(id(parameter))
 

@@ -31,12 +31,12 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import HIERARCHICAL, TIED
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import Running, by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, Running, by_name, with_session
 from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, spanning_rows
 from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
-from holmes_ext.runtime.session import tell
+from holmes_ext.runtime.session import Session, tell
 from holmes_ext.runtime.watch.failure import describe_failure
 from holmes_ext.units import format_bytes
 
@@ -55,7 +55,7 @@ _hierarchical_reductions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyD
 
 
 @by_name
-def _all_reduce(call, instance, tensor, op, group, async_op):
+def _all_reduce(call: Call, instance: Any, tensor: Any, op: Any, group: Any, async_op: Any) -> Any:
     """Sum a bucket of gradients hierarchically: inside each cluster, and then between clusters.
 
     The patched function is deepspeed.comm.all_reduce, which DeepSpeed calls for gradients and for other
@@ -157,7 +157,7 @@ def _spec_that_engine_can_run(spec: ReductionSpec) -> ReductionSpec:
 
 @with_session
 @by_name
-def _report_zero_3(current, call, instance):
+def _report_zero_3(current: Session, call: Call, instance: Any) -> Any:
     """Print how long ZeRO 3 will gather weights between clusters, if the engine uses ZeRO 3.
 
     ZeRO 3 uses DeepSpeed's own collectives, over all ranks at once. Holmes does not change these.
@@ -170,7 +170,7 @@ def _report_zero_3(current, call, instance):
     return result
 
 
-def _zero_3_message(current: session.Session, engine: Any) -> str:
+def _zero_3_message(current: Session, engine: Any) -> str:
     """Return a message with the time in which ZeRO 3 gathers weights between clusters.
 
     The time is predicted from the networks of the plan. If all ranks that share the weights are in one
@@ -185,9 +185,8 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
         return ""
     weight_bytes = 0.0
     for parameter in engine.module.parameters():
-        elements = getattr(
-            parameter, "ds_numel", parameter.numel()
-        )  # ds_numel: before ZeRO 3 shards it
+        # ds_numel is the number of elements before ZeRO 3 shards the parameter.
+        elements = getattr(parameter, "ds_numel", parameter.numel())
         weight_bytes += elements * parameter.itemsize
     # ZeRO 3 makes one gather for each module that has parameters of its own.
     gathers = sum(bool(module._parameters) for module in engine.module.modules())
@@ -224,7 +223,7 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
 
 @with_session
 @by_name
-def _all_reduce_tied(current, call, instance, tensor, group):
+def _all_reduce_tied(current: Session, call: Call, instance: Any, tensor: Any, group: Any) -> Any:
     """Average the gradient of a weight that two pipeline stages share, over all ranks of both stages.
 
     In DeepSpeed each rank sums the whole gradient with one rank of the other stage, maybe in another cluster.
@@ -232,6 +231,12 @@ def _all_reduce_tied(current, call, instance, tensor, group):
 
     This function computes the same average at once, hierarchically: inside each cluster, and then between
     clusters. That sends less between clusters. The average that follows in DeepSpeed no longer changes it.
+
+    Args:
+        current: Session of holmes in this process, with the plan.
+        call: Runs deepspeed.comm.all_reduce.
+        tensor: The gradient.
+        group: The two ranks that share the weight, one on each stage.
     """
     engines_with_tied_reduction = _reducing_tied.instances  # those in _exec_reduce_tied_grads now
     if not engines_with_tied_reduction:
@@ -252,7 +257,7 @@ def _all_reduce_tied(current, call, instance, tensor, group):
     # DeepSpeed averages the gradients over the ranks of each stage, and adds the two averages. The
     # hierarchical sum adds the gradients of all ranks of both stages. Divided by the ranks of one stage, it
     # is the same.
-    data_parallel_size = tied_sum.twins  # ranks of one stage
+    data_parallel_size = tied_sum.twins  # number of ranks of one stage
     tied_sum(tensor, data_parallel_size)  # in place: sums and divides
     return None  # like deepspeed.comm.all_reduce
 

@@ -19,7 +19,7 @@ from typing import Any
 from holmes_ext.patches import registry
 from holmes_ext.patches.deepspeed.features import GRID_CHECK, P2P, STAGE_LINKS
 from holmes_ext.patches.engine.patch import Feature, Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.plan.plan import pair_needs_group
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.backend import backend_of, network_api_of
@@ -34,7 +34,7 @@ groups_by_peer: dict[int, object] = {}
 
 @with_session
 @by_name
-def _make_pair_groups(current, call, instance, grid):
+def _make_pair_groups(current: Session, call: Call, instance: Any, grid: Any) -> Any:
     """Make a process group for each pair of neighbouring pipeline stages that shares a fast network.
 
     A network is fast if it is faster than the one that all ranks share. The patched function is DeepSpeed's
@@ -80,11 +80,11 @@ def p2p_patches(
     # by_name() passes the arguments of p2p.send and p2p.recv by these names. `instance` is for methods; these
     # two are functions.
     @by_name
-    def send(call, instance, tensor, dest_stage, async_op):
+    def send(call: Call, instance: Any, tensor: Any, dest_stage: Any, async_op: Any) -> Any:
         return transfer("send", call, tensor, dest_stage, async_op)
 
     @by_name
-    def recv(call, instance, tensor, src_stage, async_op):
+    def recv(call: Call, instance: Any, tensor: Any, src_stage: Any, async_op: Any) -> Any:
         return transfer("recv", call, tensor, src_stage, async_op)
 
     return [
@@ -93,7 +93,7 @@ def p2p_patches(
     ]
 
 
-def _over_pair_group(direction, call, tensor, stage, async_op):
+def _over_pair_group(direction: str, call: Call, tensor: Any, stage: Any, async_op: Any) -> Any:
     """Send or receive a tensor over the process group of two neighbouring pipeline stages, if there is one.
 
     Such a group uses the fast network of a cluster. Without a group, or if the call is asynchronous, call()
@@ -139,7 +139,7 @@ def grid_sizes(current: Session, grid: Any) -> Sizes:
 
 @with_session
 @by_name
-def _check_grid(current, call, instance):
+def _check_grid(current: Session, call: Call, instance: Any) -> Any:
     """Check that the parallel sizes of a DeepSpeed job are those for which the job was planned.
 
     The plan was made before the job started, with the sizes in the script's command-line flags. Scripts with

@@ -32,7 +32,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import PARTITION
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name
+from holmes_ext.patches.engine.wrap import Call, by_name
 from holmes_ext.runtime import session
 from holmes_ext.words import tell_user
 
@@ -131,7 +131,7 @@ def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
 
 
 @by_name
-def _partition_layers(call, instance, method):
+def _partition_layers(call: Call, instance: Any, method: Any) -> Any:
     """Assign the layers of a PipelineModule to pipeline stages.
 
     The first of these that exists decides:

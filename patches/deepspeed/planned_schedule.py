@@ -86,10 +86,13 @@ class PlannedPasses:
         return max(MIN_PIPE_BUFFERS, *occupied)
 
     def steps(self) -> Iterator[list[Any]]:
-        """Yield the instructions of a training step, in lists that the engine executes one by one."""
+        """Yield the instructions of a training step, in lists that the engine executes one by one.
+
+        DeepSpeed's engine calls this method of its schedules.
+        """
         from deepspeed.runtime.pipe import schedule
 
-        for kind, micro_batch in self.order:
+        for kind, micro_batch in self.order:  # the planned passes of this stage
             if kind == FORWARD:
                 yield from self._run_forward(micro_batch)
             elif kind == WEIGHT_GRADIENTS:
@@ -105,14 +108,11 @@ class PlannedPasses:
         The activation that arrives for this pass shows that the previous stage has received all gradients
         which it needed before its own forward pass. The mailbox may free those gradients.
         """
-        self.mailbox.sending_pass = (
-            FORWARD,
-            micro_batch,
-        )  # Mailbox.send labels the sent tensors with it
+        # Mailbox.send labels the sent tensors with the pass.
+        self.mailbox.sending_pass = (FORWARD, micro_batch)
         yield from self._forward_instructions(micro_batch, self._buffer_idx(micro_batch))
-        self.mailbox.post_due_receives(
-            FORWARD, micro_batch
-        )  # posts the receives that are due after this pass
+        # Post the receives that are due after this pass.
+        self.mailbox.post_due_receives(FORWARD, micro_batch)
         if self.stage_id > 0:
             gradients_received = self.gradients_received_above[micro_batch]
             last_received = gradients_received - 1  # micro-batches are counted from 0
@@ -127,10 +127,12 @@ class PlannedPasses:
         Args:
             kind: BACKWARD, or INPUT_GRADIENTS for the first part only.
         """
+        # Mailbox.send labels the sent tensors with the pass.
         self.mailbox.sending_pass = (BACKWARD, micro_batch)
         yield from self._backward_instructions(micro_batch, self._buffer_idx(micro_batch))
         if self.splits_backward and kind == BACKWARD:
             self._compute_weight_gradients(micro_batch)
+        # Post the receives that are due after this pass.
         self.mailbox.post_due_receives(BACKWARD, micro_batch)
         self.mailbox.release_sent(FORWARD, micro_batch)  # frees activations up to this one
 

@@ -17,10 +17,10 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import PROFILE
 from holmes_ext.patches.deepspeed.partition import class_name, most_frequent
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
-from holmes_ext.runtime import session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.runtime.measure.profile_file import publish
 from holmes_ext.runtime.measure.profiler import Profiler, profiler
+from holmes_ext.runtime.session import Session
 
 #: Class of an instruction -> the kind of work for which the profile sums its time.
 KINDS = {
@@ -142,7 +142,7 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
 
 @with_session
 @by_name
-def _train_batch(current, call, instance):
+def _train_batch(current: Session, call: Call, instance: Any) -> Any:
     """Run one training step of the pipeline engine, and measure it if it is one of the first steps.
 
     The option --holmes-profile sets how many steps are measured. After the last of them, the profiler is
@@ -163,11 +163,16 @@ def _train_batch(current, call, instance):
     return result
 
 
-def _write_profile(current: session.Session, engine: Any, prof: Profiler) -> None:
+def _write_profile(current: Session, engine: Any, prof: Profiler) -> None:
     """Collect what all ranks measured, and write it to the profile's file on rank 0.
 
     publish() first also measures the gradient reduction and the transfers between stages alone, while nothing
     else runs. All ranks must therefore call this function.
+
+    Args:
+        current: Session of holmes in this process.
+        engine: The pipeline engine.
+        prof: The measured times of this rank.
     """
     import deepspeed
     from deepspeed.runtime.pipe import p2p

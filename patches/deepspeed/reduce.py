@@ -29,7 +29,7 @@ from holmes_ext.patches.deepspeed.gradients import gradients_of
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name
+from holmes_ext.patches.engine.wrap import Call, by_name
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, one_hardware_queue
 from holmes_ext.runtime.session import tell
@@ -199,7 +199,7 @@ def _reason_against_overlap(engine: Any, current: session.Session | None) -> str
 
 
 @by_name
-def _start_countdown(call, instance, pipe_schedule):
+def _start_countdown(call: Call, instance: Any, pipe_schedule: Any) -> Any:
     """Set the number of backward passes until the gradients of a batch are final, then run the batch.
 
     The number is the number of micro-batches in training, and 0 in evaluation. The patched function is
@@ -218,7 +218,7 @@ def _start_countdown(call, instance, pipe_schedule):
 
 
 @by_name
-def _run_backward(call, instance):
+def _run_backward(call: Call, instance: Any) -> Any:
     """Run one backward pass. If it is the last one of the batch, reduce gradients at the same time.
 
     DeepSpeed accumulates gradients over the micro-batches, so each becomes final in the last backward pass.
@@ -241,7 +241,7 @@ def _run_backward(call, instance):
 
 
 @by_name
-def _send_held_buckets(call, instance):
+def _send_held_buckets(call: Call, instance: Any) -> Any:
     """Send the gradients that were not sent during the last backward pass, then reduce tied gradients.
 
     Gradients are held back if the GPU has one hardware queue. Tied gradients, of weights that two stages
@@ -256,7 +256,7 @@ def _send_held_buckets(call, instance):
 
 
 @by_name
-def _finish_reduction(call, instance):
+def _finish_reduction(call: Call, instance: Any) -> Any:
     """Wait until the gradients that were sent during the backward pass are reduced on all ranks.
 
     This replaces DeepSpeed's _exec_reduce_grads, which would reduce all gradients now. Only gradients of tied

@@ -45,13 +45,13 @@ from holmes_ext.patches.deepspeed.p2p import grid_sizes, groups_by_peer, p2p_pat
 from holmes_ext.patches.deepspeed.planned_schedule import planned_schedule_class
 from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.mailbox import Mailbox, form_of, of_pairs
 from holmes_ext.runtime.groups.receive_order import Flight, ListedOrder, flight_of
 from holmes_ext.runtime.groups.wire import PLAIN, Wire
-from holmes_ext.runtime.session import tell
+from holmes_ext.runtime.session import Session, tell
 
 #: Sends and receives the messages of this process's pipeline stage. None if there is no pipeline engine, or
 #: its process groups use neither gloo nor NCCL.
@@ -65,10 +65,9 @@ def _mailbox_in_use() -> Mailbox | None:
     """
     if _mailbox is None:
         return None
-    is_recording = (
-        _mailbox.is_recording
-    )  # the first step, in which the mailbox records what is sent
-    is_transferring = _mailbox.is_open  # a later step
+    # In the first step, the mailbox records what is sent. In later steps, it transfers the messages.
+    is_recording = _mailbox.is_recording
+    is_transferring = _mailbox.is_open
     if is_transferring or is_recording:
         return _mailbox
     return None
@@ -102,7 +101,7 @@ def unsupported(engine: Any, order: Flight | None = None) -> str | None:
 
 @with_session
 @by_name
-def _make_mailbox(current, call, instance, grid):
+def _make_mailbox(current: Session, call: Call, instance: Any, grid: Any) -> Any:
     """Make the mailbox, which sends and receives the messages of this pipeline stage in the background.
 
     DeepSpeed calls the patched function, p2p.init_process_groups, on all ranks when a pipeline engine is
@@ -130,7 +129,7 @@ def _make_mailbox(current, call, instance, grid):
     return result
 
 
-def _through_mailbox(direction, call, tensor, stage, async_op):
+def _through_mailbox(direction: str, call: Call, tensor: Any, stage: Any, async_op: Any) -> Any:
     """Send or receive a tensor without blocking, in place of DeepSpeed's p2p.send or p2p.recv.
 
     The tensor goes through the mailbox, which sends in the background and posts receives in advance. The
@@ -187,7 +186,7 @@ def _wire_to(stage: int) -> Wire:
     )
 
 
-def _transfer_compressed(direction, call, tensor, stage, async_op):
+def _transfer_compressed(direction: str, call: Call, tensor: Any, stage: Any, async_op: Any) -> Any:
     """Send a tensor as bf16 or int8 (--holmes-compress-activations), or receive and decode such a message.
 
     `call` makes the transfer. During a training step it uses the mailbox, which sends and receives in the
@@ -223,12 +222,18 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
 
 
 @by_name
-def _announce_shapes(call, instance, buffer, recv_stage):
+def _announce_shapes(call: Call, instance: Any, buffer: Any, recv_stage: Any) -> Any:
     """Record the shapes of activations that DeepSpeed's _send_tensor_meta sends to the next pipeline stage.
 
     The next stage allocates its receive buffers for these shapes, once for all steps. A later activation of
     another shape would never arrive. The mailbox, which sends the activations, compares each with the
     recorded shapes and raises an error instead.
+
+    Args:
+        call: Runs _send_tensor_meta.
+        instance: The pipeline engine.
+        buffer: An activation, or several of them.
+        recv_stage: Number of the next stage.
     """
     if _mailbox is None:  # e.g. the backend is neither gloo nor NCCL
         return call()
@@ -244,7 +249,7 @@ def _announce_shapes(call, instance, buffer, recv_stage):
 
 
 @by_name
-def _exclude_shape_messages(call, instance, send_stage):
+def _exclude_shape_messages(call: Call, instance: Any, send_stage: Any) -> Any:
     """Receive the shapes of activations from the previous stage, as messages that come only once.
 
     The mailbox, which receives messages between stages, records in the first training step which messages a
@@ -259,7 +264,7 @@ def _exclude_shape_messages(call, instance, send_stage):
 
 @with_session
 @by_name
-def _exec_schedule(current, call, instance, pipe_schedule):
+def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: Any) -> Any:
     """Run a training step in the planned order of passes, with messages that travel in the background.
 
     DeepSpeed's schedule (1F1B) starts as few micro-batches as suffice if messages take no time. The planned
@@ -291,9 +296,8 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     if not _mailbox.has_forms:  # it has no record yet
         _mailbox.start_recording()
         result = call()
-        _mailbox.finish_recording(
-            instance.micro_batches
-        )  # divides the recorded messages by the micro-batches
+        # Divides the recorded messages by the number of micro-batches.
+        _mailbox.finish_recording(instance.micro_batches)
         return result
     import torch
 
@@ -307,7 +311,7 @@ def _exec_schedule(current, call, instance, pipe_schedule):
 
 
 @by_name
-def _forget_messages(call, instance):
+def _forget_messages(call: Call, instance: Any) -> Any:
     """Delete the recorded shapes of messages when DeepSpeed's reset_activation_shape is called.
 
     The program calls reset_activation_shape when activations get another shape. The mailbox, which transfers

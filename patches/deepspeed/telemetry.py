@@ -2,7 +2,7 @@
 
 telemetry   (runtime/measure/telemetry.py) records when each training step begins and ends, and what each
             process group is for. The watchdog reads these records, too.
-adapt       (adapt) changes the plan while the job runs, by measured times. Before a training step
+adapt       (holmes_ext/adapt) changes the plan while the job runs, by measured times. Before a training step
             it may change the number of micro-batches in flight of each pipeline stage: those whose
             forward pass has begun, and whose backward pass has not ended.
 """
@@ -19,31 +19,32 @@ from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.deepspeed.profile import gradient_bytes, layers_of_stage
 from holmes_ext.patches.deepspeed.stage_links import unsupported
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, inside, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, inside, with_session
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import hooks
 from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.measure.stage import Stage
+from holmes_ext.runtime.session import Session
 
 #: Dimensions of a tensor of token numbers: micro-batch and sequence.
 TOKEN_DIMENSIONS = 2
 
 
 @by_name
-def _train_batch(call, instance):
+def _train_batch(call: Call, instance: Any) -> Any:
     """Run a training step of DeepSpeed's pipeline engine, and record when it begins and ends."""
     recorder = telemetry.recorder
     if recorder is None:
         return call()  # DeepSpeed's train_batch
     recorder.step_begins()
     result = call()
-    tokens = _tokens(instance)
+    tokens = _tokens_of_batch(instance)
     recorder.step_done("engine", tokens)  # "engine": the engine reports the step, not the program
     return result
 
 
-def _tokens(engine: Any) -> int:
+def _tokens_of_batch(engine: Any) -> int:
     """Return the number of tokens in the latest batch of all ranks, or 0 if it is not known.
 
     It is known on the first pipeline stage if the input of the model is a tensor of token numbers, i.e. of
@@ -63,7 +64,7 @@ def _tokens(engine: Any) -> int:
 
 
 @by_name
-def _engine_step(call, instance):
+def _engine_step(call: Call, instance: Any) -> Any:
     """Run DeepSpeedEngine.step(), and record the end of a training step if the weights were updated.
 
     A program calls DeepSpeedEngine.step() after every micro-batch. Only the call at a gradient accumulation
@@ -81,7 +82,7 @@ def _engine_step(call, instance):
 
 
 @by_name
-def _report_sizes(call, instance):
+def _report_sizes(call: Call, instance: Any) -> Any:
     """Report the pipeline, tensor and data-parallel sizes to the telemetry.
 
     The telemetry uses the sizes to find out what each process group is for. DeepSpeed's PipelineParallelGrid
@@ -96,7 +97,7 @@ def _report_sizes(call, instance):
     telemetry.learn_sizes(sizes)
 
 
-def _stage(engine: Any) -> Stage:
+def _describe_stage(engine: Any) -> Stage:
     """Describe this rank's pipeline stage, for the decision how many micro-batches are in flight."""
     import deepspeed
 
@@ -120,7 +121,7 @@ def _stage(engine: Any) -> Stage:
 
 @with_session
 @by_name
-def _exec_schedule(current, call, instance, pipe_schedule):
+def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: Any) -> Any:
     """Change the number of micro-batches in flight if measured times suggest it, then run a training step.
 
     A micro-batch is in flight from its forward pass to its backward pass. stage_links.py, which replaces
@@ -137,9 +138,8 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     if not network_api:  # the backend is neither gloo nor NCCL
         return call()
     is_training = type(pipe_schedule) is TrainSchedule
-    reason_against = unsupported(
-        instance
-    )  # why stage_links.py cannot replace the schedule, or None
+    # Why stage_links.py cannot replace the schedule, or None.
+    reason_against = unsupported(instance)
     if not is_training or reason_against:
         return call()
     sizes = grid_sizes(current, instance.grid)
@@ -152,7 +152,7 @@ def _exec_schedule(current, call, instance, pipe_schedule):
             sizes,
             instance.micro_batches,
             network_api,
-            describe=lambda: _stage(instance),
+            describe=lambda: _describe_stage(instance),
         )
     return call()
 

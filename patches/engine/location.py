@@ -192,6 +192,10 @@ def _locate(module: str, qualname: str) -> _Attribute:
 
     For "Engine.step" in "deepspeed.runtime.engine", the parent is the class Engine, and the name is "step".
 
+    Args:
+        module: Name of the module.
+        qualname: Name of the attribute inside the module.
+
     Raises:
         Misfit: there is no such attribute.
     """
@@ -312,7 +316,12 @@ def _statements(body: Iterable[ast.AST]) -> Iterator[Any]:
 
 
 def _binds(statement: Any, name: str) -> bool:
-    """Return whether a statement defines, imports or assigns a name."""
+    """Return whether a statement defines, imports or assigns a name.
+
+    Args:
+        statement: A node of Python's module ast.
+        name: The name.
+    """
     if isinstance(statement, _DEFINITIONS):
         return statement.name == name
     if isinstance(statement, (ast.Import, ast.ImportFrom)):

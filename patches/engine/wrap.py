@@ -96,7 +96,12 @@ def parameters_of(target: Callable[..., Any]) -> Parameters:
 # Cached: reading a signature takes some 20 us, and p2p.send is called for every micro-batch.
 @lru_cache(maxsize=1024)
 def _read_parameters(function: Callable[..., Any], is_method: bool) -> Parameters:
-    """Return the parameters of a function, or of a method without its first one, `self`."""
+    """Return the parameters of a function, or of a method without its first one, `self`.
+
+    Args:
+        function: The function, not bound to an instance.
+        is_method: Whether its first parameter is `self`, which is left out.
+    """
     signature = signature_of(function)
     if is_method:
         without_self = list(signature.parameters.values())[1:]
@@ -283,6 +288,11 @@ def _given(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of one call of a function, by parameter name, without defaults.
+
+    Args:
+        target: The function.
+        args: Positional arguments of the call, without `self`.
+        kwargs: Keyword arguments of the call.
 
     Raises:
         TypeError: a required argument is missing.

@@ -1,1 +1,1 @@
-"""Patches of megatron-core, Megatron-LM and Megatron-DeepSpeed."""
+"""Patches (changes of holmes while a job runs) to megatron-core, Megatron-LM and Megatron-DeepSpeed."""

@@ -22,16 +22,15 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.megatron import p2p as megatron_p2p
 from holmes_ext.patches.megatron.features import GROUPS, LAYERS
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime import session
 from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.groups.grid import check_grid
-from holmes_ext.runtime.session import tell
+from holmes_ext.runtime.session import Session, tell
 
 
 class _Job:
@@ -119,7 +118,7 @@ def _is_plannable(arguments: Mapping[str, Any]) -> bool:
 
 @with_session
 @by_name
-def _initialize(current, call, instance):
+def _initialize(current: Session, call: Call, instance: Any) -> Any:
     """Compare the job's parallel sizes with those of holmes's plan, then let megatron-core make its groups.
 
     This wrapper runs in place of megatron-core's initialize_model_parallel. call() runs that function, which
@@ -145,7 +144,7 @@ def _initialize(current, call, instance):
     return result
 
 
-def _checked_sizes(current: session.Session, arguments: Mapping[str, Any]) -> Sizes:
+def _checked_sizes(current: Session, arguments: Mapping[str, Any]) -> Sizes:
     """Return the parallel sizes in initialize_model_parallel's arguments, if holmes's plan has the same.
 
     The sizes are the numbers of pipeline stages, tensor-parallel ranks and so on. The plan is what holmes has
@@ -211,7 +210,7 @@ def _stage_layers_error(plan: Plan, text: str) -> HolmesError:
     return told_once(HolmesError(f"{plan.source}: key 'stage_layers'{text}"))
 
 
-def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) -> dict[str, int]:
+def ends_of(current: Session, layers: tuple[int, ...], pipeline: int) -> dict[str, int]:
     """Return the TransformerConfig fields that give the first and the last stage their planned layers.
 
     megatron-core before 0.13 has no pipeline_model_parallel_layout. These two fields are its only way to
@@ -244,7 +243,7 @@ def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) ->
 
 
 def planned_layout(
-    current: session.Session,
+    current: Session,
     pipeline: int,
     virtual: int,
     layers: int,
@@ -326,7 +325,7 @@ def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
 
 @with_session
 @by_name
-def _set_layers_before_checks(current, call, instance):
+def _set_layers_before_checks(current: Session, call: Call, instance: Any) -> Any:
     """Set the layers that holmes planned for each pipeline stage in a TransformerConfig (`instance`).
 
     This wrapper runs in place of TransformerConfig.__post_init__. call() runs that method, which checks the
@@ -342,7 +341,7 @@ def _set_layers_before_checks(current, call, instance):
     return call()
 
 
-def _set_planned_layers(current: session.Session, config: Any) -> None:
+def _set_planned_layers(current: Session, config: Any) -> None:
     """Set the layers that holmes planned for each pipeline stage, unless the program splits the layers.
 
     Args:
@@ -377,7 +376,7 @@ def _split_of_program(config: Any) -> str:
     return ", ".join(name for name in _SPLIT_FIELDS if getattr(config, name))
 
 
-def _set_split(current: session.Session, config: Any, layout: str) -> None:
+def _set_split(current: Session, config: Any, layout: str) -> None:
     """Set the layers that holmes planned for each pipeline stage in a TransformerConfig.
 
     Which fields are set depends on the installed version of megatron-core.

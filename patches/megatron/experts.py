@@ -24,7 +24,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name
+from holmes_ext.patches.engine.wrap import Call, by_name
 from holmes_ext.patches.megatron.features import EXPERTS
 from holmes_ext.plan.experts import ExpertOrder, load_order
 from holmes_ext.runtime import session
@@ -32,13 +32,13 @@ from holmes_ext.runtime import session
 #: Names of parameters in TEGroupedMLP's linear layers, with the slot: weight3 and bias3 belong to slot 3.
 _GROUPED = re.compile(r"(.*\.)(?:weight|bias)(\d+)$")
 #: Buffers and parameters of a router that have a row for each expert.
-_ROWS = ("weight", "bias", "expert_bias", "local_tokens_per_expert")
+_ROUTER_TENSORS = ("weight", "bias", "expert_bias", "local_tokens_per_expert")
 
-_load = cache(load_order)
+_load_order_once = cache(load_order)
 
 
 @by_name
-def _layer_numbered(call, instance):
+def _place_experts_of_layer(call: Call, instance: Any) -> Any:
     """Place the experts of a MoE layer as planned, once the layer has its number.
 
     This wrapper runs in place of BaseMoELayer.set_layer_number, which call() runs. It is the last step in the
@@ -51,8 +51,10 @@ def _layer_numbered(call, instance):
     if current is None or is_placed:
         return
     path = current.options.experts
-    placement = _load(path)  # reads the file once, and keeps the result for the other layers
-    order = placement.of(instance.layer_number)
+    placement = _load_order_once(
+        path
+    )  # reads the file once, and keeps the result for the other layers
+    order = placement.of(instance.layer_number)  # the expert of each slot
     if order is not None:  # None: the file does not place the experts of this layer
         place(instance, order, placement, path)
         instance.holmes_placed = True  # read above, if the number is set again
@@ -78,7 +80,9 @@ def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str)
 
     ranks = dist.get_world_size(layer.ep_group)
     experts = ranks * layer.num_local_experts
-    slots = _slots(layer.experts, layer.num_local_experts)  # parameters in each slot of this rank
+    slots = _parameters_of_slots(
+        layer.experts, layer.num_local_experts
+    )  # parameters in each slot of this rank
     source = f"{path}, MoE layer {layer.layer_number}"  # for error messages
     fits_layer = placement.ranks == ranks and len(order) == experts
     if not fits_layer:
@@ -99,7 +103,7 @@ def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str)
     with torch.no_grad():
         _move_weights(slots, order, layer.ep_group)
         # The router has tensors with a row for each expert. Their rows get the same order.
-        for name in _ROWS:
+        for name in _ROUTER_TENSORS:
             rows = getattr(layer.router, name, None)
             if rows is not None:
                 row_indices = torch.tensor(order, device=rows.device)
@@ -154,7 +158,7 @@ def _on_device_of(group: Any, values: Any) -> Any:
     return values.to(torch.device("cuda", torch.cuda.current_device()))
 
 
-def _slots(experts: Any, count: int) -> list[list[Any]] | None:
+def _parameters_of_slots(experts: Any, count: int) -> list[list[Any]] | None:
     """Return the parameters of each local expert, in the same order for all experts.
 
     Args:
@@ -182,7 +186,7 @@ PATCHES = (
         EXPERTS,
         "megatron.core.transformer.moe.moe_layer:BaseMoELayer.set_layer_number",
         "the experts of a layer have been made, and the layer has its number",
-        _layer_numbered,
+        _place_experts_of_layer,
         parameters=("layer_number",),
     ),
 )

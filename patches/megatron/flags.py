@@ -8,19 +8,20 @@ arguments.
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from typing import Any
 
 from holmes_ext.options import PREFIX, choices_of, flag, help_of, names
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.megatron.features import LM, MEGATRON_DEEPSPEED_FLAGS
-from holmes_ext.runtime import session
+from holmes_ext.runtime.session import Session
 from holmes_ext.words import nearest
 
 #: Smallest ratio of difflib.SequenceMatcher at which a flag is suggested for a misspelt one.
 MIN_SIMILARITY = 0.75
 
 
-def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParser:
+def add_flags(parser: ArgumentParser, current: Session) -> ArgumentParser:
     """Add the --holmes flags to a parser, and two arguments without a flag: the plan's digest and nodes.
 
     The plan is what holmes has decided for this job, for example which rank runs on which node.
@@ -62,7 +63,7 @@ def _escape_percent_signs(parser: ArgumentParser) -> None:
 
 @with_session
 @by_name
-def _add_flags_to_megatron_lm(current, call, instance):
+def _add_flags_to_megatron_lm(current: Session, call: Call, instance: Any) -> Any:
     """Add the --holmes flags, and the plan's layers, to Megatron-LM's argument parser.
 
     This wrapper runs in place of add_megatron_arguments, which call() runs and which returns the parser. All
@@ -78,7 +79,9 @@ def _add_flags_to_megatron_lm(current, call, instance):
 
 @with_session
 @by_name
-def _add_flags_to_megatron_deepspeed(current, call, instance, extra_args_provider):
+def _add_flags_to_megatron_deepspeed(
+    current: Session, call: Call, instance: Any, extra_args_provider: Any
+) -> Any:
     """Add the --holmes flags to Megatron-DeepSpeed's argument parser.
 
     This wrapper runs in place of parse_args, which call() runs. parse_args calls its argument

@@ -13,16 +13,16 @@ functions of Megatron-LM are wrapped:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron.features import LM, LM_CHECKPOINTS
 from holmes_ext.patches.megatron.reduce import reduction as megatron_reduction
-from holmes_ext.runtime import session
 from holmes_ext.runtime.deadline import told_once
-from holmes_ext.runtime.session import tell
+from holmes_ext.runtime.session import Session, tell
 
 #: Arguments by which a user splits the layers over the pipeline stages.
 _SPLIT_ARGUMENTS = (
@@ -37,7 +37,7 @@ _SPLIT_ARGUMENTS = (
 
 @with_session
 @by_name
-def _validate(current, call, instance, args):
+def _validate(current: Session, call: Call, instance: Any, args: Any) -> Any:
     """Set what holmes planned in Megatron-LM's parsed arguments, before they are validated.
 
     The plan has the number of layers of each pipeline stage, and whether gradient reductions overlap.
@@ -49,7 +49,7 @@ def _validate(current, call, instance, args):
     return call()
 
 
-def _set_layout(current: session.Session, args) -> None:
+def _set_layout(current: Session, args) -> None:
     """Set --pipeline-model-parallel-layout to the layers that holmes planned for each pipeline stage.
 
     If the user has split the layers, the user's split stays.
@@ -87,7 +87,7 @@ def _split_of_user(args) -> str:
     return ", ".join(parts)
 
 
-def _set_overlap(current: session.Session, args) -> None:
+def _set_overlap(current: Session, args) -> None:
     """Set --overlap-grad-reduce and --overlap-param-gather if holmes planned an overlap for a pipeline stage.
 
     Gradient reductions then overlap with the backward pass. With the distributed optimizer this changes its
@@ -120,7 +120,7 @@ def _set_overlap(current: session.Session, args) -> None:
 
 @with_session
 @by_name
-def _compare_plans(current, call, instance, checkpoint_args):
+def _compare_plans(current: Session, call: Call, instance: Any, checkpoint_args: Any) -> Any:
     """Check a checkpoint's arguments, and print a line if it was saved under another plan of holmes.
 
     This wrapper runs in place of Megatron-LM's check_checkpoint_args, which call() runs: it raises an
@@ -166,7 +166,7 @@ _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 
 @with_session
 @by_name
-def _load(current, call, instance):
+def _load(current: Session, call: Call, instance: Any) -> Any:
     """Load a checkpoint; if it is another model's, end the job with one line instead of many tracebacks.
 
     This wrapper runs in place of Megatron-LM's load_checkpoint, which call() runs.

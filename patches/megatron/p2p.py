@@ -23,7 +23,7 @@ from typing import Any
 
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name
+from holmes_ext.patches.engine.wrap import Call, by_name
 from holmes_ext.patches.megatron.features import P2P, P2P_MODULE, STAGE_LINKS
 from holmes_ext.plan.plan import pair_needs_group
 from holmes_ext.runtime import session
@@ -103,7 +103,7 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
         return _NeighbourGroups()  # no groups
     if not network_api:  # a backend that chooses its networks itself, such as MPI
         return _NeighbourGroups()
-    mailbox_is_used = registry().is_on(STAGE_LINKS.name) and not _interleaved()
+    mailbox_is_used = registry().is_on(STAGE_LINKS.name) and not _is_schedule_interleaved()
     if mailbox_is_used:
         # The mailbox, which sends the messages of training steps, has groups already.
         return _NeighbourGroups(by_peer=mailbox_of(pipeline_group).by_peer)
@@ -118,7 +118,7 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
     return _NeighbourGroups()
 
 
-def _interleaved() -> bool:
+def _is_schedule_interleaved() -> bool:
     """Return whether each pipeline stage has several chunks of layers (interleaved schedule)."""
     from megatron.core import parallel_state
 
@@ -126,7 +126,9 @@ def _interleaved() -> bool:
 
 
 @by_name
-def _batched(call, instance, group, prev_pipeline_rank, next_pipeline_rank):
+def _start_batch_with_each_neighbour(
+    call: Call, instance: Any, group: Any, prev_pipeline_rank: Any, next_pipeline_rank: Any
+) -> Any:
     """Start the messages of each neighbouring pipeline stage as a batch in the group of this pair of stages.
 
     This wrapper runs in place of megatron-core's _batched_p2p_ops, which starts the messages of both
@@ -136,6 +138,11 @@ def _batched(call, instance, group, prev_pipeline_rank, next_pipeline_rank):
 
     Ranks at even positions in the pipeline start with the next stage, ranks at odd positions with the
     previous stage. Thus two neighbours start their common batch at the same time.
+
+    Args:
+        group: The pipeline group.
+        prev_pipeline_rank: Rank of the previous stage.
+        next_pipeline_rank: Rank of the next stage.
 
     Returns:
         The requests of both batches.
@@ -160,17 +167,17 @@ def _batched(call, instance, group, prev_pipeline_rank, next_pipeline_rank):
 
 
 @by_name
-def _unbatched(
-    call,
-    instance,
-    tensor_send_prev,
-    tensor_recv_prev,
-    tensor_send_next,
-    tensor_recv_next,
-    group,
-    prev_pipeline_rank,
-    next_pipeline_rank,
-):
+def _start_each_in_pair_group(
+    call: Call,
+    instance: Any,
+    tensor_send_prev: Any,
+    tensor_recv_prev: Any,
+    tensor_send_next: Any,
+    tensor_recv_next: Any,
+    group: Any,
+    prev_pipeline_rank: Any,
+    next_pipeline_rank: Any,
+) -> Any:
     """Start each send and receive in the process group of its pair of pipeline stages.
 
     This wrapper runs in place of megatron-core's _p2p_ops, which starts the same messages in the same order
@@ -250,13 +257,13 @@ PATCHES = (
         P2P,
         f"{P2P_MODULE}:_batched_p2p_ops",
         "a pipeline group that spans clusters uses Ethernet, also between two stages of one cluster",
-        _batched,
+        _start_batch_with_each_neighbour,
         parameters=PARAMETERS,
     ),
     Patch(
         P2P,
         f"{P2P_MODULE}:_p2p_ops",
         "the same for unbatched messages; with two stages, one direction uses the group of all ranks",
-        _unbatched,
+        _start_each_in_pair_group,
     ),
 )

@@ -23,11 +23,11 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, inside, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, inside, with_session
 from holmes_ext.patches.megatron.features import P2P_MODULE, PROFILE, SCHEDULES, loaded_version
-from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
 from holmes_ext.runtime.measure.profiler import Profiler, profiler
+from holmes_ext.runtime.session import Session
 
 
 class _State:
@@ -97,8 +97,15 @@ def gradient_bytes(model: Any) -> dict[str | int, float]:
 @with_session
 @by_name
 def _schedule(
-    current, call, instance, model, num_microbatches, seq_length, micro_batch_size, forward_only
-):
+    current: Session,
+    call: Call,
+    instance: Any,
+    model: Any,
+    num_microbatches: Any,
+    seq_length: Any,
+    micro_batch_size: Any,
+    forward_only: Any,
+) -> Any:
     """Measure a training step, from the start of its schedule to the start of the next one.
 
     This wrapper runs in place of megatron-core's forward_backward functions, which call() runs. Such a
@@ -149,6 +156,10 @@ def _timed_reduction(config: Any, prof: Profiler) -> Iterator[None]:
 
     The schedule reduces gradients by config.finalize_model_grads_func. Until the context ends, that is a
     function which measures the program's function.
+
+    Args:
+        config: The model's configuration, with finalize_model_grads_func.
+        prof: Records the time.
     """
     finalize = config.finalize_model_grads_func
 
@@ -166,7 +177,7 @@ def _timed_reduction(config: Any, prof: Profiler) -> Iterator[None]:
 
 
 def _publish(
-    current: session.Session,
+    current: Session,
     model: Any,
     config: Any,
     prof: Profiler,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import Running, by_name
+from holmes_ext.patches.engine.wrap import Call, Running, by_name
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import P2P_MODULE, SLICES
 from holmes_ext.patches.megatron.p2p import PARAMETERS
@@ -120,7 +120,7 @@ def wires_of(config: Any) -> dict[int, Wire]:
 
 
 @by_name
-def _exchange(call, instance, group):
+def _exchange(call: Call, instance: Any, group: Any) -> Any:
     """Encode the tensors that the schedule sends to other clusters, and decode those that it receives.
 
     An encoded tensor is this rank's slice of an activation, or compressed, or both. This wrapper runs in

@@ -15,10 +15,9 @@ between two stages is slow, the stages wait most of the time. This module change
 Steps of a training step:
 
 1. The schedule function is called: _schedule opens the mailbox for this step, and sets the global _step.
-2. The schedule makes a P2PCommunicator. It computes its number of warm-up passes, the forward passes
-before the
-   first backward pass, from the size of a process group. _PlannedWarmUpGroup reports the size that yields the
-   planned number.
+2. The schedule makes a P2PCommunicator. It computes its number of warm-up passes, the forward passes before
+   the first backward pass, from the size of a process group. _PlannedWarmUpGroup reports the size that
+   yields the planned number.
 3. The schedule computes the shapes of its tensors: _announce passes them to the mailbox.
 4. Each P2PCommunicator._communicate passes its tensors to the mailbox.
 5. The schedule function returns: the mailbox waits until all messages have been sent.
@@ -40,7 +39,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name
+from holmes_ext.patches.engine.wrap import Call, by_name
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import P2P_MODULE, SCHEDULES, STAGE_LINKS
 from holmes_ext.patches.megatron.p2p import mailbox_of
@@ -55,7 +54,7 @@ from holmes_ext.runtime.session import tell
 
 
 class _PlannedWarmUpGroup:
-    """Pipeline group that reports another size, so that megatron-core runs the planned warm-up passes.
+    """Pipeline group that reports another size, which makes megatron-core run the planned warm-up passes.
 
     Warm-up passes are the forward passes before the 1F1B schedule alternates forward and backward passes.
     megatron-core computes their number as size() - rank() - 1, which is in_flight - 1 here. The first
@@ -108,7 +107,7 @@ class _Step:
         # Tensors without memory: only their shapes and dtypes are read.
         tensors = [torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes]
         for peer, direction in self.mailbox.neighbours.items():
-            is_next_stage = direction == 1  # -1: the previous stage
+            is_next_stage = direction == 1  # -1 is the previous stage
             if is_next_stage:
                 # A form is a pair (shape, dtype).
                 sent_forms = [form_of(tensor) for tensor in tensors]
@@ -133,10 +132,8 @@ class _Step:
         """
         micro_batch = self.sent_count[kind] // self.messages_per_pass
         self.sent_count[kind] += 1
-        self.mailbox.sending_pass = (
-            kind,
-            micro_batch,
-        )  # the pass that sends; mailbox.send() reads it
+        # mailbox.send() labels the message with the pass that sends it.
+        self.mailbox.sending_pass = (kind, micro_batch)
         self.mailbox.send(tensor, peer)
         is_last_message_of_pass = self.sent_count[kind] % self.messages_per_pass == 0
         if is_last_message_of_pass:
@@ -204,7 +201,14 @@ def unsupported_feature(config: Any, arguments: dict[str, Any]) -> str | None:
 
 
 @by_name
-def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communicator):
+def _schedule(
+    call: Call,
+    instance: Any,
+    model: Any,
+    num_microbatches: Any,
+    forward_only: Any,
+    p2p_communicator: Any,
+) -> Any:
     """Run a training step whose messages between stages are transferred by the mailbox.
 
     The mailbox sends without waiting, and posts receives in advance. This wrapper runs in place of
@@ -290,6 +294,11 @@ def _planned_receive_order(
     holmes's plan for this job has such an order if stages are to have other numbers of micro-batches in
     flight than in megatron-core's own schedule.
 
+    Args:
+        current: Session of holmes in this process, with the plan.
+        sizes: Parallel sizes of the job.
+        pipeline_group: Process group of the pipeline.
+
     Raises:
         HolmesError: the plan lists the order of all passes, which megatron-core's schedule cannot follow.
     """
@@ -303,7 +312,7 @@ def _planned_receive_order(
 
 
 @by_name
-def _plan_warm_up(call, instance):
+def _plan_warm_up(call: Call, instance: Any) -> Any:
     """Make the 1F1B schedule run the planned number of warm-up passes.
 
     This wrapper runs in place of P2PCommunicator.__init__, which call() runs. The schedule makes a
@@ -318,7 +327,7 @@ def _plan_warm_up(call, instance):
 
 
 @by_name
-def _announce(call, instance):
+def _announce(call: Call, instance: Any) -> Any:
     """Give the mailbox the shapes of the tensors that each micro-batch sends and receives.
 
     This wrapper runs in place of megatron-core's get_tensor_shapes, which call() runs. The schedule calls
@@ -336,15 +345,15 @@ def _announce(call, instance):
 
 @by_name
 def _communicate(
-    call,
-    instance,
-    tensor_send_next,
-    tensor_send_prev,
-    recv_prev,
-    recv_next,
-    tensor_shape,
-    wait_on_reqs,
-):
+    call: Call,
+    instance: Any,
+    tensor_send_next: Any,
+    tensor_send_prev: Any,
+    recv_prev: Any,
+    recv_next: Any,
+    tensor_shape: Any,
+    wait_on_reqs: Any,
+) -> Any:
     """Pass the schedule's messages to the mailbox, which does not wait for sends.
 
     This wrapper runs in place of P2PCommunicator._communicate, through which megatron-core's 1F1B schedule

@@ -18,7 +18,7 @@ from typing import Any
 
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import Running, by_name, inside, with_session
+from holmes_ext.patches.engine.wrap import Call, Running, by_name, inside, with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import (
     ADAPT,
@@ -35,10 +35,11 @@ from holmes_ext.runtime import hooks
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.measure.stage import Stage
+from holmes_ext.runtime.session import Session
 
 
 @by_name
-def _learn_sizes(call, instance):
+def _learn_sizes(call: Call, instance: Any) -> Any:
     """Report the job's parallel sizes to the telemetry, which names process groups by them.
 
     This wrapper runs in place of megatron-core's initialize_model_parallel. call() runs the wrapper of
@@ -65,7 +66,7 @@ _optimizers = Running()
 
 
 @by_name
-def _optimizer_step(call, instance):
+def _optimizer_step(call: Call, instance: Any) -> Any:
     """Record an optimizer's step() as a span, and its end as the end of the training step.
 
     This wrapper runs in place of step() of each optimizer class, which call() runs. If one optimizer steps
@@ -82,8 +83,13 @@ def _optimizer_step(call, instance):
     return result
 
 
-def _stage(model: Any, micro_batches: int) -> Stage:
-    """Describe this rank's pipeline stage, for the decision how many micro-batches are in flight."""
+def _describe_stage(model: Any, micro_batches: int) -> Stage:
+    """Describe this rank's pipeline stage, for the decision how many micro-batches are in flight.
+
+    Args:
+        model: The model of this stage.
+        micro_batches: Number of micro-batches in a step.
+    """
     from megatron.core import parallel_state
 
     ranks = group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -99,7 +105,14 @@ def _stage(model: Any, micro_batches: int) -> Stage:
 
 @with_session
 @by_name
-def _schedule(current, call, instance, model, num_microbatches, forward_only):
+def _schedule(
+    current: Session,
+    call: Call,
+    instance: Any,
+    model: Any,
+    num_microbatches: Any,
+    forward_only: Any,
+) -> Any:
     """Adapt the number of micro-batches in flight to measured times, then run the training step.
 
     This wrapper runs in place of megatron-core's forward_backward_pipelining_without_interleaving, which
@@ -130,13 +143,13 @@ def _schedule(current, call, instance, model, num_microbatches, forward_only):
         core.job.sizes,
         num_microbatches,
         network_api,
-        describe=lambda: _stage(chunk, num_microbatches),
+        describe=lambda: _describe_stage(chunk, num_microbatches),
     )
     return call()
 
 
 @by_name
-def _save(call, instance):
+def _report_complete_checkpoint(call: Call, instance: Any) -> Any:
     """Note when a checkpoint of dist_checkpointing is complete.
 
     This wrapper runs in place of megatron.core.dist_checkpointing.save, which call() runs. An asynchronous
@@ -184,6 +197,6 @@ PATCHES = (
         RESTART,
         "megatron.core.dist_checkpointing.serialization:save",
         "megatron-core has no callback for a complete checkpoint",
-        _save,
+        _report_complete_checkpoint,
     ),
 )

@@ -81,9 +81,8 @@ class _EmptyModule(ModuleType):
         """Return a placeholder class for a capitalized name, if code of Megatron-DeepSpeed imports it.
 
         Raises:
-            AttributeError: The name is in lower case, which makes Python import it as a submodule. Or
-            other code
-                imports it.
+            AttributeError: The name is in lower case, which makes Python import it as a submodule. Or other
+                code imports it.
         """
         if name.startswith("__") or name.islower() or not _is_imported_by_megatron():
             raise AttributeError(f"{self.__name__} is not installed: it has no {name}")

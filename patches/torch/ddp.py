@@ -209,7 +209,7 @@ def _planned_reduction(arguments: dict[str, Any]) -> Any:
     if not trained or has_uninitialized:
         return None
     return PlannedReduction(
-        _group(arguments),
+        _group_of_arguments(arguments),
         size=sum(parameter.nbytes for parameter in trained),
         device_type=trained[0].device.type,
     )
@@ -225,7 +225,7 @@ def _trained_parameters(arguments: dict[str, Any]) -> list[Any]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _group(arguments: dict[str, Any]) -> Any:
+def _group_of_arguments(arguments: dict[str, Any]) -> Any:
     """Return the process group over which DistributedDataParallel averages gradients.
 
     Args:
@@ -260,13 +260,13 @@ def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
     trained = _trained_parameters(arguments)
     device = trained[0].device.type if trained else "cpu"
     # A process group may use one backend for the CPU and another for GPUs.
-    if device != "cpu" and backend_of(_group(arguments), device) == "gloo":
+    if device != "cpu" and backend_of(_group_of_arguments(arguments), device) == "gloo":
         return f"gloo with tensors on {device}"
     return ""
 
 
 @by_name
-def _register(call: Call, instance: Any, state: Any, hook: Any) -> None:
+def _register_program_hook(call: Call, instance: Any, state: Any, hook: Any) -> None:
     """Accept the program's comm hook, although DDP already has holmes's and accepts only one.
 
     Runs instead of DistributedDataParallel.register_comm_hook; `call()` runs the original.
@@ -318,7 +318,7 @@ def _register(call: Call, instance: Any, state: Any, hook: Any) -> None:
 
 
 @by_name
-def _register_builtin(call: Call, instance: Any, comm_hook_type: Any) -> None:
+def _register_builtin_hook(call: Call, instance: Any, comm_hook_type: Any) -> None:
     """Register the Python counterpart of a built-in comm hook of torch, written in C++.
 
     Runs instead of DistributedDataParallel._register_builtin_comm_hook; `call()` runs the original.
@@ -336,7 +336,7 @@ def _register_builtin(call: Call, instance: Any, comm_hook_type: Any) -> None:
     call.refuse_unread_arguments()
     python_name = f"{comm_hook_type.name.lower()}_hook"  # "fp16_compress_hook" for FP16_COMPRESS
     hook = getattr(default_hooks, python_name)
-    instance.register_comm_hook(instance.process_group, hook)  # runs _register()
+    instance.register_comm_hook(instance.process_group, hook)  # runs _register_program_hook()
 
 
 def _effect_of(hook: Any) -> HookEffect:
@@ -391,13 +391,13 @@ PATCHES = (
         DDP_HOOK,
         f"{_DDP}.register_comm_hook",
         "DistributedDataParallel accepts one comm hook, and holmes has registered its own",
-        _register,
+        _register_program_hook,
     ),
     Patch(
         DDP_HOOK,
         f"{_DDP}._register_builtin_comm_hook",
         "the same for comm hooks written in C++",
-        _register_builtin,
+        _register_builtin_hook,
     ),
     Patch(
         DDP_HOOK,

@@ -58,6 +58,10 @@ def _fully_shard(
 
     The hybrid mesh has two dimensions: clusters, and the ranks of a cluster. FSDP shards along the second one
     only, so shards stay inside a cluster. A 2-D mesh of the program is not replaced.
+
+    Args:
+        mesh: The program's mesh; None for all ranks.
+        dp_mesh_dims: Data-parallel dimensions of a mesh with more dimensions; None if not given.
     """
     is_one_dimensional = dp_mesh_dims is None and (mesh is None or mesh.ndim == 1)
     if not is_one_dimensional:

@@ -33,6 +33,11 @@ def _postpone_communicator(
     """Make a process group; for the default group, postpone the communicator while holmes is off.
 
     Runs instead of torch's _new_process_group_helper; `call()` runs the original.
+
+    Args:
+        global_ranks_in_group: Ranks of the group; [] for the default group.
+        backend: Backend of the group, such as NCCL.
+        backend_options: Options of the group, or None.
     """
     is_default_group = not global_ranks_in_group  # torch passes [] for the default group
     nccl_backend = nccl_backend_in(str(backend))  # "" if the group does not use NCCL

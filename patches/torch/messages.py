@@ -38,6 +38,11 @@ def _send_over_pair_group(
     """Send a tensor over a group of two ranks, if these share a faster network than `group`.
 
     Runs instead of send and isend of torch.distributed; `call()` runs the original.
+
+    Args:
+        dst: Global rank of the receiver; None if group_dst is given.
+        group: Process group of the message; None for the default group.
+        group_dst: Rank of the receiver in `group`.
     """
     peer = _global_rank(group, dst, group_dst)
     pair = _group_of_pair(current, group, peer)
@@ -59,6 +64,11 @@ def _receive_over_pair_group(
     """Receive a tensor over a group of two ranks, if these share a faster network than `group`.
 
     Runs instead of recv and irecv of torch.distributed; `call()` runs the original.
+
+    Args:
+        src: Global rank of the sender; None if group_src is given, or for any sender.
+        group: Process group of the message; None for the default group.
+        group_src: Rank of the sender in `group`.
     """
     peer = _global_rank(group, src, group_src)
     pair = _group_of_pair(current, group, peer)

@@ -132,6 +132,10 @@ def _warning_of_unreduced_gradients(schedule: Any, stages: Any) -> str:
 
     Zero-bubble schedules compute weight gradients in separate passes. The hooks of parameters do not run in
     these passes, so DistributedDataParallel (DDP) does not see the gradients.
+
+    Args:
+        schedule: A schedule of torch.distributed.pipelining.
+        stages: The stages of this rank.
     """
     from torch.nn.parallel import DistributedDataParallel
 

@@ -65,6 +65,11 @@ def _shrink_group_with_planned_network(
     """Shrink a process group, and give the new group the network that the plan assigns to it.
 
     Runs instead of torch.distributed.shrink_group; `call()` runs the original.
+
+    Args:
+        ranks_to_exclude: Ranks within the group that leave it.
+        group: The group; None for the default group.
+        pg_options: The program's options for the new group, or None.
     """
     import torch.distributed as dist
 
@@ -120,6 +125,11 @@ def _reconfigure_and_record_group(
     """Reconfigure a process group, and add it to Session.groups if its members have changed.
 
     Runs instead of torch.distributed._reconfigure; `call()` runs the original.
+
+    Args:
+        uuid: Identifies the new communicator; chosen by the program.
+        handles: torch's handles of the new members.
+        group: The group; None for the default group.
     """
     import torch.distributed as dist
 

@@ -56,7 +56,7 @@ def test_a_socket_that_breaks_is_no_closed_pipe(monkeypatch):
     def parse(argv):
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr(module, "_parse", parse)
+    monkeypatch.setattr(module, "_parse_arguments", parse)
     with pytest.raises(BrokenPipeError):
         main(["discover"])
 

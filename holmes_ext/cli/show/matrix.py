@@ -34,7 +34,12 @@ def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
 
 
 def _row(site: Site, source: str) -> list[str]:
-    """Return the cells of a cluster: its name, its uplink, and the link to each cluster."""
+    """Return the cells of a cluster: its name, its uplink, and the link to each cluster.
+
+    Args:
+        site: The clusters and the network between them.
+        source: Name of the cluster.
+    """
     uplink = ""
     if source in site.wan.uplink_of:
         uplink = format_rate(site.wan.uplink_of[source])
@@ -45,7 +50,13 @@ def _row(site: Site, source: str) -> list[str]:
 
 
 def _link(site: Site, source: str, target: str) -> str:
-    """Return the rate and latency from one cluster to another, such as "10 Gb/s 20 ms"."""
+    """Return the rate and latency from one cluster to another, such as "10 Gb/s 20 ms".
+
+    Args:
+        site: The clusters and the network between them.
+        source: Name of the sending cluster.
+        target: Name of the receiving cluster.
+    """
     hops = site.wan.hops(source, target)
     rate_bps = min((hop.rate_bps for hop in hops), default=float("inf"))
     latency_s = sum(hop.latency_s for hop in hops) or site.fabric_by_name[ETHERNET].latency_s

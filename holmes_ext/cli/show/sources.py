@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         HolmesError: the source cannot be read, or an argument is wrong or missing.
     """
-    nodes = _nodes(args)
+    nodes = _read_listed_nodes(args)
     source_name = SOURCES[args.source[0]].name
     try:
         clusters = clusters_of(nodes)
@@ -119,16 +119,16 @@ def run(args: argparse.Namespace) -> int:
         for name, text in named_values(args.rate, (), "--rate").items()
     }
     ethernet_bps = rates.pop(_ETHERNET, 0)
-    kept = _kept_values(existing, kinds, rates, ethernet_bps) if existing else []
+    kept = _take_out_kept_values(existing, kinds, rates, ethernet_bps) if existing else []
     new_clusters, missing = completed(additions.clusters, kinds, rates)
     needs_ethernet_rate = not existing and not ethernet_bps
     if missing or needs_ethernet_rate:
         if not sys.stdin.isatty():
             raise _missing_values(missing, needs_ethernet_rate, source_name)
-        new_clusters = _ask_for_clusters(new_clusters)
+        new_clusters = _ask_for_missing_values(new_clusters)
         if needs_ethernet_rate:
             question = "rate of one node on the network that reaches every node (25Gb/s)"
-            ethernet_bps = _ask(question, _rate)
+            ethernet_bps = _ask(question, _parse_rate_of_user)
     additions = additions._replace(clusters=new_clusters)
 
     if existing:
@@ -140,21 +140,24 @@ def run(args: argparse.Namespace) -> int:
         save(args.output, text, "the cluster file")
     else:
         sys.stdout.write(text)
-    _report(args.output, existing, nodes, additions)
+    _print_changes(args.output, existing, nodes, additions)
     for value in kept:
         _say(f"{args.output}: {value} stays as the file has it; edit the file to change it")
     return 0
 
 
-def _kept_values(
+def _take_out_kept_values(
     existing: SiteSpec, kinds: dict[str, str], rates: dict[str, int], ethernet_bps: int
 ) -> list[str]:
     """Return the values of a file that stay although the options give others.
 
+    Options for clusters of the file are removed from `kinds` and `rates`. What remains must be for new
+    clusters.
+
     Args:
         existing: Content of the file.
-        kinds: Cluster -> kind in the options. Clusters of the file are removed.
-        rates: Cluster -> rate in the options, bits/s. Clusters of the file are removed.
+        kinds: Cluster -> kind in the options. It is changed.
+        rates: Cluster -> rate in the options, bits/s. It is changed.
         ethernet_bps: Rate of the network that reaches every node in the options, 0 without one.
     """
     kept = []
@@ -168,7 +171,7 @@ def _kept_values(
     return kept
 
 
-def _nodes(args: argparse.Namespace) -> list[FoundNode]:
+def _read_listed_nodes(args: argparse.Namespace) -> list[FoundNode]:
     """Return the nodes that the source in --from lists.
 
     Raises:
@@ -189,7 +192,7 @@ def _nodes(args: argparse.Namespace) -> list[FoundNode]:
         return read_hostfile(files[0])
     if source == "kubernetes":
         return read_nodes(files[0])
-    topology = None
+    topology = None  # Slurm's own
     if args.topology:
         text = read_text(args.topology, "name a topology.conf or topology.yaml")
         topology = parse_topology(text, args.topology)
@@ -199,7 +202,14 @@ def _nodes(args: argparse.Namespace) -> list[FoundNode]:
 def _missing_values(
     missing: Sequence[MissingValue], needs_ethernet_rate: bool, source_name: str
 ) -> HolmesError:
-    """Return the error that lists the missing values and the options that give them."""
+    """Return the error that lists the missing values and the options that give them.
+
+    Args:
+        missing: Kinds and rates that clusters lack.
+        needs_ethernet_rate: Whether the rate of the network that reaches every node is missing,
+            too.
+        source_name: Name of the program or file that lists the nodes, such as "Slurm".
+    """
     values = [f"{value.name} of cluster {value.cluster!r}" for value in missing]
     options = [f"--{value.name} {value.cluster}=..." for value in missing]
     if needs_ethernet_rate:
@@ -208,7 +218,7 @@ def _missing_values(
     return HolmesError(f"{source_name} has no {some_of(values)}; give {' '.join(options)}")
 
 
-def _ask_for_clusters(clusters: Sequence[FoundCluster]) -> list[FoundCluster]:
+def _ask_for_missing_values(clusters: Sequence[FoundCluster]) -> list[FoundCluster]:
     """Ask the user for missing kinds and rates, and return the complete clusters.
 
     Raises:
@@ -221,19 +231,19 @@ def _ask_for_clusters(clusters: Sequence[FoundCluster]) -> list[FoundCluster]:
         if not kind:
             nodes = folded(cluster.nodes)
             question = f"cluster {cluster.name} ({nodes:.60}): its fast NICs ({', '.join(KINDS)})"
-            kind = kinds[cluster.name] = _ask(question, _kind)
+            kind = kinds[cluster.name] = _ask(question, _parse_kind_of_user)
         if kind != _ETHERNET and not cluster.rate_bps:
             nics = f"all its {kind} NICs together"
             question = f"cluster {cluster.name}: rate of one node, {nics}, each way (400Gb/s)"
-            rates[cluster.name] = _ask(question, _rate)
+            rates[cluster.name] = _ask(question, _parse_rate_of_user)
     return completed(clusters, kinds, rates).clusters
 
 
-def _rate(text: str) -> int:
+def _parse_rate_of_user(text: str) -> int:
     return parse_rate(text, "rate")
 
 
-def _kind(text: str) -> str:
+def _parse_kind_of_user(text: str) -> str:
     """Return a kind of NIC that the user typed, or raise HolmesError if there is no such kind."""
     if text not in KINDS:
         raise HolmesError(f"{text!r:.40} is not one of {', '.join(KINDS)}")
@@ -266,7 +276,7 @@ def _say(text: str) -> None:
     print(f"holmes discover: {text}", file=sys.stderr)
 
 
-def _report(
+def _print_changes(
     path: str | None,
     existing: SiteSpec | None,
     nodes: Sequence[FoundNode],

@@ -104,7 +104,7 @@ class Screen:
             kept.remove(last)
             left_out.append(last)
             spare = self._spare(widths, kept)
-        final_widths = _share_out(max(spare, 0), {index: widths[index] for index in kept})
+        final_widths = _final_widths(max(spare, 0), {index: widths[index] for index in kept})
         grid = Grid(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
         for index in kept:
             column = columns[index]
@@ -150,7 +150,12 @@ def _printable(text: str) -> str:
 
 
 def _width_of(column: Column, cells: Sequence[str]) -> _Width:
-    """Return the width of a column with its cells."""
+    """Return the width of a column with its cells.
+
+    Args:
+        column: The column.
+        cells: Texts of the column in all rows.
+    """
     lines = [line for text in (column.name, *cells) for line in text.splitlines()]
     full = max((cell_len(line) for line in lines), default=0)
     if not column.wrap:
@@ -159,7 +164,7 @@ def _width_of(column: Column, cells: Sequence[str]) -> _Width:
     return _Width(least=least, full=full)
 
 
-def _share_out(spare: int, columns: dict[int, _Width]) -> dict[int, int]:
+def _final_widths(spare: int, columns: dict[int, _Width]) -> dict[int, int]:
     """Return the final width of each column.
 
     Each column gets its least width, and an equal share of the spare characters. A column gets no
@@ -174,7 +179,8 @@ def _share_out(spare: int, columns: dict[int, _Width]) -> dict[int, int]:
     for index, width in sorted(
         columns.items(), key=lambda item: (item[1].full - item[1].least, item[0])
     ):
-        share = remaining // (len(columns) - len(widths))
+        columns_left = len(columns) - len(widths)
+        share = remaining // columns_left
         added = min(width.full - width.least, share)
         widths[index] = width.least + added
         remaining -= added

@@ -1,4 +1,8 @@
-"""Input of `holmes plan`: model and parallel sizes from options, files and a command."""
+"""Reads the input of `holmes plan`: model and parallel sizes from options, files and a training command.
+
+The result is a Training. It also has lines for the user: what was read from the command, what was
+assumed, and which arguments were not counted.
+"""
 
 from __future__ import annotations
 
@@ -81,23 +85,27 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     Raises:
         HolmesError: an argument or file is wrong, or the command names only a part of a model.
     """
-    command_line = _command_line(args.command) if args.command else CommandLine()
-    model = _model(args, command_line)
+    command_line = _read_command(args.command) if args.command else CommandLine()
+    model = _model_of_job(args, command_line)
     lines: list[str] = []
     if args.command:
-        lines = _command_lines_read(command_line, args.model or "")
+        lines = _lines_about_command(command_line, args.model or "")
     if model is not None:
-        lines = [*_assumed_gpus(args, model, spec), *_unknown_gpus(spec), *lines]
+        lines = [
+            *_line_about_assumed_speed(args, model, spec),
+            *_lines_about_unknown_gpus(spec),
+            *lines,
+        ]
         model = on_clusters(model, spec)
-    sizes = _sizes(args, command_line)
+    sizes = _sizes_of_job(args, command_line)
     if sizes and command_line.sizes and sizes.pipeline != command_line.sizes.pipeline:
-        # The command's layers and chunks are for its own number of stages.
+        # Options give another number of stages, and the command's layers and chunks are for its own.
         command_line = replace(command_line, stage_layers=(), virtual=1)
     for word in command_line.unknown:
         near = meant(word)
         if near:
             raise HolmesError(f"{word}: did you mean {near}?")
-    options = _options(args)
+    options = _options_of_job(args)
     return Training(
         model=model,
         sizes=sizes,
@@ -110,7 +118,7 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     )
 
 
-def _model(args: argparse.Namespace, command_line: CommandLine) -> Model | None:
+def _model_of_job(args: argparse.Namespace, command_line: CommandLine) -> Model | None:
     """Return the model of --model or of the training command, None if nothing names a model.
 
     --global-batch, and with --model the batch sizes of the command, replace those of the model.
@@ -123,7 +131,7 @@ def _model(args: argparse.Namespace, command_line: CommandLine) -> Model | None:
     if model is None and command_line.trouble:
         raise HolmesError(command_line.trouble.replace("--holmes-model", "--model"))
     if model is not None and args.command and args.model:
-        model = _with_command(model, dict(command_line.training))
+        model = _with_values_of_command(model, dict(command_line.training))
     if args.global_batch is None:
         return model
     if args.global_batch < 1:
@@ -133,10 +141,17 @@ def _model(args: argparse.Namespace, command_line: CommandLine) -> Model | None:
     return model
 
 
-def _assumed_gpus(args: argparse.Namespace, model: Model, spec: SiteSpec) -> Iterator[str]:
+def _line_about_assumed_speed(
+    args: argparse.Namespace, model: Model, spec: SiteSpec
+) -> Iterator[str]:
     """Yield a line with the assumed speed of GPUs of which nothing is known.
 
-    A model file (--model) states the speed itself.
+    A model file (--model) states the speed itself, so there is no line.
+
+    Args:
+        args: Arguments of `holmes plan`.
+        model: The model, with the GPU that is assumed, and the GPUs that its file gives to clusters.
+        spec: The clusters.
     """
     if args.model:
         return
@@ -152,7 +167,7 @@ def _assumed_gpus(args: argparse.Namespace, model: Model, spec: SiteSpec) -> Ite
         )
 
 
-def _unknown_gpus(spec: SiteSpec) -> Iterator[str]:
+def _lines_about_unknown_gpus(spec: SiteSpec) -> Iterator[str]:
     """Yield a line for each cluster with an unknown GPU model of which numbers are missing."""
     for cluster in spec.clusters:
         if not cluster.gpu or accelerator_of(cluster.gpu) is not None:
@@ -171,7 +186,7 @@ def _unknown_gpus(spec: SiteSpec) -> Iterator[str]:
             )
 
 
-def _options(args: argparse.Namespace) -> Options:
+def _options_of_job(args: argparse.Namespace) -> Options:
     """Return holmes's options: flags in the command, HOLMES_DISABLE, --inflight, --schedule."""
     options, _ = parse_flags(list(args.command or ()), os.environ)
     if args.inflight == "off":
@@ -181,7 +196,7 @@ def _options(args: argparse.Namespace) -> Options:
     return replace(options, off=disabled_features(os.environ, features()))
 
 
-def _with_command(model: Model, values: dict[str, Any]) -> Model:
+def _with_values_of_command(model: Model, values: dict[str, Any]) -> Model:
     """Return a model with the batch sizes and the ZeRO stage of a training command.
 
     Args:
@@ -189,7 +204,7 @@ def _with_command(model: Model, values: dict[str, Any]) -> Model:
         values: Field of the model (or "zero") -> value in the command.
     """
     zero = values.pop("zero", zero_of(model))
-    # Each of the two follows from the other.
+    # Global batch and micro-batches follow from each other: 0 means that the number is computed.
     if "global_batch" in values:
         values["micro_batches"] = 0
     elif "micro_batches" in values:
@@ -197,7 +212,7 @@ def _with_command(model: Model, values: dict[str, Any]) -> Model:
     return with_zero(replace(model, **values), zero)
 
 
-def _command_line(words: list[str]) -> CommandLine:
+def _read_command(words: list[str]) -> CommandLine:
     """Return the description of the job in a training command and its --holmes-... flags.
 
     Args:
@@ -216,7 +231,7 @@ def _command_line(words: list[str]) -> CommandLine:
     return replace(command_line, sizes=sizes, stage_layers=stage_layers)
 
 
-def _sizes(args: argparse.Namespace, command_line: CommandLine) -> Sizes | None:
+def _sizes_of_job(args: argparse.Namespace, command_line: CommandLine) -> Sizes | None:
     """Return the parallel sizes of the options or the command, None if nothing names any.
 
     A command with a model and without sizes is data-parallel.
@@ -232,7 +247,7 @@ def _sizes(args: argparse.Namespace, command_line: CommandLine) -> Sizes | None:
     return replace(sizes or Sizes(), **given)
 
 
-def _command_lines_read(command_line: CommandLine, model_file: str) -> list[str]:
+def _lines_about_command(command_line: CommandLine, model_file: str) -> list[str]:
     """Return lines for the user: what was read from the training command, and what was not.
 
     Args:
@@ -247,7 +262,7 @@ def _command_lines_read(command_line: CommandLine, model_file: str) -> list[str]
         lines.append(line)
     else:
         if command_line.model is not None:
-            lines.append(f"read: {_summary(command_line.model, command_line)}")
+            lines.append(f"read: {_summary_of_command(command_line.model, command_line)}")
         lines += [f"assumed: {line}" for line in command_line.assumed]
     lines += [f"not counted: {line}" for line in command_line.not_read]
     if command_line.unknown:
@@ -256,13 +271,19 @@ def _command_lines_read(command_line: CommandLine, model_file: str) -> list[str]
     return lines
 
 
-def _summary(model: Model, command_line: CommandLine) -> str:
-    """Return the model and settings of a command: "24 layers, 1.3e+09 parameters, ..."."""
+def _summary_of_command(model: Model, command_line: CommandLine) -> str:
+    """Return the model and settings of a command: "24 layers, 1.3e+09 parameters, ...".
+
+    Args:
+        model: Model that the command describes.
+        command_line: What was read from the command.
+    """
     precision = "32-bit" if model.activation_width == _WIDTH_OF_32_BITS else "16-bit"
     parts = [f"{model.layers} layers, {model.parameters:.3g} parameters"]
     if model.experts:
         parts.append(f"{model.experts} experts, {model.experts_per_token} a token")
-    parts.append(f"{precision} with {8 * model.gradient_width}-bit gradients")
+    gradient_bits = 8 * model.gradient_width  # the width is in bytes
+    parts.append(f"{precision} with {gradient_bits}-bit gradients")
     parts.append(f"micro-batch {model.micro_batch}")
     if model.global_batch:
         parts.append(f"global batch {model.global_batch}")

@@ -35,7 +35,7 @@ class _Hardware(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundNode:
-    """Node that another program lists. Empty and zero values are unknown."""
+    """Node that Slurm, Kubernetes or a hostfile lists. Empty and zero values are unknown."""
 
     name: str
     processes: int  # one for each GPU
@@ -54,7 +54,10 @@ class FoundNode:
 
 @dataclass(frozen=True)
 class FoundCluster:
-    """Nodes with the same hardware. An empty kind or a rate of 0 must come from the user."""
+    """Cluster of listed nodes with the same hardware.
+
+    If the kind is "" or the rate is 0, the value is unknown, and the user must give it.
+    """
 
     name: str
     nodes: tuple[str, ...]
@@ -93,7 +96,7 @@ def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
     Raises:
         HolmesError: there is no node, or two have the same name.
     """
-    names: set[str] = set()
+    names: set[str] = set()  # of all nodes so far
     groups: dict[_Hardware, list[FoundNode]] = {}
     for node in nodes:
         if node.name in names:
@@ -138,8 +141,12 @@ def _shares_fabric(hardware: _Hardware, all_hardware: Iterable[_Hardware]) -> bo
 def _cluster_names(groups: Sequence[Sequence[FoundNode]]) -> list[str]:
     """Return a name for each group of nodes with the same hardware.
 
-    The first of these that no earlier group has: the program's name for exactly these nodes, the
-    kind of NIC and the GPU if no other group has both, the fabric, or a number.
+    A group gets the first of these names that no earlier group has:
+
+        1. the program's name for exactly these nodes, such as that of a partition
+        2. the kind of NIC and the GPU ("ib-h100"), if no other group has the same
+        3. the fabric
+        4. "cluster" and a number
     """
     nodes_of_label: dict[str, set[str]] = {}  # the program's group -> names of its nodes
     for group in groups:
@@ -192,7 +199,10 @@ def completed(
 ) -> Completed:
     """Return clusters with the kinds and rates that the user gave, and the missing values.
 
+    A value of the user replaces that of the program that lists the nodes.
+
     Args:
+        clusters: Clusters of the nodes that the program lists.
         kinds: Name of a cluster -> kind of its fast NICs.
         rates: Name of a cluster -> bits/s of all fast NICs of one node.
 

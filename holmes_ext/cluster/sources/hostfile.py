@@ -39,8 +39,8 @@ def read_hostfile(path: str) -> list[FoundNode]:
             raise HolmesError(
                 f"{path}: line {number}: {words[0]!r:.80} is not a host; lines are like `gpu01 slots=8`"
             )
-        stated = count if colon else _setting(words[1:], "slots")
-        if not stated:
+        stated = count if colon else _value_among(words[1:], "slots")
+        if not stated:  # each line without a number is one more slot of the host
             slots[host] = slots.get(host, 0) + 1
             continue
         if not stated.isdecimal() or not 0 < int(stated) <= _MOST_SLOTS:
@@ -53,12 +53,17 @@ def read_hostfile(path: str) -> list[FoundNode]:
     if not slots:
         raise HolmesError(f"{path}: no host is named; lines are like `gpu01 slots=8`")
     return [
-        FoundNode(host, processes=count, fabric=_family(host), group=(_family(host),))
+        FoundNode(
+            host,
+            processes=count,
+            fabric=_name_without_number(host),
+            group=(_name_without_number(host),),
+        )
         for host, count in slots.items()
     ]
 
 
-def _setting(words: Sequence[str], name: str) -> str:
+def _value_among(words: Sequence[str], name: str) -> str:
     """Return the value of NAME=VALUE among the words of a line, "" if no word sets the name."""
     value = ""
     for word in words:
@@ -68,7 +73,7 @@ def _setting(words: Sequence[str], name: str) -> str:
     return value
 
 
-def _family(host: str) -> str:
+def _name_without_number(host: str) -> str:
     """Return the name of a host up to its last number.
 
     "gpu01" gives "gpu", and "rack1-ib-7.site.org" gives "rack1-ib".

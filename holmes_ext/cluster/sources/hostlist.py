@@ -39,11 +39,11 @@ def expand(text: str, where: str) -> list[str]:
         raise HolmesError(f"{where}: {text!r:.80} is not a list of hosts such as gpu[01-04],x1")
     hosts: list[str] = []
     for item in items:
-        choices: list[list[str]] = []
+        choices: list[list[str]] = []  # for each piece of the item, its possible texts
         # The split alternates: text outside of brackets, text inside of brackets, text outside, ...
         for position, piece in enumerate(_BRACKETS.split(item)):
             is_inside = position % 2 == 1
-            choices.append(list(_numbers(piece, text, where)) if is_inside else [piece])
+            choices.append(list(_expand_bracket(piece, text, where)) if is_inside else [piece])
         count = prod(len(choice) for choice in choices)
         if len(hosts) + count > MAX_NODES:
             raise HolmesError(f"{where}: {text!r:.80} names more than {MAX_NODES} hosts")
@@ -51,7 +51,7 @@ def expand(text: str, where: str) -> list[str]:
     return hosts
 
 
-def _numbers(inside: str, text: str, where: str) -> Iterator[str]:
+def _expand_bracket(inside: str, text: str, where: str) -> Iterator[str]:
     """Yield the numbers that a bracket stands for, with their leading zeros.
 
     Args:
@@ -88,7 +88,7 @@ def folded(names: Iterable[str]) -> str:
     in brackets are sorted; brackets are in the order of their first hosts.
     """
     items = []
-    for group in _grouped(names):
+    for group in _group_hosts(names):
         numbers = ",".join(group.ranges)
         if group.hosts > 1:
             numbers = f"[{numbers}]"
@@ -97,12 +97,12 @@ def folded(names: Iterable[str]) -> str:
 
 
 def runs(names: Iterable[str]) -> list[str]:
-    """Return the hosts as texts of at most one range each: "a[0-2]", "a5", "b1".
+    """Return the hosts as host lists of at most one range each: "a[0-2]", "a5", "b1".
 
     The order is the same as in `folded()`.
     """
     texts = []
-    for group in _grouped(names):
+    for group in _group_hosts(names):
         for numbers in group.ranges:
             if "-" in numbers:
                 numbers = f"[{numbers}]"
@@ -119,7 +119,7 @@ class _HostGroup(NamedTuple):
     hosts: int
 
 
-def _grouped(names: Iterable[str]) -> Iterator[_HostGroup]:
+def _group_hosts(names: Iterable[str]) -> Iterator[_HostGroup]:
     """Yield groups of hosts whose names differ only in their last number, with as many digits."""
     # (text before the number, text after it, digits of the number) -> numbers
     groups: dict[tuple[str, str, int], list[int]] = {}
@@ -128,18 +128,18 @@ def _grouped(names: Iterable[str]) -> Iterator[_HostGroup]:
         prefix, digits, suffix = match.groups() if match else (name, "", "")
         groups.setdefault((prefix, suffix, len(digits)), []).append(int(digits or 0))
     for (prefix, suffix, width), numbers in groups.items():
-        ranges = _ranges(numbers, width) if width else [""]
+        ranges = _fold_numbers(numbers, width) if width else [""]
         yield _HostGroup(prefix, suffix, ranges, hosts=len(numbers))
 
 
-def _ranges(numbers: Iterable[int], width: int) -> list[str]:
+def _fold_numbers(numbers: Iterable[int], width: int) -> list[str]:
     """Return numbers as texts, with a range for numbers in a row: "00-02", "05".
 
     Args:
         numbers: Different numbers in any order.
         width: Digits of each number, filled up with zeros.
     """
-    rows: list[list[int]] = []
+    rows: list[list[int]] = []  # numbers that follow each other
     for number in sorted(numbers):
         if rows and number == rows[-1][-1] + 1:
             rows[-1].append(number)

@@ -69,10 +69,11 @@ def read_nodes(path: str) -> list[FoundNode]:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise HolmesError(f"{path}: not valid JSON: {str(error)[:100]}; {_ADVICE}") from None
+    # kubectl prints a list for several nodes, and the node itself for a single one.
     items = document.get("items", [document]) if isinstance(document, dict) else None
     if not isinstance(items, list) or not all(_is_node(item) for item in items):
         raise HolmesError(f"{path}: not Kubernetes nodes; {_ADVICE}")
-    nodes = [_node(item, path) for item in items]
+    nodes = [_parse_node(item, path) for item in items]
     with_gpus = [node for node in nodes if node is not None]
     if not with_gpus:
         raise HolmesError(
@@ -86,7 +87,7 @@ def _is_node(item: object) -> bool:
     return isinstance(item, dict) and item.get("kind") == "Node"
 
 
-def _node(item: Mapping[str, Any], path: str) -> FoundNode | None:
+def _parse_node(item: Mapping[str, Any], path: str) -> FoundNode | None:
     """Return the description of a Kubernetes node, None for a node without GPUs.
 
     Args:
@@ -96,15 +97,18 @@ def _node(item: Mapping[str, Any], path: str) -> FoundNode | None:
     Raises:
         HolmesError: the node has no name.
     """
-    metadata = _table(item, "metadata")
-    spec = _table(item, "spec")
-    status = _table(item, "status")
+    metadata = _object_at(item, "metadata")
+    spec = _object_at(item, "spec")
+    status = _object_at(item, "status")
     name = metadata.get("name")
     if not isinstance(name, str) or not name:
         raise HolmesError(f"{path}: a node has no name; {_ADVICE}")
-    labels = {str(label): str(value) for label, value in _table(metadata, "labels").items()}
-    resources = {**_table(status, "capacity"), **_table(status, "allocatable")}
-    gpu_counts = [_count(resources.get(_GPU_RESOURCE)), _count(labels.get("nvidia.com/gpu.count"))]
+    labels = {str(label): str(value) for label, value in _object_at(metadata, "labels").items()}
+    resources = {**_object_at(status, "capacity"), **_object_at(status, "allocatable")}
+    gpu_counts = [
+        _parse_count(resources.get(_GPU_RESOURCE)),
+        _parse_count(labels.get("nvidia.com/gpu.count")),
+    ]
     if not any(gpu_counts):
         return None
     product = labels.get("nvidia.com/gpu.product") or labels.get("gpu.nvidia.com/model") or ""
@@ -112,22 +116,22 @@ def _node(item: Mapping[str, Any], path: str) -> FoundNode | None:
         name,
         # With time slicing, the resource counts each GPU several times.
         processes=min(filter(None, gpu_counts)),
-        kind=_kind(labels, resources),
+        kind=_kind_of_fast_nics(labels, resources),
         gpu=gpu_name(product),
         fabric=next((labels[label] for label in FABRICS if labels.get(label)), ""),
         rate_bps=_rate_bps(labels),
         group=tuple(labels[label] for label in _GROUPS if label in labels),
-        why_not=_why_not(spec, status),
+        why_not=_reason_unusable(spec, status),
     )
 
 
-def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _object_at(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return the JSON object of a key, {} if the key is missing or holds another value."""
     value = values.get(key)
     return value if isinstance(value, dict) else {}
 
 
-def _count(value: object) -> int:
+def _parse_count(value: object) -> int:
     """Return a count that labels hold as text, 0 if the value is not a count."""
     return int(str(value)) if str(value).isdecimal() else 0
 
@@ -141,8 +145,10 @@ def _rate_bps(labels: Mapping[str, str]) -> int:
     return 0
 
 
-def _kind(labels: Mapping[str, str], resources: Mapping[str, Any]) -> str:
+def _kind_of_fast_nics(labels: Mapping[str, str], resources: Mapping[str, Any]) -> str:
     """Return the kind of a node's fast NICs, "" if neither labels nor resources name it.
+
+    A label that states the kind counts alone. Otherwise, names of RDMA resources and labels count.
 
     Args:
         labels: Label -> value.
@@ -151,14 +157,17 @@ def _kind(labels: Mapping[str, str], resources: Mapping[str, Any]) -> str:
     words = [labels[label] for label in _FLAVORS if label in labels]
     if not words:
         prefixes = ("rdma/", "nvidia.com/", "openshift.io/")
+        # Resources that device plugins announce, such as "rdma/ib" or "nvidia.com/roce".
         words += [
-            name for name, count in resources.items() if name.startswith(prefixes) and _count(count)
+            name
+            for name, count in resources.items()
+            if name.startswith(prefixes) and _parse_count(count)
         ]
         words += [label for label in labels if label.startswith("ib.coreweave.cloud/")]
     return kind_of(words)
 
 
-def _why_not(spec: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+def _reason_unusable(spec: Mapping[str, Any], status: Mapping[str, Any]) -> str:
     """Return the reason why no job can use a node now, "" if one can.
 
     Args:

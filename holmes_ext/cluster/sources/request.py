@@ -41,7 +41,8 @@ def sbatch_lines(parts: Sequence[ChosenNodes], features: Features | None = None)
     """
     processes = parts[0].processes
     node_count = sum(len(part.nodes) for part in parts)
-    part_features = [_feature(part, features) for part in parts] if features else []
+    # For each cluster a feature that only its nodes have, "" without one.
+    part_features = [_feature_of_cluster(part, features) for part in parts] if features else []
     if not part_features or not all(part_features):
         nodes = f"--nodelist={folded(node for part in parts for node in part.nodes)}"
     elif len(parts) == 1:
@@ -72,8 +73,13 @@ def hetjob_lines(parts: Sequence[ChosenNodes], features: Features | None = None)
     return lines
 
 
-def _feature(part: ChosenNodes, features: Features | None) -> str:
-    """Return a feature that all nodes of a cluster have and no other node, "" without one."""
+def _feature_of_cluster(part: ChosenNodes, features: Features | None) -> str:
+    """Return a feature that all nodes of a cluster have and no other node, "" without one.
+
+    Args:
+        part: The chosen nodes of the cluster, and all its nodes.
+        features: Node -> its features in Slurm.
+    """
     features = features or {}
     members = set(part.all_nodes)
     for name in features.get(part.nodes[0], ()):

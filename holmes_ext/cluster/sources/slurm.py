@@ -102,6 +102,7 @@ def run_command(*argv: str) -> str:
         raise HolmesError(
             f"Slurm's munge does not answer on this machine ({about_munge[-1]:.160}); {_MUNGE_ADVICE}"
         )
+    # The message has room for one line of the output: the last one.
     reason = lines[-1] if lines else f"status {process.returncode}"
     raise HolmesError(f"`{command}` failed: {reason:.200}")
 
@@ -161,17 +162,17 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
     Raises:
         HolmesError: a partition has no node.
     """
-    records = _records(text)
+    records = _parse_records(text)
     _check_partitions(records, partitions)
     fabric_of = topology.fabric_of
     nodes = []
     for record in records:
         name = record["NodeName"]
-        node_partitions = _words(record.get("Partitions"))
+        node_partitions = _split_words(record.get("Partitions"))
         if partitions and not set(partitions).intersection(node_partitions):
             continue
-        features = _features(record)
-        gpus = _gpus(record.get("Gres", ""))
+        features = _features_of(record)
+        gpus = _parse_gpus(record.get("Gres", ""))
         gpu = gpus.model
         if gpus.number and not gpu:
             gpu = _gpu_in_features(features)
@@ -183,7 +184,7 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
                 gpu=gpu_name(gpu),
                 fabric=fabric_of.get(name, ""),
                 group=(*node_partitions, *features),
-                why_not=_why_not(record.get("State", "")),
+                why_not=_reason_unusable(record.get("State", "")),
             )
         )
     with_gpus = [node for node in nodes if node.processes]
@@ -197,7 +198,7 @@ def _check_partitions(records: Sequence[Mapping[str, str]], partitions: Sequence
         records: Fields of every node.
         partitions: Names of partitions.
     """
-    existing = {name for record in records for name in _words(record.get("Partitions"))}
+    existing = {name for record in records for name in _split_words(record.get("Partitions"))}
     for name in partitions:
         if name not in existing:
             raise HolmesError(
@@ -213,20 +214,24 @@ def idle_nodes() -> NodeStates:
         HolmesError: Slurm does not answer.
     """
     check_version()
-    records = _records(run_command("scontrol", "show", "node", "--oneliner"))
+    records = _parse_records(run_command("scontrol", "show", "node", "--oneliner"))
     return NodeStates(
-        idle=[record["NodeName"] for record in records if not _why_not(record.get("State", ""))],
-        features={record["NodeName"]: _features(record) for record in records},
+        idle=[
+            record["NodeName"]
+            for record in records
+            if not _reason_unusable(record.get("State", ""))
+        ],
+        features={record["NodeName"]: _features_of(record) for record in records},
     )
 
 
-def _records(text: str) -> list[dict[str, str]]:
+def _parse_records(text: str) -> list[dict[str, str]]:
     """Return the fields of every node in the output of `scontrol show node --oneliner`."""
-    records = [_fields(line) for line in text.splitlines()]
+    records = [_parse_fields(line) for line in text.splitlines()]
     return [record for record in records if "NodeName" in record]
 
 
-def _fields(line: str) -> dict[str, str]:
+def _parse_fields(line: str) -> dict[str, str]:
     """Return the fields of a line such as "NodeName=a0 Gres=gpu:8 OS=Linux 6.1 #1 SMP ...".
 
     A value may have spaces: it ends where the next KEY= begins.
@@ -236,16 +241,16 @@ def _fields(line: str) -> dict[str, str]:
     return {match[1]: line[match.end() : end].strip() for match, end in zip(matches, ends)}
 
 
-def _words(text: str | None) -> list[str]:
+def _split_words(text: str | None) -> list[str]:
     """Return the words of a comma-separated value, [] for Slurm's empty value "(null)"."""
     return [word for word in (text or "").split(",") if word and word != "(null)"]
 
 
-def _features(record: Mapping[str, str]) -> list[str]:
-    return _words(record.get("AvailableFeatures"))
+def _features_of(record: Mapping[str, str]) -> list[str]:
+    return _split_words(record.get("AvailableFeatures"))
 
 
-def _gpus(gres: str) -> _Gpus:
+def _parse_gpus(gres: str) -> _Gpus:
     """Return the first GPU model in the gres of a node, and the number of all its GPUs."""
     models: list[str] = []
     count = 0
@@ -265,7 +270,7 @@ def _gpu_in_features(features: Sequence[str]) -> str:
     return models.pop()
 
 
-def _why_not(state: str) -> str:
+def _reason_unusable(state: str) -> str:
     """Return the reason why a node cannot start a job, "" if it can.
 
     Args:

@@ -74,7 +74,7 @@ class Topology:
 
     def _check_switches(self) -> None:
         """Raise HolmesError if a switch is above itself, directly or over other switches."""
-        upper_switch: dict[str, str] = {}
+        upper_switch: dict[str, str] = {}  # switch -> the switch above it
         for unit in self.units:
             for switch in unit.switches:
                 upper_switch.setdefault(switch, unit.name)
@@ -120,12 +120,13 @@ def parse_topology(text: str, source: str) -> Topology:
         HolmesError: the text is wrong. The message names the line.
     """
     if source.endswith((".yaml", ".yml")):
-        return Topology(tuple(_units_of_yaml(text, source)), source)
+        return Topology(tuple(_parse_yaml_units(text, source)), source)
     units: dict[str, Unit] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         without_comment = line.partition("#")[0]
-        for keys in _records(without_comment):
-            unit = _unit(keys, f"{source}: line {number}")
+        for keys in _split_records(without_comment):
+            unit = _parse_unit(keys, f"{source}: line {number}")
+            # The same unit may be listed again, but only with the same nodes.
             if unit is not None and units.setdefault(unit.name, unit) != unit:
                 raise HolmesError(
                     f"{source}: line {number}: {unit.name!r} is given twice, with other nodes"
@@ -133,7 +134,7 @@ def parse_topology(text: str, source: str) -> Topology:
     return Topology(tuple(units.values()), source)
 
 
-def _records(line: str) -> Iterator[dict[str, str]]:
+def _split_records(line: str) -> Iterator[dict[str, str]]:
     """Yield the values of each switch or block on a line, by their keys in lower case.
 
     A switch or block begins with SwitchName= or BlockName=.
@@ -151,7 +152,7 @@ def _records(line: str) -> Iterator[dict[str, str]]:
         yield keys
 
 
-def _unit(keys: Mapping[str, str], where: str) -> Unit | None:
+def _parse_unit(keys: Mapping[str, str], where: str) -> Unit | None:
     """Return the switch or block that has the values, None for a line without one (BlockSizes=...).
 
     Args:
@@ -171,7 +172,7 @@ def _unit(keys: Mapping[str, str], where: str) -> Unit | None:
     return Unit(name, nodes, switches, block="blockname" in keys)
 
 
-def _units_of_yaml(text: str, source: str) -> Iterator[Unit]:
+def _parse_yaml_units(text: str, source: str) -> Iterator[Unit]:
     """Yield the switches and blocks of a topology.yaml.
 
     If the file has several topologies, the default one counts, or else the first.
@@ -185,13 +186,13 @@ def _units_of_yaml(text: str, source: str) -> Iterator[Unit]:
     """
     topology = _default_topology(text, source)
     where = f"{source}: topology {topology.get('topology')!r}"
-    for entry in _list(topology, "tree", "switches", where):
+    for entry in _entries_of(topology, "tree", "switches", where):
         switches = tuple(expand(str(entry.get("children") or ""), where))
         nodes: tuple[str, ...] = ()
         if not switches:
             nodes = tuple(expand(str(entry.get("nodes") or ""), where))
         yield Unit(str(entry.get("switch")), nodes, switches)
-    for entry in _list(topology, "block", "blocks", where):
+    for entry in _entries_of(topology, "block", "blocks", where):
         nodes = tuple(expand(str(entry.get("nodes") or ""), where))
         yield Unit(str(entry.get("block")), nodes, block=True)
 
@@ -227,7 +228,9 @@ def _default_topology(text: str, source: str) -> dict[str, Any]:
     return topologies[0]
 
 
-def _list(topology: Mapping[str, Any], kind: str, key: str, where: str) -> Sequence[dict[str, Any]]:
+def _entries_of(
+    topology: Mapping[str, Any], kind: str, key: str, where: str
+) -> Sequence[dict[str, Any]]:
     """Return the switches or blocks of a topology in YAML, () if it has none.
 
     Args:

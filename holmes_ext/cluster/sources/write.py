@@ -46,18 +46,18 @@ def new_file(clusters: Sequence[FoundCluster], ethernet_bps: int, source: str) -
         "version = 2",
         "",
         "[ethernet]",
-        f'rate = "{_rate(ethernet_bps)}"',
+        f'rate = "{_rate_text(ethernet_bps)}"',
         "",
     ]
-    return "\n".join([*lines, *map(_table, clusters)])
+    return "\n".join([*lines, *map(_cluster_table, clusters)])
 
 
-def _table(cluster: FoundCluster) -> str:
+def _cluster_table(cluster: FoundCluster) -> str:
     """Return a `[[cluster]]` of cluster.toml."""
     lines = ["[[cluster]]", f'name = "{cluster.name}"', f'kind = "{cluster.kind}"']
     if cluster.kind != "ethernet":
-        lines.append(f'rate = "{_rate(cluster.rate_bps)}"')
-    lines.append(f"nodes = [{_items(cluster.nodes)}]")
+        lines.append(f'rate = "{_rate_text(cluster.rate_bps)}"')
+    lines.append(f"nodes = [{_toml_items(cluster.nodes)}]")
     lines.append(f"processes = {cluster.processes}")
     if cluster.gpu:
         lines.append(f"gpu = {quoted(cluster.gpu)}")
@@ -66,12 +66,12 @@ def _table(cluster: FoundCluster) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _items(nodes: Sequence[str]) -> str:
+def _toml_items(nodes: Sequence[str]) -> str:
     """Return nodes as items of a TOML list: '"a[0-3]", "b1"'."""
     return ", ".join(quoted(text) for text in runs(nodes))
 
 
-def _rate(bits_per_second: int) -> str:
+def _rate_text(bits_per_second: int) -> str:
     """Return a rate as cluster.toml has it, with all significant digits."""
     return format_rate(bits_per_second, 12).replace(" ", "")
 
@@ -79,9 +79,9 @@ def _rate(bits_per_second: int) -> str:
 def split(spec: SiteSpec, clusters: Sequence[FoundCluster]) -> Additions:
     """Return the nodes that a cluster.toml does not have yet.
 
-    If the file has other nodes of a listed cluster, new nodes go to the file's cluster with most of
-    those. Otherwise they form a new cluster, whose name gets a number if the file has the name
-    already.
+    New nodes of a listed cluster are added to the cluster of the file that has most of its other
+    nodes. If the file has no node of the listed cluster, the new nodes form a new cluster. Its name
+    gets a number if the file already has a cluster of that name.
 
     Args:
         spec: Content of the file.
@@ -94,6 +94,7 @@ def split(spec: SiteSpec, clusters: Sequence[FoundCluster]) -> Additions:
         missing = tuple(node for node in cluster.nodes if node not in spec.owner)
         if not missing:
             continue
+        # The file's clusters of the nodes that it has already, one entry for each node.
         homes = [spec.owner[node].name for node in cluster.nodes if node in spec.owner]
         if homes:
             most_common = max(dict.fromkeys(homes), key=homes.count)
@@ -125,9 +126,9 @@ def merged(
     """
     before = parse_spec(text, source)
     for name, nodes in added.items():
-        text = _with_nodes(text, source, name, nodes)
+        text = _add_to_cluster(text, source, name, nodes)
     if clusters:
-        text = "\n".join([text.rstrip("\n"), "", *map(_table, clusters)])
+        text = "\n".join([text.rstrip("\n"), "", *map(_cluster_table, clusters)])
     after = parse_spec(text, source)
 
     # The text was edited without a TOML parser: check that it says what it should.
@@ -147,7 +148,7 @@ def merged(
     return text
 
 
-def _with_nodes(text: str, source: str, name: str, nodes: Sequence[str]) -> str:
+def _add_to_cluster(text: str, source: str, name: str, nodes: Sequence[str]) -> str:
     """Return a cluster.toml with nodes added at the end of a cluster's list of nodes.
 
     Args:
@@ -166,7 +167,7 @@ def _with_nodes(text: str, source: str, name: str, nodes: Sequence[str]) -> str:
             f"understood here; add {some_of(nodes)} there yourself"
         )
     comma = "" if text[end - 1] in ",[" else ","
-    return f"{text[:end]}{comma} {_items(nodes)}{text[end:]}"
+    return f"{text[:end]}{comma} {_toml_items(nodes)}{text[end:]}"
 
 
 def _end_of_list(text: str, name: str) -> int | None:
@@ -176,6 +177,7 @@ def _end_of_list(text: str, name: str) -> int | None:
         text: Content of a cluster.toml.
         name: Name of the cluster.
     """
+    # A table reaches from its header to the next header, or to the end of the file.
     has_name = re.compile(rf"""(?m)^\s*name\s*=\s*["']{re.escape(name)}["']""")
     headers = [match.start() for match in _HEADER.finditer(text)]
     for start, end in zip(headers, [*headers[1:], len(text)]):

@@ -100,6 +100,7 @@ def read_net_devices(tree: Tree) -> dict[str, NetDevice]:
             if tree.needed_number(f"{path}/type") in (ETHERNET, INFINIBAND):
                 devices[name] = _read_device(tree, name, real_path)
         except HolmesError:
+            # The device may have disappeared since its name was listed.
             if tree.is_dir(real_path):
                 raise
     return devices
@@ -131,13 +132,13 @@ def _read_device(tree: Tree, name: str, real_path: str) -> NetDevice:
         function = read_function(tree, path)
         bus_uevent = tree.uevent(f"{path}/device")
     else:
-        category = _category(tree, path, names, devtype, speed)
+        category = _category_without_device_link(tree, path, names, devtype, speed)
         function = Function(driver=category if category != "virtual" else "")
         bus_uevent = {}
-    state = _state(tree, path, flags, carrier)
+    state = _read_state(tree, path, flags, carrier)
     is_usb = bus_uevent.get("DEVTYPE") == "usb_interface" or "/usb" in real_path
     port_name = tree.text(f"{path}/phys_port_name") or ""
-    members = tree.devices(f"{path}/bonding/slaves", slaves.split())
+    members = tree.checked_names(f"{path}/bonding/slaves", slaves.split())
     return NetDevice(
         **vars(function),
         name=name,
@@ -161,7 +162,9 @@ def _lowers(names: Sequence[str]) -> list[str]:
     return [name.removeprefix("lower_") for name in names if name.startswith("lower_")]
 
 
-def _category(tree: Tree, path: str, names: Sequence[str], devtype: str, speed: int | None) -> str:
+def _category_without_device_link(
+    tree: Tree, path: str, names: Sequence[str], devtype: str, speed: int | None
+) -> str:
     """Return the category of a network device without a `device` link.
 
     Args:
@@ -200,7 +203,7 @@ class _State(NamedTuple):
     text: str  # in the kernel's words
 
 
-def _state(tree: Tree, path: str, flags: int, carrier: int | None) -> _State:
+def _read_state(tree: Tree, path: str, flags: int, carrier: int | None) -> _State:
     """Return the state of a network device.
 
     Args:
@@ -247,7 +250,12 @@ def _speed_bps(tree: Tree, path: str, speed: int | None) -> int:
 
 
 def _port_index(tree: Tree, path: str) -> int:
-    """Return the port of the HCA to which a network device belongs, from 0."""
+    """Return the port of the HCA to which a network device belongs, from 0.
+
+    Args:
+        tree: The /sys tree.
+        path: Path of the network device in the tree.
+    """
     index = tree.number(f"{path}/dev_port", "[0-9]{1,4}")
     if not index:  # before Linux 3.15, only dev_id differs between the ports of a device
         index = tree.number(f"{path}/dev_id", "0x[0-9a-f]{1,4}")
@@ -301,10 +309,11 @@ def read_function(tree: Tree, path: str) -> Function:
         HolmesError: a file is damaged.
     """
     device = f"{path}/device"
-    tree.resolve(device)
+    tree.resolve(device)  # raises if the link points to nothing
     numa_node = tree.number(f"{device}/numa_node", "-1|[0-9]{1,4}")
     driver = tree.uevent(device).get("DRIVER", "") or tree.link_name(f"{device}/driver", "DRIVER")
-    tree.devices(f"{device}/uevent", [driver] if driver else [])
+    if driver:
+        tree.checked_names(f"{device}/uevent", [driver])
     return Function(
         max_rate_bps=_pcie_bps(tree, device),
         numa=-1 if numa_node is None else numa_node,
@@ -315,7 +324,12 @@ def read_function(tree: Tree, path: str) -> Function:
 
 
 def _pcie_bps(tree: Tree, device: str) -> int:
-    """Return the rate of a device's PCIe link in bits/s, 0 if it is unknown."""
+    """Return the rate of a device's PCIe link in bits/s, 0 if it is unknown.
+
+    Args:
+        tree: The /sys tree.
+        device: Path of the PCI device in the tree.
+    """
     speed = tree.text(f"{device}/current_link_speed") or ""
     width = tree.text(f"{device}/current_link_width") or ""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9])?) GT/s(?: PCIe)?", speed)

@@ -63,7 +63,7 @@ def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> 
         else:
             addresses = captured_addresses(root)
     rdma_ports = _read_rdma_ports(tree, devices, addresses)
-    port_of_netdev: dict[str, Nic] = {}
+    port_of_netdev: dict[str, Nic] = {}  # network device -> its RoCE port
     for port in rdma_ports:
         if port.kind == "roce":
             for netdev in port.netdevs:
@@ -90,6 +90,7 @@ def _read_rdma_ports(
         addresses: Network device -> its addresses; None if unknown.
     """
     ports = [_with_addresses(port, addresses, devices) for port in read_rdma_ports(tree, devices)]
+    # PCI address -> HCA.
     hca_at: dict[str, str] = {port.pci: port.device for port in ports if port.pci}
     # `parent` is a PCI address until here.
     return [replace(port, parent=hca_at.get(port.parent, port.parent)) for port in ports]
@@ -141,6 +142,7 @@ def _with_addresses(port: Nic, addresses: Addresses | None, devices: dict[str, N
     port_addresses: list[str] = []
     for netdev in netdevs:
         port_addresses += address_of.get(netdev, ())
+    # Each RoCE v2 GID stands for an IP address.
     if not port_addresses and port.kind == "roce" and (addresses is None or not netdevs):
         port_addresses = _gid_addresses(port)
     return replace(
@@ -236,7 +238,7 @@ def select(
     _check_patterns(nics, "include", include)
     _check_patterns(nics, "exclude", exclude)
     if include:
-        included = [nic for pattern in include for nic in _included(nics, pattern)]
+        included = [nic for pattern in include for nic in _nics_selected_by(nics, pattern)]
         chosen = [replace(nic, skipped="") for nic in nics if nic in included]
     else:
         chosen = [nic for nic in nics if not nic.skipped]
@@ -275,8 +277,12 @@ def _is_excluded(nic: Nic, pattern: str) -> bool:
     return fnmatchcase(nic.rdma, pattern) or fnmatchcase(hca, pattern)
 
 
-def _included(nics: Sequence[Nic], pattern: str) -> list[Nic]:
+def _nics_selected_by(nics: Sequence[Nic], pattern: str) -> list[Nic]:
     """Return the NICs that a pattern of `include` selects.
+
+    Args:
+        nics: All NICs of a node.
+        pattern: Name of a NIC, or a pattern with wildcards.
 
     Raises:
         HolmesError: the pattern has wildcards, and the default rules exclude all NICs that it

@@ -67,9 +67,9 @@ def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...
     nics = []
     for hca in tree.names("class/infiniband"):
         path = f"class/infiniband/{hca}"
-        tree.resolve(path)
+        tree.resolve(path)  # raises if the link points to nothing
         node_type = tree.text(f"{path}/node_type") or "1: CA"
-        is_channel_adapter = node_type.startswith("1:")
+        is_channel_adapter = node_type.startswith("1:")  # and not iWARP
         ports = tree.names(f"{path}/ports")
         for port in sorted(ports, key=_numeric_order):
             if not re.fullmatch("[0-9]{1,3}", port, re.ASCII) or int(port) > _LAST_PORT:
@@ -110,9 +110,9 @@ def _read_port(
     is_physical = "device" in tree.names(hca_path)  # soft-RoCE has no device
     function = read_function(tree, hca_path) if is_physical else Function()
     kind = _KINDS_BY_DRIVER.get(function.driver, kind)
-    state = _state(tree, path)
+    state = _read_state(tree, path)
     has_link = state.physical == "LinkUp" or state.logical == "ACTIVE"
-    gids = _gids(tree, path, kind)
+    gids = _read_gids(tree, path, kind)
     names = [gid.netdev for gid in gids]
     if is_physical:
         names = _netdevs_of_function(tree, f"{hca_path}/device", port, port_count, devices) + names
@@ -133,12 +133,12 @@ def _read_port(
         state="up" if state.logical == "ACTIVE" else "down",
         state_text=state.text,
         # A port without a link still has a number in /sys, that of its slowest lane.
-        rate_bps=_rate_bps(tree, f"{path}/rate") if has_link else 0,
+        rate_bps=_read_rate_bps(tree, f"{path}/rate") if has_link else 0,
         mtu=devices[netdevs[0]].mtu if netdevs else 0,
         subnet_prefix=subnet_prefix,
         gids=gids,
-        lid=_lid(tree, f"{path}/lid", kind),
-        sm_lid=_lid(tree, f"{path}/sm_lid", kind),
+        lid=_read_lid(tree, f"{path}/lid", kind),
+        sm_lid=_read_lid(tree, f"{path}/sm_lid", kind),
         members=tuple(members),
     )
 
@@ -157,7 +157,7 @@ class _PortState(NamedTuple):
         return f"{self.logical}/{self.physical}"
 
 
-def _state(tree: Tree, path: str) -> _PortState:
+def _read_state(tree: Tree, path: str) -> _PortState:
     """Return the state of a port.
 
     Args:
@@ -180,8 +180,12 @@ def _state(tree: Tree, path: str) -> _PortState:
     return _PortState(logical=match[2], physical=physical_match[1])
 
 
-def _rate_bps(tree: Tree, path: str) -> int:
+def _read_rate_bps(tree: Tree, path: str) -> int:
     """Return the rate in a port's file `rate`, in bits/s.
+
+    Args:
+        tree: The /sys tree.
+        path: Path of the file in the tree.
 
     Raises:
         HolmesError: the file does not hold a rate.
@@ -193,14 +197,20 @@ def _rate_bps(tree: Tree, path: str) -> int:
     return round(float(match[1]) * 1e9)
 
 
-def _lid(tree: Tree, path: str, kind: str) -> int:
-    """Return the local identifier in a file, 0 if there is none or the port is not InfiniBand."""
+def _read_lid(tree: Tree, path: str, kind: str) -> int:
+    """Return the local identifier in a file, 0 if there is none or the port is not InfiniBand.
+
+    Args:
+        tree: The /sys tree.
+        path: Path of the file in the tree.
+        kind: Kind of the port's NIC.
+    """
     if not KINDS[kind].infiniband:
         return 0
     return tree.number(path, "0x[0-9a-f]{1,8}") or 0
 
 
-def _gids(tree: Tree, path: str, kind: str) -> tuple[Gid, ...]:
+def _read_gids(tree: Tree, path: str, kind: str) -> tuple[Gid, ...]:
     """Return the GID table of a port without its empty entries, sorted by index.
 
     Args:
@@ -252,6 +262,7 @@ def _netdevs_of_function(
     for name in tree.names(f"{device}/net"):
         if name not in devices or devices[name].representor:
             continue
+        # Several ports of one function share its folder; the device's number tells them apart.
         if port_count == 1 or devices[name].port_index == port - 1:
             netdevs.append(name)
     return netdevs

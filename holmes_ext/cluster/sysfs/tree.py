@@ -80,10 +80,14 @@ class Tree:
             return ()
         except (OSError, ValueError) as error:
             raise self.error(path, f"cannot be listed: {why(error)}") from None
-        return self.devices(path, names)
+        return self.checked_names(path, names)
 
-    def devices(self, path: str, names: Collection[str]) -> tuple[str, ...]:
-        """Return device names that were read from a path.
+    def checked_names(self, path: str, names: Collection[str]) -> tuple[str, ...]:
+        """Check names that were read from the tree, and return them.
+
+        Args:
+            path: File, folder or link that has the names, for the error message.
+            names: The names.
 
         Raises:
             HolmesError: a name is not a possible device name.
@@ -153,7 +157,7 @@ class Tree:
         text = self.text(path)
         if not text:
             return ""
-        (name,) = self.devices(path, [text])
+        (name,) = self.checked_names(path, [text])
         return name
 
     def number(self, path: str, pattern: str = r"-?[0-9]{1,18}") -> int | None:
@@ -221,10 +225,14 @@ class Tree:
             if getattr(error, "errno", None) != errno.EINVAL:  # EINVAL: exists, but is no link
                 raise self.error(path, f"cannot be read: {why(error)}") from None
             name = self._name_in_uevent(path, key)
-        return self.devices(path, [name])[0]
+        return self.checked_names(path, [name])[0]
 
     def _name_in_uevent(self, path: str, key: str) -> str:
         """Return the value of a key in the uevent of a folder.
+
+        Args:
+            path: The folder.
+            key: The key, such as INTERFACE.
 
         Raises:
             HolmesError: the path is not a folder, or its uevent does not have the key.

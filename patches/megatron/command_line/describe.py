@@ -207,6 +207,11 @@ def _lines_about_flags(reason_of_flag: Mapping[str, str]) -> tuple[str, ...]:
 def _overlapping_stages(settings: Mapping[str, Any], is_deepspeed: bool, pipeline_size: int) -> str:
     """Return which pipeline stages overlap their gradient reduction without holmes.
 
+    Args:
+        settings: Name of a setting -> value.
+        is_deepspeed: Whether the framework is Megatron-DeepSpeed.
+        pipeline_size: Number of pipeline stages.
+
     Returns:
         "off" for no stage, "first" for the first stage only, "on" for all stages.
     """

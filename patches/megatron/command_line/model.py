@@ -86,9 +86,8 @@ def model_of(
         values |= _expert_fields(settings, is_deepspeed, assumed)
     values["vocabulary"] = _padded_vocabulary(settings, assumed)
     values["flash"] = _is_attention_fused(settings, is_deepspeed, assumed)
-    checkpoint_interval = settings.get(
-        "checkpoint_interval", 0
-    )  # layers; of DeepSpeed's pipeline engine
+    # Layers that DeepSpeed's pipeline engine recomputes together; 0: it recomputes none.
+    checkpoint_interval = settings.get("checkpoint_interval", 0)
     default_recompute = "full" if checkpoint_interval else "none"
     values["recompute"] = settings.get("recompute", default_recompute)
     return Model(**values, source="the command line")
@@ -168,6 +167,12 @@ def _byte_fields(
 
     Sources of the defaults: Megatron-LM's arguments.py keeps and sends gradients in 32 bits with --bf16, and
     in 16 bits with --fp16. DeepSpeed's engine.get_data_types uses the type of the model for both.
+
+    Args:
+        settings: Name of a setting -> value.
+        zero_stage: ZeRO stage, 0 to 3.
+        is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from
+            Megatron-LM's.
     """
     precision = settings.get("precision", "fp32")
     weight_bytes = 4 if precision == "fp32" else 2

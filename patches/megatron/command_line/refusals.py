@@ -27,7 +27,7 @@ def refusals(
         "--num-attention-heads", model.heads, tensor_flag, sizes.tensor, chunks=1, world=world
     )
     # Each tensor-parallel rank has some query groups, or several of these ranks share a group.
-    groups = model.groups
+    groups = model.groups  # key-value heads; 0: as many as heads
     if groups and groups % sizes.tensor and sizes.tensor % groups:
         yield from _line_if_indivisible(
             "--num-query-groups", groups, tensor_flag, sizes.tensor, chunks=1, world=world

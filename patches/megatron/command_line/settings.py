@@ -87,7 +87,12 @@ def read_settings(argv: Sequence[str]) -> Settings:
 
 
 def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
-    """Return the settings of a command line, completed and overruled by those of its ds_config file."""
+    """Return the settings of a command line, completed and overruled by those of its ds_config file.
+
+    Args:
+        from_flags: Settings that the flags give.
+        config: The ds_config file, which could be read.
+    """
     file_name = Path(config.path).name
     # Keys are read like flags that one word follows. "auto" leaves a setting to DeepSpeed.
     words_of_key = {key: [value] for key, value in _leaves(config.content) if value != "auto"}
@@ -95,7 +100,7 @@ def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
     not_read = dict(from_flags.not_read)
     unknown = list(from_flags.unknown)
     for key, (value,) in words_of_key.items():
-        entry = _entry_of_key(key)
+        entry = _entry_of_key(key)  # of the table of keys that change a step, but are not counted
         if entry:
             if not _has_no_effect(entry, str(value)):
                 not_read[f"{file_name}: {entry}"] = NOT_READ[entry]

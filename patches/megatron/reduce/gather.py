@@ -20,7 +20,7 @@ from typing import Any
 
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name
+from holmes_ext.patches.engine.wrap import Call, by_name
 from holmes_ext.patches.megatron.features import GATHER
 
 #: Fields of DistributedDataParallelConfig that are true for a model with weights of 8 bits.
@@ -84,7 +84,7 @@ def _bucket_groups(ddp: Any) -> Iterator[Any]:
 
 
 @by_name
-def _gather_after_step(call, instance):
+def _gather_after_step(call: Call, instance: Any) -> Any:
     """Start to gather the updated weights at the end of the distributed optimizer's step.
 
     This wrapper runs in place of DistributedOptimizer.step_with_ready_grads, which call() runs. With

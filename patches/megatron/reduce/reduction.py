@@ -29,7 +29,7 @@ from holmes_ext.patches.megatron.reduce import buckets as megatron_buckets
 from holmes_ext.patches.megatron.reduce import gather as megatron_gather
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, group_ranks
-from holmes_ext.runtime.session import tell
+from holmes_ext.runtime.session import Session, tell
 
 FLOAT32_BYTES = 4
 #: Elements of a bucket of the DistributedDataParallel whose constructor runs now; None: megatron-core's size.
@@ -39,7 +39,7 @@ _planned_bucket_size: ContextVar[int | None] = ContextVar("planned bucket size",
 checkpoints_allow_buckets = False
 
 
-def may_change_optimizer_buckets(current: session.Session) -> bool:
+def may_change_optimizer_buckets(current: Session) -> bool:
     """Return whether holmes may set another bucket size for the distributed optimizer.
 
     It may if no checkpoint of the job depends on the buckets, or if the user gave --holmes-overlap on.
@@ -47,7 +47,7 @@ def may_change_optimizer_buckets(current: session.Session) -> bool:
     return checkpoints_allow_buckets or current.options.overlap == "on"
 
 
-def warn_that_buckets_stay(current: session.Session, way_out: str = "") -> None:
+def warn_that_buckets_stay(current: Session, way_out: str = "") -> None:
     """Print once that holmes keeps the distributed optimizer's bucket size, and how the user can change that.
 
     Args:
@@ -64,7 +64,7 @@ def warn_that_buckets_stay(current: session.Session, way_out: str = "") -> None:
 
 @with_session
 @by_name
-def _reduce_as_planned(current, call, instance):
+def _reduce_as_planned(current: Session, call: Call, instance: Any) -> Any:
     """Construct a DistributedDataParallel that overlaps its gradient reductions, if holmes planned it so.
 
     This wrapper runs in place of DistributedDataParallel.__init__, which call() runs. megatron-core overlaps
@@ -219,15 +219,15 @@ def _distributed_layout(arguments: Mapping[str, Any], elements: int):
 
 @by_name
 def _bucket_as_planned(
-    call,
-    instance,
-    bucket_size,
-    ddp_config,
-    data_parallel_group,
-    params=None,
-    params_with_names=(),
-    param_layout=None,
-):
+    call: Call,
+    instance: Any,
+    bucket_size: Any,
+    ddp_config: Any,
+    data_parallel_group: Any,
+    params: Any = None,
+    params_with_names: Any = (),
+    param_layout: Any = None,
+) -> Any:
     """Construct a _ParamAndGradBuffer with the planned bucket size, on later pipeline stages too.
 
     This wrapper runs in place of _ParamAndGradBuffer.__init__, which call() runs and which cuts the gradients
@@ -255,12 +255,25 @@ def _bucket_as_planned(
 
 
 @by_name
-def _lay_out_unpadded(call, instance, params, bucket_size, data_parallel_world_size, ddp_config):
+def _lay_out_unpadded(
+    call: Call,
+    instance: Any,
+    params: Any,
+    bucket_size: Any,
+    data_parallel_world_size: Any,
+    ddp_config: Any,
+) -> Any:
     """Lay out the distributed optimizer's buckets with a bucket size that needs no padding.
 
     This wrapper runs in place of DistributedOptimizer._compute_per_buffer_param_layout, which call() runs and
     which pads buckets. In megatron-core 0.18 and 0.19, fully reshardable checkpoints are wrong if buckets are
     padded. Of the sizes without padding, the one nearest to the planned bucket size is used.
+
+    Args:
+        params: Parameters whose gradients are laid out.
+        bucket_size: megatron-core's size, which is replaced without being read.
+        data_parallel_world_size: Number of ranks that reduce the gradients.
+        ddp_config: DistributedDataParallelConfig.
     """
     # _construct() sets this global while DistributedDataParallel's constructor runs.
     elements = _planned_bucket_size.get()

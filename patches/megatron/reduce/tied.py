@@ -21,9 +21,10 @@ from __future__ import annotations
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import TIED
+from holmes_ext.runtime.session import Session
 
 PAIR_SIZE = 2  # ranks in the group of the two stages that share an embedding
 
@@ -31,16 +32,16 @@ PAIR_SIZE = 2  # ranks in the group of the two stages that share an embedding
 @with_session
 @by_name
 def _all_reduce(
-    current,
-    call,
-    instance,
-    model,
-    embd_group,
-    pp_group,
-    weight_getter,
-    skip_if_none=True,
-    config=None,
-):
+    current: Session,
+    call: Call,
+    instance: Any,
+    model: Any,
+    embd_group: Any,
+    pp_group: Any,
+    weight_getter: Any,
+    skip_if_none: Any = True,
+    config: Any = None,
+) -> Any:
     """Sum the gradient of the shared word embedding over all data-parallel ranks of both pipeline stages.
 
     This wrapper runs in place of megatron-core's _allreduce_embedding_grad, which call() runs. In that
@@ -81,7 +82,7 @@ def _all_reduce(
     if shard is None:
         # Without the distributed optimizer, every rank of a stage adds the same average. The sum counts it
         # once for each rank, and is divided by their number.
-        divisor = tied_sum.twins  # number of data-parallel ranks of one stage
+        divisor = tied_sum.twins  # the number of data-parallel ranks of one stage
     else:
         # With it, one rank of a stage has the average of an element, and the others add zero. The sum counts
         # the average once, and is not divided.

@@ -41,7 +41,7 @@ def used(monkeypatch):
     monkeypatch.setattr(
         p2p, "registry", lambda: SimpleNamespace(is_on=lambda name: now.stage_links)
     )
-    monkeypatch.setattr(p2p, "_interleaved", lambda: now.ring)
+    monkeypatch.setattr(p2p, "_is_schedule_interleaved", lambda: now.ring)
     monkeypatch.setattr(
         mailbox, "pair_group", lambda members, purpose, pipeline: Group(members, now.rank, purpose)
     )
@@ -84,7 +84,7 @@ def used(monkeypatch):
 
         place, last = ranks.index(rank), len(ranks) - 1
         before, after = (place > 0 or ring), (place < last or ring)
-        p2p._batched(
+        p2p._start_batch_with_each_neighbour(
             framework,
             None,
             (),
