@@ -164,7 +164,10 @@ def _networks_with_prices(
         if not summed.hierarchical:
             if sums.flat.load.fabric is not None:
                 yield sums.flat.load.fabric.name, _ring_price(sums, summed.reduction, summed.size)
-        elif sums.hierarchical is not None and summed.reduction.across in (None, sums.hierarchical.route):
+        elif sums.hierarchical is not None and summed.reduction.across in (
+            None,
+            sums.hierarchical.route,
+        ):
             hierarchical = replace(sums.hierarchical, chunk_bytes=summed.reduction.chunk_bytes)
             assert hierarchical.reduce_across.fabric is not None
             yield hierarchical.reduce_across.fabric.name, hierarchical.across
