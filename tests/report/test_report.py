@@ -370,7 +370,7 @@ def test_plans_that_changed_are_listed_with_their_steps(tmp_path, capsys):
 
 
 def test_a_long_run_is_drawn_with_fewer_points(tmp_path, monkeypatch):
-    monkeypatch.setattr(over_time, "POINTS", 4)
+    monkeypatch.setattr(over_time, "MAX_POINTS", 4)
     write(tmp_path, steps=14)
     axis = over_time.over_time_figure(load(tmp_path), ()).axes[0]
     assert list(axis.lines[0].get_xdata()) == [2, 5, 8, 11]

@@ -412,7 +412,9 @@ def test_ctrl_c_prints_the_best_so_far():
     code += (
         "def once(self, *given):\n    real(self, *given)\n    os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    code += "Sketch._add_candidates = once\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += (
+        "Sketch._add_candidates = once\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    )
     code += f"from holmes_ext.cli.main import main\nsys.exit(main({SEARCH!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code],
