@@ -46,6 +46,11 @@ class _InterleavedBound:
     """Moments of one step that nothing in the simulation precedes, in seconds from its start."""
 
     def __init__(self, bounds: StageBounds):
+        """Compute the moments.
+
+        Args:
+            bounds: Lower bounds on the work of every stage of a placement.
+        """
         self.bounds = bounds
         self.chunks = bounds.run.virtual
         self.micro_batches = bounds.micro_batches

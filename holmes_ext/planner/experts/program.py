@@ -159,6 +159,7 @@ class _Problem:
     """
 
     def __init__(self, counts: Counts, places: Places, balance: float):
+        """Read the counts and compute the limits; the arguments are those of solve()."""
         self.np, self.optimize, self.sparse = np, _, _ = _libraries()
         self.places = places
         #: Experts of each rank.

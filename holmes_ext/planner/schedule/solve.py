@@ -233,6 +233,12 @@ class _StageState:
     """Progress of one stage during list scheduling."""
 
     def __init__(self, room: int, activations: list[float]):
+        """Start without any pass.
+
+        Args:
+            room: Most micro-batches that the stage can hold.
+            activations: Moments at which the inputs arrive, as far as they are known.
+        """
         self.order: list[OnePass] = []
         self.room = room
         # Passes done of each kind.

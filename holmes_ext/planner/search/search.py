@@ -161,6 +161,7 @@ class _BranchAndBound:
     """State of the search after the first look."""
 
     def __init__(self, result: SearchResult, end: float, progress: Progress | None):
+        """Prepare the search; the arguments are those of proven()."""
         self.result = result
         self.progress = progress
         self.begin = time.monotonic()

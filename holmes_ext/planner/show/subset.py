@@ -213,8 +213,8 @@ def in_closed_form(
         shapes: Shapes to examine; () for all.
         seconds: Time limit.
     """
-    request = asked_for(network, job, batch, limits)
-    return search(request, seconds, rows=1, only=shapes, prove=False, simulate=False)
+    search_request = asked_for(network, job, batch, limits)
+    return search(search_request, seconds, rows=1, only=shapes, prove=False, simulate=False)
 
 
 def run(args: argparse.Namespace) -> int:

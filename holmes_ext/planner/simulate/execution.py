@@ -81,6 +81,7 @@ class Execution:
     cores: int = 0
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if a value is out of range, or two settings exclude each other."""
         if self.overlap not in OVERLAPS:
             raise HolmesError(f"overlap {self.overlap!r} is none of {', '.join(OVERLAPS)}")
         if self.replicas not in ("", "clusters"):
