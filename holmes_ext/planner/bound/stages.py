@@ -447,7 +447,8 @@ class StageBounds:
         pairs, two_levels = prices.tied_of(fold, fold.kind_at(self.slowest_position), alone=True)
         seconds = [pairs.seconds(tied_bytes)]
         if two_levels is not None:
-            # With a WAN the reduction may take another route, which is faster by the factor OTHER_ROUTE_SHARE at most.
+            # With a WAN the reduction may take another route, which is faster by the factor
+            # OTHER_ROUTE_SHARE at most.
             route_factor = OTHER_ROUTE_SHARE if prices.network.wan else 1.0
             seconds.append(two_levels.seconds(tied_bytes) * route_factor)
         return min(seconds)

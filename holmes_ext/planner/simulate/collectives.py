@@ -406,7 +406,7 @@ class Collectives:
             Kind of pipeline -> its all-reduce, and the groups that take part.
         """
         result: dict[int, tuple[Hierarchical, GroupFamily]] = {}
-        # tied_weight_families(): groups of the ranks that hold the tied weight, on the first and the last stage
+        # Groups of the ranks that hold the tied weight, on the first and the last stage:
         for family in tied_weight_families(self.fold):
             link_bps = self._link_bps(family.kinds)
             two_levels = tied_hierarchical(
