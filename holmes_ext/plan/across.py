@@ -1,4 +1,4 @@
-"""Algorithms that add up the sums of whole clusters: which cluster sends how much to which, in which order.
+r"""Algorithms that add up the sums of whole clusters: which cluster sends how much to which, in which order.
 
     direct   every cluster sends each other cluster one part, and gets the sums back      two exchanges
     ring     parts go around the clusters twice, in an order                              2 (C - 1) rounds
@@ -9,7 +9,7 @@ use all links. In this example, a tree with root b does not use the slow link:
 
                  slow
            a ---------- c
-            \\__ b ____/
+            \__ b ____/
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Commands of the lab: `holmes lab` and `holmes demo`."""
