@@ -46,7 +46,7 @@ from harness import Row, Runs, chosen, finish, kept, parser, tell, write
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from stage_links import ENGINES, two
-from two_clusters import ratio_row
+from two_clusters import loss_row, ratio_row
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.samples import examples
@@ -215,14 +215,7 @@ def half_a_stage(
             ratio_row(name, "slow stage link, stays : free stage link", stays, ideal, target="")
             for stays in others
         ),
-        Row.median(
-            name,
-            "largest loss difference",
-            [difference],
-            unit="nats",
-            emulated=False,
-            target="<= 1e-6",
-        ),
+        loss_row(name, difference),
         *steps_of(name, series),
     ]
 

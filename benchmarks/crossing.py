@@ -28,7 +28,7 @@ from harness import Row, chosen, finish, kept, parser, tell, toml
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from stage_links import medians, predicted_step, prediction_rows
-from two_clusters import ratio_row, step_rows
+from two_clusters import loss_row, ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.options import Options
@@ -106,16 +106,7 @@ def slices(repetitions: int, steps: int) -> list[Row]:
     difference = max(
         max_loss_difference(series["whole, own schedule"], other) for other in series.values()
     )
-    rows.append(
-        Row.median(
-            "slices",
-            "largest loss difference",
-            [difference],
-            unit="nats",
-            emulated=False,
-            target="<= 1e-6",
-        )
-    )
+    rows.append(loss_row("slices", difference))
     h, tokens, sizes = 192, 32, Sizes(tensor=2, pipeline=2)
     model = Model(
         layers=4,
@@ -227,14 +218,7 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
             for name, seconds in exposed.items()
         ),
         ratio_row(case, "step, pairs : hierarchical", pairs, levels, target=""),
-        Row.median(
-            case,
-            "largest loss difference",
-            [max_loss_difference(pairs, levels)],
-            unit="nats",
-            emulated=False,
-            target="<= 1e-6",
-        ),
+        loss_row(case, max_loss_difference(pairs, levels)),
         *prediction_rows(case, medians(series), predicted),
         *step_rows(case, series),
     ]

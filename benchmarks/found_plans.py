@@ -198,12 +198,11 @@ def rows_of(name: str, case: Case) -> list[Row]:
     error = predicted / series.median - 1
     return [
         Row.median(name, "measured step", steps, unit="s", emulated=True),
-        Row.of(
+        Row.median(
             name,
             "predicted step",
-            predicted,
+            [predicted],
             unit="s",
-            spread=(predicted, predicted),
             emulated=True,
         ),
         Row.of(name, "error", error, unit="of the measured", spread=(error, error), emulated=True),

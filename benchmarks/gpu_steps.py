@@ -44,7 +44,7 @@ from harness import Row, chosen, find_checkout, finish, kept, parser, tell, why_
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference, tuned
 from prediction import CORES, TRAITS
-from two_clusters import ratio_row, step_rows
+from two_clusters import loss_row, ratio_row, step_rows
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
@@ -305,14 +305,7 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
     rows = [
         ratio_row(name, "holmes : stock", stock, ours, target=">= 1.6" if main else ">= 1.67"),
         ratio_row(name, "holmes : all-RDMA", bound, ours, target="" if main else ">= 0.97"),
-        Row.median(
-            name,
-            "largest loss difference",
-            [difference],
-            unit="nats",
-            emulated=False,
-            target="<= 1e-5",
-        ),
+        loss_row(name, difference, target="<= 1e-5"),
     ]
     if not main:
         rows += predictions(name, spec, by_variant)

@@ -224,12 +224,11 @@ def eight_as_two(rows: list[Row]) -> list[Row]:
         return []
     metric, value = f"{RATIO}, beside 2 jobs'", eight / two
     return [
-        Row.of(
+        Row.median(
             CASES["8 jobs"].name,
             metric,
-            value,
+            [value],
             unit="",
-            spread=(value, value),
             emulated=True,
             target=">= 0.97",
         )

@@ -331,12 +331,11 @@ def differences(rows: list[Row]) -> list[Row]:
         if row and base and seeds_row and (limit := seeds_row.spread[1] - seeds_row.spread[0]):
             value = row.value - base.value
             compared.append(
-                Row.of(
+                Row.median(
                     case,
                     f"{way} - {less}",
-                    value,
+                    [value],
                     unit="nats",
-                    spread=(value, value),
                     emulated=False,
                     target=f"{sign} {limit:.3f}",
                 )

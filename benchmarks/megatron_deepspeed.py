@@ -52,7 +52,7 @@ from harness import Row, chosen, find_checkout, finish, kept, parser, tell, why_
 from holmes_lab import Lab, interleave
 from holmes_lab.compare import Series, Variant, all_rdma, max_loss_difference
 from stage_links import predicted_step
-from two_clusters import ratio_row, step_rows
+from two_clusters import loss_row, ratio_row, step_rows
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.options import Options
@@ -379,14 +379,7 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
         Row.median(
             TIED_CASE, "seconds saved, predicted", [predicted_saving], unit="s", emulated=True
         ),
-        Row.median(
-            TIED_CASE,
-            "largest loss difference",
-            [difference],
-            unit="nats",
-            emulated=False,
-            target="<= 1e-5",
-        ),
+        loss_row(TIED_CASE, difference, target="<= 1e-5"),
         *step_rows(TIED_CASE, series),
     ]
 
@@ -490,14 +483,7 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
         ),
         ratio_row(LINK_CASE, "engine: slow link : free link", engine_slow, engine_free, target=""),
         ratio_row(LINK_CASE, "slow link, engine : holmes", engine_slow, holmes_slow, target=""),
-        Row.median(
-            LINK_CASE,
-            "largest loss difference",
-            [difference],
-            unit="nats",
-            emulated=False,
-            target="<= 0",
-        ),
+        loss_row(LINK_CASE, difference, target="<= 0"),
         *stage_links.prediction_rows(LINK_CASE, stage_links.medians(series), predicted),
         *step_rows(LINK_CASE, series),
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from harness import Row, chosen, finish, parser, tell
 from holmes_lab import interleave
 from holmes_lab.compare import Variant, all_rdma, compare, max_loss_difference
-from two_clusters import ratio_row, step_rows
+from two_clusters import loss_row, ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.samples import examples
@@ -101,23 +101,14 @@ def case(name: str, repetitions: int, steps: int) -> list[Row]:
         ratio_row(name, "holmes : stock", stock, holmes, target=ratio),
         ratio_row(name, "holmes : all-RDMA", all_fast, holmes, target=bound),
         ratio_row(name, "stock : all-RDMA", all_fast, stock, target=""),
-        Row.of(
+        Row.median(
             name,
             "A/A difference (noise)",
-            noise,
+            [noise],
             unit="of a step",
-            spread=(noise, noise),
             emulated=stock.emulated,
         ),
-        Row.of(
-            name,
-            "largest loss difference",
-            difference,
-            unit="nats",
-            spread=(difference, difference),
-            emulated=False,
-            target="<= 1e-6",
-        ),
+        loss_row(name, difference),
         *step_rows(name, series),
     ]
 

@@ -315,12 +315,11 @@ def rows_of(case: Case, cell: Cell, series: dict[str, Series], profile: Profile)
     if cell.again is not None:
         noise = abs(series[cell.again.name].median / by_method["uniform"].median - 1)
         rows.append(
-            Row.of(
+            Row.median(
                 cell.title,
                 "A/A difference (noise)",
-                noise,
+                [noise],
                 unit="of a step",
-                spread=(noise, noise),
                 emulated=True,
             )
         )
@@ -457,12 +456,11 @@ def _measured_rows(
             spread=(min(run), max(run)),
             emulated=series.emulated,
         ),
-        Row.of(
+        Row.median(
             title,
             f"loss difference {method}",
-            loss,
+            [loss],
             unit="nats",
-            spread=(loss, loss),
             emulated=False,
             target="<= 1e-6",
         ),
@@ -487,12 +485,11 @@ def error_rows(
         error = predicted / measured - 1
         target = "" if "alone" in what else "<= 0.05"
         rows += [
-            Row.of(
+            Row.median(
                 title,
                 f"predicted {method}{what}",
-                predicted,
+                [predicted],
                 unit="s",
-                spread=(predicted, predicted),
                 emulated=False,
             ),
             Row.of(
@@ -524,12 +521,11 @@ def _comparisons(title: str, case: Case, of: dict[str, Series]) -> list[Row]:
             else f">= {1 - NOISE}"
         )
         rows.append(
-            Row.of(
+            Row.median(
                 title,
                 f"{better} : {worse}",
-                ratio,
+                [ratio],
                 unit="x",
-                spread=(ratio, ratio),
                 emulated=True,
                 target=target,
             )

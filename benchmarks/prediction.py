@@ -37,7 +37,7 @@ from holmes_lab import interleave
 from holmes_lab.compare import Variant, all_rdma, compare, tuned
 from prediction_hosts import measure_hosts
 from prediction_paper import paper_rows
-from prediction_recorded import recorded_rows
+from prediction_recorded import recorded_rows, step_rows
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
@@ -494,47 +494,26 @@ def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
             ("step", of_step, "s"),
         ):
             rows.append(
-                Row.of(
+                Row.median(
                     "calibration",
                     f"{engine}: CPU time of a {name}",
-                    value,
+                    [value],
                     unit=unit,
-                    spread=(value, value),
                     emulated=True,
                 )
             )
     for case in cases:
         links, steps = measured.links(case.file), measured.steps[case.name]
         median, predicted = statistics.median(steps), predict(case, links, known[case.engine])
-        rows.append(
-            Row.of(
-                case.name,
-                "measured step",
-                median,
-                unit="s",
-                spread=(min(steps), max(steps)),
-                emulated=True,
-            )
-        )
-        rows.append(
-            Row.of(
-                case.name,
-                "predicted step",
-                predicted,
-                unit="s",
-                spread=(predicted, predicted),
-                emulated=True,
-            )
-        )
+        rows += step_rows(case.name, median, (min(steps), max(steps)), predicted)
         error = predicted / median - 1
         errors.append(abs(error))
         rows.append(
-            Row.of(
+            Row.median(
                 case.name,
                 "error",
-                error,
+                [error],
                 unit="of the measured",
-                spread=(error, error),
                 emulated=True,
             )
         )

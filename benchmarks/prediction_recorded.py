@@ -79,6 +79,23 @@ def _recorded() -> tuple[Recorded, ...]:
 RECORDED = _recorded()
 
 
+def step_rows(
+    case: str, measured_s: float, spread: tuple[float, float], predicted_s: float
+) -> list[Row]:
+    """Return the rows of a measured and a predicted step.
+
+    Args:
+        case: Name of the case in the results.
+        measured_s: Median of the measured steps, in seconds.
+        spread: Shortest and longest measured step, in seconds.
+        predicted_s: Predicted step, in seconds.
+    """
+    return [
+        Row.of(case, "measured step", measured_s, unit="s", spread=spread, emulated=True),
+        Row.median(case, "predicted step", [predicted_s], unit="s", emulated=True),
+    ]
+
+
 def recorded_rows(prediction: Any) -> list[Row]:
     """Return rows with the predicted and the recorded steps.
 
@@ -118,26 +135,7 @@ def recorded_rows(prediction: Any) -> list[Row]:
                 continue
             predicted = prediction.predict(case, Links(), overhead)
             errors.append(abs(predicted / row["value"] - 1))
-            rows.append(
-                Row.of(
-                    case.name,
-                    "measured step",
-                    row["value"],
-                    unit="s",
-                    spread=tuple(row["spread"]),
-                    emulated=True,
-                )
-            )
-            rows.append(
-                Row.of(
-                    case.name,
-                    "predicted step",
-                    predicted,
-                    unit="s",
-                    spread=(predicted, predicted),
-                    emulated=True,
-                )
-            )
+            rows += step_rows(case.name, row["value"], tuple(row["spread"]), predicted)
             rows.append(
                 Row.of(
                     case.name,

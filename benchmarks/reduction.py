@@ -138,12 +138,11 @@ def step(repetitions: int) -> list[Row]:
     rows.append(_row("step", "flat ring / hierarchical", ratios, "x", ">= 1.35"))
     worst = max(abs(a - b) for a, b in zip(*losses.values()))
     rows.append(
-        Row.of(
+        Row.median(
             "step",
             "largest difference of the losses",
-            worst,
+            [worst],
             unit="nats",
-            spread=(worst, worst),
             emulated=False,
             target="<= 1e-5",
         )
@@ -292,12 +291,11 @@ def gather(repetitions: int, case: str = "gather") -> list[Row]:
     rows.append(_ratio(case, series, "waited for", "waited for, again", ""))
     worst = max_loss_difference(series["waited for"], series["under the forward"])
     rows.append(
-        Row.of(
+        Row.median(
             case,
             "largest difference of the losses",
-            worst,
+            [worst],
             unit="nats",
-            spread=(worst, worst),
             emulated=False,
             target="<= 1e-6",
         )

@@ -124,12 +124,11 @@ def measure_sites() -> list[harness.Row]:
             print(f"site {seed}: gap {gaps[-1]:.2%}, {took[-1]:.1f} s", file=sys.stderr, flush=True)
     proven, middle = sum(gap < 1e-6 for gap in gaps), sorted(took)[len(took) // 2]
     return [
-        harness.Row.of(
+        harness.Row.median(
             SITES,
             "proven to be the best",
-            proven,
+            [proven],
             unit="sites",
-            spread=(proven, proven),
             emulated=False,
             target="",
         ),

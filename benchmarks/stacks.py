@@ -333,12 +333,11 @@ def breadth_first(args) -> list[Row]:
             for name, seconds in exposed.items()
         ),
         *(
-            Row.of(
+            Row.median(
                 case,
                 f"exposed reduction, {name}, simulated",
-                seconds,
+                [seconds],
                 unit="s",
-                spread=(seconds, seconds),
                 emulated=True,
             )
             for name, seconds in simulated_exposure(spec).items()

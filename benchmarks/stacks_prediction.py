@@ -254,12 +254,11 @@ def rows(case: str, predicted: dict[str, float], measured: dict[str, float]) -> 
     for name, seconds in predicted.items():
         error = seconds / measured[name] - 1
         table += [
-            Row.of(
+            Row.median(
                 case,
                 f"predicted step {name}",
-                seconds,
+                [seconds],
                 unit="s",
-                spread=(seconds, seconds),
                 emulated=True,
             ),
             Row.of(

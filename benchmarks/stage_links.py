@@ -45,7 +45,7 @@ from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from prediction import CORES, TRAITS, Measured, calibrate
 from prediction_links import STORE
-from two_clusters import ratio_row, step_rows
+from two_clusters import loss_row, ratio_row, step_rows
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
@@ -272,14 +272,7 @@ def _ratios(
         return [
             cost,
             Row.median(name, "A/A difference (noise)", [noise], unit="of a step", emulated=True),
-            Row.median(
-                name,
-                "largest loss difference",
-                [difference],
-                unit="nats",
-                emulated=False,
-                target="<= 1e-6",
-            ),
+            loss_row(name, difference),
         ]
     rows = [
         ratio_row(
@@ -324,14 +317,7 @@ def _ratios(
     )
     return [
         *rows,
-        Row.median(
-            name,
-            "largest loss difference",
-            [difference],
-            unit="nats",
-            emulated=False,
-            target="<= 1e-6",
-        ),
+        loss_row(name, difference),
     ]
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from harness import Row, chosen, finish, parser, tell
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
-from two_clusters import CASES, Case, run, script
+from two_clusters import CASES, Case, loss_row, run, script
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.samples import examples
@@ -114,16 +114,7 @@ def steps(repetitions: int, count: int) -> list[Row]:
             emulated=emulated,
         )
     )
-    rows.append(
-        Row.median(
-            "2+2",
-            "largest loss difference",
-            [difference],
-            unit="nats",
-            emulated=False,
-            target="<= 1e-6",
-        )
-    )
+    rows.append(loss_row("2+2", difference))
     return rows
 
 

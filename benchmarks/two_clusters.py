@@ -130,6 +130,19 @@ def ratio_row(case: str, name: str, top: Series, bottom: Series, target: str) ->
     )
 
 
+def loss_row(case: str, difference: float, target: str = "<= 1e-6") -> Row:
+    """Return the row of the largest difference between the losses of two variants, in nats.
+
+    Args:
+        case: Name of the case in the results.
+        difference: Largest difference of a step's loss.
+        target: A bound of the difference.
+    """
+    return Row.median(
+        case, "largest loss difference", [difference], unit="nats", emulated=False, target=target
+    )
+
+
 def step_rows(case: str, by_variant: dict[str, Series]) -> list[Row]:
     """Return rows with the step times, and the bytes that every NIC of every node sent for each step."""
     rows = [
