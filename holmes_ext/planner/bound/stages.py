@@ -403,11 +403,11 @@ class StageBounds:
         link_bps = prices.link_bps(family.kinds)
         if run.is_hierarchical(stage):
             mean_stage_bytes = prices.job.total_bytes / self.stage_count
-            two_levels = hierarchical(
+            hierarchical_reduction = hierarchical(
                 prices.network, family, mean_stage_bytes, run.direct, 0, run.compress, link_bps
             )
-            if two_levels is not None:
-                return two_levels, family
+            if hierarchical_reduction is not None:
+                return hierarchical_reduction, family
         return PricedReduction(prices.network.ring(family, 0, link_bps)), family
 
     def _fabric_inside_cluster(self, stage: int) -> str:
@@ -444,13 +444,15 @@ class StageBounds:
             return 0.0
         fold, _ = prices.fold(self.placement, 0, last_stage)
         # Two ways to reduce: between pairs of ranks, or hierarchically (None if impossible).
-        pairs, two_levels = prices.tied_of(fold, fold.kind_at(self.slowest_position), alone=True)
+        pairs, hierarchical_reduction = prices.tied_of(
+            fold, fold.kind_at(self.slowest_position), alone=True
+        )
         seconds = [pairs.seconds(tied_bytes)]
-        if two_levels is not None:
+        if hierarchical_reduction is not None:
             # With a WAN the reduction may take another route, which is faster by the factor
             # OTHER_ROUTE_SHARE at most.
             route_factor = OTHER_ROUTE_SHARE if prices.network.wan else 1.0
-            seconds.append(two_levels.seconds(tied_bytes) * route_factor)
+            seconds.append(hierarchical_reduction.seconds(tied_bytes) * route_factor)
         return min(seconds)
 
 

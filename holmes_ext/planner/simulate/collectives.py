@@ -211,14 +211,14 @@ class Collectives:
         parties = len(family.pipelines)  # actors that take part
         gradients = self.gradients(stage)
         ring = self._ring(family)
-        two_levels = None  # hierarchical all-reduce, if used
+        hierarchical_reduction = None  # hierarchical all-reduce, if used
         if run.is_hierarchical(stage):
             total_bytes = sum(gradient.size for gradient in gradients)
             link_bps = self._link_bps(family.kinds)
-            two_levels = hierarchical(
+            hierarchical_reduction = hierarchical(
                 self.network, family, total_bytes, run.direct, 0, run.compress, link_bps
             )
-        chunk_bytes = two_levels.chunk_bytes if two_levels else 0.0
+        chunk_bytes = hierarchical_reduction.chunk_bytes if hierarchical_reduction else 0.0
         all_buckets = self._buckets(family, gradients, chunk_bytes)
         for kind in family.pipelines:
             self.groups[kind, stage] = family
@@ -233,7 +233,11 @@ class Collectives:
             self._add_shards(family)
 
         scatters = run.zero > 0 and run.engine.scatters
-        reduction = two_levels if two_levels and not scatters else PricedReduction(ring)
+        reduction = (
+            hierarchical_reduction
+            if hierarchical_reduction and not scatters
+            else PricedReduction(ring)
+        )
         for number, buckets in enumerate(all_buckets):
             tag = ("reduce", stage, family.pipelines, number)
             if scatters:  # a reduce-scatter, with run.scatter of an all-reduce's traffic
@@ -370,18 +374,18 @@ class Collectives:
 
     def _add_tied(self) -> None:
         """Add the reduction of the tied embedding, in pairs or hierarchically, whichever is faster."""
-        two_levels_of = self._hierarchical_tied() if self.run.tied else {}
+        hierarchical_of = self._hierarchical_tied() if self.run.tied else {}
         for kind in range(len(self.fold.kinds)):
             pair = self._tied_pair(kind)
             tag: Tag = ("tied", 0, (kind,), 0)
             parties = 2  # first and last stage
             reduction: PricedReduction = pair
-            if kind in two_levels_of:
-                two_levels, family = two_levels_of[kind]
-                if two_levels.seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
+            if kind in hierarchical_of:
+                hierarchical_reduction, family = hierarchical_of[kind]
+                if hierarchical_reduction.seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
                     tag = ("tied", 0, family.pipelines, 0)
                     parties = 2 * len(family.pipelines)
-                    reduction = two_levels
+                    reduction = hierarchical_reduction
             if tag not in self.transfers:
                 self._add_reduction(reduction, tag, [self.tied_bytes], parties, MAX_CHUNKS)
                 # A reduction of one transfer (here for one byte in one chunk) needs no order.
@@ -409,13 +413,13 @@ class Collectives:
         # Groups of the ranks that hold the tied weight, on the first and the last stage:
         for family in tied_weight_families(self.fold):
             link_bps = self._link_bps(family.kinds)
-            two_levels = tied_hierarchical(
+            hierarchical_reduction = tied_hierarchical(
                 self.network, family, self.tied_bytes, self.run.direct, 0, link_bps
             )
             for kind in family.pipelines:
                 result.pop(kind, None)  # the last family with the kind counts
-                if two_levels:
-                    result[kind] = two_levels, family
+                if hierarchical_reduction:
+                    result[kind] = hierarchical_reduction, family
         return result
 
     # ------------------------------------------------------------------- single numbers
