@@ -52,7 +52,7 @@ sys.path.insert(0, str(ROOT / "docs"))  # where this is loaded as a module
 import tables  # noqa: E402
 from tables import table  # noqa: E402
 
-#: What optimality gaps say of the model.
+#: Error of the model, which every optimality gap names.
 MODEL_ERROR = ROOT / "holmes_ext" / "planner" / "search" / "model_error.json"
 _BLOCK = re.compile(
     r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL
