@@ -165,7 +165,7 @@ class Decisions:
             total_bytes: Bytes of all gradients of a rank.
         """
         fabrics = [
-            self.network.fabric(group.family.kinds) for group in sums if group.family.nodes > 1
+            self.network.fabric(group.family.node_types) for group in sums if group.family.nodes > 1
         ]
         suitable_bytes = INSIDE_BYTES  # if no group leaves its node
         if fabrics:
@@ -176,7 +176,7 @@ class Decisions:
             bucket_bytes=self.options.bucket_bytes or suitable_bytes,
             compress=self.options.compress_gradients,
         )
-        across = [group for group in sums if self.network.across(group.family.kinds)]
+        across = [group for group in sums if self.network.across(group.family.node_types)]
         return self._hierarchical_if_faster(flat, across)
 
     def _hierarchical_if_faster(self, flat: ReductionSpec, sums: Sequence[Sums]) -> ReductionSpec:
@@ -234,10 +234,12 @@ class Decisions:
             return None
         fold, _ = self.prices.fold(self.placement, 0, last)
         family_of_kind = {
-            kind: family for family in tied_weight_families(fold) for kind in family.pipelines
+            kind: family
+            for family in tied_weight_families(fold)
+            for kind in family.pipeline_classes
         }
         sums = []
-        for kind in range(len(fold.kinds)):
+        for kind in range(len(fold.pipeline_classes)):
             pairs, joint = self.prices.tied_of(fold, kind, alone=False)
             if kind not in family_of_kind or joint is None:
                 return None
@@ -474,13 +476,13 @@ def spanning_groups_of(prices: Prices, placement: Placement) -> tuple[SpanningGr
         return ()
     network = prices.network
     names = network.nodes(placement)
-    kinds = placement.kinds()
+    kinds = placement.node_types()
     result = []
     for kind in INSIDE:
         spanning: list[set[str]] = []  # of each group that spans: a node of each kind
         for ranks in groups(placement.sizes, kind):
             slots = sorted({rank // placement.processes for rank in ranks}, reverse=True)
-            # Kind of node -> its first node; slots are in descending order, so the first one comes last.
+            # Node type -> its first node; slots are in descending order, so the first one comes last.
             first_of = {kinds[slot]: names[slot] for slot in slots}
             if network.spans_networks(frozenset(first_of)):
                 spanning.append(set(first_of.values()))

@@ -2,15 +2,15 @@
 
     rank       0 1 | 2 3 | 4 5 | 6 7      rank r runs on slot r // processes
     slot        0     1     2     3       a position in the order of the nodes
-    slots      (a, 2), (b, 2)             the kinds of the nodes in the slots, as runs of equal kinds
-    stages     ((a, 4),), ((b, 4),)       pipeline 2: the kinds of the nodes of each stage, with ranks
+    slots      (a, 2), (b, 2)             the types of the nodes in the slots, as runs of equal kinds
+    stages     ((a, 4),), ((b, 4),)       pipeline 2: the types of the nodes of each stage, with ranks
 
 Nodes of one kind are equal for the network (Network.kinds): in the same cluster, on the same fabrics.
 
 Prices and simulations need not look at all ranks. A Fold finds equal ranks and counts them:
 
     pipeline   one rank of every stage. Pipelines of one kind have equal nodes, groups and stage links.
-    node       Nodes of one class hold ranks of the same kinds of pipelines, so their NICs are equally busy.
+    node       Nodes of one class hold ranks of the same pipeline classes, so their NICs are equally busy.
     family     equal groups of a stage
 
 A Fold looks at one unit of ranks in a run of equal nodes: the shortest piece that contains whole nodes and
@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeVar
 
 from holmes_ext.plan.sizes import AXES, KINDS, Sizes, expert_grid
 
-#: (kind of node, number of nodes or ranks)
+#: (node type, number of nodes or ranks)
 Run = tuple[int, int]
 #: Runs of a stage, in the order of its ranks.
 Content = tuple[Run, ...]
@@ -53,23 +53,23 @@ def joined(parts: Iterable[Run]) -> Content:
 
 @dataclass(frozen=True)
 class Placement:
-    """Order of the nodes of a job, as kinds of nodes."""
+    """Order of the nodes of a job, as node types."""
 
     sizes: Sizes  # parallel sizes, with the data size
     processes: int  # of each node
-    slots: Content  # kinds of the nodes, in the order of the ranks
+    node_runs: Content  # types of the nodes, in the order of the ranks
     #: Names of the nodes in the order of the ranks, if a user chose them. Otherwise the nodes of a kind stand
     #: in the launcher's order.
     names: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, sizes: Sizes, processes: int, kinds: Iterable[int]) -> Placement:
-        """Return the placement with these kinds of nodes, in the order of the ranks."""
+        """Return the placement with these node types, in the order of the ranks."""
         return cls(sizes, processes, runs(kinds))
 
     @classmethod
     def of_parts(cls, sizes: Sizes, processes: int, parts: Sequence[Sequence[int]]) -> Placement:
-        """Return the placement with these kinds of nodes in each component.
+        """Return the placement with these node types in each component.
 
         Args:
             sizes: Parallel sizes, with the data size.
@@ -94,7 +94,7 @@ class Placement:
     @cached_property
     def nodes(self) -> int:
         """Return the number of nodes."""
-        return sum(count for _, count in self.slots)
+        return sum(count for _, count in self.node_runs)
 
     @cached_property
     def stage_ranks(self) -> int:
@@ -106,9 +106,9 @@ class Placement:
         """Return the distance, in ranks, from a rank to the same position of the next stage."""
         return self.sizes.strides()["pp"]
 
-    def kinds(self) -> list[int]:
-        """Return the kind of the node in each slot."""
-        return [kind for kind, count in self.slots for _ in range(count)]
+    def node_types(self) -> list[int]:
+        """Return the type of the node in each slot."""
+        return [kind for kind, count in self.node_runs for _ in range(count)]
 
     def rank(self, position: int, stage: int) -> int:
         """Return the rank at a position (0, 1, ...) among the ranks of a stage."""
@@ -117,7 +117,7 @@ class Placement:
 
     @cached_property
     def stages(self) -> tuple[Content, ...]:
-        """Return the kinds of nodes of each stage, in order, with the number of ranks on each.
+        """Return the node types of each stage, in order, with the number of ranks on each.
 
         Ranks come in blocks of pipeline x stride ranks. In a block, each stage has `stride` ranks that follow
         each other.
@@ -125,7 +125,7 @@ class Placement:
         block_ranks = self.stride * self.sizes.pipeline
         parts: list[list[Run]] = [[] for _ in range(self.sizes.pipeline)]
         rank = 0
-        for kind, nodes in self.slots:
+        for kind, nodes in self.node_runs:
             end = rank + nodes * self.processes
             while rank < end:
                 stage, offset = divmod(rank % block_ranks, self.stride)
@@ -146,7 +146,7 @@ class Placement:
 
     @cached_property
     def borders(self) -> list[int]:
-        """Return the positions at which the kind of node changes in some stage, with 0 and the end."""
+        """Return the positions at which the node type changes in some stage, with 0 and the end."""
         contents = dict.fromkeys(self.stages)
         ends = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
         return [0, *sorted(ends)]
@@ -173,9 +173,9 @@ class Placement:
 
     @cached_property
     def parts(self) -> tuple[Content, ...]:
-        """Return the kinds of the nodes of each component."""
+        """Return the types of the nodes of each component."""
         if self.stages_per_component > 1:
-            kinds = self.kinds()
+            kinds = self.node_types()
             return tuple(runs(kinds[slot] for slot in slots) for slots in self.components)
         return tuple(
             tuple((kind, ranks // self.processes) for kind, ranks in content)
@@ -199,7 +199,7 @@ class GroupPart:
     """Nodes of one class in a group."""
 
     node: int  # class of the nodes
-    kind: int  # kind of the nodes
+    node_type: int  # cluster and fabrics of the nodes: an index of Network.node_types
     nodes: int  # number of such nodes in one group
     ranks_per_node: int  # ranks of a group on each of these nodes
     groups: int  # groups of the family on each node
@@ -214,13 +214,13 @@ class GroupFamily:
     ranks: int  # of each group
     count: int  # number of groups
     parts: tuple[GroupPart, ...]
-    pipelines: tuple[int, ...]  # kinds of pipelines whose ranks are in the groups
+    pipeline_classes: tuple[int, ...]  # classes of the pipelines whose ranks are in the groups
     ring: Content  # nodes on a ring of all ranks of a group
 
     @cached_property
-    def kinds(self) -> frozenset[int]:
-        """Return the kinds of nodes in a group; equal nodes are of one kind."""
-        return frozenset(part.kind for part in self.parts)
+    def node_types(self) -> frozenset[int]:
+        """Return the node types in a group; equal nodes are of one kind."""
+        return frozenset(part.node_type for part in self.parts)
 
     @cached_property
     def nodes(self) -> int:
@@ -234,7 +234,7 @@ class StageMessages:
 
     sender: int  # class of the sending nodes
     receiver: int  # class of the receiving nodes
-    kinds: tuple[int, int]  # kinds of the sending and the receiving nodes
+    node_types: tuple[int, int]  # types of the sending and the receiving nodes
     leaving: int  # messages that leave a sending node at once
     reaching: int  # messages that reach a receiving node at once
     count: int  # messages of all pipelines of this kind
@@ -243,11 +243,11 @@ class StageMessages:
     @property
     def turned(self) -> StageMessages:
         """Return the messages in the opposite direction."""
-        sender_kind, receiver_kind = self.kinds
+        sender_kind, receiver_kind = self.node_types
         return StageMessages(
             sender=self.receiver,
             receiver=self.sender,
-            kinds=(receiver_kind, sender_kind),
+            node_types=(receiver_kind, sender_kind),
             leaving=self.reaching,
             reaching=self.leaving,
             count=self.count,
@@ -264,16 +264,16 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
         placement: Nodes of the job.
         ranks: The group.
     """
-    kinds = placement.kinds()
+    kinds = placement.node_types()
     ranks_on = Counter(rank // placement.processes for rank in ranks)  # slot -> ranks on it
-    # (kind of node, ranks of the group on it) -> number of such nodes
+    # (node type, ranks of the group on it) -> number of such nodes
     nodes_like = Counter((kinds[slot], count) for slot, count in ranks_on.items())
     parts = []
     for node_class, ((kind, ranks_per_node), nodes) in enumerate(nodes_like.items()):
         groups = max(1, placement.processes // ranks_per_node)
         part = GroupPart(
             node=node_class,
-            kind=kind,
+            node_type=kind,
             nodes=nodes,
             ranks_per_node=ranks_per_node,
             groups=groups,
@@ -285,7 +285,7 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
         ranks=len(ranks),
         count=1,
         parts=tuple(parts),
-        pipelines=(),
+        pipeline_classes=(),
         ring=joined((kinds[slot], 1) for slot in ranks_on),
     )
 
@@ -307,7 +307,7 @@ class _Copies(NamedTuple):
 
 
 class Fold:
-    """Kinds of pipelines, classes of nodes and families of groups of a placement.
+    """Pipeline classes, classes of nodes and families of groups of a placement.
 
     A position is the index of a rank among the ranks of its stage. The pipeline at a position consists of the
     ranks at this position in all stages. The fold looks at some positions only, each with a weight: the
@@ -315,7 +315,7 @@ class Fold:
     """
 
     def __init__(self, placement: Placement):
-        """Choose the positions to look at, and number the kinds of pipelines and the classes of nodes."""
+        """Choose the positions to look at, and number the pipeline classes and the classes of nodes."""
         self.full_placement = placement  # that is folded
         #: Neighbours of a tensor-parallel group on a node, of which the fold looks at one.
         self.tensor_neighbours = _tensor_neighbours(placement)
@@ -323,7 +323,7 @@ class Fold:
         sizes = placement.sizes
         if self.tensor_neighbours > 1:
             sizes = replace(sizes, tensor=sizes.tensor // self.tensor_neighbours)
-        self.placement = Placement(sizes, processes, placement.slots)  # of the ranks looked at
+        self.placement = Placement(sizes, processes, placement.node_runs)  # of the ranks looked at
         self.stages = range(sizes.pipeline)
         self._strides = _strides(self.placement)
         self._unit = _repeating_ranks(self.placement, self._strides)
@@ -334,9 +334,9 @@ class Fold:
             )
             for position in self._weight
         }  # position -> slot of each stage
-        ends = list(accumulate(count for _, count in placement.slots))  # slot after each run
-        self._kind_of_slot = {
-            slot: placement.slots[bisect_right(ends, slot)][0]
+        ends = list(accumulate(count for _, count in placement.node_runs))  # slot after each run
+        self._node_type_of_slot = {
+            slot: placement.node_runs[bisect_right(ends, slot)][0]
             for slots in self._slots.values()
             for slot in slots
         }
@@ -344,22 +344,28 @@ class Fold:
         self._data_group = {
             position: position // tensor_stride % sizes.tensor for position in self._weight
         }
-        self.kind_of = self._kinds_of_pipelines()  # position -> kind of pipeline
-        self.count: Counter[int] = Counter()  # kind of pipeline -> number of pipelines
-        for position, kind in self.kind_of.items():
+        self.pipeline_class_of = self._classes_of_pipelines()  # position -> pipeline class
+        self.count: Counter[int] = Counter()  # pipeline class -> number of pipelines
+        for position, kind in self.pipeline_class_of.items():
             self.count[kind] += self._weight[position] * self.tensor_neighbours
         # In reverse, so that the first position of a kind is the one that stays in the mapping.
-        first_position = {kind: position for position, kind in reversed(self.kind_of.items())}
-        #: By kind of pipeline: the slots of one that stands for all.
-        self.kinds = [self._slots[first_position[kind]] for kind in sorted(first_position)]
-        #: Slot -> (kind of pipeline, stage) -> ranks.
+        first_position = {
+            kind: position for position, kind in reversed(self.pipeline_class_of.items())
+        }
+        #: By pipeline class: the slots of one that stands for all.
+        self.pipeline_classes = [
+            self._slots[first_position[kind]] for kind in sorted(first_position)
+        ]
+        #: Slot -> (pipeline class, stage) -> ranks.
         self._ranks_on: dict[int, Counter[tuple[int, int]]] = {}
         for position, slots in self._slots.items():
             for stage, slot in enumerate(slots):
-                self._ranks_on.setdefault(slot, Counter())[self.kind_of[position], stage] += 1
+                self._ranks_on.setdefault(slot, Counter())[
+                    self.pipeline_class_of[position], stage
+                ] += 1
         # Slots with equal contents form a class: nodes of one kind, with as many ranks of the same pipelines.
         contents = {
-            slot: (self._kind_of_slot[slot], frozenset(ranks.items()))
+            slot: (self._node_type_of_slot[slot], frozenset(ranks.items()))
             for slot, ranks in self._ranks_on.items()
         }
         self.node_of = numbered(contents)  # slot -> class of node
@@ -381,8 +387,8 @@ class Fold:
             for position in range(low, stop):
                 yield position, weight
 
-    def _kinds_of_pipelines(self) -> dict[int, int]:
-        """Return position -> kind of the pipeline that consists of the ranks at this position.
+    def _classes_of_pipelines(self) -> dict[int, int]:
+        """Return position -> class of the pipeline that consists of the ranks at this position.
 
         Pipelines of one kind have equal nodes, cross between nodes at the same stages, and have data-parallel
         groups with the same mixture of pipelines.
@@ -405,28 +411,28 @@ class Fold:
     def _look(self, slots: tuple[int, ...]) -> Hashable:
         """Return the kinds of a pipeline's nodes, and whether each stage's next stage is on its node."""
         following = (*slots[1:], slots[0])
-        kinds = tuple(self._kind_of_slot[slot] for slot in slots)
+        kinds = tuple(self._node_type_of_slot[slot] for slot in slots)
         return kinds, tuple(slot == other for slot, other in zip(slots, following))
 
-    def kind_at(self, position: int) -> int:
-        """Return the kind of the pipeline that consists of the ranks at a position of every stage."""
+    def pipeline_class_at(self, position: int) -> int:
+        """Return the class of the pipeline that consists of the ranks at a position of every stage."""
         folded_position = position // self.tensor_neighbours
         # The fold looks at the first unit of a run of equal nodes only.
-        if folded_position not in self.kind_of:
+        if folded_position not in self.pipeline_class_of:
             run_start = max(
                 border for border in self.placement.borders if border <= folded_position
             )
             folded_position = run_start + (folded_position - run_start) % self._unit
-        return self.kind_of[folded_position]
+        return self.pipeline_class_of[folded_position]
 
-    def kind_on(self, pipeline: int, stage: int) -> int:
-        """Return the kind of the node that holds a stage of a kind of pipeline."""
-        return self._kind_of_slot[self.kinds[pipeline][stage]]
+    def node_type_on(self, pipeline: int, stage: int) -> int:
+        """Return the type of the node that holds a stage of a pipeline class."""
+        return self._node_type_of_slot[self.pipeline_classes[pipeline][stage]]
 
     def ranks(self, pipeline: int, stage: int) -> tuple[int, ...]:
         """Return all ranks of a stage that belong to pipelines of a kind (those on equal nodes)."""
         ranks: list[int] = []
-        for first_position, kind in self.kind_of.items():
+        for first_position, kind in self.pipeline_class_of.items():
             if kind != pipeline:
                 continue
             stop = first_position + self._weight[first_position] * self._unit
@@ -436,23 +442,25 @@ class Fold:
         return tuple(sorted(ranks))
 
     def stage_link(self, pipeline: int, stage: int, other: int) -> StageMessages:
-        """Return the messages from `stage` to `other` in a kind of pipeline, if no other kind sends."""
+        """Return the messages from `stage` to `other` in a pipeline class, if no other kind sends."""
         return self._stage_link(pipeline, stage, other, concurrent={pipeline})
 
     def stage_links(
         self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]
     ) -> list[StageMessages]:
-        """Return the messages from `stage` to `other` of each kind of pipeline.
+        """Return the messages from `stage` to `other` of each pipeline class.
 
         Args:
             stage: Number of the sending stage.
             other: Number of the receiving stage.
-            fabric: Returns the fabric between two kinds of nodes. All kinds of pipelines whose messages use
+            fabric: Returns the fabric between two node types. All pipeline classes whose messages use
                 one fabric send at the same time, so their messages are counted together.
         """
-        pipelines = range(len(self.kinds))
+        pipelines = range(len(self.pipeline_classes))
         fabric_of = {
-            pipeline: fabric((self.kind_on(pipeline, stage), self.kind_on(pipeline, other)))
+            pipeline: fabric(
+                (self.node_type_on(pipeline, stage), self.node_type_on(pipeline, other))
+            )
             for pipeline in pipelines
         }
         pipelines_on: dict[Hashable, set[int]] = {}
@@ -469,13 +477,13 @@ class Fold:
         """Return the messages from a stage to another in pipelines of one kind.
 
         Args:
-            pipeline: Kind of pipeline.
+            pipeline: Pipeline class.
             stage: Number of the sending stage.
             other: Number of the receiving stage.
-            concurrent: Kinds of pipelines that send at the same time, `pipeline` included.
+            concurrent: Pipeline classes that send at the same time, `pipeline` included.
         """
-        source = self.kinds[pipeline][stage]
-        target = self.kinds[pipeline][other]
+        source = self.pipeline_classes[pipeline][stage]
+        target = self.pipeline_classes[pipeline][other]
         leaving_from = self._leaving(stage, other)
         leaving = sum(leaving_from[source, kind] for kind in concurrent)
         # As many messages reach the receiving node as leave it in the opposite direction.
@@ -484,7 +492,7 @@ class Fold:
         return StageMessages(
             sender=self.node_of[source],
             receiver=self.node_of[target],
-            kinds=(self._kind_of_slot[source], self._kind_of_slot[target]),
+            node_types=(self._node_type_of_slot[source], self._node_type_of_slot[target]),
             leaving=max(1, self.tensor_neighbours * leaving),
             reaching=max(1, self.tensor_neighbours * reaching),
             count=self.count[pipeline],
@@ -492,11 +500,11 @@ class Fold:
         )
 
     def _leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
-        """Return (slot, kind of pipeline) -> ranks of `stage` whose `other` stage is on another node."""
+        """Return (slot, pipeline class) -> ranks of `stage` whose `other` stage is on another node."""
         key = (stage, other)
         if key not in self._leaving_between:
             self._leaving_between[key] = Counter(
-                (slots[stage], self.kind_of[position])
+                (slots[stage], self.pipeline_class_of[position])
                 for position, slots in self._slots.items()
                 if slots[stage] != slots[other]
             )
@@ -546,8 +554,8 @@ class Fold:
         for group, members in members_of.items():
             ranks_on = Counter(slot_of[position] for position in members)
             nodes = Counter((self.node_of[slot], ranks) for slot, ranks in ranks_on.items())
-            pipelines = frozenset(self.kind_of[position] for position in members)
-            # (class of node, ranks on it) -> number of such nodes; kinds of pipelines
+            pipelines = frozenset(self.pipeline_class_of[position] for position in members)
+            # (class of node, ranks on it) -> number of such nodes; pipeline classes
             look = (frozenset(nodes.items()), pipelines)
             equal_groups.setdefault(look, []).append(group)
         for groups in equal_groups.values():
@@ -593,7 +601,7 @@ class Fold:
                 concurrent_groups = copies.groups * len(groups_on[slot]) * len(stages_on_node)
             part = GroupPart(
                 node=self.node_of[slot],
-                kind=self._kind_of_slot[slot],
+                node_type=self._node_type_of_slot[slot],
                 nodes=0,  # counted in nodes_of
                 ranks_per_node=copies.ranks * ranks,
                 groups=family_groups,
@@ -606,7 +614,9 @@ class Fold:
             ranks=sum(part.nodes * part.ranks_per_node for part in parts),
             count=copies.groups * count,
             parts=parts,
-            pipelines=tuple(sorted({self.kind_of[position] for position in members})),
+            pipeline_classes=tuple(
+                sorted({self.pipeline_class_of[position] for position in members})
+            ),
             ring=self._ring([slot_of[position] for position in members], nodes_like),
         )
 
@@ -617,14 +627,14 @@ class Fold:
         return _Copies(ranks=1, groups=self.tensor_neighbours)
 
     def _ring(self, slots: Sequence[int], nodes_like: Mapping[int, int]) -> Content:
-        """Return the kinds of nodes on a ring of ranks.
+        """Return the node types on a ring of ranks.
 
         Args:
             slots: Slot of each rank, in the order of the ring.
             nodes_like: Slot -> number of nodes that it stands for.
         """
         visited = [slot for slot, _ in groupby(slots)]  # neighbours on a node count once
-        return joined((self._kind_of_slot[slot], nodes_like[slot]) for slot in visited)
+        return joined((self._node_type_of_slot[slot], nodes_like[slot]) for slot in visited)
 
     def _groups(self, kind: str) -> dict[Hashable, list[int]]:
         """Return the positions of the members of every group of a kind, in order.

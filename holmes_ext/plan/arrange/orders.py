@@ -5,7 +5,7 @@
                               (AB)      AB AB AB AB    every cluster holds whole pipelines, gradients cross
     clusters A B C D          (AB)(CD)  AB AB CD CD    both
 
-An order divides the kinds of nodes into groups of equal numbers, which share stages, and puts the groups
+An order divides the node types into groups of equal numbers, which share stages, and puts the groups
 into a sequence. Kinds that are equal in nodes, GPUs, fabrics and links to other clusters are
 interchangeable, so only distinct orders are listed.
 """
@@ -23,7 +23,7 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.placement import Placement, joined
 from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
 
-#: Kinds of nodes that share stages, in the order of the stages.
+#: Node types that share stages, in the order of the stages.
 Groups = tuple[tuple[int, ...], ...]
 #: Largest number of distinct orders for one way to group the kinds, times the number of stages.
 MAX_ORDERS = 9600
@@ -34,20 +34,20 @@ MOST_CHAINED = 9
 
 
 class Orders:
-    """Distinct orders of the kinds of nodes of a site.
+    """Distinct orders of the node types of a site.
 
     Args:
         network: The site.
-        gpus: GPU of each kind of node.
+        gpus: GPU of each node type.
     """
 
     def __init__(self, network: Network, gpus: Sequence[Gpu]):
-        """Find the kinds of nodes that are interchangeable."""
+        """Find the node types that are interchangeable."""
         self.network = network
         self.gpus = tuple(gpus)
-        self.kinds = range(len(network.kinds))
+        self.node_types = range(len(network.node_types))
         self.nodes = [len(names) for names in network.names]  # by kind
-        fabrics_of = [fabrics for _, fabrics in network.kinds]
+        fabrics_of = [fabrics for _, fabrics in network.node_types]
         self._kinds_on = Counter(name for fabrics in fabrics_of for name in fabrics)  # by fabric
         # By kind: a value that is equal for kinds with equal fabrics, numbers of nodes and GPUs.
         self._looks = [
@@ -55,23 +55,23 @@ class Orders:
             for fabrics, nodes, gpu in zip(fabrics_of, self.nodes, self.gpus)
         ]
         #: By kind: the first kind that it is interchangeable with.
-        self.first_equal_kind = tuple(self._first_equal(kind) for kind in self.kinds)
+        self.first_equal_kind = tuple(self._first_equal(kind) for kind in self.node_types)
 
     def _fabric_look(self, name: str) -> Hashable:
-        """Return a value that is equal for interchangeable fabrics: those of a single kind of node."""
+        """Return a value that is equal for interchangeable fabrics: those of a single node type."""
         if self._kinds_on[name] > 1:
             return name
         fabric = self.network.line(self.network.site.fabric_by_name[name])
         return (fabric.kind, fabric.rate_bps, fabric.latency_s)
 
     def _first_equal(self, kind: int) -> int:
-        for first in self.kinds:
+        for first in self.node_types:
             if self._looks[first] == self._looks[kind] and self._have_equal_links(kind, first):
                 return first
         raise AssertionError("every kind is equal to itself")
 
     def _have_equal_links(self, first: int, second: int) -> bool:
-        """Return whether two kinds of nodes have equal links to all other clusters."""
+        """Return whether two node types have equal links to all other clusters."""
         wan = self.network.wan
         first_cluster = self.network.cluster(first)
         second_cluster = self.network.cluster(second)
@@ -104,7 +104,7 @@ class Orders:
             most = 1  # a single stage holds all clusters, in any order
         is_complete = True
         placements: list[Placement] = []
-        kinds = len(self.kinds)
+        kinds = len(self.node_types)
         for together in range(1, kinds + 1):  # number of kinds that share stages
             if kinds % together:
                 continue
@@ -137,7 +137,7 @@ class Orders:
         Args:
             together: Number of kinds that share stages.
         """
-        if not self.network.wan or len(self.kinds) < 3:
+        if not self.network.wan or len(self.node_types) < 3:
             return
 
         def cost(pair: tuple[int, int]) -> tuple[float, float]:
@@ -145,7 +145,7 @@ class Orders:
             source, target = map(self.network.cluster, pair)
             return self.network.wan.cost((source, target))
 
-        order = self.network.remember("chain", lambda: best_order(self.kinds, cost))
+        order = self.network.remember("chain", lambda: best_order(self.node_types, cost))
         groups = tuple(order[start : start + together] for start in range(0, len(order), together))
         yield groups
         yield groups[::-1]
@@ -201,7 +201,7 @@ class Orders:
 
         Args:
             sizes: Parallel sizes with the data size.
-            groups: Kinds of nodes that share stages, in the order of the stages.
+            groups: Node types that share stages, in the order of the stages.
 
         Returns:
             One placement, or [] if the kinds do not divide evenly among the stages.

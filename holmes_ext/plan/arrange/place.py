@@ -175,7 +175,7 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     unused: dict[int, list[str]] = {}  # class -> its nodes, reversed: pop() takes the first one
     for name, node_class in reversed(search.class_of.items()):
         unused.setdefault(node_class, []).append(name)
-    order = search.placement(search.best).kinds()
+    order = search.placement(search.best).node_types()
     return prices.network.placement([unused[node_class].pop() for node_class in order], sizes)
 
 
@@ -202,12 +202,12 @@ def fastest_first(network: Network) -> tuple[str, ...]:
 
 
 def classes_of(network: Network) -> dict[str, int]:
-    """Return node -> its class: the first kind of node that it is interchangeable with."""
+    """Return node -> its class: the first node type that it is interchangeable with."""
     first_kind: dict[object, int] = {}
     result = {}
-    for name, kind in network.kind_of.items():
+    for name, kind in network.node_type_of.items():
         cluster = network.cluster(kind) if network.wan else ""
-        look = (tuple(network.homes(kind)), cluster)  # equal for interchangeable kinds
+        look = (tuple(network.usable_fabrics(kind)), cluster)  # equal for interchangeable kinds
         result[name] = first_kind.setdefault(look, kind)
     return result
 
@@ -317,7 +317,7 @@ class _Search:
         new_orders = budget or max(4, RANK_BUDGET // self.ranks_per_order)
         known_orders = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
         component_nodes = len(self.components[0])
-        homes = {node_class: self.network.homes(node_class) for node_class in self.counts}
+        homes = {node_class: self.network.usable_fabrics(node_class) for node_class in self.counts}
         packed = pack(self.counts, homes, component_nodes)
         is_on_several = any(len(fabrics) > 1 for fabrics in homes.values())
         is_small = order_count(self.counts) <= new_orders
@@ -344,7 +344,7 @@ class _Search:
         for parts in mixtures:
             self.arrange(parts, min(known_orders, new_orders) // len(mixtures))
         _swap(
-            self.placement(self.best).kinds(),
+            self.placement(self.best).node_types(),
             lambda order: self.offer_swap(self.cut(order)),
             limit=new_orders,
         )

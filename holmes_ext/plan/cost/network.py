@@ -122,7 +122,7 @@ class Network:
         uneven: bool = False,
         on_best_fabrics: bool = False,
     ):
-        """Find the kinds of nodes of the site, and number them."""
+        """Find the node types of the site, and number them."""
         self.site = site
         self.links = links
         self.only = only
@@ -133,9 +133,11 @@ class Network:
         self.measured = links.site(site)  # with measured rates, by which fabrics are chosen
         self.wan: Wan = self.measured.wan
         kind_of_node = {node.name: (node.cluster, node.fabrics) for node in site.nodes}
-        self.kinds = tuple(dict.fromkeys(kind_of_node.values()))  # (cluster, its nodes' fabrics)
-        numbers = {kind: number for number, kind in enumerate(self.kinds)}
-        self.kind_of = {name: numbers[kind] for name, kind in kind_of_node.items()}  # by node
+        self.node_types = tuple(
+            dict.fromkeys(kind_of_node.values())
+        )  # (cluster, its nodes' fabrics)
+        numbers = {kind: number for number, kind in enumerate(self.node_types)}
+        self.node_type_of = {name: numbers[kind] for name, kind in kind_of_node.items()}  # by node
         self._known: dict[Hashable, Any] = {}  # results of `remember`
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -148,14 +150,14 @@ class Network:
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """Return the nodes of each kind, in the launcher's order."""
-        by_kind: list[list[str]] = [[] for _ in self.kinds]
-        for name, kind in self.kind_of.items():
+        by_kind: list[list[str]] = [[] for _ in self.node_types]
+        for name, kind in self.node_type_of.items():
             by_kind[kind].append(name)
         return tuple(map(tuple, by_kind))
 
     def cluster(self, kind: int) -> str:
-        """Return the cluster of a kind of nodes."""
-        return self.kinds[kind][0]
+        """Return the cluster of a node type."""
+        return self.node_types[kind][0]
 
     def clusters(self, content: Content) -> list[str]:
         """Return the clusters of a stage's nodes, each once, in the order of the nodes."""
@@ -163,7 +165,7 @@ class Network:
 
     def placement(self, names: Sequence[str], sizes: Sizes) -> Placement:
         """Return the placement of a job on these nodes, given in the order of the ranks."""
-        kinds = [self.kind_of[name] for name in names]
+        kinds = [self.node_type_of[name] for name in names]
         return replace(Placement.of(sizes, self.processes, kinds), names=tuple(names))
 
     def nodes(self, placement: Placement) -> tuple[str, ...]:
@@ -174,7 +176,7 @@ class Network:
         if placement.names:
             return placement.names
         unused = [iter(names) for names in self.names]
-        return tuple(next(unused[kind]) for kind in placement.kinds())
+        return tuple(next(unused[kind]) for kind in placement.node_types())
 
     def fabric(self, kinds: Iterable[int]) -> Fabric:
         """Return the fabric that a group of nodes of these kinds uses, as cluster.toml describes it.
@@ -249,7 +251,7 @@ class Network:
                 (simulation).
         """
         ranks = family.ranks
-        fabric = self.fabric(family.kinds)
+        fabric = self.fabric(family.node_types)
         pairs = Counter(
             self.neighbours(family.ring)
         )  # (from, to cluster) -> links of the ring between them
@@ -272,7 +274,7 @@ class Network:
             part=1 / ranks,
             ring=True,
             longer_s=2 * (sum(longer_s) - min(longer_s)),
-            across=self.across(family.kinds),
+            across=self.across(family.node_types),
             senders=family.count * family.nodes,
         )
 
@@ -288,7 +290,7 @@ class Network:
         """
         if family.nodes == 1:
             return Load(inside_bps=inside_bps)
-        fabric = self.fabric(family.kinds)
+        fabric = self.fabric(family.node_types)
         pairs = Counter(self.neighbours(family.ring))
         flows = {}
         for part in family.parts:
@@ -303,7 +305,7 @@ class Network:
             fabric=self.line(fabric),
             messages=messages,
             longer_s=messages * longer_s,
-            across=self.across(family.kinds),
+            across=self.across(family.node_types),
         )
 
     def message(
@@ -312,14 +314,14 @@ class Network:
         """Return the load of the messages from a pipeline stage to another.
 
         Args:
-            stage_link: Messages of one kind of pipeline.
+            stage_link: Messages of one pipeline class.
             inside_bps: Bits/s between the GPUs of a node.
             crossing: Number of pipelines that cross between clusters at once; 0: those of this kind.
         """
         if stage_link.local:
             return Load(inside_bps=inside_bps)
-        fabric = self.fabric(stage_link.kinds)
-        sender_kind, receiver_kind = stage_link.kinds
+        fabric = self.fabric(stage_link.node_types)
+        sender_kind, receiver_kind = stage_link.node_types
         pair = self.cluster(sender_kind), self.cluster(receiver_kind)
         crosses = pair[0] != pair[1]
         flows = {pair: crossing or stage_link.count} if crosses else {}
@@ -377,12 +379,12 @@ class Network:
             for node, count in flows.items()
         )
 
-    def homes(self, kind: int) -> list[str]:
-        """Return the fabrics that should hold the groups of a kind of nodes.
+    def usable_fabrics(self, kind: int) -> list[str]:
+        """Return the fabrics that should hold the groups of a node type.
 
         These are its fast fabrics, or Ethernet if it has none (with a WAN, that of its cluster only).
         """
-        cluster, fabrics = self.kinds[kind]
+        cluster, fabrics = self.node_types[kind]
         ethernet = self.site.fabric_by_name[ETHERNET]
         fast = [
             name
@@ -395,7 +397,7 @@ class Network:
         """Return whether nodes of these kinds share only Ethernet although some have a faster fabric."""
         if len(kinds) == 1 or self.fabric(kinds).name != ETHERNET:
             return False
-        return len({tuple(self.homes(kind)) for kind in kinds}) > 1
+        return len({tuple(self.usable_fabrics(kind)) for kind in kinds}) > 1
 
     def across(self, kinds: Iterable[int]) -> bool:
         """Return whether nodes of these kinds lie in more than one cluster."""

@@ -107,7 +107,7 @@ class StageSums:
             stages: Numbers of the stages.
 
         Returns:
-            The key, and a function that returns a Fold (kinds of pipelines, families of groups) of the
+            The key, and a function that returns a Fold (pipeline classes, families of groups) of the
             components, with the numbers of the stages in it.
         """
         count = placement.stages_per_component
@@ -188,7 +188,7 @@ class StageSums:
             across = [
                 sums
                 for sums in all_sums
-                if sums.hierarchical is not None or self.network.across(sums.family.kinds)
+                if sums.hierarchical is not None or self.network.across(sums.family.node_types)
             ]
             # The groups of a stage reduce at the same time, so they all use the same way.
             use_hierarchical = bool(across) and all(
@@ -253,7 +253,7 @@ class StageSums:
         """
         network = self.groups["data"]
         rules = self.rules
-        link_bps = self.link_bps(family.kinds)
+        link_bps = self.link_bps(family.node_types)
         joint = None
         # ZeRO 2 and 3 reduce-scatter the gradients of each micro-batch instead.
         if not self.stock and rules.zero < 2 and HIERARCHICAL in rules.reductions:
@@ -288,7 +288,7 @@ class StageSums:
             return sharded  # all shards are divided among the ranks of all clusters
         # Hybrid: every cluster has all shards, and the owners of one shard all-reduce its gradient.
         rings = [
-            self.network.ring(part, sums.crossing, self.link_bps(part.kinds)) for part in parts
+            self.network.ring(part, sums.crossing, self.link_bps(part.node_types)) for part in parts
         ]
         slowest = max(rings, key=lambda ring: (ring.price.byte_s, ring.price.latency_s))
         across = self.network.ring(owners(self.network, sums.family), sums.crossing)
@@ -445,7 +445,7 @@ class Prices(StageSums):
         network = self.groups[kind]
         slowest_s = 0.0
         for family in fold.families(stage, kind):
-            link_bps = self.link_bps(family.kinds)
+            link_bps = self.link_bps(family.node_types)
             if kind == "tensor":
                 load = network.ring(family, groups=family.count, inside_bps=link_bps)
             else:
@@ -479,15 +479,15 @@ class Prices(StageSums):
         share = 1.0 if self.stock else self.job.compressed_share(self.rules.compression)
 
         def prices() -> list[Price]:
-            """Return the price of a message of each kind of pipeline, which all send at the same time."""
+            """Return the price of a message of each pipeline class, which all send at the same time."""
             stage_links = self._messages(fold, sender, receiver)
             crossing: Counter[tuple[int, int]] = Counter()  # kinds of both nodes -> messages
             for stage_link in stage_links:
-                crossing[stage_link.kinds] += stage_link.count
+                crossing[stage_link.node_types] += stage_link.count
             result = []
             for stage_link in stage_links:
-                link_bps = self.link_bps(stage_link.kinds)
-                load = self.network.message(stage_link, link_bps, crossing[stage_link.kinds])
+                link_bps = self.link_bps(stage_link.node_types)
+                load = self.network.message(stage_link, link_bps, crossing[stage_link.node_types])
                 result.append(_sliced(load, link_bps, slices, share))
             return result
 
@@ -497,7 +497,7 @@ class Prices(StageSums):
         return max(self.network.remember(key, prices), key=lambda price: price.seconds(size))
 
     def _messages(self, fold: Fold, sender: int, receiver: int) -> list[StageMessages]:
-        """Return the messages between two stages, of each kind of pipeline."""
+        """Return the messages between two stages, of each pipeline class."""
         return fold.stage_links(sender, receiver, lambda kinds: self.network.fabric(kinds).name)
 
     def _transfer_s(self, stage_links: Sequence[Price]) -> tuple[Row, ...]:
@@ -540,7 +540,7 @@ class Prices(StageSums):
         """Return the fabrics that carry the messages between two stages; "" stands for inside a node."""
         sender, receiver = stages
         return {
-            "" if stage_link.local else self.network.fabric(stage_link.kinds).name
+            "" if stage_link.local else self.network.fabric(stage_link.node_types).name
             for stage_link in self._messages(fold, sender, receiver)
         }
 
@@ -603,10 +603,10 @@ class Prices(StageSums):
         return self._computed_once("tied", seconds, placement, 0, last)
 
     def tied(self, fold: Fold) -> list[PricedReduction]:
-        """Return the fastest reduction of a tied weight for each kind of pipeline."""
+        """Return the fastest reduction of a tied weight for each pipeline class."""
         size = self.job.tied_bytes
         result: list[PricedReduction] = []
-        for kind in range(len(fold.kinds)):
+        for kind in range(len(fold.pipeline_classes)):
             pairs, joint = self.tied_of(fold, kind, alone=False)
             if joint and joint.seconds(size) < pairs.seconds(size):
                 result.append(joint)
@@ -621,22 +621,22 @@ class Prices(StageSums):
 
         Args:
             fold: The placement.
-            kind: Kind of pipeline: pipelines of one kind run on equal nodes.
+            kind: Pipeline class: pipelines of one kind run on equal nodes.
             alone: Whether no other group sends at the same time.
         """
-        node_kinds = fold.kind_on(kind, 0), fold.kind_on(kind, fold.stages[-1])
+        node_kinds = fold.node_type_on(kind, 0), fold.node_type_on(kind, fold.stages[-1])
         pairs = by_pairs(self.network, fold, kind, self.link_bps(node_kinds))
         if self.stock or not self.rules.tied:
             return pairs, None
         for family in tied_weight_families(fold):
-            if kind in family.pipelines:
+            if kind in family.pipeline_classes:
                 joint = tied_hierarchical(
                     self.network,
                     family,
                     self.job.tied_bytes,
                     direct=self.rules.direct,
                     groups=0 if alone else family.count,  # that share the links between clusters
-                    inside_bps=self.link_bps(family.kinds),
+                    inside_bps=self.link_bps(family.node_types),
                 )
                 return pairs, joint
         return pairs, None
@@ -650,7 +650,7 @@ class Prices(StageSums):
 
     def _spans_networks(self, fold: Fold, stages: tuple[int, ...]) -> bool:
         families = (family for kind in INSIDE for family in fold.families(stages[0], kind))
-        return any(self.network.spans_networks(family.kinds) for family in families)
+        return any(self.network.spans_networks(family.node_types) for family in families)
 
 
 class _StageLimits(NamedTuple):

@@ -404,7 +404,7 @@ def _hierarchical(
 def _by_cluster(network: Network, family: GroupFamily) -> _ClusterMembers:
     parts: dict[str, list[GroupPart]] = {}
     for part in family.parts:
-        parts.setdefault(network.cluster(part.kind), []).append(part)
+        parts.setdefault(network.cluster(part.node_type), []).append(part)
     ranks = {
         cluster: sum(part.nodes * part.ranks_per_node for part in cluster_parts)
         for cluster, cluster_parts in parts.items()
@@ -433,8 +433,8 @@ def _can_be_hierarchical(
     has_equal_ranks = len(set(members.ranks.values())) == 1
     if not (request.direct or network.uneven or has_equal_ranks):
         return False
-    across = network.fabric(request.family.kinds)
-    inside = {network.fabric(part.kind for part in parts) for parts in with_several_nodes}
+    across = network.fabric(request.family.node_types)
+    inside = {network.fabric(part.node_type for part in parts) for parts in with_several_nodes}
     # If a cluster uses the same network inside and across, a flat ring sends no more over it.
     return across not in inside or bool(network.wan)
 
@@ -543,7 +543,7 @@ def _step_inside_cluster(
     if nodes == 1:
         return Load(inside_bps=request.inside_bps, volume=ring_volume)
     family = request.family
-    fabric = network.fabric(part.kind for part in parts)
+    fabric = network.fabric(part.node_type for part in parts)
     flows = {
         part.node: float(part.concurrent_groups if request.groups else part.groups)
         for part in parts
@@ -587,7 +587,7 @@ def _step_across_clusters(
         volumes: (from cluster, to cluster) -> bytes sent for each byte of the sum.
     """
     family = request.family
-    fabric = network.fabric(family.kinds)
+    fabric = network.fabric(family.node_types)
     # Bytes per rank of a cluster, for each byte of the sum.
     sent_by: dict[str, float] = defaultdict(float)
     received_by: dict[str, float] = defaultdict(float)
@@ -754,7 +754,7 @@ def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
     (ranks,) = sizes  # the only number of ranks, of every cluster
     families = []
     for parts in members.parts.values():
-        ring = tuple((part.kind, part.nodes) for part in parts)
+        ring = tuple((part.node_type, part.nodes) for part in parts)
         families.append(replace(family, ranks=ranks, parts=tuple(parts), ring=ring))
     return families
 
@@ -770,7 +770,7 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
     """
     first_of: dict[str, GroupPart] = {}  # cluster -> its first nodes in the group
     for part in family.parts:
-        first_of.setdefault(network.cluster(part.kind), part)
+        first_of.setdefault(network.cluster(part.node_type), part)
     parts = tuple(
         replace(
             part,
@@ -787,19 +787,19 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
         ranks=len(parts),
         count=family.count * shards,
         parts=parts,
-        ring=tuple((part.kind, 1) for part in parts),
+        ring=tuple((part.node_type, 1) for part in parts),
     )
 
 
 def tied_weight_families(fold: Fold) -> Iterator[GroupFamily]:
     """Yield the groups of all ranks that hold the same part of a weight of the first and last stage.
 
-    Each group unites a data-parallel group of the first stage with that of the same pipelines in the last
-    stage. Where the two differ in their pipelines, there is none.
+    Each group unites a data-parallel group of the first stage with that of the same pipelines in the
+    last stage. Where the two differ in their classes of pipelines, there is none.
     """
-    last_of = {family.pipelines: family for family in fold.families(fold.stages[-1])}
+    last_of = {family.pipeline_classes: family for family in fold.families(fold.stages[-1])}
     for first in fold.families(0):
-        last = last_of.get(first.pipelines)
+        last = last_of.get(first.pipeline_classes)
         if last is None:
             continue
         yield GroupFamily(
@@ -807,7 +807,7 @@ def tied_weight_families(fold: Fold) -> Iterator[GroupFamily]:
             ranks=first.ranks + last.ranks,
             count=first.count,
             parts=first.parts + last.parts,
-            pipelines=first.pipelines,
+            pipeline_classes=first.pipeline_classes,
             ring=first.ring + last.ring,
         )
 
@@ -820,7 +820,7 @@ def by_pairs(
     Args:
         network: The site.
         fold: The placement.
-        pipeline: Kind of pipeline: pipelines of one kind run on equal nodes.
+        pipeline: Pipeline class: pipelines of one kind run on equal nodes.
         inside_bps: Bits/s between the GPUs of a node.
     """
     stage_link = fold.stage_link(pipeline, 0, fold.stages[-1])
@@ -851,7 +851,7 @@ def tied_hierarchical(
     first_ranks = sum(
         part.nodes * part.ranks_per_node
         for part in family.parts
-        if network.cluster(part.kind) == clusters[0]
+        if network.cluster(part.node_type) == clusters[0]
     )
     borders = sum(cluster != following for cluster, following in zip(clusters, clusters[1:]))
     # The ring has the ranks of the first stage, then those of the last one. So each stage lies in a single

@@ -83,7 +83,7 @@ class OrderBounds:
         self.sizes = sizes
         self.bound_of = bound_of
         self.ring_bits = ring_bits
-        self.clusters = orders.kinds
+        self.clusters = orders.node_types
         #: (cluster, next cluster) -> bits/s
         self.rates_bps = rates_between(orders.network)
         #: Rates of the best links that connect all clusters, fastest first.
@@ -111,7 +111,7 @@ class OrderBounds:
         """
         ranks_of_clusters = {nodes * orders.network.processes for nodes in orders.nodes}
         stage_ranks = orders.network.world // sizes.pipeline
-        is_ordered = len(orders.kinds) >= MIN_CLUSTERS and sizes.pipeline > 1
+        is_ordered = len(orders.node_types) >= MIN_CLUSTERS and sizes.pipeline > 1
         return (
             bool(orders.network.wan)
             and is_ordered

@@ -27,7 +27,7 @@ FORWARD_SHARE_MARGIN = 1.2
 
 
 class _BlockTimes(NamedTuple):
-    """Seconds of one block of a stage that lies on one kind of node."""
+    """Seconds of one block of a stage that lies on one node type."""
 
     forward_s: float
     both_s: float  # forward and backward pass
@@ -54,7 +54,7 @@ class ShapeBound:
         self.job = prices.job
         self.stage_ranks = network.world // shape.pipeline
         self.sizes = shape.sizes().complete(network.world)
-        #: Ranks of each kind of node.
+        #: Ranks of each node type.
         self.ranks = [len(names) * network.processes for names in network.names]
 
     @property
@@ -66,7 +66,7 @@ class ShapeBound:
         """Return a lower bound from the computation of all stages, in seconds; inf if no memory suffices.
 
         It is a lower bound because each relaxation can only shorten a step: stages compute and communicate
-        inside as if each kind of node were alone, layers are divisible, activations take the fastest
+        inside as if each node type were alone, layers are divisible, activations take the fastest
         network, and each kind reduces its gradients in the cheapest way.
         """
         kinds = range(len(self.ranks))
@@ -89,8 +89,8 @@ class ShapeBound:
 
         Args:
             stage_counts: Number of stages that the nodes of each kind can hold; may be a fraction.
-            times: Times of a block on each kind of node.
-            reductions_s: Least seconds for the gradients of a block on each kind of node.
+            times: Times of a block on each node type.
+            reductions_s: Least seconds for the gradients of a block on each node type.
         """
         layers = self.job.blocks
         micro_batches = self.shape.micro_batches
@@ -134,8 +134,8 @@ class ShapeBound:
 
         Args:
             stage_counts: Number of stages that the nodes of each kind can hold; may be a fraction.
-            times: Times of a block on each kind of node.
-            reductions_s: Least seconds for the gradients of a block on each kind of node.
+            times: Times of a block on each node type.
+            reductions_s: Least seconds for the gradients of a block on each node type.
             warm_up: Largest number of micro-batches that a stage begins before its first backward pass.
             link_s: Least seconds of a stage link.
         """
@@ -164,8 +164,8 @@ class ShapeBound:
 
         Args:
             stage_counts: Number of stages that the nodes of each kind can hold; may be a fraction.
-            times: Times of a block on each kind of node.
-            reductions_s: Least seconds for the gradients of a block on each kind of node.
+            times: Times of a block on each node type.
+            reductions_s: Least seconds for the gradients of a block on each node type.
         """
         micro_batches = self.shape.micro_batches
         chunks = self.shape.virtual
@@ -195,7 +195,7 @@ class ShapeBound:
         return max(compute_s, messages_s, with_reduction_s)
 
     def _block_times(self, kind: int) -> _BlockTimes:
-        """Return the times of one block of a stage that lies on one kind of node only."""
+        """Return the times of one block of a stage that lies on one node type only."""
         gpu = self.job.gpu_of(self.network.cluster(kind))
         block = self.job.block
 
@@ -263,7 +263,7 @@ class ShapeBound:
         kinds = range(len(self.ranks))
 
         def least_s() -> float:
-            """Return the seconds on the fastest network between any two kinds of nodes."""
+            """Return the seconds on the fastest network between any two node types."""
             fabrics = {self.network.fabric((kind, other)) for kind in kinds for other in kinds}
             seconds = []
             for fabric in fabrics:
@@ -278,7 +278,7 @@ class ShapeBound:
     def _reduction_s(self, kind: int) -> float:
         """Return the least seconds in which a stage reduces a block's gradients.
 
-        The bound holds for every part that a cluster of this kind of node has in the stage: the reduction
+        The bound holds for every part that a cluster of this node type has in the stage: the reduction
         uses the cluster's fabric, among as few ranks as a hierarchical all-reduce leaves there, or Ethernet
         among all ranks.
         """
@@ -394,7 +394,7 @@ def rates_between(network: Network) -> dict[tuple[int, int], float]:
     The rate is inf for clusters on one fast network.
     """
     rates_bps = {}
-    for pair in permutations(range(len(network.kinds)), 2):
+    for pair in permutations(range(len(network.node_types)), 2):
         hops = _hops(network, pair)
         rates_bps[pair] = min((hop.rate_bps for hop in hops), default=inf)
     return rates_bps
@@ -410,7 +410,7 @@ def _hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
 
 def best_links(network: Network) -> BestLinks:
     """Return the best rates between the clusters of a network that any choice of links can reach."""
-    kinds = range(len(network.kinds))
+    kinds = range(len(network.node_types))
     rates_bps = rates_between(network)
     paths = [_hops(network, pair) if rates_bps[pair] < inf else () for pair in rates_bps]
 

@@ -6,7 +6,7 @@ here holds for each number of layers, so the bounds on the step time (least.py, 
 A "fold" (plan/cost/price.py) is a smaller placement with only the nodes of some stages. It has the same
 costs, and many placements share it. Pipelines whose ranks are on equal nodes are of one kind.
 
-A resource that several stages share is counted once: a NIC carries the messages of one kind of pipeline at a
+A resource that several stages share is counted once: a NIC carries the messages of one pipeline class at a
 time, and a link between clusters carries the reductions of one stage.
 """
 
@@ -224,10 +224,10 @@ class StageBounds:
     def _slowest_messages(self) -> tuple[int, list[Message]]:
         """Return the messages of the pipelines that communicate longest, and their position in a stage.
 
-        Pipelines differ if they lie on different kinds of nodes. The list has the message of every stage to
+        Pipelines differ if they lie on different node types. The list has the message of every stage to
         the next one; the last stage sends to the first.
         """
-        # The positions at which the kinds of nodes change on some stage: one for each pipeline that differs.
+        # The positions at which the node types change on some stage: one for each pipeline that differs.
         positions = self.placement.borders[:-1]
         messages_of = {
             position: [self._message(stage, position) for stage in range(self.stage_count)]
@@ -263,9 +263,9 @@ class StageBounds:
         prices = self.prices
         network = prices.network
         fold, ends = prices.fold(self.placement, stage, next_stage)
-        stage_link = fold.stage_link(fold.kind_at(position), *ends)
+        stage_link = fold.stage_link(fold.pipeline_class_at(position), *ends)
         message_bytes = prices.job.block.activation_bytes
-        load = network.message(stage_link, prices.link_bps(stage_link.kinds))
+        load = network.message(stage_link, prices.link_bps(stage_link.node_types))
         if load.fabric is None:  # both stages are on one node
             seconds = load.price.seconds(message_bytes)
             return Message(
@@ -329,7 +329,7 @@ class StageBounds:
         reduction, family = self.reduction(
             stage
         )  # family: the data parallel groups that are summed over
-        ring = prices.network.ring(family, 0, prices.link_bps(family.kinds)).price
+        ring = prices.network.ring(family, 0, prices.link_bps(family.node_types)).price
         reduction_price = self._reduction_price(reduction, ring)
         gather_price = self._weight_gather_price(ring)
         shards = family.ranks if run.zero else 1
@@ -392,15 +392,15 @@ class StageBounds:
         prices = self.prices
         run = self.run
         fold, (folded_stage,) = prices.fold(self.placement, stage)
-        pipeline_kind = fold.kind_at(self.slowest_position)
+        pipeline_kind = fold.pipeline_class_at(self.slowest_position)
         family = next(
             candidate
             for candidate in fold.families(folded_stage)
-            if pipeline_kind in candidate.pipelines
+            if pipeline_kind in candidate.pipeline_classes
         )
         if family.ranks == 1:  # nothing to sum
             return PricedReduction(), family
-        link_bps = prices.link_bps(family.kinds)
+        link_bps = prices.link_bps(family.node_types)
         if run.is_hierarchical(stage):
             mean_stage_bytes = prices.job.total_bytes / self.stage_count
             hierarchical_reduction = hierarchical(
@@ -413,7 +413,7 @@ class StageBounds:
     def _fabric_inside_cluster(self, stage: int) -> str:
         """Return the name of the fabric that carries activations inside the cluster of a stage."""
         fold, (folded_stage,) = self.prices.fold(self.placement, stage)
-        node_kind = fold.kind_on(fold.kind_at(self.slowest_position), folded_stage)
+        node_kind = fold.node_type_on(fold.pipeline_class_at(self.slowest_position), folded_stage)
         return self.prices.network.fabric([node_kind]).name
 
     @staticmethod
@@ -445,7 +445,7 @@ class StageBounds:
         fold, _ = prices.fold(self.placement, 0, last_stage)
         # Two ways to reduce: between pairs of ranks, or hierarchically (None if impossible).
         pairs, hierarchical_reduction = prices.tied_of(
-            fold, fold.kind_at(self.slowest_position), alone=True
+            fold, fold.pipeline_class_at(self.slowest_position), alone=True
         )
         seconds = [pairs.seconds(tied_bytes)]
         if hierarchical_reduction is not None:

@@ -166,7 +166,9 @@ class _NodeSets:
         names = [cluster.name for cluster in self.spec.clusters]
         network = self.best.network
         # The network numbers the clusters in an order of its own.
-        kind_of = {names.index(network.cluster(kind)): kind for kind in range(len(network.kinds))}
+        kind_of = {
+            names.index(network.cluster(kind)): kind for kind in range(len(network.node_types))
+        }
         rates_bps = rates_between(
             network
         )  # (cluster, cluster), as numbered by the network -> bits/s

@@ -162,8 +162,8 @@ class SearchResult:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """GPU of each kind of node."""
-        return tuple(self.model.gpu_of(cluster) for cluster, _ in self.network.kinds)
+        """GPU of each node type."""
+        return tuple(self.model.gpu_of(cluster) for cluster, _ in self.network.node_types)
 
     def describe(self, candidate: Candidate) -> str:
         """Return the order of the clusters along the pipeline, in words."""

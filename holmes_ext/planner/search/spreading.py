@@ -45,7 +45,7 @@ def with_spread(result: SearchResult) -> SearchResult:
     beat the best plan by the closed form. The optimality gap stays that of whole clusters. Without a WAN the
     result does not change.
     """
-    has_clusters = len(result.network.kinds) > 1
+    has_clusters = len(result.network.node_types) > 1
     if not result.network.wan or not has_clusters or result.optimality_gap is None:
         return result
     fastest: dict[tuple[int, int], Candidate] = {}  # (pipeline, ranks of a stage's replica) -> plan

@@ -97,7 +97,9 @@ class CollectiveOps(Collectives):
             """Return the tag of a layer's collective; None if there is no such layer or collective."""
             if not 0 <= index < len(layers):
                 return None
-            pipelines = group.pipelines if collective == "across" else shards.pipelines
+            pipelines = (
+                group.pipeline_classes if collective == "across" else shards.pipeline_classes
+            )
             tag: Tag = (collective, stage, pipelines, layers[index])
             if collective == "weights":
                 tag = (*tag, letter)
@@ -209,7 +211,7 @@ class CollectiveOps(Collectives):
         return [*self._post(self.tied[kind]), ("wait", self.tied[kind], "reduce", -1)]
 
     def _tag(self, kind: int, stage: int, collective: str, number: int) -> Tag:
-        return (collective, stage, self.groups[kind, stage].pipelines, number)
+        return (collective, stage, self.groups[kind, stage].pipeline_classes, number)
 
     def _tags(self, kind: int, stage: int, collective: str) -> list[Tag]:
         numbers = range(len(self.leaving.get((kind, stage), [])))

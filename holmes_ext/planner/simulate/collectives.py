@@ -12,7 +12,7 @@ single numbers  the gradient norm among a pipeline's stages before the optimizer
                 the last stage's ranks and sent to the other stages at the step's end; sums of the script
 
 A family is all groups of a stage with equal nodes; they act as one. Pipelines on equal nodes are of one kind.
-A tag is the key of a transfer: (name of the collective, stage, kinds of pipelines that take part, number).
+A tag is the key of a transfer: (name of the collective, stage, pipeline classes that take part, number).
 """
 
 from __future__ import annotations
@@ -156,11 +156,11 @@ class Collectives:
         self.transfers: dict[Hashable, Transfer] = {}
         #: Collective -> transfers to post instead of itself: the first of each of its chains.
         self.starts: dict[Tag, list[Hashable]] = {}
-        # By (kind of pipeline, stage): groups that sum gradients, groups that shard, buckets.
+        # By (pipeline class, stage): groups that sum gradients, groups that shard, buckets.
         self.groups: dict[tuple[int, int], GroupFamily] = {}
         self.shards: dict[tuple[int, int], GroupFamily] = {}
         self.leaving: dict[tuple[int, int], list[Leaving]] = {}
-        #: Kind of pipeline -> collective of the tied embedding.
+        #: Pipeline class -> collective of the tied embedding.
         self.tied: dict[int, Tag] = {}
         for stage in fold.stages:
             for family in fold.families(stage):
@@ -172,9 +172,9 @@ class Collectives:
             self._add_numbers()
 
     def _add_numbers(self) -> None:
-        """Add the gradient norm and the loss of every kind of pipeline."""
+        """Add the gradient norm and the loss of every pipeline class."""
         last = self.stages - 1
-        for kind in range(len(self.fold.kinds)):
+        for kind in range(len(self.fold.pipeline_classes)):
             if self.run.engine.norm:
                 self.transfers["norm", kind] = self._norm(kind)
             if self.run.engine.reports_loss:
@@ -208,26 +208,26 @@ class Collectives:
         """
         run = self.run
         stage = family.stage
-        parties = len(family.pipelines)  # actors that take part
+        parties = len(family.pipeline_classes)  # actors that take part
         gradients = self.gradients(stage)
         ring = self._ring(family)
         hierarchical_reduction = None  # hierarchical all-reduce, if used
         if run.is_hierarchical(stage):
             total_bytes = sum(gradient.size for gradient in gradients)
-            link_bps = self._link_bps(family.kinds)
+            link_bps = self._link_bps(family.node_types)
             hierarchical_reduction = hierarchical(
                 self.network, family, total_bytes, run.direct, 0, run.compress, link_bps
             )
         chunk_bytes = hierarchical_reduction.chunk_bytes if hierarchical_reduction else 0.0
         all_buckets = self._buckets(family, gradients, chunk_bytes)
-        for kind in family.pipelines:
+        for kind in family.pipeline_classes:
             self.groups[kind, stage] = family
             self.leaving[kind, stage] = all_buckets
         if run.engine.averages_loss and stage == self.stages - 1:
-            average = ("average", stage, family.pipelines, 0)
+            average = ("average", stage, family.pipeline_classes, 0)
             self.transfers[average] = self._number_summed(family, ring)
         for number in range(run.sums):
-            total = ("sum", stage, family.pipelines, number)
+            total = ("sum", stage, family.pipeline_classes, number)
             self.transfers[total] = self._number_summed(family, ring)
         if run.zero >= ZERO_GRADIENTS:
             self._add_shards(family)
@@ -239,7 +239,7 @@ class Collectives:
             else PricedReduction(ring)
         )
         for number, buckets in enumerate(all_buckets):
-            tag = ("reduce", stage, family.pipelines, number)
+            tag = ("reduce", stage, family.pipeline_classes, number)
             if scatters:  # a reduce-scatter, with run.scatter of an all-reduce's traffic
                 self._add_ring(family, ring.scaled(run.scatter), tag, buckets.sizes)
             else:
@@ -266,7 +266,7 @@ class Collectives:
         if not run.buckets_on(family.stage):
             places = dict.fromkeys(gradient.place for gradient in gradients)
             return [Leaving(sizes=(total_bytes,), places=tuple(places), after=None)]
-        fabric = self.network.fabric(family.kinds)
+        fabric = self.network.fabric(family.node_types)
         default_bytes = chunk_bytes or bucket_bytes(fabric, family.ranks, total_bytes)
         limit_bytes = run.bucket_bytes or default_bytes
         exceed = run.engine.buckets_exceed
@@ -318,7 +318,7 @@ class Collectives:
             "scatter": links.host_scatter,
         }
         host = host_of.get(str(tag[0]), 1.0)
-        transfer = self.maker.collective(load, sizes, len(family.pipelines), host)
+        transfer = self.maker.collective(load, sizes, len(family.pipeline_classes), host)
         self.transfers[tag] = replace(transfer, channel=tag[:3])
 
     def _add_shards(self, family: GroupFamily) -> None:
@@ -335,14 +335,14 @@ class Collectives:
         # owners(): ranks of different clusters with the same shard
         across = owners(self.network, family) if hybrid else None
         for shards in sharding_groups:
-            for kind in shards.pipelines:
+            for kind in shards.pipeline_classes:
                 self.shards[kind, stage] = shards
         for layer in range(*self.ranges[stage]):
             gradient_bytes = sum(self.reduced[layer])
             weight_bytes = self.weights * gradient_bytes
             for shards in sharding_groups:
                 ring = self._ring(shards)
-                name = (stage, shards.pipelines, layer)
+                name = (stage, shards.pipeline_classes, layer)
                 scatter = ("scatter", *name)
                 self._add_ring(shards, ring.scaled(run.scatter), scatter, [gradient_bytes])
                 if run.zero == ZERO_WEIGHTS:
@@ -351,23 +351,23 @@ class Collectives:
                         self._add_ring(shards, ring.scaled(0.5), weights, [weight_bytes])
             if across is not None:
                 shard_bytes = gradient_bytes / sharding_groups[0].ranks
-                tag = ("across", stage, family.pipelines, layer)
+                tag = ("across", stage, family.pipeline_classes, layer)
                 self._add_ring(across, self._ring(across), tag, [shard_bytes])
 
     def _of_cluster(self, family: GroupFamily) -> GroupFamily:
         """Return the groups with only the pipelines whose ranks are on their nodes."""
         pipelines = tuple(
             kind
-            for kind in family.pipelines
-            if self.fold.kind_on(kind, family.stage) in family.kinds
+            for kind in family.pipeline_classes
+            if self.fold.node_type_on(kind, family.stage) in family.node_types
         )
-        return replace(family, pipelines=pipelines)
+        return replace(family, pipeline_classes=pipelines)
 
     def _ring(self, family: GroupFamily) -> Load:
-        return self.network.ring(family, inside_bps=self._link_bps(family.kinds))
+        return self.network.ring(family, inside_bps=self._link_bps(family.node_types))
 
     def _link_bps(self, kinds: Iterable[int]) -> float:
-        """Return the least rate between the GPUs of a node, over kinds of nodes, in bits/s."""
+        """Return the least rate between the GPUs of a node, over node types, in bits/s."""
         return min(self.model.gpu_of(self.network.cluster(kind)).link_bps for kind in kinds)
 
     # ------------------------------------------------------------------- tied embedding
@@ -375,7 +375,7 @@ class Collectives:
     def _add_tied(self) -> None:
         """Add the reduction of the tied embedding, in pairs or hierarchically, whichever is faster."""
         hierarchical_of = self._hierarchical_tied() if self.run.tied else {}
-        for kind in range(len(self.fold.kinds)):
+        for kind in range(len(self.fold.pipeline_classes)):
             pair = self._tied_pair(kind)
             tag: Tag = ("tied", 0, (kind,), 0)
             parties = 2  # first and last stage
@@ -383,8 +383,8 @@ class Collectives:
             if kind in hierarchical_of:
                 hierarchical_reduction, family = hierarchical_of[kind]
                 if hierarchical_reduction.seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
-                    tag = ("tied", 0, family.pipelines, 0)
-                    parties = 2 * len(family.pipelines)
+                    tag = ("tied", 0, family.pipeline_classes, 0)
+                    parties = 2 * len(family.pipeline_classes)
                     reduction = hierarchical_reduction
             if tag not in self.transfers:
                 self._add_reduction(reduction, tag, [self.tied_bytes], parties, MAX_CHUNKS)
@@ -395,28 +395,28 @@ class Collectives:
             self.tied[kind] = tag
 
     def _tied_pair(self, kind: int) -> PricedReduction:
-        """Return the all-reduce between the first and the last stage of a kind of pipeline."""
+        """Return the all-reduce between the first and the last stage of a pipeline class."""
         fold = self.fold
         last = fold.stages[-1]
-        link_bps = self._link_bps((fold.kind_on(kind, 0), fold.kind_on(kind, last)))
+        link_bps = self._link_bps((fold.node_type_on(kind, 0), fold.node_type_on(kind, last)))
         return by_pairs(self.network, fold, kind, link_bps)
 
     def _hierarchical_tied(self) -> dict[int, tuple[Hierarchical, GroupFamily]]:
-        """Return the hierarchical all-reduce of the tied embedding for each kind of pipeline that has it.
+        """Return the hierarchical all-reduce of the tied embedding for each pipeline class that has it.
 
         It needs the first and the last stage to be on different clusters.
 
         Returns:
-            Kind of pipeline -> its all-reduce, and the groups that take part.
+            Pipeline class -> its all-reduce, and the groups that take part.
         """
         result: dict[int, tuple[Hierarchical, GroupFamily]] = {}
         # Groups of the ranks that hold the tied weight, on the first and the last stage:
         for family in tied_weight_families(self.fold):
-            link_bps = self._link_bps(family.kinds)
+            link_bps = self._link_bps(family.node_types)
             hierarchical_reduction = tied_hierarchical(
                 self.network, family, self.tied_bytes, self.run.direct, 0, link_bps
             )
-            for kind in family.pipelines:
+            for kind in family.pipeline_classes:
                 result.pop(kind, None)  # the last family with the kind counts
                 if hierarchical_reduction:
                     result[kind] = hierarchical_reduction, family
@@ -453,7 +453,7 @@ class Collectives:
             family: Groups that sum the number.
             ring: Traffic of a ring over their ranks.
         """
-        parties = len(family.pipelines)
+        parties = len(family.pipeline_classes)
         if ring.fabric is None:
             return self.maker.collective(ring, [NUMBER_BYTES], parties)
         # Two ranks of a node have every kind of hop: inside the node, and to the next node.
@@ -463,7 +463,7 @@ class Collectives:
         # Last to first, then from the first back to the last.
         senders = [*clusters[:0:-1], clusters[0]]
         receivers = [*clusters[-2::-1], clusters[-1]]
-        fabric = self.network.fabric(family.kinds)
+        fabric = self.network.fabric(family.node_types)
         extra_s = []  # latency of each hop between clusters
         for pair in zip(senders, receivers):
             source, target = pair

@@ -8,7 +8,7 @@ of few + n k micro-batches takes n D longer: max-plus systems become periodic (B
 The state counts as equal if every pass in the last two lifetimes of a micro-batch ended D later than the
 pass k micro-batches before.
 
-Kinds of pipelines that share no link may each have their own D. Each kind then begins n D later, and they
+Pipeline classes that share no link may each have their own D. Each kind then begins n D later, and they
 meet when their gradients are reduced. tests/planner/simulate/test_repeat.py compares with full simulations.
 """
 
@@ -78,11 +78,11 @@ def _from_few_s(job: JobStep, few: int, unit: int) -> float:
     omitted_s = _omitted_s(spans, stages, periods, omitted)
     if omitted_s:
         return end_of(spans) + omitted_s
-    # Kinds of pipelines that share nothing may repeat with different periods.
+    # Pipeline classes that share nothing may repeat with different periods.
     groups = job.apart()
     if len(groups) == 1:
         return 0.0
-    begins: dict[int, float] = {}  # kind of pipeline -> its delay
+    begins: dict[int, float] = {}  # pipeline class -> its delay
     for kinds in groups:
         group_spans = [
             spans[kind * stages + stage] for kind in sorted(kinds) for stage in range(stages)
@@ -102,7 +102,7 @@ def _omitted_s(
     """Return the seconds that the omitted micro-batches would take; 0 if the middle does not repeat.
 
     Args:
-        spans: Spans of every actor; the actors of a kind of pipeline follow each other, stage by stage.
+        spans: Spans of every actor; the actors of a pipeline class follow each other, stage by stage.
         stages: Number of stages.
         periods: Periods to try, in micro-batches.
         omitted: Number of micro-batches that are not simulated, a multiple of each period.
@@ -118,7 +118,7 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
     """Return the seconds of `period` micro-batches in the middle of a step; 0 if it does not repeat.
 
     Args:
-        spans: Spans of every actor; the actors of a kind of pipeline follow each other, stage by stage.
+        spans: Spans of every actor; the actors of a pipeline class follow each other, stage by stage.
         stages: Number of stages.
         period: Period to test, in micro-batches.
     """

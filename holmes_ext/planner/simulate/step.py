@@ -146,7 +146,7 @@ class _Actor(NamedTuple):
 
 
 class _LinkedKinds(NamedTuple):
-    """Kinds of pipelines whose messages use common NICs or hops."""
+    """Pipeline classes whose messages use common NICs or hops."""
 
     kinds: set[int]
     resources: set[Hashable]
@@ -193,14 +193,14 @@ class JobStep:
         self.templates = {**messages, **self.collectives.transfers}
         self.actors = [
             _Actor(kind, stage)
-            for kind in range(len(self.fold.kinds))
+            for kind in range(len(self.fold.pipeline_classes))
             for stage in range(sizes.pipeline)
         ]
         shared_cores_bps = run.cores * network.links.core_bps or inf
         self.capacities = {**maker.capacities, CORES: shared_cores_bps}
 
     def _messages(self, maker: TransferMaker, size: float) -> dict[Hashable, Transfer]:
-        """Return the messages between neighbouring chunks: (letter, place, kind of pipeline) -> transfer.
+        """Return the messages between neighbouring chunks: (letter, place, pipeline class) -> transfer.
 
         Letter "a" is the activation from the chunk at `place` to the next chunk, "g" its gradient back. The
         place of a chunk is its number in the order of the forward pass, over all stages.
@@ -211,7 +211,7 @@ class JobStep:
         """
         transfers: dict[Hashable, Transfer] = {}
         stages = len(self.fold.stages)
-        for kind in range(len(self.fold.kinds)):
+        for kind in range(len(self.fold.pipeline_classes)):
             for place in range(stages * self.run.virtual - 1):
                 stage = place % stages
                 next_stage = (place + 1) % stages
@@ -230,7 +230,7 @@ class JobStep:
         receiving node.
 
         Args:
-            kind: Kind of pipeline.
+            kind: Pipeline class.
             stage: Sending stage.
             other: Receiving stage.
             size: Bytes of the whole message, uncompressed.
@@ -256,7 +256,7 @@ class JobStep:
 
     def _gpu_link_bps(self, kind: int, stage: int) -> float:
         """Return the rate between the GPUs of a node in bits/s."""
-        cluster = self.network.cluster(self.fold.kind_on(kind, stage))
+        cluster = self.network.cluster(self.fold.node_type_on(kind, stage))
         return self.model.gpu_of(cluster).link_bps
 
     @property
@@ -282,7 +282,7 @@ class JobStep:
 
         Args:
             micro_batches: Number of micro-batches.
-            begins: Seconds until each kind of pipeline begins; () for all at once.
+            begins: Seconds until each pipeline class begins; () for all at once.
         """
         transfers = Transfers(self.templates)
         programs = []
@@ -296,18 +296,18 @@ class JobStep:
         return Simulation(programs, transfers, self.capacities)
 
     def apart(self) -> list[set[int]]:
-        """Divide the kinds of pipelines into groups that share nothing before their gradients are reduced.
+        """Divide the pipeline classes into groups that share nothing before their gradients are reduced.
 
         Two kinds share something if their messages use the same NIC or link, or if a collective of both runs
         before the reduction.
         """
-        all_kinds = range(len(self.fold.kinds))
+        all_kinds = range(len(self.fold.pipeline_classes))
         has_early_collectives = (
             (self.run.zero == 1 and self.run.gather_overlap) or self.run.zero > 1 or self.run.cores
         )
         if has_early_collectives:
             return [set(all_kinds)]
-        # Kind of pipeline -> NICs and links of limited rate that its messages use.
+        # Pipeline class -> NICs and links of limited rate that its messages use.
         resources_of: list[set[Hashable]] = [set() for _ in all_kinds]
         for tag, transfer in self.templates.items():
             if isinstance(tag, tuple) and tag[0] in (_ACTIVATION, _GRADIENT):
@@ -332,7 +332,7 @@ class JobStep:
         simulation = self.simulation(self.costs.micro_batches)
         timelines = []
         for (kind, stage), spans in zip(self.actors, simulation.run()):
-            cluster = self.network.cluster(self.fold.kind_on(kind, stage))
+            cluster = self.network.cluster(self.fold.node_type_on(kind, stage))
             ranks = self.fold.ranks(kind, stage)
             timelines.append(Timeline(stage, ranks, cluster, spans=tuple(spans)))
         carried_bytes = {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES}

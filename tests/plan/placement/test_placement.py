@@ -130,8 +130,8 @@ def test_components_by_themselves():
         (3, 4, 5),
         (6, 7, 8),
     )
-    assert partly.alone(1).kinds() == [0, 0, 1] and partly.alone(1).sizes.pipeline == 2
-    assert partly.alone(0, 2).kinds() == [0, 1, 1, 1, 1, 0]
+    assert partly.alone(1).node_types() == [0, 0, 1] and partly.alone(1).sizes.pipeline == 2
+    assert partly.alone(0, 2).node_types() == [0, 1, 1, 1, 1, 0]
     blocks = Placement.of(Sizes(2, order="tp-cp-ep-pp-dp").complete(8), 1, [0, 1] * 4)
-    assert blocks.parts == (((0, 4),), ((1, 4),)) and blocks.alone(1).kinds() == [1] * 4
+    assert blocks.parts == (((0, 4),), ((1, 4),)) and blocks.alone(1).node_types() == [1] * 4
     assert Placement.of_parts(blocks.sizes, 1, [[0] * 4, [1] * 4]) == blocks

@@ -122,7 +122,7 @@ def test_no_simulated_step_of_any_order_is_below_its_bound(seed):
         for together in (1, 2):  # clusters that stand side by side in the order
             orders = every_order(evaluator.orders, together)
             sampled_orders = pick.sample(orders, min(5, len(orders)))
-            cluster_count = len(result.network.kinds)
+            cluster_count = len(result.network.node_types)
             if cluster_count % together != 0:
                 continue
             for order in sampled_orders:
@@ -174,7 +174,7 @@ def test_every_order_below_the_best_step_is_found():
     listed = {
         one: bound_of(one).seconds()
         for together in (1, 2)
-        if len(orders.kinds) % together == 0
+        if len(orders.node_types) % together == 0
         for groups in every_order(orders, together)
         for one in orders.placements_of(sizes, groups)
     }

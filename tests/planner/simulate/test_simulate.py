@@ -325,10 +325,10 @@ def test_pipelines_that_are_alike_are_folded():
     site = site_from_spec(load_spec(f"{EXAMPLES}/clusters/paper_4_roce_4_ib.toml"))
     order = [node.name for node in site.nodes]
     network, sizes = Network(site), Sizes(pipeline=2).complete(64)
-    assert len(Fold(network.placement(order, sizes)).kinds) == 1
+    assert len(Fold(network.placement(order, sizes)).pipeline_classes) == 1
     mixed = [name for pair in zip(order[:4], order[4:]) for name in pair]
     pipelines = Fold(network.placement(mixed, sizes))
-    assert len(pipelines.kinds) == 2 and sum(pipelines.count.values()) == 32
+    assert len(pipelines.pipeline_classes) == 2 and sum(pipelines.count.values()) == 32
     assert sorted(
         rank for kind in range(2) for stage in range(2) for rank in pipelines.ranks(kind, stage)
     ) == list(range(64))
