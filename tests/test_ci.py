@@ -21,6 +21,7 @@ TOOLS = (
     "dirname",
     "grep",
     "mkdir",
+    "nice",
     "rm",
     "sleep",
     "tail",
