@@ -207,7 +207,9 @@ def _nccl_folder(version: str | None) -> Path:
         version: The folder that holmes_ext uses for this version only. None: the folder for any version,
             which the environment variable HOLMES_NCCL_SOURCE may name.
     """
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    # CI runs this program before it installs holmes_ext and holmes_lab.
+    repository = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(repository), str(repository / "lab")]
     from holmes_lab.gpu import nccl_source
 
     given = os.environ.get(nccl_source.VARIABLE)

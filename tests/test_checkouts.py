@@ -4,6 +4,7 @@ It must not change an existing checkout, and must report which repositories it c
 """
 
 import subprocess
+import sys
 from dataclasses import replace
 
 import checkouts
@@ -100,3 +101,17 @@ def test_each_nccl_is_cloned_into_the_folder_in_which_holmes_ext_looks_for_it(
     monkeypatch.setenv("HOLMES_NCCL_SOURCE", str(tmp_path / "mine"))
     assert nccl.folder() == tmp_path / "mine"
     assert nccl_of_new_torch.folder() == tmp_path / "holmes_ext" / "nccl-2.30.7"
+
+
+def test_the_program_runs_before_anything_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(checkouts.VARIABLE, raising=False)
+    monkeypatch.delenv("HOLMES_NCCL_SOURCE", raising=False)
+    for source in checkouts.PINNED:  # exists already, so nothing is cloned
+        expected = source.folder() / source.expected_file
+        expected.parent.mkdir(parents=True)
+        expected.write_text("")
+    without_packages = [sys.executable, "-I", "-S", checkouts.__file__]
+    result = subprocess.run(without_packages, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count(": found in ") == len(checkouts.PINNED)
