@@ -5,7 +5,7 @@ how many of them run:
 
     1          all (make nightly)
     0          none
-    not set    one of 30 (SHARE)
+    not set    one of 30 (SHARE), or of N for tests with the mark full(share=N)
 
 HOLMES_TEST_SEED determines which share. Its default is the hash of the commit: each commit runs another
 share, and repeated runs of one commit run the same share. A test that the command line names by its node id
@@ -60,13 +60,13 @@ def seed() -> str:
     return result.stdout.strip() or "0"
 
 
-def is_in_selected_share(name: str, seed_text: str) -> bool:
+def is_in_selected_share(name: str, seed_text: str, share: int = SHARE) -> bool:
     """Return whether the slow test of this name is in the share of slow tests that this seed selects.
 
-    A hash of seed and name decides. Each name is selected by about one of SHARE seeds.
+    A hash of seed and name decides. Each name is selected by about one of `share` seeds.
     """
     digest = hashlib.sha256(f"{seed_text} {name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % SHARE == 0
+    return int.from_bytes(digest[:8], "big") % share == 0
 
 
 def runs(item: pytest.Item) -> bool:
@@ -85,7 +85,9 @@ def runs(item: pytest.Item) -> bool:
         if "together" in mark.kwargs:
             # Tests with the mark full(together=NAME) share an expensive fixture: all of them run, or none.
             return is_in_selected_share(mark.kwargs["together"], seed())
-    return is_in_selected_share(item.nodeid, seed())
+    # The mark full(share=4) is for tests that are quick, but many: one of four runs.
+    share = max(mark.kwargs.get("share", SHARE) for mark in slow_marks)
+    return is_in_selected_share(item.nodeid, seed(), share)
 
 
 def is_named(item: pytest.Item) -> bool:

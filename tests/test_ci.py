@@ -21,7 +21,6 @@ TOOLS = (
     "dirname",
     "grep",
     "mkdir",
-    "nice",
     "rm",
     "sleep",
     "tail",

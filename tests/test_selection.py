@@ -25,6 +25,11 @@ def test_full(number):
 def test_together(number):
     pass
 
+@pytest.mark.parametrize("number", range(80))
+@pytest.mark.full(share=4)
+def test_share(number):
+    pass
+
 @pytest.mark.row("Lightning", "DDP")
 def test_always():
     pass
@@ -32,7 +37,7 @@ def test_always():
 def test_both(exhaustive):
     pass
 """
-TOTAL = 253  # tests in TESTS: 200 + 50 slow ones, test_always, and two cases of test_both
+TOTAL = 333  # tests in TESTS: 200 + 50 + 80 slow ones, test_always, and two cases of test_both
 OPTIONS = (
     "-q",
     "-p",
@@ -86,6 +91,7 @@ def count(names, prefix):
 def test_a_landing_runs_a_share_that_the_seed_chooses(run):
     xml, names = run()
     assert 1 <= count(names, "test_full") <= 20  # of 200, about one of 30
+    assert 10 <= count(names, "test_share") <= 35  # of 80, about one of 4
     assert {"test_always", "test_both[sample]"} <= set(names)
     left_out = TOTAL - len(names)
     assert properties(xml.find("testsuite")) == [("left_out", str(left_out)), ("seed", "1")]

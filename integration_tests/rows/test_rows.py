@@ -13,7 +13,7 @@ import pytest
 from carriers import ON_GPUS
 from summary import readme_rows
 
-from integration_tests.jobs import ROOT
+from integration_tests.jobs import FULL, ROOT, full
 from integration_tests.rows.job import SAVED_STEP, STEPS, Runs, StartInLab, patched_features
 from integration_tests.rows.jobs import JOBS
 from integration_tests.rows.launchers import StartByLauncher
@@ -28,15 +28,38 @@ CLUSTER_OF = {"a": "ib", "b": "roce"}
 TORCHRUN_JOB = next(job for job in JOBS if job.launcher == "torchrun")
 
 
-def for_each(jobs):
+#: Entries of README's table with checkpoints that every run of the tests exchanges: holmes changes the stages
+#: of these jobs, and so what a checkpoint contains. The checkpoints of the others are exchanged by `make
+#: nightly`.
+EXCHANGED = {
+    "Megatron-DeepSpeed's pretrain_gpt.py",
+    "Megatron-LM's pretrain_gpt.py",
+    "DeepSpeed's pipeline engine",
+    "megatron-core",
+    "DDP",
+}
+
+
+def exchanges_checkpoints(job):
+    """Return whether this run of the tests exchanges checkpoints of a job between stock and holmes."""
+    return bool(job.checkpoints) and (FULL or job.entry in EXCHANGED)
+
+
+def for_each(jobs, is_slow=lambda job: False):
     """Return a decorator that runs a test once for each job.
 
     The test receives the job's launches from the fixture `runs`.
+
+    Args:
+        jobs: The jobs.
+        is_slow: Returns whether the test of a job has the mark `full` (tests/selection.py).
     """
     parameters = []
     for job in jobs:
         # The mark names the job's row in README's table. tests/summary.py prints the results by row.
         marks = [pytest.mark.row(job.entry), pytest.mark.timeout(JOB_TIMEOUT_S)]
+        if is_slow(job):
+            marks.append(full)
         parameters.append(pytest.param(job, id=job.name, marks=marks))
     return pytest.mark.parametrize("runs", parameters, indirect=True)
 
@@ -103,7 +126,7 @@ def test_losses_are_stocks(runs):
     assert_close(runs.holmes.losses, stock_losses, runs.job.tolerance)
 
 
-@for_each([job for job in JOBS if job.checkpoints])
+@for_each([job for job in JOBS if job.checkpoints], is_slow=lambda job: job.entry not in EXCHANGED)
 def test_checkpoints_pass_between_stock_and_holmes(runs):
     """A job under the plugin holmes resumes from a checkpoint that it saved without holmes, and vice versa.
 
@@ -121,7 +144,7 @@ def test_checkpoints_pass_between_stock_and_holmes(runs):
 def test_all_is_as_planned_and_no_feature_is_off(runs):
     """The plugin holmes finds both clusters, patches all that the job needs, and prints no warning."""
     runs_with_holmes = [runs.holmes]
-    if runs.job.checkpoints:
+    if exchanges_checkpoints(runs.job):
         runs_with_holmes.append(runs.holmes_from_stock)
     for run in runs_with_holmes:
         assert "2 clusters: ib (" in run.text  # printed at the start; the other cluster is "roce"

@@ -1,8 +1,8 @@
 """Tests that operators give bitwise equal results, with equal strides, on an emulated GPU and on the CPU.
 
 The operators and their sample inputs are those of torch's own tests (OpInfo). The short version of each test
-takes two samples of the operator's first and last data type. The exhaustive version takes all samples of all
-data types.
+takes two samples of the operator's first and last data type, and runs for one of four operators (tests/
+selection.py). The exhaustive version takes all samples of all data types.
 """
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from integration_tests.gpu.operators import database
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("op", database.operators(), ids=database.title)
 def test_same_bits(op, exhaustive):
     if reason := database.OTHERWISE.get(op.name) or database.OTHERWISE.get(database.title(op)):
