@@ -54,8 +54,8 @@ COMMANDS = {
 
 
 #: Commands of exhaustive runs only. ZeRO 1 and 3 contain what ZeRO 0 and 2 do, stacks/test_pipelining.py runs
-#: torch's own 1F1B over NCCL, and DeepSpeed and Megatron-LM contain what Megatron-DeepSpeed does. torchtitan's
-#: HSDP takes as long as the commands that are left.
+#: torch's own 1F1B over NCCL, and DeepSpeed and Megatron-LM contain what Megatron-DeepSpeed does. The HSDP of
+#: torchtitan takes as long as the commands that are left.
 EXHAUSTIVE = (
     "DeepSpeed, ZeRO 0",
     "DeepSpeed, ZeRO 2",
