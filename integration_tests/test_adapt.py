@@ -39,6 +39,7 @@ def changed(text):
     return int(in_flight), float(seconds_after), float(seconds_before)
 
 
+@pytest.mark.full(share=4)
 def test_deepspeeds_pipeline_learns(far_apart, tmp_path, capsys):
     flags = ("--stages", "2")
     train(far_apart, tmp_path / "stock", *flags, size=SIZE, env={"GLOO_SOCKET_IFNAME": "eth0"})

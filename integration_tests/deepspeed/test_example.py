@@ -96,6 +96,7 @@ def test_the_loss_falls(two_by_two):
     assert two_by_two[STEPS] < two_by_two[1] - 0.5
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize(
     "processes, options",
     [

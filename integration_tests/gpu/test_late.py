@@ -3,6 +3,8 @@
 Holmes's watchdog names the rank. After the timeout, torch's watchdog ends the job.
 """
 
+import pytest
+
 from integration_tests.jobs import ROOT
 
 LATE = str(ROOT / "integration_tests" / "gpu" / "late.py")
@@ -20,6 +22,7 @@ def test_late_by_less_than_the_timeout(lab):
     assert "waits for rank 1" in ran.said, ran.said
 
 
+@pytest.mark.full(share=4)
 def test_late_by_more_than_the_timeout(lab):
     """Groups that holmes makes keep torch's watchdog, which ends all ranks."""
     ran = run_late(lab, 30)

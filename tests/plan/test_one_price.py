@@ -197,6 +197,7 @@ def with_room_s(job, one):
     return roomy.step().step_s
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("first", range(0, 300, 20))
 def test_all_that_price_a_step_agree(first):
     for seed in range(first, first + 20):
@@ -205,6 +206,7 @@ def test_all_that_price_a_step_agree(first):
         not_slower(found, found.best, steps[0])
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("seed", range(0, 300, 25))
 def test_better_hardware_is_not_slower_by_more_than_the_optimality_gap(seed):
     found = search(random_job(seed), rows=3, prove=True, seconds=2.0)

@@ -88,6 +88,7 @@ def two_kinds(factor=1.0, reduction=(0.1, 0.1), blocks=8, micro=8, **more):
     )
 
 
+@pytest.mark.full(share=4)
 def test_balanced_is_the_best_of_all_splits():
     rng, unfit = random.Random(1), 0
     for case in range(1500):
@@ -183,6 +184,7 @@ def milp_step(costs):
     return found.fun
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("seed", range(4))
 def test_balanced_is_what_a_milp_solver_finds(seed):
     pytest.importorskip("scipy")

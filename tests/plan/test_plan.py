@@ -240,6 +240,7 @@ def test_mutated_files_give_a_plan_or_one_clear_line():
     assert refused > 500
 
 
+@pytest.mark.full(share=4)
 def test_values_of_every_type_in_every_place_never_crash():
     values = [None, True, -1, 0, 10**30, 1.5, "x", "", [], ["x"], [1], {}, {"x": 1}, [[]], [{}]]
     document = json.loads(plan().to_json())

@@ -144,12 +144,14 @@ def cases(limit, seed, nodes=7):
         )
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("seed", range(4))
 def test_equals_brute_force(seed):
     for counts, processes, sizes, interleave in cases(40, seed):
         check(plain(*counts, processes=processes, interleave=interleave), sizes)
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("pipeline", (1, 2, 3, 4, 6))
 def test_equals_brute_force_for_every_split_of_six_nodes(pipeline):
     for first, second in itertools.product(range(1, 6), range(6)):
@@ -163,6 +165,7 @@ def test_equals_brute_force_for_every_split_of_six_nodes(pipeline):
                     )
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("counts", [(2, 4), (3, 5), (1, 1, 2), (4, 4), (2, 2, 4), (1, 7)])
 def test_equals_brute_force_for_the_named_shapes(counts):
     for pipeline, tensor in (
@@ -177,6 +180,7 @@ def test_equals_brute_force_for_the_named_shapes(counts):
             check(plain(*counts), Sizes(pipeline, tensor))
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("seed", range(3))
 def test_nodes_on_several_fabrics_and_shared_fabrics(seed):
     rng = random.Random(seed)
@@ -194,6 +198,7 @@ def test_a_fit_group_by_group_that_no_component_has():
     assert not spans_networks(site, place(site, Sizes(1, 2)))
 
 
+@pytest.mark.full(share=4)
 def test_heuristic_stays_close_to_brute_force():
     """A budget of 6 orders forces what large sites get: feasibility exact, time near the least, never worse
     than the launcher's."""
@@ -344,6 +349,7 @@ def test_distinct_orders():
     assert orders == sorted(orders)
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize(
     "sizes",
     [

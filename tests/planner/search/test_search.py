@@ -77,6 +77,7 @@ def check_least(found, wanted):
     assert wanted * (1 - 1e-9) <= least(found) <= wanted * 1.01
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("ethernet", ["1Gb/s", "10Gb/s", "40Gb/s"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("flops", [(20e12, 20e12), (20e12, 9e12)])
@@ -197,6 +198,7 @@ def test_impossible_limits():
         search(small(), MODEL, 16, parse_limits(["pipeline=1", "clusters=pipeline"]))
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("ethernet, link", [("1Gb/s", 0.0), ("10Gb/s", 0.0), ("10Gb/s", 4e9)])
 def test_no_simulated_step_beats_its_bound(ethernet, link):
     """What the optimality gap of simulated steps rests on."""
