@@ -1,11 +1,11 @@
-"""lab/network/crossing.py and delay_line.py: what a file's network between clusters becomes, and what passes
-when."""
+"""lab/network/inter_cluster.py and delay_line.py: what a file's network between clusters becomes, and what
+passes when."""
 
 import struct
 
 import clusters
 import pytest
-from holmes_lab.network import crossing, delay_line, shaping
+from holmes_lab.network import delay_line, inter_cluster, shaping
 from holmes_lab.network.delay_line import LEAST_BUFFER_S, Router
 
 from holmes_ext.cluster.wan import Between, Uplink, Wan
@@ -141,9 +141,9 @@ SPEC = clusters.spec("a ib 2Gb/s a0,a1", "b roce 600Mb/s b0", "c ethernet - c0")
 
 def test_a_file_that_says_nothing_of_it_has_one_ethernet():
     nodes = shaping.lay_out(SPEC, 1.0)
-    assert {node.nics[0].bridge for node in nodes} == {"eth"} and {node.site for node in nodes} == {
-        None
-    }
+    assert {node.nics[0].bridge for node in nodes} == {"eth"} and {
+        node.ethernet_segment for node in nodes
+    } == {None}
 
 
 def test_each_cluster_has_a_network_and_a_router_of_its_own():
@@ -161,8 +161,14 @@ def test_each_cluster_has_a_network_and_a_router_of_its_own():
     ]
     ip, _ = shaping.node_batches(nodes[2])
     assert "route add 10.77.0.0/16 via 10.77.1.254 dev eth0\n" in ip and "nud permanent" in ip
-    told = crossing.delay_line(
-        spec, 0.5, [(node.address, node.site, node.nics[0].mac) for node in nodes], 2.0
+    told = inter_cluster.delay_line(
+        spec,
+        0.5,
+        [
+            inter_cluster.NodeAddress(node.address, node.ethernet_segment, node.nics[0].mac)
+            for node in nodes
+        ],
+        wire_bits_per_data_bit=2.0,
     )
     # scale 0.5, twice as much on the wire
     assert [each["uplink_bps"] for each in told["clusters"]] == [10**9, 0, 0]

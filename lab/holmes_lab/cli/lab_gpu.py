@@ -247,7 +247,7 @@ def run_watched(
     assert job.watch is not None
     run = wait_watched(job, Watcher(job.watch, end_s=end_s), labels, tell)
     result = replace(run.result, returncode=HUNG, first_failed=None) if run.hang else run.result
-    if not run.hang and (missing := what_is_missing(result, killed_for_memory() > killed)):
+    if not run.hang and (missing := find_missing_emulation(result, killed_for_memory() > killed)):
         tell([f"rank {result.first_failed} ended because of the emulation: {missing}"])
         result = replace(result, returncode=NOT_EMULATED)
     by_name = {node.name: node for node in lab.nodes}
@@ -268,7 +268,7 @@ def killed_for_memory() -> int:
     return int(Path("/proc/vmstat").read_text().split("oom_kill ")[1].split()[0])
 
 
-def what_is_missing(result: RunResult, killed: bool = False) -> str:
+def find_missing_emulation(result: RunResult, killed: bool = False) -> str:
     """Return what the rank that failed first lacked, or "" if it failed for another reason.
 
     That is an operator, a kernel or a CUDA call that is not emulated, or memory of this machine.
