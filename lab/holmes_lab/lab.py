@@ -53,8 +53,7 @@ class Lab:
         HolmesError: This machine lacks a right or a tool. The message names it.
     """
 
-    #: Preloaded Pythons from which all labs of this process fork; None: each lab imports the
-    #: modules again.
+    #: Preloaded Pythons that all labs of this process fork; None: each lab imports modules again.
     templates: ClassVar[Templates | None] = None
 
     def __init__(
@@ -65,12 +64,7 @@ class Lab:
         sysctl: Mapping[str, str] = MappingProxyType({}),
         login: bool = False,
     ):
-        """Lay out the nodes. They are created when the `with` block is entered.
-
-        The class docstring describes the arguments: the site, the factor of its rates, real-time
-        scheduling of ranks (SCHED_RR), kernel settings of the nodes, and whether there is a host to
-        submit jobs from.
-        """
+        """Lay out the nodes (arguments: see the class). They are created when `with` is entered."""
         self.spec, self.scale, self.realtime, self.sysctl = spec, scale, realtime, sysctl
         self.nodes = network.lay_out(spec, scale)
         self.hosts = self.nodes  # the nodes, and behind them the host "login", if there is one
@@ -168,7 +162,8 @@ class Lab:
             watch = self.directory / "gpu" / str(port)
             watch.mkdir(parents=True)
             common |= gpus.environment(common, total, nodes, holmes, watch)
-        argv, server_control = list(command), None
+        argv = list(command)
+        server_control = None  # socket of the preloaded Python, if there is one
         if preload:
             script = fork_server.script_of(argv)
             if script is None:
@@ -190,7 +185,14 @@ class Lab:
             env |= gpus.clock.variables(node.cluster) if gpus else {}
             messages.append(self._message(rank, node.name, argv, env, directory))
         return self._job(
-            messages, server_control, on_line, logs and Path(logs), timeout, grace, emulated, watch
+            messages,
+            server_control,
+            on_line=on_line,
+            logs=logs and Path(logs),
+            timeout=timeout,
+            grace=grace,
+            emulated=emulated,
+            watch=watch,
         )
 
     def start_programs(
@@ -212,7 +214,15 @@ class Lab:
             self._message(number, program.host, list(program.argv), dict(program.env), directory)
             for number, program in enumerate(programs)
         ]
-        return self._job(messages, None, on_line, logs and Path(logs), timeout, grace, False)
+        return self._job(
+            messages,
+            server_control=None,
+            on_line=on_line,
+            logs=logs and Path(logs),
+            timeout=timeout,
+            grace=grace,
+            emulated=False,
+        )
 
     def _message(
         self, number: int, host: str, argv: list[str], env: dict[str, str], directory: str
@@ -238,7 +248,7 @@ class Lab:
         }
 
     def _job(
-        self, messages: list[dict[str, Any]], server_control: socket.socket | None, *options: Any
+        self, messages: list[dict[str, Any]], server_control: socket.socket | None, **options: Any
     ) -> Job:
         """Start a job: fork a job supervisor, which starts the processes of the job.
 
@@ -247,7 +257,7 @@ class Lab:
             server_control: Socket of the preloaded Python that forks the supervisor, if processes run their
                 script in a fork of it; None: the keeper forks it, and each process executes its
                 command.
-            options: Further arguments of Job.
+            options: Further keyword arguments of Job.
         """
         ours, theirs = wire.pair()
         try:
@@ -256,7 +266,7 @@ class Lab:
             else:
                 wire.send(server_control, {}, [theirs.fileno()])
             theirs.close()
-            return Job(messages, ours, *options)
+            return Job(messages, ours, **options)
         except OSError as error:
             # For example: --logs cannot be written, too many open files, or the fork server was
             # killed.

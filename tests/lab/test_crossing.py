@@ -40,7 +40,7 @@ def arrivals(net, until=100.0):
     found = []
     while net.next_due is not None and net.next_due < until:
         now = net.next_due
-        found += [(round(now, 6), target) for target, _ in net.due(now)]
+        found += [(round(now, 6), target) for target, _ in net.pop_arrived(now)]
     return found
 
 
@@ -86,7 +86,7 @@ def test_pairs_of_nodes_share_a_link_fairly_and_each_ones_frames_keep_their_orde
         net.take(frame(B0, size, source=source), 0, 1.0)
     sizes = []
     while net.next_due is not None:
-        sizes += [12 + len(pieces[1]) for _, pieces in net.due(net.next_due)]
+        sizes += [12 + len(pieces[1]) for _, pieces in net.pop_arrived(net.next_due)]
     assert sizes == [500, 1000, 501, 1001, 1002, 1003, 1004]
 
 
@@ -124,7 +124,7 @@ def test_the_router_puts_the_receivers_mac_and_its_own_before_the_rest():
     net = router([[0, 1, 0, 0.0]], (0, 0, 0))
     sent = frame(B0)
     net.take(sent, 0, 1.0)
-    ((target, pieces),) = net.due(1.0)
+    ((target, pieces),) = net.pop_arrived(1.0)
     whole = b"".join(bytes(piece) for piece in pieces)
     assert target == 1 and whole[:10] == sent[:10] and whole[22:] == sent[22:]
     assert whole[10:22] == bytes.fromhex("02000000000b" + "02000000ff01")

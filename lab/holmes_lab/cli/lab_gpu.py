@@ -177,9 +177,8 @@ class GpuRun:
     groups: list[GroupNetwork]  # the network that NCCL chose for each process group
     nics: list[NicBytes]  # bytes of each NIC
     hang: tuple[str, ...] = ()  # lines that explain why the job hung; empty if it did not
-    races: tuple[
-        str, ...
-    ] = ()  # lines about missing waits between streams; empty if none was found
+    #: Lines about missing waits between streams; empty if none was found.
+    races: tuple[str, ...] = ()
 
 
 def run(

@@ -47,9 +47,7 @@ def install_when_imported(library: str, environ: MutableMapping[str, str] = os.e
         library: Path of libholmes_operators.so.
         environ: The environment of this process.
     """
-    environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # triton runs its kernels in an interpreter, on the CPU
+    environ.setdefault("TRITON_INTERPRET", "1")  # triton runs kernels in an interpreter, on the CPU
     # Some of torch's operators have variants written in triton. Without these, the CPU kernels run.
     environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
     if environ.get(COMPILE) == "off":

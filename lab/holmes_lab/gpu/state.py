@@ -75,9 +75,7 @@ class StreamWork:
     # Why the work has not started; at most one of these is set. All are unset behind the first work
     # of a stream.
     after: WorkId | None = None  # an event wait: it waits for this work
-    is_behind_in_queue: bool = (
-        False  # other work in the hardware queue of the stream must start before
-    )
+    is_behind_in_queue: bool = False  # others in its stream's hardware queue must start first
     needs_sms: bool = False  # the kernel waits for free multiprocessors
 
     # The following fields describe kernels of NCCL.

@@ -204,16 +204,16 @@ class Router:
                 for both directions.
             nodes: IPv4 address of each node -> (number of its cluster, MAC address).
         """
-        slowest_s = [0.0] * len(clusters)  # of each cluster: largest latency of its links
+        largest_latency_s = [0.0] * len(clusters)  # of the links of each cluster
         for first, second, _, latency_s in links:
             for cluster in (int(first), int(second)):
-                slowest_s[cluster] = max(slowest_s[cluster], latency_s)
+                largest_latency_s[cluster] = max(largest_latency_s[cluster], latency_s)
         uplinks_out = []
         #: Uplink of each cluster in the direction into the cluster; None: without limit.
         self._uplinks_in: list[FairQueue | None] = []
         for cluster, settings in enumerate(clusters):
-            uplinks_out.append(_queue(settings["uplink_bps"], slowest_s[cluster]))
-            self._uplinks_in.append(_queue(settings["uplink_bps"], slowest_s[cluster]))
+            uplinks_out.append(_queue(settings["uplink_bps"], largest_latency_s[cluster]))
+            self._uplinks_in.append(_queue(settings["uplink_bps"], largest_latency_s[cluster]))
         #: (cluster of the sender, cluster of the receiver) -> path.
         self._paths: dict[tuple[int, int], ClusterPath] = {}
         links_one_way = []
@@ -290,8 +290,8 @@ class Router:
         elif not queue.add(frame, now):
             self.dropped += 1
 
-    def due(self, now: float) -> list[tuple[int, tuple]]:
-        """Move all frames on to where they are at the time `now`.
+    def pop_arrived(self, now: float) -> list[tuple[int, tuple]]:
+        """Move all frames on to where they are at the time `now`, and remove those that have arrived.
 
         Returns:
             (number of the cluster, pieces) of each frame that has arrived, in the order of arrival. Pieces
@@ -426,7 +426,7 @@ def run(router: Router, taps: Sequence[int]) -> None:
         for cluster, tap in enumerate(taps):
             for frame in _frames(tap):
                 router.take(frame, cluster, arrival)
-        for target, pieces in router.due(now + half_quantum_s):
+        for target, pieces in router.pop_arrived(now + half_quantum_s):
             try:
                 os.writev(taps[target], pieces)
             except OSError:  # the bridge is down, or the queue of the receiver is full

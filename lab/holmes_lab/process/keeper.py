@@ -92,7 +92,7 @@ def _isolate() -> None:
 
 
 def _write(path: str, text: str) -> None:
-    """Set a sysctl of this process's network namespace, unless the kernel lacks the file.
+    """Set a kernel setting (sysctl) of this process's network namespace, unless the kernel lacks it.
 
     Args:
         path: File under /proc/sys.
@@ -167,9 +167,8 @@ class Keeper:
             _hold_namespaces(furnish, write)
         os.close(write)
         with os.fdopen(read, "r") as pipe:
-            answer = (
-                pipe.read()
-            )  # the process's own PID in the lab's PID namespace, or an error message
+            # The PID of the forked process in the lab's PID namespace, or an error message.
+            answer = pipe.read()
         if not answer.isdigit():
             os.waitpid(pid, 0)
             shown_name = "switch" if name == SWITCH else name.strip()  # WAN begins with a space
@@ -282,9 +281,8 @@ class Keeper:
             namespaces.die_with_parent()
             self.control.close()
             os.close(self.caller)
-            launch.serve_job(
-                socket.socket(fileno=job)
-            )  # exits this forked process at the job's end
+            # At the end of the job, this exits the forked process.
+            launch.serve_job(socket.socket(fileno=job))
         return {}
 
     def do_fork_server(
