@@ -8,10 +8,10 @@ the template:
     Templates --socket--> template --forks--> guard --forks--> fork server --> job supervisor --> ranks
     (this process)        (outside of all labs)                (in the lab's PID namespace)
 
-    guard          enters the lab's PID namespace for its children, and forks the fork server. It collects the
-                   fork server's exit status, and then ends, too. If it ended earlier, only the init
-                   of the machine could collect that status, and the kernel keeps a PID namespace
-                   until this is done.
+    guard          enters the lab's PID namespace for its children, and forks the fork server. As its
+                   parent, it waits for its end, and then ends, too. If it ended earlier, the init of
+                   the machine would be the parent, and the end of the PID namespace would wait for
+                   that init to reap the fork server.
     fork server    The kernel kills it with its lab, as any process of the lab's PID namespace.
     template       It ends when this process ends or closes the socket, after all guards have ended.
 
