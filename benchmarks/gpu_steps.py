@@ -42,7 +42,14 @@ from pathlib import Path
 from emulated import emulated_gpus, even_costs, forward_s
 from harness import Row, chosen, find_checkout, finish, kept, parser, tell, why_missing, write
 from holmes_lab import interleave
-from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference, tuned
+from holmes_lab.compare import (
+    Series,
+    Variant,
+    all_rdma,
+    compare,
+    lab_for_measurements,
+    max_loss_difference,
+)
 from prediction import CORES, TRAITS
 from two_clusters import loss_row, ratio_row, step_rows
 
@@ -194,7 +201,10 @@ def pretrain_gpt(
     with ExitStack() as stack:
         # Variants on equal clusters (with the same hash of their description) share a lab.
         specs = {variant.spec.digest: variant.spec for variant in variants}
-        labs = {digest: stack.enter_context(tuned(spec)) for digest, spec in specs.items()}
+        labs = {
+            digest: stack.enter_context(lab_for_measurements(spec))
+            for digest, spec in specs.items()
+        }
         for _ in range(repetitions):
             for variant in variants:
                 tell(f"{name}: {variant.name}")

@@ -25,8 +25,8 @@ from pathlib import Path
 import links_across
 from harness import Row, chosen, finish, parser, tell
 from holmes_lab import Lab
-from holmes_lab.measure import CrossingRow, flood, measure
-from holmes_lab.network.crossing import TUNED
+from holmes_lab.measure import BetweenClustersRow, flood, measure
+from holmes_lab.network.inter_cluster import TUNED
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
 
@@ -106,7 +106,7 @@ def lab(repetitions: int) -> list[Row]:
     return rows
 
 
-def _latency_error(row: CrossingRow) -> float:
+def _latency_error(row: BetweenClustersRow) -> float:
     """Return the error of a latency in units of its tolerance, which is 1 ms or 5 %."""
     return abs(row.achieved - row.configured) / max(1e-3, 0.05 * row.configured)
 
@@ -120,7 +120,10 @@ def delay_line(repetitions: int) -> list[Row]:
         shares = []  # of a core, used by the delay line
         rates = []  # in bits/s
         with Lab(spec, realtime=True, sysctl=TUNED) as emulated:
-            sides = [[node for node in emulated.nodes if node.site == number] for number in (0, 1)]
+            sides = [
+                [node for node in emulated.nodes if node.ethernet_segment == number]
+                for number in (0, 1)
+            ]
             for _ in range(repetitions):
                 cpu_before = _cpu_s(emulated.delay_line)
                 sent_before = _sent(emulated)

@@ -18,7 +18,7 @@ from typing import Any
 
 from harness import Row, tell
 from holmes_lab import Lab
-from holmes_lab.compare import tuned
+from holmes_lab.compare import lab_for_measurements
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
@@ -73,7 +73,7 @@ def _reduction(case: str, file: str, repetitions: int, target: str) -> list[Row]
     spec = load_spec(path)
     rows = []
     ways = {FLAT: {}, TODAY: {"clusters": True}, PLANNED: _planned_reduction(spec)}
-    with tuned(spec) as lab:
+    with lab_for_measurements(spec) as lab:
         seconds = _time_all_reduces(lab, spec, ways, repetitions)
     for name, values in seconds.items():
         rows.append(Row.median(case, f"10 MiB, {name}", values, unit="s", emulated=True))

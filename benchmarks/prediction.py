@@ -34,7 +34,7 @@ from pathlib import Path
 from emulated import even_costs, forward_s
 from harness import Row, finish, parser, tell
 from holmes_lab import interleave
-from holmes_lab.compare import Variant, all_rdma, compare, tuned
+from holmes_lab.compare import Variant, all_rdma, compare, lab_for_measurements
 from prediction_hosts import measure_hosts
 from prediction_paper import paper_rows
 from prediction_recorded import recorded_rows, step_rows
@@ -321,7 +321,7 @@ def measure(case: Case) -> list[float]:
 
 def probe(spec: SiteSpec, file: Path) -> str:
     """Run `holmes probe` in a lab, and return the cluster.toml with the measured networks."""
-    with tempfile.TemporaryDirectory() as directory, tuned(spec) as lab:
+    with tempfile.TemporaryDirectory() as directory, lab_for_measurements(spec) as lab:
         copy = Path(directory, "cluster.toml")
         copy.write_text(file.read_text())
         result = lab.run(

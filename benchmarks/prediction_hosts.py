@@ -21,7 +21,7 @@ from math import ceil
 from pathlib import Path
 
 from holmes_lab import interleave
-from holmes_lab.compare import tuned
+from holmes_lab.compare import lab_for_measurements
 
 from holmes_ext.cluster.spec import SiteSpec
 
@@ -75,7 +75,7 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
         order: Nodes in the order of their ranks.
         arguments: The two arguments of rank_main().
     """
-    with tuned(spec) as lab:
+    with lab_for_measurements(spec) as lab:
         result = lab.run(
             [sys.executable, __file__, *arguments], order=order, preload=("torch",), timeout=120
         )

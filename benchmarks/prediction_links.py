@@ -8,8 +8,9 @@ calibration runs: nothing is fitted to these cases. They have a store of their o
 belong to a machine. Each cluster file is probed once in its lab, and the predictions use the measured
 links.
 
-TCP of the nodes is tuned for long links (lab/holmes_lab/network/crossing.py). Otherwise a connection that
-was idle begins with a small window again, and a message of 18 KiB takes 37 ms over a link of 20 ms.
+TCP of the nodes is tuned for long links (lab/holmes_lab/network/inter_cluster.py). Otherwise a
+connection that was idle begins with a small window again, and a message of 18 KiB takes 37 ms over
+a link of 20 ms.
 """
 
 from __future__ import annotations

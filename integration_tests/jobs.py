@@ -19,7 +19,7 @@ import pytest
 from carriers import EMULATED, LESS_MEMORY, ON_GPUS, PHYSICAL, gpus
 from holmes_lab import Lab, interleave
 from holmes_lab.gpu.watcher import Watcher, wait_watched
-from holmes_lab.process.zygote import SKIP_TEARDOWN
+from holmes_lab.process.fork_server import SKIP_TEARDOWN
 from packaging.version import Version
 from selection import full as full
 from selection import some as some

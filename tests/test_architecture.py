@@ -121,7 +121,7 @@ ALLOWED_INSIDE = {
     ),
     "holmes_ext/join/training.py": (1, "a job that is not joined must not load what joining needs"),
     "patches/torch/ddp.py": (2, "the same"),
-    "lab/holmes_lab/process/zygote.py": (
+    "lab/holmes_lab/process/fork_server.py": (
         1,
         "a rank that runs without holmes must not have it in its template",
     ),
@@ -133,7 +133,7 @@ DYNAMIC = {
     "holmes_ext/extensions.py": "load(): what extensions name, modules with patches, parts that few jobs use",
     "holmes_ext/doctor/frameworks.py": "`--check` imports the frameworks",
     "lab/holmes_lab/__init__.py": "the public names, when they are used",
-    "lab/holmes_lab/process/zygote.py": "what --preload names",
+    "lab/holmes_lab/process/fork_server.py": "what --preload names",
 }
 #: What works where torch is not installed, with all that it imports at its top.
 WITHOUT_TORCH = (

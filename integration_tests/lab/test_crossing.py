@@ -109,7 +109,7 @@ def test_without_the_delay_line_the_lab_ends_with_one_line():
 
 def test_a_machine_without_tun_is_told_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        "holmes_lab.lab._KEEPER_BOOT",
+        "holmes_lab.process.keeper_process._KEEPER_BOOT",
         """
 import os
 import sys

@@ -53,7 +53,8 @@ def test_a_caller_that_is_killed_while_its_lab_starts_leaves_nothing(toml, tmp_p
 import os, sys
 from holmes_ext.cluster.spec import load_spec
 from holmes_lab import Lab
-Lab._answer = lambda self: (print(self.directory, flush=True), os.kill(os.getpid(), 9))
+from holmes_lab.process.keeper_process import KeeperProcess
+KeeperProcess._answer = lambda self: (print(self.directory, flush=True), os.kill(os.getpid(), 9))
 with Lab(load_spec(sys.argv[1])):
     pass
 """)

@@ -54,7 +54,7 @@ def check_one_lab(templates, script):
         (template,) = template_pids(templates)
         assert set(job.pids.values()) < set(descendants(template))
     assert not any(Path(f"/proc/{pid}").exists() for pid in job.pids.values())
-    eventually(lambda: not descendants(template), "the guard ends after the zygote")
+    eventually(lambda: not descendants(template), "the guard ends after the fork server")
     return template
 
 

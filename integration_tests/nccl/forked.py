@@ -12,7 +12,7 @@ import sys
 
 import torch  # noqa: F401
 from holmes_lab.network import namespaces
-from holmes_lab.process import zygote
+from holmes_lab.process import fork_server
 
 
 def main():
@@ -22,7 +22,7 @@ def main():
         In a rank, the variables of its script. In the parent process, None.
     """
     script, environments = json.load(sys.stdin)
-    zygote.import_for_ranks()
+    fork_server.import_for_ranks()
     children = []
     for rank, environment in enumerate(environments):
         child = os.fork()
@@ -31,7 +31,7 @@ def main():
             with open(f"{rank}.log", "wb") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-            return zygote.run_script(script, environment)
+            return fork_server.run_script(script, environment)
         children.append(child)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     print(json.dumps(statuses))

@@ -30,8 +30,8 @@ from typing import Any, Protocol
 import pytest
 from carriers import ON_GPUS
 from checkouts import checkout_or_skip
+from holmes_lab.process.fork_server import SKIP_TEARDOWN
 from holmes_lab.process.job import RunResult
-from holmes_lab.process.zygote import SKIP_TEARDOWN
 
 from holmes_ext.cli.main import main
 from integration_tests.gpu.commands import LOG, Command

@@ -7,17 +7,20 @@ emulated.
     with Lab(load_spec("cluster.toml"), scale=1.0) as lab:
         result = lab.run(["python", "train.py"], preload=("torch",))
 
-            Lab (caller) --control--> keeper --forks--> holders: a0, a1, b0, ... and the switch
-              |                         |  --forks--> launcher --forks--> ranks of one job (exec)
-              |                         `--execs--> zygote (preloaded) --forks--> launcher --> ranks
-              `---- one socket and the ranks' pipes for each job ----'
+            Lab (caller) --socket--> keeper --> namespace holders: a0, a1, b0, ... and the switch
+              |                         |  ---> job supervisor --> ranks of one job
+              |                         `-----> fork server --> job supervisor --> ranks of one job
+              `--- for each job: a socket to its supervisor, and the pipes of its ranks ---'
 
-A holder is a process that keeps the namespaces of a node alive. A zygote is a Python that has imported the
-modules of a job, from which ranks are forked.
+    keeper              owns all other processes of the lab, and ends when the caller ends
+    namespace holder    sleeps, which keeps the namespaces of a node alive
+    job supervisor      forks the ranks of one job, and reports their ends
+    fork server         a Python that has imported the modules of a job, so that ranks need not import them
 
-All holders, zygotes and ranks are in one PID namespace, whose init dies with the keeper. The keeper ends when
-the caller ends. So the kernel frees everything, however the lab ends. Nothing in a lab can be seen by name
-outside of it. Labs of one process can share preloaded Pythons (process/templates.py).
+All of these but the keeper are in one PID namespace. The kernel ends it when the keeper ends, so
+that no process and no device remains, however the lab ends. Programs outside of the lab cannot
+reach its network interfaces, abstract sockets or /dev/shm files by name. Labs of one process can
+share preloaded Pythons (process/templates.py).
 """
 
 import importlib
@@ -34,7 +37,8 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str):
     """Return a public name, and import its module only now.
 
-    The keeper and the ranks import this package, but need only a few small modules of it.
+    The keeper (the process that owns a lab) and the ranks import this package, but need only a few
+    small modules of it.
     """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,14 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cluster.spec import ClusterSpec, SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_lab.emulate import trace
 from holmes_lab.gpu.job import Gpus
 from holmes_lab.lab import Lab
-from holmes_lab.network.crossing import TUNED
+from holmes_lab.network.inter_cluster import TUNED
 from holmes_lab.process.job import RunResult
 
 #: Node -> NIC -> bytes (received, sent).
@@ -46,14 +46,25 @@ class Variant:
     env: Mapping[str, str] = field(default_factory=dict)  # further environment variables
 
 
+class SentMegabytes(NamedTuple):
+    """MB that a node sends in a step."""
+
+    ethernet: float
+    fast_nics: float  # InfiniBand or RoCE
+
+
 @dataclass
 class Series:
-    """Measurements of all runs of one variant."""
+    """Measurements of all runs of one variant.
+
+    Step times vary from run to run, so those of all runs are kept. Of losses, traffic and output,
+    the last run is an example, and only that is kept.
+    """
 
     name: str
     steps: list[list[float]] = field(default_factory=list)  # run -> seconds of its measured steps
     losses: list[float] = field(default_factory=list)  # of all steps of the last run
-    #: Node -> NIC -> bytes sent in a step, in the last run and including its start.
+    #: Node -> NIC -> bytes sent in the last run, from its start to its end, divided by its steps.
     sent: dict[str, dict[str, float]] = field(default_factory=dict)
     emulated: bool = False  # whether the compute was emulated
     realtime: bool = True  # whether all ranks ran under SCHED_RR
@@ -72,22 +83,29 @@ class Series:
     ) -> None:
         """Add the measurements of a run.
 
+        The step times are appended to those of earlier runs. The losses, the output and the traffic
+        replace those of the run before.
+
         Args:
             seconds: Seconds of all steps.
             losses: Losses of all steps.
-            skip: First steps, which warm up and are not measured.
+            skip: Number of first steps, which warm up and whose times are not measured.
             result: How the job ended.
-            before, after: Lab.counters() before and after the job.
+            before, after: Bytes of each NIC before and after the job. They cover the warm-up, too.
         """
-        self.steps.append(list(seconds[skip:]))
+        measured_seconds = list(seconds[skip:])
+        self.steps.append(measured_seconds)
         self.losses = losses
-        self.emulated, self.realtime = result.emulated, self.realtime and result.realtime
-        self.busy = max(self.busy, result.busy_in_last(sum(self.steps[-1])))
+        self.emulated = result.emulated
+        self.realtime = self.realtime and result.realtime
+        self.busy = max(self.busy, result.busy_in_last(sum(measured_seconds)))
         self.lines = [line for _, line in result.lines[0]]
-        self.sent = {
-            node: {nic: (after[node][nic][1] - before[node][nic][1]) / len(seconds) for nic in nics}
-            for node, nics in after.items()
-        }
+        self.sent = {}
+        for node, nics in after.items():
+            self.sent[node] = {}
+            for nic, (_, sent_after) in nics.items():
+                _, sent_before = before[node][nic]
+                self.sent[node][nic] = (sent_after - sent_before) / len(seconds)
 
     @property
     def medians(self) -> list[float]:
@@ -105,11 +123,15 @@ class Series:
         return min(self.medians), max(self.medians)
 
     @property
-    def megabytes(self) -> tuple[float, float]:
-        """MB that a node sends in a step on Ethernet and on its fast NICs, as the mean of the nodes."""
+    def megabytes(self) -> SentMegabytes:
+        """MB that a node sends in a step, as the mean of the nodes."""
         ethernet = sum(nics["eth0"] for nics in self.sent.values())
         everything = sum(sum(nics.values()) for nics in self.sent.values())
-        return ethernet / len(self.sent) / 1e6, (everything - ethernet) / len(self.sent) / 1e6
+        node_count = len(self.sent)
+        return SentMegabytes(
+            ethernet=ethernet / node_count / 1e6,
+            fast_nics=(everything - ethernet) / node_count / 1e6,
+        )
 
 
 def all_rdma(spec: SiteSpec) -> Variant:
@@ -124,12 +146,14 @@ def all_rdma(spec: SiteSpec) -> Variant:
     return Variant("all-RDMA", single, nodes, env={"GLOO_SOCKET_IFNAME": f"{best.kind}0"})
 
 
-def tuned(spec: SiteSpec, scale: float = 1.0) -> Lab:
-    """Return a lab in which TCP is tuned if there are long links.
+def lab_for_measurements(spec: SiteSpec, scale: float = 1.0) -> Lab:
+    """Return a lab in which ranks run in real time, and TCP is tuned if there are links between clusters.
 
-    With the default settings, measurements over long links would mainly show how TCP windows grow.
+    With the default settings of TCP, measurements over links with long round trips would mainly
+    show how TCP's windows grow. The lab's nodes exist inside its `with` block.
 
     Args:
+        spec: The site.
         scale: Factor of all rates.
     """
     return Lab(spec, scale, realtime=True, sysctl=TUNED if spec.wan else {})
@@ -176,7 +200,9 @@ def compare(
         ] = {}  # hash of the clusters' description -> the lab, which variants share
         for variant in variants:
             if variant.spec.digest not in labs:
-                labs[variant.spec.digest] = stack.enter_context(tuned(variant.spec, scale))
+                labs[variant.spec.digest] = stack.enter_context(
+                    lab_for_measurements(variant.spec, scale)
+                )
         for repetition in range(repetitions):
             first = repetition % len(variants)
             for variant in (*variants[first:], *variants[:first]):

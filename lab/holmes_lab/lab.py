@@ -9,8 +9,6 @@ import itertools
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,31 +16,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import holmes_ext
-import holmes_lab
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_lab import state
 from holmes_lab.emulate.accelerator import VARIABLE as ACCELERATOR
-from holmes_lab.gpu.job import OF_TEMPLATE, Gpus
-from holmes_lab.network import crossing, namespaces, sysfs_tree
+from holmes_lab.gpu.job import GPU_COUNT, PRELOAD_VARIABLES, Gpus
+from holmes_lab.network import inter_cluster, namespaces, sysfs_tree
 from holmes_lab.network import shaping as network
-from holmes_lab.process import ranks, wire, zygote
+from holmes_lab.process import fork_server, ranks, wire
 from holmes_lab.process.job import Job, OnLine, RunResult
+from holmes_lab.process.keeper_process import ROOTS, KeeperProcess
 from holmes_lab.process.templates import TemplateKey, Templates
-from holmes_lab.rights import denied, program
+from holmes_lab.rights import program
 
-_KEEPER_BOOT = """
-import os
-import sys
-sys.path[:0] = sys.argv[1].split(os.pathsep)
-from holmes_lab.process.keeper import main
-main(sys.argv[2:])
-"""
-#: Folders with the packages holmes_lab and holmes_ext, for Pythons that the lab starts.
-_ROOTS = os.pathsep.join(
-    str(Path(package.__file__ or "").parents[1]) for package in (holmes_lab, holmes_ext)
-)
+#: Beginnings of the names of variables that ranks read after their imports.
+_READ_IN_RANKS = ("HOLMES", "GLOO_", "NCCL_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_")
 _SWITCH = ""  # name of the switch, where other functions take the name of a node
 _FIRST_PORT = 29500  # MASTER_PORT of the first job, below the ephemeral ports
 
@@ -65,7 +53,7 @@ class Lab:
         HolmesError: This machine lacks a right or a tool. The message names it.
     """
 
-    #: Preloaded Pythons that all labs of this process share; None: each lab starts its own.
+    #: Preloaded Pythons that all labs of this process fork; None: each lab imports modules again.
     templates: ClassVar[Templates | None] = None
 
     def __init__(
@@ -76,16 +64,19 @@ class Lab:
         sysctl: Mapping[str, str] = MappingProxyType({}),
         login: bool = False,
     ):
+        """Lay out the nodes (arguments: see the class). They are created when `with` is entered."""
         self.spec, self.scale, self.realtime, self.sysctl = spec, scale, realtime, sysctl
         self.nodes = network.lay_out(spec, scale)
-        self.hosts = (
-            (*self.nodes, network.login_node(spec, self.nodes, scale)) if login else self.nodes
-        )
+        self.hosts = self.nodes  # the nodes, and behind them the host "login", if there is one
+        if login:
+            self.hosts = (*self.nodes, network.login_node(spec, self.nodes, scale))
         self._by_name = {node.name: node for node in self.hosts}
-        self._tools = {name: program(name) for name in ("ip", "tc")}
-        self._ports = itertools.count(_FIRST_PORT)
-        self._zygotes: dict[TemplateKey, socket.socket] = {}
-        self._pids: dict[str, tuple[int, int]] = {}
+        self._tools = {name: program(name) for name in ("ip", "tc")}  # paths of these programs
+        self._ports = itertools.count(_FIRST_PORT)  # values of MASTER_PORT for the jobs
+        #: Control sockets of preloaded Pythons from which ranks are forked.
+        self._fork_servers: dict[TemplateKey, socket.socket] = {}
+        #: Host -> PIDs of the process that keeps its namespaces alive.
+        self._holders: dict[str, wire.HolderPids] = {}
         self.delay_line: int | None = None  # PID of the process that delays frames between clusters
 
     def __enter__(self) -> Lab:
@@ -105,10 +96,9 @@ class Lab:
     def close(self) -> None:
         """End all jobs, remove nodes and networks, and return when they are gone."""
         if hasattr(self, "_keeper"):
-            self._control.close()
-            self._keeper.wait()
-            for zygote_control in self._zygotes.values():
-                zygote_control.close()
+            self._keeper.close()
+            for server_control in self._fork_servers.values():
+                server_control.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def run(self, command: Sequence[str], **options: Any) -> RunResult:
@@ -172,16 +162,17 @@ class Lab:
             watch = self.directory / "gpu" / str(port)
             watch.mkdir(parents=True)
             common |= gpus.environment(common, total, nodes, holmes, watch)
-        argv, zygote_control = list(command), None
+        argv = list(command)
+        server_control = None  # socket of the preloaded Python, if there is one
         if preload:
-            script = zygote.script_of(argv)
+            script = fork_server.script_of(argv)
             if script is None:
                 wanted = "`python SCRIPT ...` or `python -m MODULE ...`"
                 raise HolmesError(
                     f"--preload: the command must be {wanted}, not {' '.join(argv[:2])!r}"
                 )
             argv = script[1]
-            zygote_control = self._zygote(script[0], tuple(preload), common, directory)
+            server_control = self._fork_server(script[0], tuple(preload), common, directory)
         messages: list[dict[str, Any]] = []
         for rank in range(len(nodes) * count):
             node = nodes[rank // count]
@@ -194,7 +185,14 @@ class Lab:
             env |= gpus.clock.variables(node.cluster) if gpus else {}
             messages.append(self._message(rank, node.name, argv, env, directory))
         return self._job(
-            messages, zygote_control, on_line, logs and Path(logs), timeout, grace, emulated, watch
+            messages,
+            server_control,
+            on_line=on_line,
+            logs=logs and Path(logs),
+            timeout=timeout,
+            grace=grace,
+            emulated=emulated,
+            watch=watch,
         )
 
     def start_programs(
@@ -216,52 +214,69 @@ class Lab:
             self._message(number, program.host, list(program.argv), dict(program.env), directory)
             for number, program in enumerate(programs)
         ]
-        return self._job(messages, None, on_line, logs and Path(logs), timeout, grace, False)
+        return self._job(
+            messages,
+            server_control=None,
+            on_line=on_line,
+            logs=logs and Path(logs),
+            timeout=timeout,
+            grace=grace,
+            emulated=False,
+        )
 
     def _message(
         self, number: int, host: str, argv: list[str], env: dict[str, str], directory: str
     ) -> dict[str, Any]:
-        """Return the message from which the launcher (process/launch.py) starts one process.
+        """Return the message from which a job supervisor (process/launch.py) starts one process on a host.
 
-        `number` is the rank, or the number of a program that is no rank.
+        The process enters the namespaces of the host, which the process `holder` keeps alive.
+
+        Args:
+            number: The rank, or the number of a program that is no rank.
+            host: Name of a node, or "login".
+            argv: Program and arguments.
+            env: The whole environment.
+            directory: Working directory.
         """
-        holder = self._pids[self._node(host).name][0]
         return {
             "rank": number,
-            "holder": holder,
+            "holder": self.holder(host),
             "env": env,
             "argv": argv,
             "cwd": directory,
-            "realtime": self.realtime,
+            "realtime": self.realtime,  # run under SCHED_RR, so that other programs delay it less
         }
 
     def _job(
-        self, messages: list[dict[str, Any]], zygote_control: socket.socket | None, *options: Any
+        self, messages: list[dict[str, Any]], server_control: socket.socket | None, **options: Any
     ) -> Job:
-        """Fork a launcher, and return the job whose processes it starts.
+        """Start a job: fork a job supervisor, which starts the processes of the job.
 
         Args:
             messages: One message of _message() for each process.
-            zygote_control: Socket of the preloaded Python that forks the launcher; None: the keeper forks it.
-            options: Further arguments of Job.
+            server_control: Socket of the preloaded Python that forks the supervisor, if processes run their
+                script in a fork of it; None: the keeper forks it, and each process executes its
+                command.
+            options: Further keyword arguments of Job.
         """
         ours, theirs = wire.pair()
         try:
-            if zygote_control is None:
-                self._ask("job", descriptors=[theirs.fileno()])
+            if server_control is None:
+                self._keeper.ask("job", descriptors=[theirs.fileno()])
             else:
-                wire.send(zygote_control, {}, [theirs.fileno()])
+                wire.send(server_control, {}, [theirs.fileno()])
             theirs.close()
-            return Job(messages, ours, *options)
+            return Job(messages, ours, **options)
         except OSError as error:
-            # For example: --logs cannot be written, too many open files, or the zygote was killed.
+            # For example: --logs cannot be written, too many open files, or the fork server was
+            # killed.
             raise HolmesError(f"lab: the job cannot be started: {error}") from None
 
     def counters(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Return node -> NIC -> (bytes received, bytes sent) since the lab was created."""
         result: dict[str, dict[str, tuple[int, int]]] = {}
         for node in self.nodes:
-            bytes_of = namespaces.interface_bytes(self._pids[node.name][0])
+            bytes_of = namespaces.interface_bytes(self.holder(node.name))
             result[node.name] = {nic.name: bytes_of[nic.name] for nic in node.nics}
         return result
 
@@ -294,20 +309,26 @@ class Lab:
         """Rename the NICs and the HCA of a node, as if another machine had replaced it.
 
         Args:
+            node: Name of a node with at most one fast NIC, since all its NICs get the same HCA.
             names: Old -> new name of a NIC, for example {"roce0": "ens6np0"}. Others keep their names.
             hca: New name of the HCA (host channel adapter).
         """
-        old = self._node(node)
-        nics = tuple(replace(nic, name=names.get(nic.name, nic.name), hca=hca) for nic in old.nics)
-        for a, b in ((a.name, b.name) for a, b in zip(old.nics, nics) if a.name != b.name):
-            self._tool(
-                node,
-                "ip",
-                f"link set dev {a} down\nlink set dev {a} name {b}\nlink set dev {b} up\n",
-            )
-        new = self._by_name[node] = replace(old, nics=nics)
+        old_node = self._node(node)
+        new_nics = []
+        for nic in old_node.nics:
+            new_name = names.get(nic.name, nic.name)
+            new_nics.append(replace(nic, name=new_name, hca=hca))
+            if new_name != nic.name:
+                self._tool(
+                    node,
+                    "ip",
+                    f"link set dev {nic.name} down\n"
+                    f"link set dev {nic.name} name {new_name}\n"
+                    f"link set dev {new_name} up\n",
+                )
+        new = self._by_name[node] = replace(old_node, nics=tuple(new_nics))
         self.hosts = tuple(self._by_name.values())
-        self.nodes = self.hosts[: len(self.nodes)]
+        self.nodes = self.hosts[: len(self.nodes)]  # the host "login" is behind the nodes
         shutil.rmtree(self.sysfs(node))
         sysfs_tree.write_tree(self.sysfs(node), new)
 
@@ -338,12 +359,14 @@ class Lab:
         return self.directory / "sysfs" / node
 
     def holder(self, node: str, inside: bool = False) -> int:
-        """Return the PID of the process that holds a node's namespaces, as for `nsenter -t PID -n -u -m`.
+        """Return the PID of the process that keeps a node's namespaces alive, for `nsenter -t PID -n -u -m`.
 
         Args:
-            inside: Whether the PID is that in the PID namespace of the lab.
+            inside: Whether to return its PID in the PID namespace of the lab; False: its PID as this process
+                sees it.
         """
-        return self._pids[self._node(node).name][inside]
+        pids = self._holders[self._node(node).name]
+        return pids.pid_in_lab if inside else pids.pid
 
     def _node(self, name: str) -> network.LabNode:
         """Return a node, or raise HolmesError if there is none with this name."""
@@ -354,72 +377,66 @@ class Lab:
         return self._by_name[name]
 
     def _start_keeper(self) -> None:
-        """Start the keeper, the process that owns all namespaces of the lab (process/keeper.py)."""
-        self._control, theirs = wire.pair()
+        """Start the keeper, the process that owns all other processes of the lab (process/keeper.py)."""
         owner = state.identity(os.getpid())
         # Entries of state.json, from which `holmes lab down` and `holmes lab shell` find this lab.
         self._state = {"owner": owner, "source": self.spec.source, "nodes": list(self._by_name)}
-        state.record(self.directory, keeper=[0, 0], **self._state)  # not started yet
-        caller = os.pidfd_open(os.getpid())  # the keeper ends when this process ends
-        with open(self.directory / "keeper.log", "w") as log:
-            boot = [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, _ROOTS]
-            self._keeper = subprocess.Popen(
-                [*boot, str(theirs.fileno()), str(caller), str(self.directory)],
-                pass_fds=(theirs.fileno(), caller),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        theirs.close()
-        os.close(caller)
+        state.record(self.directory, keeper=state.NO_PROCESS, **self._state)
+        self._keeper = KeeperProcess(self.directory)
         self._state["keeper"] = state.identity(self._keeper.pid)
         state.record(self.directory, **self._state)
-        answer = self._answer()
-        if "denied" in answer:
-            raise HolmesError(denied(answer["denied"]))
-        self._init: int = answer["init"]  # PID of the init process of the lab's PID namespace
+        self._init = self._keeper.wait_until_ready()  # PID of the init of the lab's PID namespace
 
     def _make_nodes(self) -> None:
         """Create the nodes and their sysfs trees, connect them by the switch, and start the delay line."""
-        hosts, nsswitch = self.directory / "hosts", self.directory / "nsswitch.conf"
-        hosts.write_text(network.hosts_file(self.hosts))
-        # Names are looked up in files only, because a node reaches no name server.
-        nsswitch.write_text("passwd: files\ngroup: files\nhosts: files\n")
-        rails = network.RAILS_SYSCTL if any(len(node.nics) > 2 for node in self.nodes) else {}
-        for node in self.hosts:
-            answer = self._ask(
-                "node",
-                name=node.name,
-                hosts=str(hosts),
-                nsswitch=str(nsswitch),
-                sysctl={**rails, **self.sysctl},
-            )
-            self._pids[node.name] = tuple(answer["pids"])
-            sysfs_tree.write_tree(self.sysfs(node.name), node)
-        batches = {
-            _SWITCH: network.switch_batches(
-                self.hosts, {name: pids[1] for name, pids in self._pids.items()}
-            )
-        }
+        self._make_namespaces()
+        inner_pids = {name: pids.pid_in_lab for name, pids in self._holders.items()}
+        batches = {_SWITCH: network.switch_batches(self.hosts, inner_pids)}
         batches.update({node.name: network.node_batches(node) for node in self.hosts})
         for host, (ip, tc) in batches.items():
             self._tool(host, "ip", ip)
             self._tool(host, "tc", tc)
         if self.spec.wan:  # there are links between clusters, with latencies or uplinks
-            where = [(node.address, node.site, node.nics[0].mac) for node in self.hosts]
-            settings = crossing.delay_line(self.spec, self.scale, where, network.WIRE)
-            self.delay_line = self._ask("wan", **settings)["pids"][0]
-            self._tool(
-                _SWITCH,
-                "ip",
-                "".join(f"{line}\n" for line in crossing.tap_lines(len(settings["clusters"]))),
-            )
+            self._start_delay_line()
+        # `holmes lab shell`, another process, enters a host by its PID and needs the variables.
         holders = {
             name: [state.identity(self.holder(name)), self.variables(name)]
             for name in self._by_name
         }
         state.record(self.directory, **self._state, hosts=holders)
+
+    def _make_namespaces(self) -> None:
+        """Create the namespaces and the sysfs tree of each host."""
+        hosts, nsswitch = self.directory / "hosts", self.directory / "nsswitch.conf"
+        hosts.write_text(network.hosts_file(self.hosts))
+        # Names are looked up in files only, because a node reaches no name server.
+        nsswitch.write_text("passwd: files\ngroup: files\nhosts: files\n")
+        sysctl = dict(self.sysctl)
+        has_rails = any(len(node.fast_nics) > 1 for node in self.nodes)
+        if has_rails:
+            sysctl = {**network.RAILS_SYSCTL, **sysctl}
+        for node in self.hosts:
+            answer = self._keeper.ask(
+                "node", name=node.name, hosts=str(hosts), nsswitch=str(nsswitch), sysctl=sysctl
+            )
+            self._holders[node.name] = wire.HolderPids(*answer["pids"])
+            sysfs_tree.write_tree(self.sysfs(node.name), node)
+
+    def _start_delay_line(self) -> None:
+        """Start the process that emulates the links between clusters, and connect it to the bridges."""
+        addresses = [
+            inter_cluster.NodeAddress(
+                ip=node.address, cluster=node.ethernet_segment, mac=node.nics[0].mac
+            )
+            for node in self.hosts
+        ]
+        settings = inter_cluster.delay_line(
+            self.spec, self.scale, addresses, network.WIRE_BITS_PER_DATA_BIT
+        )
+        answer = self._keeper.ask("wan", **settings)
+        self.delay_line = wire.HolderPids(*answer["pids"]).pid
+        tap_lines = inter_cluster.tap_lines(len(settings["clusters"]))
+        self._tool(_SWITCH, "ip", "".join(f"{line}\n" for line in tap_lines))
 
     def _tool(self, host: str, tool: str, batch: str) -> None:
         """Run a batch of commands of `ip` or `tc` in the network namespace of a host.
@@ -429,69 +446,53 @@ class Lab:
             tool: "ip" or "tc".
             batch: Commands, each on a line without the name of the tool.
         """
-        answer = self._ask("tool", name=host, argv=[self._tools[tool], "-batch", "-"], text=batch)
+        answer = self._keeper.ask(
+            "tool", name=host, argv=[self._tools[tool], "-batch", "-"], text=batch
+        )
         if answer["status"] != 0:
             raise HolmesError(
                 f"lab: `{tool}` failed on {host or 'the switch'}: {answer['error'].strip()}"
             )
 
-    def _zygote(
+    def _fork_server(
         self, interpreter: str, modules: tuple[str, ...], env: dict[str, str], directory: str
     ) -> socket.socket:
-        """Return the control socket of a preloaded Python, which is started if there is none yet.
+        """Return the control socket of a fork server, which is started if there is none yet.
+
+        A fork server is a Python that has imported some modules. The ranks of jobs are forked from
+        it. Jobs with the same arguments use the same one.
 
         Args:
             interpreter: The Python.
-            modules: Modules that it has imported.
-            env: Environment of the ranks. Variables that are set for each rank do not matter for the imports.
+            modules: Modules that it imports.
+            env: Environment of the ranks.
             directory: Working directory.
         """
+        # Variables that are read after the start of a rank, not by imports, are left out: jobs that
+        # differ only in these then share a fork server. Each rank gets its whole environment in any
+        # case.
         env = {
             name: value
             for name, value in env.items()
-            if name in (ACCELERATOR, *OF_TEMPLATE)
-            or not name.startswith(("HOLMES", "GLOO_", "NCCL_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_"))
+            if name in (ACCELERATOR, *PRELOAD_VARIABLES) or not name.startswith(_READ_IN_RANKS)
         }
-        if OF_TEMPLATE[0] in env:  # with emulated GPUs
+        if GPU_COUNT in env:  # with emulated GPUs
             # torch then counts GPUs without using CUDA, which no forked process may have done before.
             env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         key = TemplateKey(interpreter, modules, tuple(sorted(env.items())), directory)
-        if key not in self._zygotes:
-            log = self.directory / f"preload{len(self._zygotes)}.log"
+        if key not in self._fork_servers:
+            log = self.directory / f"preload{len(self._fork_servers)}.log"
             control = None
-            if self.templates is not None:
-                control = self.templates.zygote(key, _ROOTS, self._init, log)
+            if (
+                self.templates is not None
+            ):  # fork it from a Python that other labs of this process share
+                control = self.templates.fork_server(key, ROOTS, self._init, log)
             if control is None:
-                argv = [interpreter, "-c", zygote.BOOT, _ROOTS, ",".join(modules)]
-                control = zygote.start(
-                    partial(self._ask, "zygote", argv=argv, env=env, cwd=directory), log, modules
+                argv = [interpreter, "-c", fork_server.BOOT, ROOTS, ",".join(modules)]
+                control = fork_server.start(
+                    partial(self._keeper.ask, "fork_server", argv=argv, env=env, cwd=directory),
+                    log,
+                    modules,
                 )
-            self._zygotes[key] = control
-        return self._zygotes[key]
-
-    def _ask(self, do: str, descriptors: Sequence[int] = (), **arguments: Any) -> dict[str, Any]:
-        """Call a method Keeper.do_NAME in the keeper process, and return its result.
-
-        Args:
-            do: NAME of the method.
-            descriptors: File descriptors that are passed as its first arguments.
-            arguments: Its keyword arguments.
-        """
-        try:
-            wire.send(self._control, {"do": do, **arguments}, descriptors)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the keeper has ended: _answer() raises an error with the reason
-        answer = self._answer()
-        if "error" in answer and "status" not in answer:
-            raise HolmesError(f"lab: {answer['error']}")
-        return answer
-
-    def _answer(self) -> dict[str, Any]:
-        """Return the next message of the keeper, or raise HolmesError with its last line if it has ended."""
-        message, _ = wire.receive(self._control)
-        if message is None:
-            log = self.directory / "keeper.log"
-            lines = log.read_text().strip().splitlines() if log.exists() else []
-            reason = lines[-1] if lines else "it was killed"
-            raise HolmesError(f"the lab's keeper (pid {self._keeper.pid}) has ended: {reason}")
-        return message
+            self._fork_servers[key] = control
+        return self._fork_servers[key]

@@ -1,10 +1,10 @@
 """Measurement of the lab's emulated links: achieved and configured rates of TCP between two nodes.
 
 network/stream.py runs on the nodes. Between clusters, it also measures the round trip and the rate
-of several pairs of nodes at once. On a fast link, the way of the acknowledgement is a large part of
-the time of a message of 64 KiB, so only messages from COUNTS_FROM on must be within TOLERANCE. Both
-processes run under SCHED_RR if the system permits it, so that a busy machine does not change the
-result.
+of several pairs of nodes at once. The time of a message includes that of its acknowledgement, which
+is a large part of the time of a small message on a fast link. So only messages of COUNTS_FROM bytes
+or more must reach the configured rate within TOLERANCE. All processes run under SCHED_RR if the
+system permits it, so that a busy machine does not change the result.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
-from holmes_lab.compare import tuned
+from holmes_lab.compare import lab_for_measurements
 from holmes_lab.lab import Lab
-from holmes_lab.network import crossing
+from holmes_lab.network import inter_cluster
 from holmes_lab.network.shaping import LabNode
 
 #: Sizes of the messages in bytes.
@@ -44,59 +44,64 @@ _STREAM = str(Path(__file__).with_name("network") / "stream.py")
 class LinkRow:
     """Measured rate of one link with one message size."""
 
-    link: str
-    nodes: tuple[str, str]
-    interface: tuple[str, str]
+    link: str  # name of the network
+    nodes: tuple[str, str]  # sender and receiver
+    interface: tuple[str, str]  # NIC of each node
     message_bytes: int
     configured_bps: int  # of TCP data, as the other rates
     achieved_bps: float
     ratio: float  # achieved / configured
-    within: bool  # the ratio is within TOLERANCE
-    counts: bool  # the message is large enough for the ratio to count
+    within: bool  # whether the ratio is within TOLERANCE
+    #: Whether the link fails if `within` is false. The rate of a small message is only shown,
+    #: because the time of its acknowledgement is a large part of its time.
+    counts: bool
 
 
 @dataclass(frozen=True)
-class CrossingRow:
+class BetweenClustersRow:
     """Measured value of the link between two clusters."""
 
     clusters: tuple[str, str]
     #: "round trip" (seconds), "512 KiB" (bits/s of a message) or "4 pairs at once" (bits/s of all
     #: pairs).
     what: str
-    configured: float
-    achieved: float
-    within: bool  # the values differ by no more than the tolerance
+    configured: float  # the value that cluster.toml leads to
+    achieved: float  # the measured value
+    within: bool  # whether the values differ by no more than the tolerance
 
 
-def measure(spec: SiteSpec, scale: float = 1.0) -> tuple[list[LinkRow], list[CrossingRow]]:
+def measure(spec: SiteSpec, scale: float = 1.0) -> tuple[list[LinkRow], list[BetweenClustersRow]]:
     """Start a lab and measure its links.
 
-    One pair of nodes is measured for each fabric and for Ethernet. On a flat network, the Ethernet
-    pair is in different clusters. If the file describes the network between clusters, every pair of
-    clusters is measured, too.
+    One pair of nodes is measured for each fast network and for Ethernet. If all clusters share one
+    Ethernet, the nodes of its pair are in different clusters. If the file describes the network
+    between clusters, every pair of clusters is measured, too.
 
     Args:
         spec: Content of a cluster.toml.
         scale: Factor of all rates.
 
+    Returns:
+        The rows of the networks, and the rows of the links between clusters.
+
     Raises:
         HolmesError: there is only one node, or a measurement failed.
     """
-    with tuned(spec, scale) as lab:
+    with lab_for_measurements(spec, scale) as lab:
         pairs = _pairs_to_measure(lab.nodes)
         if len(lab.nodes) <= 1:
             raise HolmesError(f"{spec.source}: one node has no link to measure; name at least two")
         links = []
         for link, (first, second) in pairs.items():
             links += _measure_link(lab, link, first, second)
-        crossings = []
+        between_clusters = []
         if spec.wan:
             for first_number, second_number in itertools.combinations(range(len(spec.clusters)), 2):
-                crossings += measure_crossing(lab, first_number, second_number)
-        return links, crossings
+                between_clusters += measure_between(lab, first_number, second_number)
+        return links, between_clusters
 
 
-def measure_crossing(lab: Lab, first: int, second: int) -> list[CrossingRow]:
+def measure_between(lab: Lab, first: int, second: int) -> list[BetweenClustersRow]:
     """Measure the link between two clusters.
 
     The rows are the round trip, the messages of each size, one pair of nodes, and up to MOST_PAIRS
@@ -104,14 +109,17 @@ def measure_crossing(lab: Lab, first: int, second: int) -> list[CrossingRow]:
 
     Args:
         lab: The running lab.
-        first: Number of a cluster.
+        first: Number of a cluster, from 0.
         second: Number of the other cluster.
     """
     spec = lab.spec
-    sides = [[node for node in lab.nodes if node.site == number] for number in (first, second)]
+    sides = [
+        [node for node in lab.nodes if node.ethernet_segment == number]
+        for number in (first, second)
+    ]
     names = (spec.clusters[first].name, spec.clusters[second].name)
     wan = spec.wan.scaled(lab.scale)
-    link = crossing.link_of(wan, *names)
+    link = inter_cluster.link_of(wan, *names)
     nic_bps = sides[0][0].nics[0].rate_bps
     # Limits that all pairs of nodes share; 0 is no limit.
     limits = [link.rate_bps, wan.uplink_of.get(names[0], 0), wan.uplink_of.get(names[1], 0)]
@@ -128,7 +136,7 @@ def measure_crossing(lab: Lab, first: int, second: int) -> list[CrossingRow]:
     measured_trip_s = single["round_trip"]
     tolerance_s = max(_LEAST_TRIP_ERROR_S, _TRIP_TOLERANCE * trip_s)
     is_within = abs(measured_trip_s - trip_s) <= tolerance_s
-    rows = [CrossingRow(names, "round trip", trip_s, measured_trip_s, is_within)]
+    rows = [BetweenClustersRow(names, "round trip", trip_s, measured_trip_s, is_within)]
     for size, seconds in zip(sizes, single["seconds"]):
         transfer_s = max(seconds - measured_trip_s, 1e-9)
         rows.append(_rate_row(names, f"{size >> 10} KiB", single_pair_bps, size * 8 / transfer_s))
@@ -144,10 +152,10 @@ def measure_crossing(lab: Lab, first: int, second: int) -> list[CrossingRow]:
 
 def _rate_row(
     clusters: tuple[str, str], what: str, configured_bps: float, achieved_bps: float
-) -> CrossingRow:
+) -> BetweenClustersRow:
     """Return the row of a rate in bits/s that was measured between two clusters."""
     is_within = abs(achieved_bps / configured_bps - 1) <= TOLERANCE
-    return CrossingRow(clusters, what, configured_bps, achieved_bps, is_within)
+    return BetweenClustersRow(clusters, what, configured_bps, achieved_bps, is_within)
 
 
 def flood(
@@ -206,10 +214,18 @@ def _streams(
 
 
 def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[LinkRow]:
-    """Measure messages of all sizes between two nodes on a fabric (network).
+    """Measure the rate of messages of all sizes between two nodes on a network.
+
+    A rate counts the message, and the time until its acknowledgement has arrived.
 
     Args:
-        link: Name of the fabric.
+        lab: The running lab.
+        link: Name of the network.
+        first: The sending node.
+        second: The receiving node.
+
+    Returns:
+        A row for each size.
     """
     near = next(nic for nic in first.nics if nic.fabric == link)
     far = next(nic for nic in second.nics if nic.fabric == link)
@@ -238,25 +254,33 @@ def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[
 
 
 def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
-    """Return fabric (network) -> the two nodes between which it is measured.
+    """Return the name of each network -> the two nodes between which it is measured.
 
-    On Ethernet, they are the first two nodes of different clusters. If each cluster has an Ethernet
-    of its own, they are the first two nodes of the same cluster, and there is no pair if every
-    cluster has a single node.
+    For a fast network, these are its first two nodes. For Ethernet, see _ethernet_pair().
     """
     pairs: dict[str, tuple[LabNode, LabNode]] = {}
     for first, second in itertools.combinations(nodes, 2):
-        fabrics = {nic.fabric for nic in first.nics[1:]}  # without Ethernet, the first NIC
-        for fabric in fabrics.intersection(nic.fabric for nic in second.nics[1:]):
+        fabrics = {nic.fabric for nic in first.fast_nics}
+        for fabric in fabrics.intersection(nic.fabric for nic in second.fast_nics):
             pairs.setdefault(fabric, (first, second))
-    is_split = nodes[0].site is not None  # each cluster has an Ethernet of its own
-    preferred = []
-    for first, second in itertools.combinations(nodes, 2):
-        is_same_cluster = first.cluster == second.cluster
-        if is_same_cluster == is_split:
-            preferred.append((first, second))
-    if preferred:
-        pairs["ethernet"] = preferred[0]
-    elif len(nodes) > 1 and not is_split:
-        pairs["ethernet"] = (nodes[0], nodes[1])
+    ethernet_pair = _ethernet_pair(nodes)
+    if ethernet_pair is not None:
+        pairs["ethernet"] = ethernet_pair
     return pairs
+
+
+def _ethernet_pair(nodes: Sequence[LabNode]) -> tuple[LabNode, LabNode] | None:
+    """Return the two nodes between which Ethernet is measured, None if no pair is suitable.
+
+    If all clusters share one Ethernet, these are the first two nodes of different clusters, or the
+    first two nodes if there is one cluster. If each cluster has an Ethernet of its own, a link with
+    other rates is between clusters, so they are the first two nodes of the same cluster.
+    """
+    pairs = list(itertools.combinations(nodes, 2))
+    each_cluster_has_ethernet = nodes[0].ethernet_segment is not None
+    if each_cluster_has_ethernet:
+        suitable = [(first, second) for first, second in pairs if first.cluster == second.cluster]
+    else:
+        suitable = [(first, second) for first, second in pairs if first.cluster != second.cluster]
+        suitable = suitable or pairs
+    return suitable[0] if suitable else None

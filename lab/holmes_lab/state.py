@@ -3,10 +3,12 @@
 The folder TMPDIR/holmes-lab-UID-OWNER-xxxxxxxx has files of the nodes, and state.json with these keys:
 
     owner     [pid, start time] of the process that created the lab
-    keeper    [pid, start time] of the lab's keeper (process/keeper.py)
+    keeper    [pid, start time] of the keeper, the process that owns the lab (process/keeper.py);
+              [0, 0] before it has started
     source    path of the cluster.toml
     nodes     names of the nodes
-    hosts     name of a host -> [[pid, start time] of the process that holds its namespaces, variables]
+    hosts     name of a node -> [[pid, start time] of the process that keeps its namespaces alive, environment
+              variables of its processes]
 
 The PID of a process that has ended may belong to another one. Together with the start time (clock ticks since
 boot), it is unique.
@@ -29,6 +31,10 @@ from holmes_ext.errors import HolmesError
 
 #: Seconds in which a killed keeper must end.
 _END_S = 10
+
+
+#: [PID, start time] where there is no process, such as for a keeper that has not started.
+NO_PROCESS = [0, 0]
 
 
 def new_directory() -> Path:
@@ -68,15 +74,15 @@ def record(directory: Path, **content: object) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """Lab whose folder was found."""
+    """Lab of this user that `clear` has found by its folder in the folder for temporary files."""
 
-    directory: str
+    directory: str  # its folder
     source: str  # path of the cluster.toml
     owner: int  # PID of the process that started the lab
-    owner_alive: bool
-    keeper: int  # PID of the lab's keeper
-    keeper_alive: bool
-    cleared: bool = False  # `clear` has ended the lab and removed its folder
+    owner_alive: bool  # at the time of the search
+    keeper: int  # PID of the keeper, the process that owns the lab's other processes
+    keeper_alive: bool  # at the time of the search
+    cleared: bool = False  # whether the lab was ended and its folder removed
 
 
 def clear(running_too: bool = False) -> list[Found]:
@@ -89,14 +95,23 @@ def clear(running_too: bool = False) -> list[Found]:
 
 
 def _clear_one(directory: Path, running_too: bool) -> Found:
-    """End the lab of a folder and remove the folder if its owner has ended or `running_too`."""
+    """End one lab and remove its folder, if the process that created the lab has ended or `running_too`.
+
+    Args:
+        directory: Folder of the lab.
+        running_too: Also end a lab whose creator still runs.
+
+    Returns:
+        The lab, with the states of its processes before.
+    """
     try:
         state = json.loads((directory / "state.json").read_text())
     except FileNotFoundError:  # the owner has not written the file yet, or has ended before
-        pid = int(directory.name.split("-")[3])
-        state = {"owner": identity(pid), "keeper": [0, 0], "source": "unknown"}
-    owner = state["owner"]
-    keeper = state["keeper"]
+        # The name is holmes-lab-UID-OWNER-xxxxxxxx (new_directory).
+        _, _, _, owner_pid, _ = directory.name.split("-", maxsplit=4)
+        state = {"owner": identity(int(owner_pid)), "keeper": NO_PROCESS, "source": "unknown"}
+    owner = state["owner"]  # [PID, start time]
+    keeper = state["keeper"]  # the same for the process that owns the lab's other processes
     owner_alive = _alive(owner)
     keeper_alive = _alive(keeper)
     cleared = running_too or not owner_alive
@@ -117,20 +132,26 @@ def _clear_one(directory: Path, running_too: bool) -> Found:
 
 def _alive(process: list[int]) -> bool:
     """Return whether the process with this [PID, start time] is running."""
-    return process[1] != 0 and identity(process[0]) == process
+    pid, start_time = process
+    return start_time != 0 and identity(pid) == process
 
 
 def _end(keeper: list[int], directory: Path) -> None:
-    """Kill the keeper of a lab and wait for its end. The kernel then ends its PID namespace.
+    """Kill the keeper of a lab and wait for its end. The kernel then kills all other processes of the lab.
+
+    Args:
+        keeper: [PID, start time] of the keeper, the process that owns the lab.
+        directory: Folder of the lab, for the message.
 
     Raises:
-        HolmesError: the keeper does not end within _END_S seconds.
+        HolmesError: The keeper does not end within _END_S seconds.
     """
-    os.kill(keeper[0], signal.SIGKILL)
+    pid, _ = keeper
+    os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + _END_S
     while _alive(keeper):
         if time.monotonic() > deadline:
             raise HolmesError(
-                f"{directory}: the lab's keeper (pid {keeper[0]}) does not end: blocked in the kernel?"
+                f"{directory}: the lab's keeper (pid {pid}) does not end: blocked in the kernel?"
             )
         time.sleep(0.02)

@@ -1,11 +1,11 @@
-"""lab/network/crossing.py and delay_line.py: what a file's network between clusters becomes, and what passes
-when."""
+"""lab/network/inter_cluster.py and delay_line.py: what a file's network between clusters becomes, and what
+passes when."""
 
 import struct
 
 import clusters
 import pytest
-from holmes_lab.network import crossing, delay_line, shaping
+from holmes_lab.network import delay_line, inter_cluster, shaping
 from holmes_lab.network.delay_line import LEAST_BUFFER_S, Router
 
 from holmes_ext.cluster.wan import Between, Uplink, Wan
@@ -40,7 +40,7 @@ def arrivals(net, until=100.0):
     found = []
     while net.next_due is not None and net.next_due < until:
         now = net.next_due
-        found += [(round(now, 6), target) for target, _ in net.due(now)]
+        found += [(round(now, 6), target) for target, _ in net.pop_arrived(now)]
     return found
 
 
@@ -86,7 +86,7 @@ def test_pairs_of_nodes_share_a_link_fairly_and_each_ones_frames_keep_their_orde
         net.take(frame(B0, size, source=source), 0, 1.0)
     sizes = []
     while net.next_due is not None:
-        sizes += [12 + len(pieces[1]) for _, pieces in net.due(net.next_due)]
+        sizes += [12 + len(pieces[1]) for _, pieces in net.pop_arrived(net.next_due)]
     assert sizes == [500, 1000, 501, 1001, 1002, 1003, 1004]
 
 
@@ -124,7 +124,7 @@ def test_the_router_puts_the_receivers_mac_and_its_own_before_the_rest():
     net = router([[0, 1, 0, 0.0]], (0, 0, 0))
     sent = frame(B0)
     net.take(sent, 0, 1.0)
-    ((target, pieces),) = net.due(1.0)
+    ((target, pieces),) = net.pop_arrived(1.0)
     whole = b"".join(bytes(piece) for piece in pieces)
     assert target == 1 and whole[:10] == sent[:10] and whole[22:] == sent[22:]
     assert whole[10:22] == bytes.fromhex("02000000000b" + "02000000ff01")
@@ -141,9 +141,9 @@ SPEC = clusters.spec("a ib 2Gb/s a0,a1", "b roce 600Mb/s b0", "c ethernet - c0")
 
 def test_a_file_that_says_nothing_of_it_has_one_ethernet():
     nodes = shaping.lay_out(SPEC, 1.0)
-    assert {node.nics[0].bridge for node in nodes} == {"eth"} and {node.site for node in nodes} == {
-        None
-    }
+    assert {node.nics[0].bridge for node in nodes} == {"eth"} and {
+        node.ethernet_segment for node in nodes
+    } == {None}
 
 
 def test_each_cluster_has_a_network_and_a_router_of_its_own():
@@ -161,8 +161,14 @@ def test_each_cluster_has_a_network_and_a_router_of_its_own():
     ]
     ip, _ = shaping.node_batches(nodes[2])
     assert "route add 10.77.0.0/16 via 10.77.1.254 dev eth0\n" in ip and "nud permanent" in ip
-    told = crossing.delay_line(
-        spec, 0.5, [(node.address, node.site, node.nics[0].mac) for node in nodes], 2.0
+    told = inter_cluster.delay_line(
+        spec,
+        0.5,
+        [
+            inter_cluster.NodeAddress(node.address, node.ethernet_segment, node.nics[0].mac)
+            for node in nodes
+        ],
+        wire_bits_per_data_bit=2.0,
     )
     # scale 0.5, twice as much on the wire
     assert [each["uplink_bps"] for each in told["clusters"]] == [10**9, 0, 0]

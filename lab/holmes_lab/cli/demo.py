@@ -30,12 +30,13 @@ from holmes_lab.cli import gpu_demo, joined_demo
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from holmes_lab.process.ranks import interleave
 
+WARM_UP_STEPS = 3  # first steps of a run, which are not measured
 #: Arguments of examples/deepspeed_pipeline. The model has 6.15 M parameters in float32.
 SCRIPT = (
     "--stages 2 --layers 6 --hidden 288 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8"
 ).split()
 #: Tokens of a step: micro-batch 1 x 8 micro-batches x 2 data-parallel ranks x 16 words.
-TOKENS = 1 * 8 * 2 * 16
+STEP_TOKENS = 1 * 8 * 2 * 16
 #: The emulated accelerator. With these FLOP/s, stock has about 0.6 of the all-RDMA throughput.
 ACCELERATOR = {"flops": 6.7e9, "classes": ["Block"]}
 CLUSTER = "two_clusters_4.toml"
@@ -187,7 +188,7 @@ def _measure(
             [str(examples() / "deepspeed_pipeline" / "train.py"), *SCRIPT],
             repetitions=args.repetitions,
             steps=args.steps,
-            skip=3,
+            skip=WARM_UP_STEPS,
             accelerator=ACCELERATOR,
             traces=directory,
             on_run=on_run,
@@ -211,7 +212,7 @@ def _result(series: dict[str, Series]) -> dict[str, Any]:
         "step_seconds": {
             name: {"median": runs.median, "spread": runs.spread} for name, runs in series.items()
         },
-        "tokens_per_second": {name: TOKENS / runs.median for name, runs in series.items()},
+        "tokens_per_second": {name: STEP_TOKENS / runs.median for name, runs in series.items()},
         "final_loss": {name: runs.losses[-1] for name, runs in series.items()},
         "bytes_sent_each_step": {name: runs.sent for name, runs in series.items()},
         "emulated": all(runs.emulated for runs in series.values()),
@@ -220,22 +221,31 @@ def _result(series: dict[str, Series]) -> dict[str, Any]:
 
 
 def _rows(series: dict[str, Series]) -> list[list[str]]:
-    """Return a row of the table for each variant, with the columns of HEAD."""
-    stock, bound = series["stock"].median, series["all-RDMA"].median
+    """Return a row of the table for each variant.
+
+    The columns are those of HEAD: name, step time and its spread, tokens per second, throughput
+    relative to stock and to the all-RDMA bound, last loss, and the MB that a node sends in a step
+    on Ethernet and on its fast NICs.
+
+    Args:
+        series: Measurements of "stock", "holmes" and "all-RDMA".
+    """
+    stock_s = series["stock"].median
+    bound_s = series["all-RDMA"].median
     rows = []
     for name, runs in series.items():
-        low, high = runs.spread
-        slow, fast = runs.megabytes
+        step_s = runs.median
+        fastest_s, slowest_s = runs.spread
         rows.append(
             [
                 name,
-                f"{runs.median:.3f} ({low:.3f}-{high:.3f})",
-                f"{TOKENS / runs.median:.0f}",
-                f"{stock / runs.median:.2f}",
-                f"{bound / runs.median:.2f}",
+                f"{step_s:.3f} ({fastest_s:.3f}-{slowest_s:.3f})",
+                f"{STEP_TOKENS / step_s:.0f}",
+                f"{stock_s / step_s:.2f}",
+                f"{bound_s / step_s:.2f}",
                 f"{runs.losses[-1]:.4f}",
-                f"{slow:.1f}",
-                f"{fast:.1f}",
+                f"{runs.megabytes.ethernet:.1f}",
+                f"{runs.megabytes.fast_nics:.1f}",
             ]
         )
     return rows

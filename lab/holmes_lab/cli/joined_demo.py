@@ -1,6 +1,14 @@
 """Command `holmes demo --joined`: trains one model by two jobs over a WAN.
 
-One of the jobs is killed and restarted.
+The demo goes like this:
+
+    1. The jobs "east" and "west" train, and exchange weights in rounds over the link between their
+    clusters. 2. "west" is killed after WEST_STEPS_UNTIL_KILLED steps. 3. "east" trains alone for
+    EAST_STEPS_ALONE steps. 4. "west" is started again. It begins with the weights of "east", and
+    both train to the end.
+
+The coordinator of the jobs prints a line for each event. A round that has ended well is a line with
+"commit", and with the names of the jobs that took part.
 """
 
 from __future__ import annotations
@@ -22,8 +30,10 @@ from holmes_lab.joined import CLUSTERS, NODES, LabJob, await_, coordinator, join
 from holmes_lab.lab import Lab
 
 OUTER = "every=16,fragments=4,delay=1,timeout=10"  # value of --holmes-outer
-KILLED_AFTER = 40  # steps of the job "west" until it is killed
-ALONE = 30  # steps that the job "east" makes alone before "west" is restarted
+WEST_STEPS_UNTIL_KILLED = 40
+EAST_STEPS_ALONE = 30  # before "west" is restarted
+LEAST_STEPS = 2 * WEST_STEPS_UNTIL_KILLED + EAST_STEPS_ALONE  # of "east", for all parts of the demo
+_KILLED_JOB = 1  # index of "west" until it is killed; 0 is "east", and 2 is the restarted "west"
 COLUMNS = (
     Column("job"),
     Column("from, s", right=True),
@@ -37,19 +47,19 @@ COLUMNS = (
 def run(as_json: bool, steps: int, output: str) -> int:
     """Run the demo, print the table, and write the report.
 
+    Two jobs train one model together. One of them, "west", is killed, and restarted after a while.
+
     Args:
         as_json: Whether the result is printed as JSON on stdout.
         steps: Training steps of a job that is not killed.
         output: File for the report.
 
     Returns:
-        The exit status: 1 if the restarted job did not get the weights of the other one, or if there was no
-        exchange of both jobs; else 0.
+        The exit status: 0 if the restarted job got the weights of the other one, and both jobs exchanged
+        weights at least once; else 1.
     """
-    if steps < 2 * KILLED_AFTER + ALONE:
-        raise HolmesError(
-            f"holmes demo --joined: --steps must be {2 * KILLED_AFTER + ALONE} or more"
-        )
+    if steps < LEAST_STEPS:
+        raise HolmesError(f"holmes demo --joined: --steps must be {LEAST_STEPS} or more")
     screen = Screen(stderr=as_json)
     screen.line(
         "Two jobs of two nodes each, byte-level GPT, English text; 40 ms and 20 Mb/s between them."
@@ -61,7 +71,7 @@ def run(as_json: bool, steps: int, output: str) -> int:
     save(output, _report(rows, result), "the report")
     screen.table(COLUMNS, rows)
     for event in result["events"]:
-        if "commit" not in event:
+        if not _is_round(event):  # the rounds are only counted
             screen.line(event)
     screen.line(
         f"{result['rounds']} rounds. Step times are emulated; the network, its delay and the losses "
@@ -120,13 +130,18 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
 
     with Lab(load_spec(directory / "cluster.toml")) as lab, coordinator(lab) as (where, events):
         east, west = begin_job("east", steps, 1), begin_job("west", steps, 2)
-        await_(lambda: len(west.steps()) >= KILLED_AFTER, 200, f"west's step {KILLED_AFTER}")
+        await_(
+            lambda: len(west.steps()) >= WEST_STEPS_UNTIL_KILLED,
+            200,
+            f"west's step {WEST_STEPS_UNTIL_KILLED}",
+        )
         west.job.kill()
-        record_end(west, 1)
-        screen.line(f"{jobs[1]['to']:4.0f} s  west is killed")
+        record_end(west, _KILLED_JOB)
+        screen.line(f"{jobs[_KILLED_JOB]['to']:4.0f} s  west is killed")
         reached = len(east.steps())
-        await_(lambda: len(east.steps()) >= reached + ALONE, 200, "east's going on alone")
-        again = begin_job("west", steps - reached - ALONE, 3)
+        alone_until = reached + EAST_STEPS_ALONE
+        await_(lambda: len(east.steps()) >= alone_until, 200, "east's going on alone")
+        again = begin_job("west", steps - alone_until, 3)
         east.wait()
         record_end(east, 0)
         again.wait()
@@ -134,7 +149,7 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
     return {
         "jobs": jobs,
         "events": events[1:],  # without the first line, which names the address
-        "rounds": sum("commit" in line for line in events),
+        "rounds": sum(_is_round(line) for line in events),
         "came_back": any("job west begins, with the weights of east" in line for line in events),
         "rounds_of_both": sum(
             "commit (" in line and "east" in line and "west" in line for line in events
@@ -143,9 +158,20 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
 
 
 def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
-    """Return the report as one HTML page: the losses over time, the table, and the coordinator's messages."""
+    """Return the report as one HTML page: the losses over time, the table, and the coordinator's messages.
+
+    Args:
+        rows: Rows of the table, one for each start of a job.
+        result: Document of _run_jobs(). Its "jobs" are "east", the killed "west", and the restarted "west".
+    """
     incarnations = [
-        Incarnation(job["job"], job["to"], job["seconds"], job["losses"], number == 1)
+        Incarnation(
+            job=job["job"],
+            end=job["to"],
+            steps=job["seconds"],
+            losses=job["losses"],
+            killed=number == _KILLED_JOB,
+        )
         for number, job in enumerate(result["jobs"])
     ]
     return page(
@@ -156,10 +182,15 @@ def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
         paragraphs(
             [
                 f"{result['rounds']} rounds, {result['rounds_of_both']} of them of both jobs.",
-                *(event for event in result["events"] if "commit" not in event),
+                *(event for event in result["events"] if not _is_round(event)),
             ]
         ),
     )
+
+
+def _is_round(event: str) -> bool:
+    """Return whether a line of the coordinator says that a round of exchanging weights has ended well."""
+    return "commit" in event
 
 
 def _row(job: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     gpu.add_argument(
         "--gpu-memory",
         metavar="SIZE",
-        help='of each GPU (default: "16GiB"); what is used of it is this machine\'s',
+        help='memory of each GPU (default: "16GiB"); the memory in use is taken from this machine',
     )
     gpu.add_argument(
         "--gpu-order",
         choices=("launched", "random"),
         default="launched",
-        help="random: kernels start late at random, so that a missing wait gives wrong numbers, "
-        "and is named",
+        help="random: delay kernels at random, so that a missing wait between streams gives wrong "
+        "numbers, and report such waits (default: launched, the order of the launches)",
     )
     gpu.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of --gpu-order random (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="seed of --gpu-order random (default: 0)",
     )
     gpu.add_argument(
         "--gpu-standstill",
@@ -166,16 +170,15 @@ def build(args: argparse.Namespace) -> int:
 
 @dataclass
 class GpuRun:
-    """Run of a command on emulated GPUs, with what NCCL did."""
+    """Run of a command on emulated GPUs: its result, NCCL's networks, traffic, and faults that were found."""
 
     name: str  # "stock" or "holmes" with --beside-stock, else ""
     result: RunResult
     groups: list[GroupNetwork]  # the network that NCCL chose for each process group
     nics: list[NicBytes]  # bytes of each NIC
-    hang: tuple[str, ...] = field(
-        default=()
-    )  # lines that explain why the job hung; () if it did not
-    races: tuple[str, ...] = field(default=())  # lines about missing waits between streams
+    hang: tuple[str, ...] = ()  # lines that explain why the job hung; empty if it did not
+    #: Lines about missing waits between streams; empty if none was found.
+    races: tuple[str, ...] = ()
 
 
 def run(
@@ -231,35 +234,45 @@ def run_watched(
     end_s: float = END_S,
     **options: Any,
 ) -> GpuRun:
-    """Run a job, and end it if it hangs.
-
-    It hangs if there is a deadlock for sure, or if no rank makes progress for `end_s` seconds.
+    """Run a job, and end it if it hangs: if it is deadlocked, or makes no progress for `end_s` seconds.
 
     Args:
+        lab: The emulated clusters.
         name: Name of the run.
         command: The command of the ranks.
         labels: "NODE:LOCAL_RANK" of each rank.
         end_s: Seconds without progress.
         options: Further arguments of Lab.start().
+
+    Returns:
+        The run. Its status is HUNG if the job was ended because it hung, or NOT_EMULATED if a rank failed
+        because the emulated GPU lacks something, such as an operator, or this machine had no memory left.
     """
-    before, killed = lab.counters(), killed_for_memory()
+    bytes_before = lab.counters()
+    killed_before = killed_for_memory()
     job = lab.start(command, **options)
     assert job.watch is not None
-    run = wait_watched(job, Watcher(job.watch, end_s=end_s), labels, tell)
-    result = replace(run.result, returncode=HUNG, first_failed=None) if run.hang else run.result
-    if not run.hang and (missing := what_is_missing(result, killed_for_memory() > killed)):
-        tell([f"rank {result.first_failed} ended because of the emulation: {missing}"])
-        result = replace(result, returncode=NOT_EMULATED)
+    run = wait_watched(job, Watcher(job.watch, end_s=end_s), labels, print_lines)
+    if run.hang:
+        result = replace(run.result, returncode=HUNG, first_failed=None)
+    else:
+        result = run.result
+        was_killed = killed_for_memory() > killed_before
+        missing = find_missing_emulation(result, was_killed)
+        if missing:
+            rank = result.first_failed
+            print_lines([f"rank {rank} ended because of the emulation: {missing}"])
+            result = replace(result, returncode=NOT_EMULATED)
     by_name = {node.name: node for node in lab.nodes}
     nodes = [by_name[node] for node in options["order"] or by_name]
-    groups = group_networks(communicators.read(job.watch), nodes, len(labels) // len(nodes))
+    ranks_per_node = len(labels) // len(nodes)
     return GpuRun(
         name,
         result,
-        groups,
-        nic_bytes(before, lab.counters(), nodes),
-        run.hang,
-        tuple(missing_waits(job.watch)),
+        groups=group_networks(communicators.read(job.watch), nodes, ranks_per_node),
+        nics=nic_bytes(bytes_before, lab.counters(), nodes),
+        hang=run.hang,
+        races=tuple(missing_waits(job.watch)),
     )
 
 
@@ -268,10 +281,11 @@ def killed_for_memory() -> int:
     return int(Path("/proc/vmstat").read_text().split("oom_kill ")[1].split()[0])
 
 
-def what_is_missing(result: RunResult, killed: bool = False) -> str:
-    """Return what the rank that failed first lacked, or "" if it failed for another reason.
+def find_missing_emulation(result: RunResult, killed: bool = False) -> str:
+    """Return what the emulation lacked for the rank that failed first, "" if it failed for another reason.
 
-    That is an operator, a kernel or a CUDA call that is not emulated, or memory of this machine.
+    That is an operator, a kernel or a CUDA call that is not emulated, or memory of this machine. It
+    is found in the last lines of the rank's output.
 
     Args:
         result: The failed run.
@@ -302,8 +316,8 @@ def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:
     """
     screen = Screen(stderr=True)
     for run in runs:
-        tell(run.hang)
-        tell(run.races)
+        print_lines(run.hang)
+        print_lines(run.races)
     named = len(runs) > 1  # the column with the name is empty for a single run
     versions = f"emulated GPU, torch {libraries.torch.version}, NCCL {libraries.source.name}"
     rows = [
@@ -346,7 +360,7 @@ def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:
     )
 
 
-def tell(lines: Sequence[str]) -> None:
+def print_lines(lines: Sequence[str]) -> None:
     """Print lines on stderr, each behind "holmes lab: ".
 
     They are not wrapped or cut at the width of the terminal, so that all names in them are complete.

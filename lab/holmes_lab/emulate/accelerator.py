@@ -14,9 +14,11 @@ The target time is FLOP / (`flops` x speed of the rank's cluster), with the foll
 
     forward     2 x parameters x tokens + 4 x tokens x sequence x hidden. The second term is that of
                 attention, and counts only for layers in `classes`.
-    backward    twice that (Kaplan et al. 2020, section 2.1). Recomputation costs a forward pass more. If the
-                plan delays gradients of weights (runtime/reduce/weight_gradients.py), 2 x parameters of
-                linear layers x tokens wait until they are computed.
+    backward    twice that (Kaplan et al. 2020, section 2.1). Recomputation costs a forward pass more.
+
+A pipeline schedule may compute the gradients of weights later than the gradients of activations, to
+fill idle times (runtime/reduce/weight_gradients.py). The backward pass then takes 2 x parameters of
+linear layers x tokens FLOP less, and computing the delayed gradients takes these FLOP.
 
 The first tensor argument of a layer is [batch, sequence, hidden], or [sequence, batch, hidden] with the
 layout "sbh", or integer tokens [batch, sequence].
@@ -39,7 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import wrapt
 
@@ -131,10 +133,13 @@ def _call_listeners(kind: str, start: float, end: float) -> None:
 
 
 def install_when_imported(text: str) -> None:
-    """Install the accelerator as soon as the program imports torch.
+    """Slow the program's layers down to the speed of the emulated GPU, as soon as it imports torch.
+
+    If the program imports holmes's class WeightGradients, which computes gradients of weights later
+    than the rest of a backward pass, these computations are slowed down, too.
 
     Args:
-        text: Value of HOLMES_LAB_ACCELERATOR.
+        text: Value of HOLMES_LAB_ACCELERATOR: the settings (`Config`) as JSON.
     """
     pacer = Pacer(load(text))
     wrapt.register_post_import_hook(
@@ -147,11 +152,21 @@ def install_when_imported(text: str) -> None:
 
 def _start(pacer: Pacer, module_class: type) -> None:
     pacer.install(module_class)
-    atexit.register(pacer.complain)
+    atexit.register(pacer.warn_if_unused)
+
+
+class DelayedGradients(NamedTuple):
+    """Gradients of weights for one micro-batch that are computed later than the rest of its backward pass."""
+
+    instance: int  # id() of the object of holmes's class WeightGradients that computes them
+    micro_batch: int
 
 
 class Pacer:
-    """Makes forward and backward passes of the configured layers last as long as on the emulated GPU."""
+    """Makes forward and backward passes of the configured layers last as long as on the emulated GPU.
+
+    The layers compute, and then sleep until the emulated time of the pass is over.
+    """
 
     def __init__(
         self,
@@ -159,22 +174,27 @@ class Pacer:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        """Prepare to emulate; install() begins.
+        """Prepare to slow layers down. install() makes it effective.
 
         Args:
-            config: The settings.
+            config: Speed of the emulated GPU, and the names of the classes of layers.
             clock: Returns the time in seconds.
             sleep: Sleeps for some seconds.
         """
         self.config, self.clock, self.sleep = config, clock, sleep
-        self.calls = 0  # emulated forward passes
-        self.unfinished: _Backward | None = None  # the backward pass that runs now
+        self.calls = 0  # forward passes that were emulated
+        self.unfinished: _Backward | None = None  # the backward pass that has begun and not ended
         self._inside = False  # whether a configured layer runs forward now
-        self._kinds: dict[type, str] = {}  # class of a layer -> result of _kind()
-        #: Identity of a WeightGradients and micro-batch -> seconds of the gradients that it has delayed.
-        self._delayed_s: dict[tuple[int, int], float] = defaultdict(float)
-        #: The same key, for the forward pass that runs now; None: it delays no gradients.
-        self._delayed_key: tuple[int, int] | None = None
+        #: Class of a layer -> "classes", "plain" or "": the setting in `config` that names the
+        #: class.
+        self._kinds: dict[type, str] = {}
+        # Gradients of weights may be computed later than the rest of a backward pass
+        # (pace_delayed_gradients).
+        #: Delayed gradients -> emulated seconds that their computation will take.
+        self._delayed_s: dict[DelayedGradients, float] = defaultdict(float)
+        #: To which the weights of a layer that runs forward now belong; None: their gradients are
+        #: not delayed.
+        self._delayed_key: DelayedGradients | None = None
 
     def install(self, module_class: Any) -> Callable[[], None]:
         """Patch a module class, so that calls of configured layers take the emulated time.
@@ -200,11 +220,15 @@ class Pacer:
         return lambda: setattr(module_class, "__call__", original)
 
     def pace_delayed_gradients(self, weight_gradients: Any) -> Callable[[], None]:
-        """Patch the class that delays gradients of weights, so that they take the emulated time, too.
+        """Let delayed gradients of weights take the emulated time.
+
+        A pipeline schedule may compute the gradients of weights later than the rest of a backward
+        pass. A forward pass inside of WeightGradients.of(micro_batch), a context manager, delays
+        its gradients of weights. WeightGradients.make(micro_batch) computes them. Both methods are
+        patched.
 
         Args:
-            weight_gradients: The class WeightGradients of runtime/reduce/weight_gradients.py. A forward pass
-                inside of its context of() delays its gradients, and make() computes them.
+            weight_gradients: The class WeightGradients of runtime/reduce/weight_gradients.py.
 
         Returns:
             A function that removes the patch.
@@ -214,7 +238,7 @@ class Pacer:
         @contextmanager
         def paced_of(instance: Any, micro_batch: int) -> Iterator[None]:
             before = self._delayed_key
-            self._delayed_key = (id(instance), micro_batch)
+            self._delayed_key = DelayedGradients(id(instance), micro_batch)
             try:
                 with of(instance, micro_batch):
                     yield
@@ -224,7 +248,8 @@ class Pacer:
         def paced_make(instance: Any, micro_batch: int) -> None:
             start = self.clock()
             make(instance, micro_batch)
-            if seconds := self._delayed_s.pop((id(instance), micro_batch), 0.0):
+            delayed = DelayedGradients(id(instance), micro_batch)
+            if seconds := self._delayed_s.pop(delayed, 0.0):
                 self.sleep_until(start + seconds)
                 _call_listeners("backward", start, self.clock())
 
@@ -236,32 +261,46 @@ class Pacer:
         return undo
 
     def seconds(self, parameters: int, shape: tuple[int, ...], kind: str) -> float:
-        """Return the seconds of the forward pass of a layer on the emulated accelerator.
+        """Return the seconds of the forward pass of a layer on the emulated GPU.
 
         Args:
             parameters: Number of parameters of the layer.
-            shape: Shape of its input, as in the module docstring.
-            kind: "classes" for a layer with attention, "plain" for one without.
+            shape: Shape of its input: [batch, sequence, hidden] ([sequence, batch, hidden] with the layout
+                "sbh"), or [batch, sequence] for integer tokens.
+            kind: "classes" for a layer with attention, "plain" for one without. The names are those
+                of the settings that list the layers' classes.
         """
-        if self.config.layout == "sbh" and len(shape) == 3:
-            shape = (shape[1], shape[0], shape[2])
-        with_hidden = len(shape) > 2
-        tokens = math.prod(shape[:-1]) if with_hidden else math.prod(shape)
-        flops = 2.0 * parameters * tokens
-        if kind == "classes" and with_hidden:
-            flops += 4.0 * tokens * shape[-2] * shape[-1]
-        speed = self.config.speed.get(os.environ.get("HOLMES_LAB_CLUSTER", ""), 1.0)
-        return flops / (self.config.flops * speed * self._throttled())
+        has_hidden = len(shape) > 2  # the input is no integer tokens
+        if has_hidden:
+            hidden = shape[-1]
+            # With "sbh", the first of three dimensions is the sequence.
+            is_sequence_first = self.config.layout == "sbh" and len(shape) == 3
+            sequence = shape[0] if is_sequence_first else shape[-2]
+            tokens = math.prod(shape[:-1])
+        else:
+            tokens = math.prod(shape)
+        flops = 2.0 * parameters * tokens  # a multiplication and an addition for each parameter
+        if kind == "classes" and has_hidden:
+            # Attention: scores and weighted sum of the values, with 2 x sequence x hidden FLOP each
+            # for a token.
+            flops += 4.0 * tokens * sequence * hidden
+        # The lab sets the variable to the name of the rank's cluster.
+        cluster_speed = self.config.speed.get(os.environ.get("HOLMES_LAB_CLUSTER", ""), 1.0)
+        return flops / (self.config.flops * cluster_speed * self._node_speed())
 
-    def _throttled(self) -> float:
-        """Return the factor of this node's speed that the throttle file now has, 1.0 without an entry."""
+    def _node_speed(self) -> float:
+        """Return the present factor of this node's speed, 1.0 by default.
+
+        It is read anew for each pass from the JSON file {node: factor} that the setting `throttle`
+        names, so that a test can slow a node down while the job runs. The file may be missing.
+        """
         try:
             text = Path(self.config.throttle).read_text() if self.config.throttle else "{}"
         except FileNotFoundError:
             return 1.0
         return float(json.loads(text).get(os.environ.get("HOLMES_LAB_NODE", ""), 1.0))
 
-    def complain(self) -> None:
+    def warn_if_unused(self) -> None:
         """Print a warning if no pass was emulated, since the class names are then probably wrong."""
         if self.calls == 0:
             names = ", ".join(self.config.classes + self.config.plain)
@@ -291,19 +330,17 @@ class Pacer:
         inputs = list(_tensors((args, kwargs)))
         if not inputs:
             return original(module, *args, **kwargs)
+        shape = tuple(inputs[0].shape)
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        target = self.seconds(parameters, tuple(inputs[0].shape), kind)  # of the forward pass
+        forward_s = self.seconds(parameters, shape, kind)
         self.calls += 1
-        # An input whose gradient shows when the backward pass has ended.
+        # When the gradient of this input is ready, the backward pass of the layer has ended.
         input_with_grad = next((tensor for tensor in inputs if tensor.requires_grad), None)
         has_backward = input_with_grad is not None and sys.modules["torch"].is_grad_enabled()
-        delayed_s = 0.0  # seconds of the gradients of weights that are computed later
+        backward_s = 2 * forward_s  # gradients of the weights, and of the activations
         if self._delayed_key is not None and has_backward:
-            weights = sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
-            delayed_s = self.seconds(weights, tuple(inputs[0].shape), "plain")
-            self._delayed_s[self._delayed_key] += delayed_s
-        # A backward pass takes twice as long as a forward pass.
-        backward = _Backward(self, 2 * target - delayed_s, whole_at_start=input_with_grad is None)
+            backward_s -= self._delay_gradients(self._delayed_key, module, shape)
+        backward = _Backward(self, backward_s, has_input_gradient=input_with_grad is not None)
         if input_with_grad is not None and has_backward:
             # Registered now, because the layer may change its input in place.
             input_with_grad.register_hook(backward.finish)
@@ -312,7 +349,7 @@ class Pacer:
             result = original(module, *args, **kwargs)
         finally:  # checkpointing ends a recomputation by an exception: it took its time all the same
             self._inside = False
-            self.sleep_until(start + target)
+            self.sleep_until(start + forward_s)
             _call_listeners("forward", start, self.clock())
             # A recomputation inside of the layer's own backward pass makes that pass longer.
             if self.unfinished is not None:
@@ -323,6 +360,25 @@ class Pacer:
             output.grad_fn.register_prehook(backward.begin)
         return result
 
+    def _delay_gradients(
+        self, delayed: DelayedGradients, module: Any, shape: tuple[int, ...]
+    ) -> float:
+        """Return the seconds by which delaying a layer's gradients of weights shortens its backward pass.
+
+        They are added to the seconds that computing the delayed gradients will take. For the weight
+        matrices of linear layers, which have two dimensions, that takes as long as their forward
+        pass. Other gradients are not delayed.
+
+        Args:
+            delayed: The delayed gradients to which those of the layer are added.
+            module: The layer.
+            shape: Shape of its input.
+        """
+        weights = sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
+        seconds = self.seconds(weights, shape, "plain")
+        self._delayed_s[delayed] += seconds
+        return seconds
+
     def sleep_until(self, moment: float) -> None:
         """Sleep until a time of the clock; return at once if it has passed."""
         remaining = moment - self.clock()
@@ -331,34 +387,44 @@ class Pacer:
 
 
 class _Backward:
-    """Backward pass of one call of a layer. begin() and finish() are hooks that do not change the gradient.
+    """Backward pass of one call of a layer, which sleeps until it has taken its emulated time.
 
-    A tensor may be the output of a layer and the input of the next layer. Then begin() of the first layer may
-    come before finish() of the next one, and calls it.
+    begin() and finish() are hooks of autograd. They do not change the gradient. begin() runs when
+    the gradient of the layer's output arrives, and finish() when the gradient of its input is
+    ready.
+
+    The output of layer 1 may be the input of layer 2. Then one gradient ends the pass of layer 2
+    and begins that of layer 1, and autograd may call the hook of layer 1 first. So begin() of layer
+    1 first ends the pass of layer 2.
     """
 
-    def __init__(self, pacer: Pacer, target: float, whole_at_start: bool):
+    def __init__(self, pacer: Pacer, target: float, has_input_gradient: bool):
         """Prepare the pass.
 
         Args:
+            pacer: Provides the clock, and knows the unfinished pass.
             target: Seconds of the pass.
-            whole_at_start: Whether the pass sleeps only at its start, because no input has a gradient whose
-                hook could end it.
+            has_input_gradient: Whether an input of the layer gets a gradient, whose hook then ends the pass.
+                If not, the pass sleeps only at its start.
         """
-        self.pacer, self.target, self.whole_at_start = pacer, target, whole_at_start
+        self.pacer, self.target, self.has_input_gradient = pacer, target, has_input_gradient
         self.start = self.end = 0.0
 
     def begin(self, _: Any) -> None:
-        """Start the pass when the gradient of the layer's output arrives, and sleep its first half."""
+        """Start the pass when the gradient of the layer's output arrives, and sleep half of its time.
+
+        The layer's gradients of weights then become ready in the middle of the pass. On a GPU, they
+        become ready one after the other during the whole pass.
+        """
         if self.pacer.unfinished is not None:
             self.pacer.unfinished.finish(None)
         self.pacer.unfinished = self
         self.start = self.pacer.clock()
         self.end = self.start + self.target
-        if self.whole_at_start:
-            self.finish(None)
-        else:
+        if self.has_input_gradient:
             self.pacer.sleep_until(self.start + self.target / 2)
+        else:
+            self.finish(None)
 
     def finish(self, _: Any) -> None:
         """End the pass when the gradient of the layer's input is ready, unless it has ended already."""

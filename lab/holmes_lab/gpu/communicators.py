@@ -23,7 +23,8 @@ class Communicator:
     """A communicator of NCCL."""
 
     name: str
-    #: The job's rank of each member; None for a process that wrote no file.
+    #: The job's rank of each member; None for a member whose process wrote no record, so that its
+    #: rank is unknown.
     ranks: tuple[int | None, ...]
     network: str  # as NCCL calls it: "Socket" or "IB"
     group: str  # name of the process group that the program gave it
@@ -32,8 +33,14 @@ class Communicator:
 def read(directory: Path) -> list[Communicator]:
     """Return the communicators that the ranks of a job wrote into the files of `directory`.
 
-    Ranks may disagree on a communicator's name, because a rank that never used it may not know the name. The
-    first rank that has a name decides.
+    Each rank writes two kinds of records:
+
+        a communicator is made    {"communicator": its name, "self": this process, "members": processes,
+                                  "network", "group": name of the process group, or ""}
+        its group gets a name     {"communicator", "group"}
+
+    The last group name that a rank writes is the best. Ranks may disagree, because a rank that
+    never used a communicator may not know the name. The lowest rank that has a name decides.
 
     Returns:
         The communicators, in the order in which their lowest ranks made them.
@@ -42,27 +49,31 @@ def read(directory: Path) -> list[Communicator]:
     rank_of_process: dict[str, int] = {}
     for rank, records_of_rank in records.items():
         for record in records_of_rank:
-            if "members" in record:
+            if _is_new_communicator(record):
                 rank_of_process[record["self"]] = rank
     communicators: dict[str, Communicator] = {}
     for rank in sorted(records):
-        # A later record of a communicator has a better name.
-        last_name = {
+        last_group = {
             record["communicator"]: record["group"] for record in records[rank] if record["group"]
         }
         for record in records[rank]:
             name = record["communicator"]
-            if "members" not in record:  # this line has only a new name for a communicator
+            if not _is_new_communicator(record):
                 continue
             if name in communicators and communicators[name].group:
-                continue  # a lower rank has named it
+                continue  # a lower rank knows the name of its group
             communicators[name] = Communicator(
                 name,
                 ranks=tuple(rank_of_process.get(member) for member in record["members"]),
                 network=record["network"],
-                group=last_name.get(name, ""),
+                group=last_group.get(name, ""),
             )
     return list(communicators.values())
+
+
+def _is_new_communicator(record: dict[str, Any]) -> bool:
+    """Return whether a record describes a new communicator; others have only a new name for its group."""
+    return "members" in record
 
 
 def _records_by_rank(directory: Path) -> dict[int, list[dict[str, Any]]]:
@@ -78,7 +89,10 @@ def _records_by_rank(directory: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def ranks_of(communicators: Iterable[Communicator]) -> dict[str, tuple[int | None, ...]]:
-    """Return the ranks of each communicator, by its name."""
+    """Return name of each communicator -> the job's rank of each member.
+
+    The rank is None for a member whose process wrote no record, so that its rank is unknown.
+    """
     return {communicator.name: communicator.ranks for communicator in communicators}
 
 
@@ -119,7 +133,9 @@ def group_networks(
 ) -> list[GroupNetwork]:
     """Group communicators that have the same name, size, number of nodes, network and NICs.
 
-    A communicator with a single rank uses no network and is left out.
+    A communicator with a single rank uses no network and is left out. A member whose rank is
+    unknown (None), because its process wrote no record, is left out of the ranks, and its node is
+    not counted for it.
 
     Args:
         communicators: The communicators of the job.

@@ -74,7 +74,9 @@ class WaitForGraph:
             self.waits[RankHost(state.rank)] = list(self._waits_of_host(state))
             for stream, works in state.streams.items():
                 for work in works:
-                    waits = self._waits_of_work(state, stream.queue, head=works[0], work=work)
+                    waits = self._waits_of_work(
+                        state, stream.queue, first_in_stream=works[0], work=work
+                    )
                     self.waits[work.work_id] = list(waits)
         self.stuck = self._find_stuck()
 
@@ -105,7 +107,7 @@ class WaitForGraph:
         # communicator -> number of the collective -> collective in words -> ranks
         launched: dict[str, dict[int, dict[str, list[int]]]] = {}
         for state in self.states.values():
-            for launch in state.recent:
+            for launch in state.recent_launches:
                 if launch.collective_number < 0:  # a send or receive
                     continue
                 by_number = launched.setdefault(launch.communicator, {})
@@ -122,7 +124,7 @@ class WaitForGraph:
         """Return a communicator in words, such as "group stage link, communicator 0x12ab"."""
         kernels: list[NcclLaunch | StreamWork] = []
         for state in self.states.values():
-            kernels.extend(state.recent)
+            kernels.extend(state.recent_launches)
             kernels.extend(state.works())
         for kernel in kernels:
             if kernel.communicator == communicator and kernel.group:
@@ -132,7 +134,7 @@ class WaitForGraph:
     def _waits_of_host(self, state: RankState) -> Iterator[Wait]:
         """Yield the edges from a rank's host to the work and to the peers that block its threads."""
         host = RankHost(state.rank)
-        for blocked in state.hosts:
+        for blocked in state.host_waits:
             for work_id in blocked.work_ids:
                 yield Wait(host, self._nearest_reported(work_id), f"waits in {blocked.call} for")
             peer_rank = self._answering_rank(blocked.communicator, blocked.peer)
@@ -140,19 +142,19 @@ class WaitForGraph:
                 yield Wait(host, RankHost(peer_rank), f"waits in {blocked.call}")
 
     def _waits_of_work(
-        self, state: RankState, queue: int, *, head: StreamWork, work: StreamWork
+        self, state: RankState, queue: int, *, first_in_stream: StreamWork, work: StreamWork
     ) -> Iterator[Wait]:
         """Yield the edges from pending work to all that keeps it from starting or finishing.
 
         Args:
             state: The rank of the work.
-            queue: Hardware queue of the work's stream.
-            head: First pending work of the same stream.
+            queue: Hardware queue that starts the work of the stream. Several streams may share it.
+            first_in_stream: First pending work of the same stream.
             work: The work that waits.
         """
-        if work is not head:
+        if work is not first_in_stream:
             # A stream runs its work in order.
-            yield Wait(work.work_id, head.work_id, "comes in its stream after")
+            yield Wait(work.work_id, first_in_stream.work_id, "comes in its stream after")
         elif work.started:
             # Only kernels of NCCL can wait after their start.
             if work.peer is not None:
@@ -161,7 +163,7 @@ class WaitForGraph:
             # An event wait depends on work in another stream.
             target = self._nearest_reported(work.after)
             yield Wait(work.work_id, target, f"waits ({work.name}) for")
-        elif work.queue is not None:
+        elif work.is_behind_in_queue:
             # Streams that share a hardware queue start their work in the order of the launches.
             first = _first_in_queue(state, queue, before=work)
             if first is not None:

@@ -72,7 +72,7 @@ def describe_work(work: StreamWork) -> str:
 
 def _describe_rank(graph: WaitForGraph, state: RankState, node: str) -> Iterator[str]:
     """Yield a line about the host of a rank, and a line about each of its streams with work."""
-    calls = [f"its host waits in {host.call}" for host in state.hosts]
+    calls = [f"its host waits in {host.call}" for host in state.host_waits]
     if not calls:
         calls = ["its host is in no CUDA call"]
     yield f"  rank {state.rank} ({node}): {'; '.join(calls)}"

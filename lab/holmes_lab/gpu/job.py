@@ -28,8 +28,12 @@ from holmes_lab.network.shaping import LabNode
 #: Environment variable with the directory for the watch files of the ranks
 #: (csrc/runtime/watch.cc, csrc/nccl/communicators.cc).
 WATCH = "HOLMES_GPU_WATCH"
-#: Variables that a preloaded Python needs before its ranks are forked. The others are set in each rank.
-OF_TEMPLATE = ("HOLMES_GPU_COUNT", OPERATORS)
+#: Environment variable with the number of emulated GPUs of a node. Only jobs on emulated GPUs have
+#: it.
+GPU_COUNT = "HOLMES_GPU_COUNT"
+#: Variables of emulated GPUs that a preloaded Python needs before ranks are forked from it. The
+#: other HOLMES_GPU_* variables are set in each rank.
+PRELOAD_VARIABLES = (GPU_COUNT, OPERATORS)
 #: Memory in MB that a rank needs at least.
 LEAST_RANK_MB = 500
 # Limits of the settings of an emulated clock.
@@ -157,7 +161,7 @@ class Gpus:
             "PYTHONPATH": os.pathsep.join(python_path),
             OPERATORS: str(self.libraries.hook),
             WATCH: str(watch),
-            "HOLMES_GPU_COUNT": str(count),
+            GPU_COUNT: str(count),
             "HOLMES_GPU_MEMORY_MB": str(self.memory_mb),
         }
 

@@ -196,3 +196,24 @@ def _unpack(archive: Path, cache: Path) -> Path:
     # Most archives have a single folder at the top, such as nccl-2.29.7-1.
     folders = [path for path in target.iterdir() if path.is_dir()]
     return folders[0] if len(folders) == 1 else target
+
+
+def write_generated_headers(source: NcclSource, folder: Path) -> None:
+    """Write the headers that NCCL's Makefile generates: nccl.h and nccl_git_version.h."""
+    include = folder / "include"
+    include.mkdir(exist_ok=True)
+    major, minor, patch = source.version
+    values = {
+        "Major": str(major),
+        "Minor": str(minor),
+        "Patch": str(patch),
+        "Suffix": "",
+        "Version": source.code,
+    }
+    header = (source.folder / "src" / "nccl.h.in").read_text()
+    for name, value in values.items():
+        header = header.replace(f"${{nccl:{name}}}", value)
+    (include / "nccl.h").write_text(header)
+    (include / "nccl_git_version.h").write_text(
+        '#define NCCL_GIT_BRANCH ""\n#define NCCL_GIT_COMMIT_HASH ""\n'
+    )

@@ -2,8 +2,10 @@
 
 The module is loaded when Python starts (holmes_lab/site), and acts after the program's imports:
 
-    import of torch._C   libholmes_operators.so is loaded. It keeps torch's C++ Meta kernels, before the
-                         Python part of torch replaces them.
+    import of torch._C   libholmes_operators.so is loaded. It stores torch's C++ Meta kernels, which
+                         compute the shapes of an operator's results, before the Python part of torch
+                         replaces them. The CUDA operators call them to know the shapes before the
+                         results are computed.
     import of torch      The CUDA operators get kernels that compute on the CPU (csrc/operators), and
                          torch.compile runs graphs without generating code.
     import of triton     Kernels run in triton's own interpreter.
@@ -37,18 +39,20 @@ _CODE_GENERATORS = ("inductor", "cudagraphs", "onnxrt", "tensorrt")
 def install_when_imported(library: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Prepare the environment of a program, and install the operators when it imports torch.
 
+    The library is loaded right after torch's C++ part (torch._C), because torch's Python part then
+    replaces Meta kernels that the library needs. The operators are installed after all of torch,
+    when torch has registered all operators that need a kernel.
+
     Args:
         library: Path of libholmes_operators.so.
         environ: The environment of this process.
     """
-    environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # triton runs its kernels in an interpreter, on the CPU
+    environ.setdefault("TRITON_INTERPRET", "1")  # triton runs kernels in an interpreter, on the CPU
     # Some of torch's operators have variants written in triton. Without these, the CPU kernels run.
     environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
     if environ.get(COMPILE) == "off":
         environ["TORCHDYNAMO_DISABLE"] = "1"
-    drop_expandable_segments(environ)
+    drop_expandable_segments(environ)  # emulated GPU memory cannot grow a segment
     loaded: list[ctypes.CDLL] = []
 
     def after_torch_c(module: Any) -> None:
@@ -61,6 +65,7 @@ def install_when_imported(library: str, environ: MutableMapping[str, str] = os.e
         {
             "torch._C": after_torch_c,
             "torch": after_torch,
+            # The user should know that triton kernels do not run as on a GPU.
             "triton.runtime.interpreter": _announce_triton,
         }
     )
@@ -90,7 +95,16 @@ def say(text: str) -> None:
 
 
 def _load(path: str, environ: MutableMapping[str, str]) -> ctypes.CDLL:
-    """Load libholmes_operators.so, which keeps torch's Meta kernels for later."""
+    """Load libholmes_operators.so, and let it store torch's C++ Meta kernels (which compute result shapes).
+
+    This must happen before the Python part of torch replaces some of these kernels by its own. The
+    emulated operators call the stored kernels to know the shapes of their results before these are
+    computed.
+
+    Args:
+        path: Path of the library.
+        environ: The environment of this process.
+    """
     drop_expandable_segments(environ)  # the program may have set it before it imported torch
     library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
     library.egpuOperatorsInstall.restype = ctypes.c_char_p
@@ -150,6 +164,8 @@ def _without_code_generation(original: Callable[..., Any]) -> Callable[..., Any]
 
 def _announce_triton(interpreter: Any) -> None:
     """Wrap the launch of triton kernels, so that the first launch prints a message.
+
+    The wrapper calls say() at each launch, which prints each text only once.
 
     Args:
         interpreter: The module triton.runtime.interpreter. Its GridExecutor is called for each launch.

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from holmes_ext.errors import HolmesError
 from holmes_lab.gpu.compiler import Compiler
-from holmes_lab.gpu.nccl_source import NcclSource, digest_of_tree
+from holmes_lab.gpu.nccl_source import NcclSource, digest_of_tree, write_generated_headers
 from holmes_lab.gpu.torch_build import TorchBuild
 
 CSRC = Path(__file__).with_name("csrc")
@@ -137,16 +137,22 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
     )
 
 
-def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
-    """Return the steps that build CPU kernels for torch's CUDA operators ("operators")."""
-    headers = torch.folder / "include"
+def operators(compiler: Compiler, torch_build: TorchBuild) -> BuildUnit:
+    """Return the steps that build CPU kernels for torch's CUDA operators ("operators").
+
+    Args:
+        compiler: The C++ compiler.
+        torch_build: The installed torch: its folder, and the version of CUDA that it was built for.
+    """
+    headers = torch_build.folder / "include"
+    cuda_major, _ = torch_build.cuda
     flags = (
         "-std=c++20",
         "-O1",
         "-g1",
         "-fPIC",
         "-w",
-        _cuda_version_flag(torch.cuda),
+        _cuda_version_flag(torch_build.cuda),
         f"-I{CSRC}/include",
         f"-I{CSRC}/runtime",
         f"-isystem{headers}",
@@ -161,11 +167,15 @@ def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
         return [_compile(compiler, source, (*flags, *_INCLUDE_FIRST)) for source in sources]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
-        """Return the command that links the operators with torch and the emulated CUDA runtime."""
-        cudart = built["runtime"] / f"libcudart.so.{torch.cuda[0]}"
+        """Return the command that links the operators with torch and the emulated CUDA runtime.
+
+        Args:
+            built: Name of each component -> the folder with its built files.
+        """
+        cudart = built["runtime"] / f"libcudart.so.{cuda_major}"
         arguments = [
             *_built_objects(sources),
-            f"-L{torch.folder}/lib",
+            f"-L{torch_build.folder}/lib",
             "-ltorch",
             "-ltorch_cpu",
             "-ltorch_cuda",
@@ -178,7 +188,9 @@ def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
     source_digest = digest_of_tree(CSRC, "operators/*", "runtime/*.h", "include/**/*")
     return BuildUnit(
         name="operators",
-        digest=_digest(compiler, flags, torch.digest, source_digest, outside=torch.folder),
+        digest=_digest(
+            compiler, flags, torch_build.digest, source_digest, outside=torch_build.folder
+        ),
         products=("libholmes_operators.so",),
         compiles=compiles,
         links=links,
@@ -223,27 +235,6 @@ def _nccl_flags(source: NcclSource, cuda: tuple[int, int]) -> tuple[str, ...]:
     )
 
 
-def _write_nccl_headers(source: NcclSource, folder: Path) -> None:
-    """Write the headers that NCCL's Makefile generates: nccl.h and nccl_git_version.h."""
-    include = folder / "include"
-    include.mkdir(exist_ok=True)
-    major, minor, patch = source.version
-    values = {
-        "Major": str(major),
-        "Minor": str(minor),
-        "Patch": str(patch),
-        "Suffix": "",
-        "Version": source.code,
-    }
-    header = (source.folder / "src" / "nccl.h.in").read_text()
-    for name, value in values.items():
-        header = header.replace(f"${{nccl:{name}}}", value)
-    (include / "nccl.h").write_text(header)
-    (include / "nccl_git_version.h").write_text(
-        '#define NCCL_GIT_BRANCH ""\n#define NCCL_GIT_COMMIT_HASH ""\n'
-    )
-
-
 def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> BuildUnit:
     """Return the steps that build NCCL's unmodified host code as a static library ("nccl-host").
 
@@ -257,7 +248,7 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
     files = _nccl_host_files(src)
 
     def prepare(folder: Path) -> None:
-        _write_nccl_headers(source, folder)
+        write_generated_headers(source, folder)
         _write_first_header(folder, src / "include" / "comm.h")
 
     def compiles(folder: Path) -> list[BuildStep]:
@@ -308,7 +299,7 @@ def _nccl_host_files(src: Path) -> list[Path]:
 
 
 def nccl(
-    compiler: Compiler, source: NcclSource, cuda: tuple[int, int], host: BuildUnit
+    compiler: Compiler, source: NcclSource, cuda: tuple[int, int], host_code: BuildUnit
 ) -> BuildUnit:
     """Return the steps that build NCCL for emulated GPUs, its network plugin and its check ("nccl").
 
@@ -316,10 +307,11 @@ def nccl(
         compiler: The C++ compiler.
         source: NCCL's source code.
         cuda: Major and minor version of CUDA.
-        host: The component "nccl-host", which is linked into the library.
+        host_code: The component "nccl-host", which is linked into the library.
     """
     src = source.folder / "src"
-    cudart = f"libcudart.so.{cuda[0]}"
+    cuda_major, _ = cuda
+    cudart_name = f"libcudart.so.{cuda_major}"
     flags = (
         *_nccl_flags(source, cuda),
         "-O2",
@@ -334,7 +326,7 @@ def nccl(
     check_source = CSRC / "check" / "nccl_check.cc"
 
     def prepare(folder: Path) -> None:
-        _write_nccl_headers(source, folder)
+        write_generated_headers(source, folder)
         _generate_device_sources(source, folder / "generated")
 
     def generated_sources(folder: Path) -> list[Path]:
@@ -351,18 +343,25 @@ def nccl(
         """Return the commands that link NCCL, its network plugin and the program that checks its results.
 
         Args:
-            built: The folder of each component, by its name.
+            built: Name of each component -> the folder with its built files.
         """
         folder = built["nccl"]
-        system_libraries = [str(built["runtime"] / cudart), "-lpthread", "-lrt", "-ldl"]
+        system_libraries = [str(built["runtime"] / cudart_name), "-lpthread", "-lrt", "-ldl"]
+        host_archive = built[host_code.name] / "libnccl_host.a"
         library_arguments = [
             *_built_objects(library_sources),
             *_built_objects(generated_sources(folder), base=folder),
+            # All of the host code. The linker would otherwise take only the files that others need,
+            # without the public functions that a program calls.
             "-Wl,--whole-archive",
-            str(built[host.name] / "libnccl_host.a"),
+            str(host_archive),
             "-Wl,--no-whole-archive",
+            # Calls of these functions in NCCL go to csrc/nccl, which watches launches, naps while a
+            # thread polls, and saves memory.
             *(f"-Wl,--wrap={name}" for name in _WRAPPED_FUNCTIONS),
-            *(f"-Wl,--version-script={file}" for file in src.glob("libnccl.map")),
+            *(
+                f"-Wl,--version-script={file}" for file in src.glob("libnccl.map")
+            ),  # exported symbols
             "-Wl,--no-undefined",
             *system_libraries,
         ]
@@ -383,7 +382,7 @@ def nccl(
     digest = _digest(
         compiler,
         flags,
-        host.digest,
+        host_code.digest,
         _STATIC_CXX,
         _WRAPPED_FUNCTIONS,
         digest_of_tree(CSRC, "nccl/*", "net/*", "check/*", "runtime/*", "include/**/*"),

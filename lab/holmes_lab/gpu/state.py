@@ -1,4 +1,4 @@
-"""Reads the state of every rank of a job on emulated GPUs: streams, pending work and blocked hosts.
+"""Reads the state of every rank of a job on emulated GPUs: streams, pending work and blocked host threads.
 
 Each rank keeps three files in the job's watch directory (written by csrc/runtime/watch.cc):
 
@@ -66,14 +66,17 @@ class StreamWork:
     work_id: WorkId
     kind: str  # "kernel", "copy", "host function", "event record" or "event wait"
     name: str
-    position: int  # in the hardware queue; event records and waits use no queue and have 0
+    #: Number of the work in the hardware queue of its stream, from 1, in the order of the launches.
+    #: 0 for event records and waits, which use no hardware queue.
+    position: int
     started: bool
     sms: int  # multiprocessors that the kernel holds or needs
 
-    # Why the work has not started:
-    after: WorkId | None = None  # it waits for this work
-    queue: int | None = None  # it waits behind other work in this hardware queue
-    needs_sms: bool = False  # it waits for free multiprocessors
+    # Why the work has not started; at most one of these is set. All are unset behind the first work
+    # of a stream.
+    after: WorkId | None = None  # an event wait: it waits for this work
+    is_behind_in_queue: bool = False  # others in its stream's hardware queue must start first
+    needs_sms: bool = False  # the kernel waits for free multiprocessors
 
     # The following fields describe kernels of NCCL.
     peer: int | None = None  # member of the communicator that the running kernel waits for
@@ -99,12 +102,12 @@ class NcclLaunch:
 
 @dataclass(frozen=True)
 class HostWait:
-    """A blocked host thread: in a CUDA call that waits for work, or in NCCL waiting for a peer."""
+    """A blocked host (CPU) thread: in a CUDA call that waits for work, or in NCCL waiting for a peer."""
 
-    call: str
-    work_ids: tuple[WorkId, ...]
-    communicator: str = ""
-    peer: int | None = None  # member of the communicator
+    call: str  # name of the CUDA call, or what NCCL does
+    work_ids: tuple[WorkId, ...]  # the work that the CUDA call waits for; empty in NCCL
+    communicator: str = ""  # of the peer
+    peer: int | None = None  # member of the communicator that NCCL waits for; None in a CUDA call
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,10 @@ class RankState:
     node: str
     #: Pending work of each stream, in stream order.
     streams: dict[StreamKey, tuple[StreamWork, ...]] = field(default_factory=dict)
-    hosts: tuple[HostWait, ...] = ()
-    #: The latest launches of NCCL kernels.
-    recent: tuple[NcclLaunch, ...] = ()
+    host_waits: tuple[HostWait, ...] = ()  # blocked host threads
+    #: The last launches of NCCL kernels, oldest first. With them, collectives that differ between
+    #: ranks are found.
+    recent_launches: tuple[NcclLaunch, ...] = ()
 
     def works(self) -> Iterator[StreamWork]:
         """Iterate over the pending work of all streams."""
@@ -208,23 +212,30 @@ def _read_counter(page: mmap.mmap, offset: int) -> int:
 
 
 def parse(rank: int, document: dict[str, Any]) -> RankState:
-    """Return the state of a rank from the content of rank<N>.json."""
+    """Return the state of a rank from the content of its file rank<N>.json.
+
+    Args:
+        rank: The rank.
+        document: "streams": the streams with pending work; "hosts": host (CPU) threads that are
+            blocked in CUDA or NCCL; "recent": the last launches of NCCL kernels, by which collectives
+            that differ between ranks are found; "node": name of the node.
+    """
     streams = {}
     for stream in document["streams"]:
         key = StreamKey(stream["device"], stream["stream"], stream["queue"])
         streams[key] = tuple(_parse_work(rank, key, work) for work in stream["work"])
-    hosts = []
-    for host in document["hosts"]:
+    host_waits = []
+    for blocked_thread in document["hosts"]:
         wait = HostWait(
-            call=host["call"],
-            work_ids=tuple(_parse_work_id(rank, work) for work in host["for"]),
-            communicator=host.get("communicator", ""),
-            peer=host.get("peer"),
+            call=blocked_thread["call"],
+            work_ids=tuple(_parse_work_id(rank, work) for work in blocked_thread["for"]),
+            communicator=blocked_thread.get("communicator", ""),
+            peer=blocked_thread.get("peer"),
         )
-        hosts.append(wait)
-    recent = []
+        host_waits.append(wait)
+    launches = []
     for launch in document.get("recent", ()):
-        recent.append(
+        launches.append(
             NcclLaunch(
                 communicator=launch["communicator"],
                 group=launch["group"],
@@ -232,7 +243,13 @@ def parse(rank: int, document: dict[str, Any]) -> RankState:
                 operation=launch["what"],
             )
         )
-    return RankState(rank, document.get("node", ""), streams, tuple(hosts), tuple(recent))
+    return RankState(
+        rank,
+        node=document.get("node", ""),
+        streams=streams,
+        host_waits=tuple(host_waits),
+        recent_launches=tuple(launches),
+    )
 
 
 def _parse_work_id(rank: int, record: dict[str, int]) -> WorkId:
@@ -240,7 +257,17 @@ def _parse_work_id(rank: int, record: dict[str, int]) -> WorkId:
 
 
 def _parse_work(rank: int, stream: StreamKey, record: dict[str, Any]) -> StreamWork:
-    """Return pending work of a stream from its record in rank<N>.json."""
+    """Return pending work of a stream from its record in rank<N>.json.
+
+    "waits_for" in the record says why work has not started, or which peer a running kernel of NCCL
+    waits for. The keys "communicator", "group", "rank", "number" and "what" are only in records of
+    NCCL's kernels.
+
+    Args:
+        rank: The rank that wrote the record.
+        stream: The stream of the work.
+        record: The record.
+    """
     waits = record["waits_for"]
     after = None
     if waits.get("after"):
@@ -253,13 +280,13 @@ def _parse_work(rank: int, stream: StreamKey, record: dict[str, Any]) -> StreamW
         started=record["started"],
         sms=record["sms"],
         after=after,
-        queue=waits.get("queue"),
-        needs_sms="sms" in waits,
+        is_behind_in_queue="queue" in waits,  # its value is the queue of the stream
+        needs_sms="sms" in waits,  # its value is the number that the kernel needs
         peer=waits.get("peer"),
         direction=waits.get("direction", ""),
         communicator=record.get("communicator", ""),
         group=record.get("group", ""),
-        member=record.get("rank", -1),
+        member=record.get("rank", -1),  # in the communicator
         operation_number=record.get("number", -1),
         operation=record.get("what", ""),
     )

@@ -111,10 +111,14 @@ class Watcher:
     def poll(self) -> WaitForGraph | None:
         """Return the wait-for graph of the job if it must be reported, else None.
 
-        The graph is returned when the job must end (a deadlock or too long a stall), and once for each stall
-        of `report_s` seconds.
+        The graph says which rank or GPU work waits for which. It is read only after `stall_s`
+        seconds without progress, since reading it costs time on every rank. It is returned in two
+        cases:
+
+            the job must end     it is deadlocked, or has stalled for `end_s` seconds with pending GPU work
+            the job may go on    it has stalled for `report_s` seconds; once for each such stall
         """
-        progress = self.watch.progress()
+        progress = self.watch.progress()  # counter of each rank; empty until a rank uses its GPU
         now = self.clock()
         if progress != self._progress:
             self._progress = progress

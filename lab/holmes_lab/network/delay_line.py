@@ -8,9 +8,10 @@ link on its path, and writes it to the TAP device of the other cluster. Frames h
 (virtio-net headers, checksum and segmentation left to the receiver), so few system calls are
 needed.
 
-Each direction of a link or an uplink is a `Clock`: frames pass it one after the other at its rate.
-All pairs of nodes get the same share, so a small message does not wait behind all frames of a large
-one. A frame that finds the clock's buffer full is dropped, as in a router.
+Each direction of a link or an uplink is a `FairQueue`, which frames leave one after the other at
+its rate. All pairs of nodes get the same share of the rate, so a small message does not wait behind
+all frames of a large one. A frame that finds the buffer of the queue full is dropped, as in a
+router.
 
 Only the standard library is needed, because the lab's keeper forks this process. The kernel needs
 TUN/TAP, not netem.
@@ -27,14 +28,16 @@ import select
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 TUN_DEVICE = "/dev/net/tun"
-#: Limits of the seconds that the process sleeps after each round of work, so that it handles
-#: several frames at a time. The sleep is a tenth of the shortest latency. Frames are up to half of
-#: it too early or too late.
+#: Limits of the seconds that the process sleeps after each round of work (a quantum), so that it
+#: handles several frames at a time. The sleep is a tenth of the shortest latency. Frames are up to
+#: half of it too early or too late.
 QUANTA_S = 400e-6, 1e-3
-#: Smallest buffer of a clock, in seconds of its rate. A longer path has two round trips. Large
+#: A call of select() that took at most these seconds has not waited.
+_NO_WAIT_S = 50e-6
+#: Smallest buffer of a queue, in seconds of its rate. A longer path has two round trips. Large
 #: buffers make a link its rate and its latency, and nothing else: for each lost frame, Reno halves
 #: its window and wins back a segment per round trip (over 20 ms and 100 Mb/s, sums of 10 MB took 3
 #: to 12 % longer with 0.1 s, docs/numbers.md).
@@ -43,27 +46,44 @@ _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 #: Offloads of a TAP device: checksum, and segmentation of TCP over IPv4 and IPv6.
 _OFFLOADS = 0x01 | 0x02 | 0x04
-_VNET, _MACS, _FRAME = struct.Struct("<BBHHHH"), 12, 10 + 14 + (1 << 16)
-_IPV4 = b"\x08\x00"
+#: Virtio-net header (linux/virtio_net.h): flags, segmentation (0: none), length of all headers,
+#: data bytes of a segment, start and offset of the checksum. The checksum starts at the TCP header.
+_VNET = struct.Struct("<BBHHHH")
+_MACS = 12  # bytes of the MAC addresses of receiver and sender
+_FRAME = _VNET.size + _MACS + 2 + (1 << 16)  # bytes of the largest frame
+#: Slices of a frame with its virtio-net header: type of the frame, and fields of the IPv4 header
+#: behind it.
+_ETHERTYPE = slice(_VNET.size + _MACS, _VNET.size + _MACS + 2)
+_IPV4_HEADER = _VNET.size + _MACS + 2
+_FLOW = slice(_IPV4_HEADER + 12, _IPV4_HEADER + 20)  # addresses of sender and receiver
+_RECEIVER = slice(_IPV4_HEADER + 16, _IPV4_HEADER + 20)
+_IPV4 = b"\x08\x00"  # type of a frame with an IPv4 packet
 #: Frames that are read from a TAP device at a time.
 _MOST_FRAMES = 500
 _PR_SET_TIMERSLACK, _M_TRIM_THRESHOLD = 29, -1
 
 
-class Passing:
-    """Frame that is delayed.
+class ClusterPath(NamedTuple):
+    """The way from one cluster to another, without the uplink of the receiver."""
+
+    queues: Sequence[FairQueue]  # uplink of the sender and link, as far as they have a limited rate
+    latency_s: float  # of the link, one way
+
+
+class DelayedFrame:
+    """Frame on its way to another cluster.
 
     Attributes:
-        pieces: Parts of the frame, to be written to the TAP device.
+        pieces: Parts of the frame, to be written one after the other to the TAP device.
         bits: Bits on the wire.
-        flow: IPv4 addresses of the sender and the receiver.
+        flow: IPv4 addresses of the sender and the receiver. Flows share each rate equally.
         target: Number of the receiver's cluster.
-        hops: Clocks that the frame still has to pass before the latency.
+        next_queues: Queues that the frame still has to enter before the latency.
         latency_s: Latency of the link.
-        end: Time in seconds at which the last bit has left the clocks that were passed.
+        end_s: Time at which the last bit of the frame has left all queues that the frame was in.
     """
 
-    __slots__ = "bits", "end", "flow", "hops", "latency_s", "pieces", "target"
+    __slots__ = "bits", "end_s", "flow", "latency_s", "next_queues", "pieces", "target"
 
     def __init__(
         self,
@@ -71,73 +91,99 @@ class Passing:
         bits: int,
         flow: bytes,
         target: int,
-        path: tuple[Sequence[Clock], float],
-        end: float,
+        path: ClusterPath,
+        arrival_s: float,
     ):
-        """Create a frame that has passed nothing yet.
+        """Create a frame that has entered no queue yet.
 
         Args:
-            path: Clocks before the latency, and the seconds of the latency.
-            end: Time at which the frame arrived.
+            pieces: Parts of the frame, to be written one after the other to the TAP device.
+            bits: Bits on the wire.
+            flow: IPv4 addresses of the sender and the receiver.
+            target: Number of the receiver's cluster.
+            path: Queues and latency on the way.
+            arrival_s: Time at which the sender's cluster has delivered the frame.
         """
-        hops, latency_s = path
         self.pieces = pieces
         self.bits = bits
         self.flow = flow
         self.target = target
-        self.end = end
-        self.hops = iter(hops)
-        self.latency_s = latency_s
+        self.end_s = arrival_s
+        self.next_queues = iter(path.queues)
+        self.latency_s = path.latency_s
 
 
-class Clock:
-    """One direction of a link or an uplink: frames leave one after the other at its rate.
+class FairQueue:
+    """Queue of one direction of a link or an uplink: frames leave one after the other at its rate.
 
-    All flows that wait get the same rate (self-clocked fair queueing, Golestani 1994): a frame gets
-    a tag, the larger of the last tag that left and the last tag of its flow, plus its bits. The
-    frame with the smallest tag leaves next.
+    All flows that wait get the same share of the rate. The algorithm is self-clocked fair queueing
+    (Golestani 1994), with its terms:
+
+        virtual time    finish tag of the frame that left last
+        finish tag      of a frame: the larger of the virtual time and the finish tag of the flow's last
+                        frame, plus the bits of the frame
+
+    The frame with the smallest finish tag leaves next.
     """
 
     def __init__(self, rate_bps: float, buffer_s: float):
-        """Create an idle clock.
+        """Create an empty queue.
 
         Args:
             rate_bps: Rate on the wire.
             buffer_s: Size of the buffer in seconds of the rate.
         """
         self.second_per_bit = 1.0 / rate_bps
-        self.most_bits = buffer_s * rate_bps
-        self.free = 0.0  # time at which the next frame can leave
-        self.waiting: list[tuple[float, int, Passing]] = []  # heap of (tag, number, frame)
-        self._bits = 0  # of all waiting frames
-        self._count = 0
-        self._virtual = 0.0  # tag of the frame that left last
-        self._tags: dict[bytes, float] = {}  # flow -> tag of its last frame
+        self.buffer_bits = buffer_s * rate_bps
+        self.free_at_s = 0.0  # time at which the next frame can leave
+        #: Heap of (finish tag, number of the frame, frame).
+        self.waiting: list[tuple[float, int, DelayedFrame]] = []
+        self._waiting_bits = 0
+        self._count = 0  # frames so far; their numbers decide between equal tags
+        self._virtual_time = 0.0
+        self._finish_tags: dict[bytes, float] = {}  # flow -> finish tag of its last frame
 
-    def take(self, passing: Passing, when: float) -> bool:
-        """Add a frame that arrives at the time `when`. Return False if the buffer is full."""
+    def add(self, frame: DelayedFrame, now: float) -> bool:
+        """Add a frame that arrives at the time `now`. Return False if the buffer is full.
+
+        The buffer is full if more bits than its size wait already, so it holds one frame more than
+        that.
+        """
         if not self.waiting:
-            if self.free <= when:
-                self.free, self._virtual = when, 0.0
-                self._tags.clear()
-        elif self._bits > self.most_bits:
+            if self.free_at_s <= now:
+                # The link is idle: no flow has a claim from before. Tags start at 0 again, which
+                # also keeps the dictionary small.
+                self.free_at_s, self._virtual_time = now, 0.0
+                self._finish_tags.clear()
+        elif self._waiting_bits > self.buffer_bits:
             return False
-        tag = max(self._virtual, self._tags.get(passing.flow, 0.0)) + passing.bits
-        self._tags[passing.flow] = tag
-        self._bits += passing.bits
+        start_tag = max(self._virtual_time, self._finish_tags.get(frame.flow, 0.0))
+        finish_tag = start_tag + frame.bits
+        self._finish_tags[frame.flow] = finish_tag
+        self._waiting_bits += frame.bits
         self._count += 1
-        heapq.heappush(self.waiting, (tag, self._count, passing))
+        heapq.heappush(self.waiting, (finish_tag, self._count, frame))
         return True
 
-    def leaving(self, now: float) -> Iterator[tuple[float, Passing]]:
-        """Remove the frames that begin to leave until `now`, and yield (time, frame)."""
-        while self.waiting and self.free <= now:
-            self._virtual, _, passing = heapq.heappop(self.waiting)
-            self._bits -= passing.bits
-            begin = self.free
-            self.free = begin + passing.bits * self.second_per_bit
-            passing.end = max(passing.end, self.free)
-            yield begin, passing
+    def leaving(self, now: float) -> Iterator[tuple[float, DelayedFrame]]:
+        """Remove the frames that begin to leave until `now`, and yield (time of the begin, frame).
+
+        The end of a frame's transmission is entered into the frame as `end_s`.
+        """
+        while self.waiting and self.free_at_s <= now:
+            self._virtual_time, _, frame = heapq.heappop(self.waiting)
+            self._waiting_bits -= frame.bits
+            begin_s = self.free_at_s
+            self.free_at_s = begin_s + frame.bits * self.second_per_bit
+            frame.end_s = max(frame.end_s, self.free_at_s)
+            yield begin_s, frame
+
+
+class ReceivingNode(NamedTuple):
+    """Node that receives frames from other clusters."""
+
+    cluster: int  # number of its cluster
+    macs: bytes  # MAC addresses of a frame that the cluster's router sends to it: receiver, sender
 
 
 class Router:
@@ -158,131 +204,176 @@ class Router:
                 for both directions.
             nodes: IPv4 address of each node -> (number of its cluster, MAC address).
         """
-        # Cluster -> two round trips (four times the latency) of its slowest link, for the size of buffers.
-        trip = {
-            cluster: max([4 * link[3] for link in links if cluster in link[:2]], default=0.0)
-            for cluster in range(len(clusters))
-        }
-
-        def clock(rate: float, seconds: float) -> Clock | None:
-            """Return a clock with a buffer of at least these seconds, None if there is no limit."""
-            return Clock(rate, max(LEAST_BUFFER_S, seconds)) if rate else None
-
-        out = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
-        self._into = [
-            clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)
-        ]
-        #: (cluster of the sender, of the receiver) -> (clocks before the latency, seconds of latency).
-        self._paths: dict[tuple[int, int], tuple[list[Clock], float]] = {}
-        between = []
-        for first, second, rate, latency in links:
-            for a, b in ((int(first), int(second)), (int(second), int(first))):
-                between.append(clock(rate, 4 * latency))
-                self._paths[a, b] = (
-                    [hop for hop in (out[a], between[-1]) if hop is not None],
-                    latency,
-                )
-        # Clocks that frames pass before and after the latency.
-        self._near, self._far = (
-            [hop for hop in hops if hop] for hops in ([*out, *between], self._into)
-        )
-        # IPv4 address -> (cluster, MAC addresses of receiver and sender that the frame gets).
-        self._nodes = {
-            bytes(map(int, address.split("."))): (
-                cluster,
-                _mac(mac) + _mac(clusters[cluster]["mac"]),
+        largest_latency_s = [0.0] * len(clusters)  # of the links of each cluster
+        for first, second, _, latency_s in links:
+            for cluster in (int(first), int(second)):
+                largest_latency_s[cluster] = max(largest_latency_s[cluster], latency_s)
+        uplinks_out = []
+        #: Uplink of each cluster in the direction into the cluster; None: without limit.
+        self._uplinks_in: list[FairQueue | None] = []
+        for cluster, settings in enumerate(clusters):
+            uplinks_out.append(_queue(settings["uplink_bps"], largest_latency_s[cluster]))
+            self._uplinks_in.append(_queue(settings["uplink_bps"], largest_latency_s[cluster]))
+        #: (cluster of the sender, cluster of the receiver) -> path.
+        self._paths: dict[tuple[int, int], ClusterPath] = {}
+        links_one_way = []
+        for first, second, rate_bps, latency_s in links:
+            for sender, receiver in ((int(first), int(second)), (int(second), int(first))):
+                link = _queue(rate_bps, latency_s)
+                links_one_way.append(link)
+                queues = [queue for queue in (uplinks_out[sender], link) if queue is not None]
+                self._paths[sender, receiver] = ClusterPath(queues, latency_s)
+        # Queues that frames are in before the latency, and after it.
+        self._queues_before = [queue for queue in (*uplinks_out, *links_one_way) if queue]
+        self._queues_after = [queue for queue in self._uplinks_in if queue]
+        self._receivers = {
+            bytes(map(int, address.split("."))): ReceivingNode(
+                cluster, macs=_mac(mac) + _mac(clusters[cluster]["mac"])
             )
             for address, (cluster, mac) in nodes.items()
         }
-        # Frames that wait for the latency, or for the end of the last uplink: (time, number, whether the
-        # frame has passed all clocks, frame).
-        self._heap: list[tuple[float, int, bool, Passing]] = []
+        # Frames that wait for a time: for the end of the latency, or for the end of their
+        # transmission on the last uplink. Heap of (time, number, whether the frame has left all
+        # queues, frame).
+        self._timed: list[tuple[float, int, bool, DelayedFrame]] = []
         self._count = 0
-        self.dropped = 0
-        least = min((link[3] for link in links), default=0.0)
-        self.quantum_s = min(max(least / 10, QUANTA_S[0]), QUANTA_S[1])
+        self.dropped = 0  # frames
+        least_s = min((latency_s for _, _, _, latency_s in links), default=0.0)
+        shortest_quantum_s, longest_quantum_s = QUANTA_S
+        self.quantum_s = min(max(least_s / 10, shortest_quantum_s), longest_quantum_s)
 
     @property
     def next_due(self) -> float | None:
-        """Time at which the next frame leaves a clock or arrives, None if there is no frame."""
-        due = [clock.free for clock in (*self._near, *self._far) if clock.waiting]
-        return min([*due, self._heap[0][0]] if self._heap else due, default=None)
+        """Time at which the next frame leaves a queue or arrives, None if there is no frame."""
+        queues = (*self._queues_before, *self._queues_after)
+        times = [queue.free_at_s for queue in queues if queue.waiting]
+        if self._timed:
+            first_time, *_ = self._timed[0]
+            times.append(first_time)
+        return min(times, default=None)
 
     def take(self, frame: bytes, source: int, now: float) -> None:
         """Add a frame. It is dropped if its receiver is not a node of another cluster.
+
+        The frame is addressed to the router of the sender's cluster. It gets the MAC addresses with
+        which the router of the other cluster sends it to the receiver.
 
         Args:
             frame: The frame with its virtio-net header.
             source: Number of the sender's cluster.
             now: Time in seconds at which the frame was read.
         """
-        # Behind 10 bytes of virtio-net header and 12 of MAC addresses come the type of the frame and the
-        # IPv4 header. Its bytes 12 to 19 (36 to 43 of the frame) are the sender and the receiver.
-        known = self._nodes.get(frame[40:44]) if frame[22:24] == _IPV4 else None
-        if known is None or known[0] == source:
+        is_ipv4 = frame[_ETHERTYPE] == _IPV4
+        receiver = self._receivers.get(frame[_RECEIVER]) if is_ipv4 else None
+        if receiver is None or receiver.cluster == source:
             return
-        target, macs = known
-        pieces = frame[:10] + macs, memoryview(frame)[10 + _MACS :]
-        path = self._paths[source, target]
-        self._go_on(Passing(pieces, wire_bits(frame), frame[36:44], target, path, now), now)
+        behind_macs = memoryview(frame)[_VNET.size + _MACS :]
+        delayed = DelayedFrame(
+            pieces=(frame[: _VNET.size] + receiver.macs, behind_macs),
+            bits=wire_bits(frame),
+            flow=frame[_FLOW],
+            target=receiver.cluster,
+            path=self._paths[source, receiver.cluster],
+            arrival_s=now,
+        )
+        self._enter_next_queue(delayed, now)
 
-    def _go_on(self, passing: Passing, when: float) -> None:
-        """Move a frame to the next clock before the latency, or let it wait for the latency."""
-        clock = next(passing.hops, None)
-        if clock is None:
-            self._push(passing.end + passing.latency_s, False, passing)
-        elif not clock.take(passing, when):
+    def _enter_next_queue(self, frame: DelayedFrame, now: float) -> None:
+        """Add a frame to the next queue on its path, at the time `now`.
+
+        Behind the last queue before the latency, the frame waits for the latency. A frame that
+        finds the buffer of a queue full is dropped.
+        """
+        queue = next(frame.next_queues, None)
+        if queue is None:
+            self._wait_until(frame.end_s + frame.latency_s, frame, has_left_all=False)
+        elif not queue.add(frame, now):
             self.dropped += 1
 
-    def due(self, now: float) -> list[tuple[int, tuple]]:
-        """Return (cluster, pieces) of each frame that has arrived until `now`, in order."""
-        # Frames go on when they begin to leave an uplink: the first bytes of a frame are on the link while
-        # its last bytes are still on the uplink.
-        for clock in self._near:
-            for when, passing in clock.leaving(now):
-                self._go_on(passing, when)
-        arrived = self._arrived(now)
-        for clock in self._far:
-            for _, passing in clock.leaving(now):
-                self._push(clock.free, True, passing)
-        return arrived + self._arrived(now)
+    def pop_arrived(self, now: float) -> list[tuple[int, tuple]]:
+        """Move all frames on to where they are at the time `now`, and remove those that have arrived.
 
-    def _arrived(self, now: float) -> list[tuple[int, tuple]]:
-        """Return the frames that have arrived, and move others to the uplink of the receiver."""
+        Returns:
+            (number of the cluster, pieces) of each frame that has arrived, in the order of arrival. Pieces
+            are parts of the frame, to be written one after the other.
+        """
+        # A frame enters the next queue when it begins to leave the one before: its first bytes are
+        # on the link while its last bytes are still on the uplink.
+        for queue in self._queues_before:
+            for begin_s, frame in queue.leaving(now):
+                self._enter_next_queue(frame, begin_s)
+        arrived = self._end_waits(now)
+        # A frame arrives when its last byte has left the uplink of the receiver's cluster. That may
+        # be before `now`, so the waits are looked at again.
+        for queue in self._queues_after:
+            for _, frame in queue.leaving(now):
+                self._wait_until(queue.free_at_s, frame, has_left_all=True)
+        return arrived + self._end_waits(now)
+
+    def _end_waits(self, now: float) -> list[tuple[int, tuple]]:
+        """End the waits of frames whose time has come.
+
+        A frame that has waited for the latency enters the uplink of the receiver's cluster. If that
+        uplink has no limit, or the frame has left it, the frame has arrived.
+
+        Returns:
+            (number of the cluster, pieces) of each frame that has arrived.
+        """
         arrived = []
-        while self._heap and self._heap[0][0] <= now:
-            when, _, last, passing = heapq.heappop(self._heap)
-            clock = None if last else self._into[passing.target]
-            if clock is None:
-                arrived.append((passing.target, passing.pieces))
-            elif not clock.take(passing, when):
+        while self._timed:
+            when, _, has_left_all, frame = self._timed[0]
+            if when > now:
+                break
+            heapq.heappop(self._timed)
+            uplink = None if has_left_all else self._uplinks_in[frame.target]
+            if uplink is None:
+                arrived.append((frame.target, frame.pieces))
+            elif not uplink.add(frame, when):
                 self.dropped += 1
         return arrived
 
-    def _push(self, when: float, last: bool, passing: Passing) -> None:
+    def _wait_until(self, when: float, frame: DelayedFrame, has_left_all: bool) -> None:
         """Let a frame wait until the time `when`.
 
         Args:
-            last: Whether the frame has then passed all clocks.
+            has_left_all: Whether the frame has left all queues, so that it then arrives.
         """
         self._count += 1
-        heapq.heappush(self._heap, (when, self._count, last, passing))
+        heapq.heappush(self._timed, (when, self._count, has_left_all, frame))
+
+
+def _queue(rate_bps: float, latency_s: float) -> FairQueue | None:
+    """Return an empty queue for one direction of a link or an uplink, None if it has no limit.
+
+    The buffer holds what the rate sends in two round trips, or in LEAST_BUFFER_S if that is longer.
+
+    Args:
+        rate_bps: Rate on the wire in bits/s; 0: no limit.
+        latency_s: One-way latency of the link; for an uplink, of the slowest link behind it.
+    """
+    if not rate_bps:
+        return None
+    return FairQueue(rate_bps, buffer_s=max(LEAST_BUFFER_S, 4 * latency_s))
 
 
 def wire_bits(frame: bytes) -> int:
     """Return the bits of a frame on the wire, where each of its segments has headers.
 
+    A frame that the kernel has not yet divided into segments has the headers only once.
+
     Args:
         frame: The frame with its virtio-net header.
     """
-    # The kind of segmentation, the bytes of a segment's data, and the position of the TCP header.
-    _, kind, _, segment, transport, _ = _VNET.unpack_from(frame)
-    size = len(frame) - _VNET.size
-    if not kind:  # a single segment
-        return 8 * size
-    # All headers up to the end of TCP's, whose length is in its data offset.
-    header = transport + 4 * (frame[_VNET.size + transport + 12] >> 4)
-    return 8 * (size + (-(-(size - header) // segment) - 1) * header)
+    _, segmentation, _, segment_data, tcp_header_start, _ = _VNET.unpack_from(frame)
+    frame_bytes = len(frame) - _VNET.size
+    if not segmentation:  # a single segment
+        return 8 * frame_bytes
+    # The header of TCP has its length, in words of 4 bytes, in the upper half of byte 12.
+    tcp_header_bytes = 4 * (frame[_VNET.size + tcp_header_start + 12] >> 4)
+    header_bytes = tcp_header_start + tcp_header_bytes  # of Ethernet, IP and TCP
+    data_bytes = frame_bytes - header_bytes
+    segments = (data_bytes + segment_data - 1) // segment_data  # rounded up
+    return 8 * (data_bytes + segments * header_bytes)
 
 
 def open_tap(name: str) -> int:
@@ -303,6 +394,11 @@ def open_tap(name: str) -> int:
 def run(router: Router, taps: Sequence[int]) -> None:
     """Forward frames between clusters, without end.
 
+    In each round, the process waits until a frame is due or arrives, forwards all frames that are
+    due, and sleeps for a quantum (`router.quantum_s`), so that it handles several frames at a time.
+    A frame that is due within the next half of a quantum is forwarded at once: frames are then up
+    to half a quantum too early or too late, and on average neither.
+
     Args:
         router: Network between the clusters.
         taps: Descriptor of each cluster's TAP device.
@@ -313,23 +409,29 @@ def run(router: Router, taps: Sequence[int]) -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
     gc.disable()  # there are no reference cycles
-    quantum = router.quantum_s
+    half_quantum_s = router.quantum_s / 2
     while True:
-        due, before = router.next_due, time.monotonic()
-        if due is None or due - quantum / 2 > before:
-            select.select(taps, [], [], None if due is None else due - quantum / 2 - before)
+        due = router.next_due
+        before = time.monotonic()
+        if due is None:
+            select.select(taps, [], [])
+        elif due - half_quantum_s > before:
+            select.select(taps, [], [], due - half_quantum_s - before)
         now = time.monotonic()
-        # If select() did not wait, frames have arrived during the last sleep: on average in its middle.
-        arrival = now if now - before > 50e-6 else before - quantum / 2
+        arrival = now
+        if now - before <= _NO_WAIT_S:
+            # Frames were there at once, so they have arrived during the last sleep: on average in
+            # its middle.
+            arrival = before - half_quantum_s
         for cluster, tap in enumerate(taps):
             for frame in _frames(tap):
                 router.take(frame, cluster, arrival)
-        for target, pieces in router.due(now + quantum / 2):
+        for target, pieces in router.pop_arrived(now + half_quantum_s):
             try:
                 os.writev(taps[target], pieces)
             except OSError:  # the bridge is down, or the queue of the receiver is full
                 router.dropped += 1
-        time.sleep(quantum)
+        time.sleep(router.quantum_s)
 
 
 def _frames(tap: int) -> list[bytes]:

@@ -75,7 +75,12 @@ def adopt_orphans() -> None:
 
 
 def become_root_of_new_user_namespace(flags: int) -> None:
-    """Move the calling process into a new user namespace, in which it is root, and others."""
+    """Move the calling process into a new user namespace, in which it is root, and into further new ones.
+
+    Args:
+        flags: CLONE_ flags of the further namespaces, which a user without rights may create together with a
+            user namespace.
+    """
     uid = os.getuid()
     gid = os.getgid()
     unshare(CLONE_NEWUSER | flags)
@@ -85,7 +90,12 @@ def become_root_of_new_user_namespace(flags: int) -> None:
 
 
 def enter(holder: int, names: tuple[str, ...] = ("net", "uts", "mnt")) -> None:
-    """Move the calling process, which must have a single thread, into namespaces of another."""
+    """Move the calling process, which must have a single thread, into namespaces of another process.
+
+    Args:
+        holder: PID of the other process, which keeps the namespaces alive.
+        names: The namespaces, as in /proc/PID/ns.
+    """
     descriptors = [
         os.open(f"/proc/{holder}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in names
     ]

@@ -6,7 +6,7 @@
 
 Both ends of each veth are shaped with tbf: the node's egress, and the egress of the switch port,
 which is what the node receives. If cluster.toml describes the network between clusters, each
-cluster has an Ethernet of its own (network/crossing.py).
+cluster has an Ethernet of its own (network/inter_cluster.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
-from holmes_lab.network import crossing
+from holmes_lab.network import inter_cluster
 
 MAX_NODES = 128
 MTU = 1500
@@ -26,9 +26,11 @@ MTU = 1500
 TBF_LATENCY_MS = 20
 _FRAME_BYTES = MTU + 14  # with the Ethernet header
 _PAYLOAD_BYTES = MTU - 52  # without the headers of IPv4 and of TCP with timestamps
-#: Bits on the wire for each bit of TCP data.
-WIRE = _FRAME_BYTES / _PAYLOAD_BYTES
+WIRE_BITS_PER_DATA_BIT = _FRAME_BYTES / _PAYLOAD_BYTES  # for TCP data, because of headers
 _LARGEST_SCALE = 1e6
+#: Numbers of handles of queues. A handle has 16 bits and must not be 0; 65521 is the largest prime
+#: below 2**16.
+_HANDLES = 65_521
 LOGIN = "login"  # name of the host from which jobs are submitted
 _NAMES = {"ethernet": "eth"}
 #: Kernel settings of a node with several NICs in one subnet: each NIC answers ARP for its own
@@ -46,14 +48,14 @@ class LabNic:
     """Emulated NIC."""
 
     name: str
-    kind: str
-    fabric: str
+    kind: str  # "ethernet", or a kind of fast NIC such as "ib" or "roce"
+    fabric: str  # name of its network
     address: str  # IPv4
     mac: str
     rate_bps: int  # shaped rate, each way
     nominal_bps: int  # rate in cluster.toml, which the emulated sysfs shows
     port: str  # other end of the veth, in the switch namespace
-    bridge: str
+    bridge: str  # to which that end is attached
     number: int = 0  # number of its fabric among the fast ones; 0 for Ethernet
     hca: str = "mlx5_0"  # RDMA device
     prefix: int = 16  # prefix length of the address
@@ -69,7 +71,14 @@ class LabNode:
     index: int  # number of the node, from 0
     processes: int
     nics: tuple[LabNic, ...]  # eth0, then the fast NICs of the cluster, if it has any
-    site: int | None = None  # number of the cluster if each has an Ethernet of its own
+    #: Number of the node's cluster if each cluster is an Ethernet segment of its own (the file
+    #: describes the network between clusters); None: all clusters are on one Ethernet.
+    ethernet_segment: int | None = None
+
+    @property
+    def fast_nics(self) -> tuple[LabNic, ...]:
+        """The NICs without eth0: one for each rail of the cluster's fast network."""
+        return self.nics[1:]
 
     @property
     def address(self) -> str:
@@ -106,15 +115,15 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
         dict.fromkeys(cluster.fabric for cluster in spec.clusters if cluster.fabric != ETHERNET)
     )
     nodes: list[LabNode] = []
-    for site, cluster in enumerate(spec.clusters):
-        for position, name in enumerate(cluster.nodes):  # in the cluster
+    for cluster_number, cluster in enumerate(spec.clusters):
+        for index_in_cluster, name in enumerate(cluster.nodes):
             index = len(nodes)
-            nics = [_eth0(spec, index, scale, site, position)]
+            nics = [_eth0(spec, index, scale, cluster_number, index_in_cluster)]
             if cluster.fabric != ETHERNET:
                 number = fabrics.index(cluster.fabric)
                 rate = cluster.rate_bps // cluster.rails
                 nics += [
-                    _nic(index, cluster.kind, cluster.fabric, number, rate, scale, rail)
+                    _nic(index, cluster.kind, cluster.fabric, rate, scale, number=number, rail=rail)
                     for rail in range(cluster.rails)
                 ]
             nodes.append(
@@ -124,7 +133,7 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
                     index=index,
                     processes=cluster.processes,
                     nics=tuple(nics),
-                    site=site if spec.wan else None,
+                    ethernet_segment=cluster_number if spec.wan else None,
                 )
             )
     return tuple(nodes)
@@ -148,48 +157,69 @@ def login_node(spec: SiteSpec, nodes: Sequence[LabNode], scale: float) -> LabNod
             f"{spec.source}: node {LOGIN!r} has the name of the host from which the lab's "
             "launchers start jobs; rename it"
         )
-    nic = _eth0(spec, len(nodes), scale, 0, len(spec.clusters[0].nodes))
-    return LabNode(LOGIN, "", len(nodes), 1, (nic,), 0 if spec.wan else None)
+    index = len(nodes)  # behind all nodes
+    first_cluster_size = len(spec.clusters[0].nodes)
+    nic = _eth0(spec, index, scale, cluster_number=0, index_in_cluster=first_cluster_size)
+    return LabNode(
+        name=LOGIN,
+        cluster="",  # it belongs to no cluster
+        index=index,
+        processes=1,
+        nics=(nic,),
+        ethernet_segment=0 if spec.wan else None,  # number of the first cluster
+    )
 
 
-def _eth0(spec: SiteSpec, index: int, scale: float, cluster: int, position: int) -> LabNic:
+def _eth0(
+    spec: SiteSpec, index: int, scale: float, cluster_number: int, index_in_cluster: int
+) -> LabNic:
     """Return the Ethernet NIC of a node.
+
+    If the file describes the network between clusters, each cluster has an Ethernet of its own, so
+    the address and the bridge depend on the cluster. Otherwise all nodes are on one Ethernet.
 
     Args:
         spec: Content of the cluster.toml.
         index: Number of the node.
         scale: Factor of all rates.
-        cluster: Number of the node's cluster.
-        position: Number of the node in its cluster.
+        cluster_number: Number of the node's cluster, from 0.
+        index_in_cluster: Number of the node in its cluster, from 0.
     """
-    nic = _nic(index, "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)
+    nic = _nic(index, "ethernet", ETHERNET, spec.ethernet_rate_bps, scale)
     if not spec.wan:
         return nic
     return replace(
         nic,
-        address=crossing.address(cluster, position),
-        bridge=crossing.bridge(cluster),
-        prefix=crossing.PREFIX,
+        address=inter_cluster.address(cluster_number, index_in_cluster),
+        bridge=inter_cluster.bridge(cluster_number),
+        prefix=inter_cluster.PREFIX,
     )
 
 
 def _nic(
-    index: int, kind: str, fabric: str, number: int, nominal_bps: int, scale: float, rail: int = 0
+    index: int,
+    kind: str,
+    fabric: str,
+    nominal_bps: int,
+    scale: float,
+    *,
+    number: int = 0,
+    rail: int = 0,
 ) -> LabNic:
     """Return a NIC of an emulated node.
 
     Args:
         index: Number of the node.
         kind: Kind of NIC.
-        fabric: Name of the fabric.
-        number: Number of the fabric among the fast ones; 0 for Ethernet.
-        nominal_bps: Rate in cluster.toml.
+        fabric: Name of the NIC's network.
+        nominal_bps: Rate in cluster.toml, in bits/s.
         scale: Factor of the rate.
-        rail: Number of the NIC among the fast NICs of the node.
+        number: Number of the fabric among the fast ones; 0 for Ethernet.
+        rail: Number of the NIC among the fast NICs of the node; 0 for Ethernet.
     """
     host = index + 1  # last byte of the addresses; MAX_NODES keeps it below 256
     if fabric == ETHERNET:
-        net = crossing.ETHERNET_NET
+        net = inter_cluster.ETHERNET_NET
         port = f"e{index}"
         bridge = "eth"
     else:
@@ -212,29 +242,52 @@ def _nic(
     )
 
 
-#: Largest rates in bits/s of the three kinds of links that are shaped without a peak rate.
-_SLOWEST_BPS = 30_000_000
-_SLOW_BPS = 300_000_000
-_UNPACED_BPS = 700_000_000
-#: Largest packet of a veth in bytes.
+#: Largest packet of a veth in bytes (64 KiB, the largest IP packet).
 _LARGEST_PACKET = 65_536
+#: On links above 700 Mb/s: seconds of the rate in one packet, and at least in a burst. Fewer
+#: packets per second need less CPU time. Timers fire up to a millisecond late, so a burst must last
+#: as long.
+_PACKET_S = 150e-6
+_BURST_S = 1e-3
+_LEAST_FAST_BURST = 70_000  # bytes; above the largest packet with its headers on the wire
+_PEAK_FACTOR = 1.06  # of the rate
+_PEAK_BURST_MARGIN = 2_000  # bytes above a packet; a packet longer than the burst would be cut
 
 
 @dataclass(frozen=True)
 class Shaping:
-    """Parameters of tbf and of a veth that limit a NIC to a rate.
+    """Parameters of the kernel's token bucket filter (tbf) and of a veth that limit a NIC to a rate.
 
-    tbf sends up to `burst` bytes at once after a pause. Up to 700 Mb/s, a small burst with small
-    packets keeps that below 10 % of 128 KiB. Faster links need a large burst, because timers fire
-    late. There a peak rate of 1.06 x the rate paces the burst packet by packet: at 2 Gb/s a message
-    of 128 KiB after a pause is sent at the rate, without the peak rate at twice the rate.
+    After a pause, tbf sends up to `burst` bytes at once, without the limit. On links up to 700
+    Mb/s, `burst` is small: at most 15 % of a message of 128 KiB, and up to 300 Mb/s at most 10 %. A
+    packet must be shorter than `burst`, because tbf would cut it into frames, so packets are small,
+    too.
+
+    Faster links need a large `burst`, because timers fire late. A second bucket with 1.06 x the
+    rate (`peak_bps`) then spreads the burst over time, packet by packet. At 2 Gb/s, a message of
+    128 KiB after a pause is sent at the rate; without `peak_bps` it would be sent at twice the
+    rate.
     """
 
-    rate_bps: int  # on the wire
-    burst: int  # bytes
+    rate_bps: int  # on the wire, with headers
+    burst: int  # bytes that tbf sends at once after a pause
     gso_max_size: int  # largest packet of the veth, bytes
-    peak_bps: int = 0  # on the wire; 0 for no peak rate
-    peak_burst: int = 0  # bytes
+    peak_bps: int = 0  # rate within a burst, on the wire; 0: the burst is not limited
+    peak_burst: int = 0  # bytes of a packet that may be sent at once within a burst
+
+
+#: Links that are shaped without a peak rate: (largest rate of TCP data in bits/s, burst,
+#: gso_max_size). Each burst has room for the largest packet with its headers and for one more
+#: frame.
+_SLOW_LINKS = (
+    (
+        30_000_000,
+        3_700,
+        2_000,
+    ),  # a burst is one packet, so that even a message of 32 KiB gets the rate
+    (300_000_000, 10_000, 8_000),
+    (700_000_000, 20_000, 16_000),
+)
 
 
 def shaping(rate_bps: int) -> Shaping:
@@ -243,41 +296,40 @@ def shaping(rate_bps: int) -> Shaping:
     Args:
         rate_bps: Rate of the data in bits/s.
     """
-    wire_bps = round(rate_bps * WIRE)
-    if rate_bps <= _SLOWEST_BPS:  # each packet is sent alone, and a message of 32 KiB is shaped
-        return Shaping(wire_bps, burst=3_700, gso_max_size=2_000)
-    if rate_bps <= _SLOW_BPS:
-        return Shaping(wire_bps, burst=10_000, gso_max_size=8_000)
-    if rate_bps <= _UNPACED_BPS:
-        return Shaping(wire_bps, burst=20_000, gso_max_size=16_000)
-    # Fewer packets per second need less CPU time: one for each 150 microseconds.
-    packet = min(_LARGEST_PACKET, round(rate_bps * 150e-6 / 8))
+    wire_bps = round(rate_bps * WIRE_BITS_PER_DATA_BIT)
+    for largest_bps, burst, largest_packet in _SLOW_LINKS:
+        if rate_bps <= largest_bps:
+            return Shaping(wire_bps, burst=burst, gso_max_size=largest_packet)
+    packet_bytes = min(_LARGEST_PACKET, round(rate_bps * _PACKET_S / 8))
     return Shaping(
         wire_bps,
-        burst=max(70_000, round(rate_bps * 1e-3 / 8)),
-        gso_max_size=packet,
-        peak_bps=round(wire_bps * 1.06),
+        burst=max(_LEAST_FAST_BURST, round(rate_bps * _BURST_S / 8)),
+        gso_max_size=packet_bytes,
+        peak_bps=round(wire_bps * _PEAK_FACTOR),
         # tbf would cut longer packets into frames, which costs CPU time.
-        peak_burst=round(packet * WIRE) + 2_000,
+        peak_burst=round(packet_bytes * WIRE_BITS_PER_DATA_BIT) + _PEAK_BURST_MARGIN,
     )
 
 
 def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
-    """Return a line for `ip -batch` and a line for `tc -batch` that limit the egress of a device.
+    """Return a line for `ip -batch` and a line for `tc -batch` that limit what a device sends.
 
-    The handle depends on the burst, so a new burst creates a new queue. In the old queue, a packet
-    that is longer than the new burst would block all traffic behind it (net/sched/sch_tbf.c,
-    tbf_dequeue). TCP repeats the packets of the old queue.
+    If the device has a limit already, a new burst size creates a new queue. In the old queue, a
+    packet that is longer than the new burst would block all traffic behind it (net/sched/sch_tbf.c,
+    tbf_dequeue). TCP repeats the packets of the old queue, which are lost.
 
     Args:
         device: Name of the network device.
-        rate_bps: Rate of TCP data in bits/s.
+        rate_bps: Rate of TCP data in bits/s. The limit of the device counts headers, too.
     """
     shape = shaping(rate_bps)
     peak = f" peakrate {shape.peak_bps}bit minburst {shape.peak_burst}" if shape.peak_bps else ""
+    # `tc qdisc replace` creates a new queue if the handle is new, so the handle is made of the
+    # burst.
+    handle = shape.burst % _HANDLES + 1
     return (
         f"link set dev {device} gso_max_size {shape.gso_max_size}",
-        f"qdisc replace dev {device} root handle {shape.burst % 65_521 + 1:x}: tbf rate {shape.rate_bps}bit "
+        f"qdisc replace dev {device} root handle {handle:x}: tbf rate {shape.rate_bps}bit "
         f"burst {shape.burst} latency {TBF_LATENCY_MS}ms{peak}",
     )
 
@@ -289,7 +341,8 @@ def switch_batches(nodes: Sequence[LabNode], inner_pid: dict[str, int]) -> tuple
 
     Args:
         nodes: The emulated nodes.
-        inner_pid: Name of a node -> PID of its holder, as seen from the switch.
+        inner_pid: Name of a node -> PID, in the PID namespace of the lab, of the process that keeps the
+            node's namespaces alive.
     """
     ip = ["link set dev lo up"]
     tc: list[str] = []
@@ -326,8 +379,8 @@ def node_batches(node: LabNode) -> tuple[str, str]:
             limit,
         ]
         tc.append(shape)
-    if node.site is not None:
-        ip += crossing.route_lines(node.site)
+    if node.ethernet_segment is not None:
+        ip += inter_cluster.route_lines(node.ethernet_segment)
     return "\n".join(ip) + "\n", "\n".join(tc) + "\n"
 
 

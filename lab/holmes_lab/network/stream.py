@@ -24,8 +24,9 @@ import struct
 import sys
 import time
 
+#: Seconds for which a stream is sent before its rate is measured, until TCP's window has opened.
 LEAD_S = 1.5
-FLOOD_S = 1.5
+FLOOD_S = 1.5  # seconds in which the rate is measured
 #: Seconds for the messages of each size.
 SIZE_S = 0.5
 _PORT = 9001
@@ -33,16 +34,27 @@ _CHUNK = 1 << 18  # bytes of a write
 _WARM_UP_BYTES = 1 << 20
 _LEAST_MESSAGES = 5
 _RATE = struct.Struct("d")
+_SIZE = struct.Struct("I")  # bytes of the message that follows, or _END
+_END = 0  # in place of a size: the sender sends no more messages
+#: Seconds for which messages warm a connection up if streams are measured, too: as long as the
+#: messages of five sizes, because with long round trips TCP's window opens slowly.
+_WARM_UP_S = 5 * SIZE_S
 
 
 def _send(address: str, sizes: list[int], floods: bool, alone: bool) -> dict[str, object]:
     """Send to a receiver and return the measured values.
 
+    The two measurements can be combined; the stream is then measured first.
+
     Args:
         address: IP address of the receiver.
         sizes: Sizes of the messages in bytes.
-        floods: Measure the rate of a stream.
-        alone: Measure round trips and messages, which needs a single pair.
+        floods: Whether to measure the rate of a stream.
+        alone: Whether to measure round trips and messages. No other pair may send at the same time.
+
+    Returns:
+        "flood": bits/s; "round_trip": median seconds of a byte and its acknowledgement; "seconds": mean
+        seconds of a message and its acknowledgement, for each size.
     """
     result: dict[str, object] = {}
     if floods:
@@ -55,12 +67,14 @@ def _send(address: str, sizes: list[int], floods: bool, alone: bool) -> dict[str
         (result["flood"],) = _RATE.unpack(connection.recv(_RATE.size, socket.MSG_WAITALL))
     if alone:
         connection = _connect(address)
-        _exchanges(connection, _WARM_UP_BYTES, 5 * SIZE_S if floods else 0.0)  # opens TCP's window
+        # Messages open TCP's window. Streams are measured over long links, where that takes
+        # longest.
+        _exchanges(connection, _WARM_UP_BYTES, _WARM_UP_S if floods else 0.0)
         result["round_trip"] = statistics.median(_exchanges(connection, 1, SIZE_S))
         result["seconds"] = [
             statistics.mean(_exchanges(connection, size, SIZE_S)) for size in sizes
         ]
-        connection.sendall(struct.pack("I", 0))
+        connection.sendall(_SIZE.pack(_END))
     return result
 
 
@@ -70,9 +84,9 @@ def _exchanges(connection: socket.socket, size: int, least_s: float) -> list[flo
     Args:
         connection: Connection to the receiver.
         size: Bytes of a message.
-        least_s: Seconds for which messages are sent, at least _LEAST_MESSAGES of them.
+        least_s: Seconds for which messages are sent. At least _LEAST_MESSAGES messages are sent in any case.
     """
-    message = struct.pack("I", size) + bytes(size)
+    message = _SIZE.pack(size) + bytes(size)
     times: list[float] = []
     while sum(times) < least_s or len(times) < _LEAST_MESSAGES:
         start = time.perf_counter()
@@ -96,14 +110,21 @@ def _connect(address: str) -> socket.socket:
 
 
 def _receive(sizes: list[int], floods: bool, alone: bool) -> None:
-    """Receive from a sender. The arguments are those of `_send`."""
+    """Receive what a sender sends, and acknowledge each message with one byte.
+
+    The arguments are those of `_send`: the sizes of messages in bytes, whether there is a stream,
+    and whether there are messages.
+    """
     server = socket.create_server(("", _PORT))
     buffer = bytearray(max([_CHUNK, _WARM_UP_BYTES, *sizes]))
     if floods:
         _count_flood(server.accept()[0], buffer)
     if alone:
         connection, _ = server.accept()
-        while size := struct.unpack("I", connection.recv(4, socket.MSG_WAITALL))[0]:
+        while True:
+            (size,) = _SIZE.unpack(connection.recv(_SIZE.size, socket.MSG_WAITALL))
+            if size == _END:
+                return
             connection.recv_into(buffer, size, socket.MSG_WAITALL)
             connection.sendall(b"\1")
 

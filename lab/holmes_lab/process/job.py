@@ -1,7 +1,8 @@
 """Running job of a lab, as its caller sees it: PIDs, output and the ends of its ranks.
 
-A thread reads the messages of the launcher and the output of the ranks. If a rank fails, the other ranks
-have `grace` seconds to end by themselves. Then they get SIGTERM, and TERM_SECONDS later SIGKILL. After the
+A thread reads the messages of the job supervisor (the process that forks the ranks,
+process/launch.py) and the output of the ranks. If a rank fails, the other ranks have `grace`
+seconds to end by themselves. Then they get SIGTERM, and TERM_SECONDS later SIGKILL. After the
 time-out of a job, all ranks get both signals without these `grace` seconds.
 """
 
@@ -49,7 +50,10 @@ class RunResult:
         return median_share(self.core_shares)
 
     def busy_in_last(self, seconds: float) -> float:
-        """Return the same for the last seconds of the job, for example for those of the measured steps."""
+        """Return the median share of the cores in use, 0 to 1, during the last `seconds` of the job.
+
+        A job that warms up first is judged by its measured steps, which come last.
+        """
         return median_share(self.core_shares, seconds)
 
     @property
@@ -86,7 +90,7 @@ class Job:
     def __init__(
         self,
         ranks: list[dict[str, Any]],
-        launcher: socket.socket,
+        supervisor: socket.socket,
         on_line: OnLine | None,
         logs: Path | None,
         timeout: float | None,
@@ -97,21 +101,19 @@ class Job:
         """Start the ranks, and the thread that reads their output.
 
         Args:
-            ranks: Message to the launcher for each rank (process/launch.py), in the order of the ranks.
-            launcher: Socket of the launcher.
+            ranks: Message that starts each rank (process/launch.py), in the order of the ranks.
+            supervisor: Socket of the job supervisor, the process that forks the ranks.
             emulated: Whether the ranks have an emulated accelerator.
             watch: Folder in which ranks on emulated GPUs record what they do; None without such GPUs.
             on_line, logs, timeout, grace: As in Lab.start().
         """
         self.watch = watch
-        self._launcher, self._on_line, self._grace, self._emulated = (
-            launcher,
-            on_line,
-            grace,
-            emulated,
-        )
+        self._supervisor = supervisor
+        self._on_line = on_line
+        self._grace = grace
+        self._emulated = emulated
         self._selector = selectors.DefaultSelector()
-        self._selector.register(launcher, selectors.EVENT_READ, None)
+        self._selector.register(supervisor, selectors.EVENT_READ, None)
         self._started, self._cores = time.monotonic(), CoreMeter()
         self._deadline = None if timeout is None else self._started + timeout
         self._pids: dict[int, int] = {}
@@ -127,11 +129,11 @@ class Job:
         self._all_started = threading.Event()
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
-        wire.send(launcher, {"job": len(ranks)})
+        wire.send(supervisor, {"job": len(ranks)})
         for message in ranks:
             log = open(logs / f"rank{message['rank']}.log", "wb") if logs is not None else None
             ends = [self._pipe(message["rank"], stream, log) for stream in ("stdout", "stderr")]
-            wire.send(launcher, message, ends)
+            wire.send(supervisor, message, ends)
             for end in ends:
                 os.close(end)
         self._thread = threading.Thread(target=self._run, name="holmes-lab-job", daemon=True)
@@ -178,9 +180,9 @@ class Job:
             number: The signal.
         """
         try:
-            wire.send(self._launcher, {"signal": int(number), "rank": rank})
+            wire.send(self._supervisor, {"signal": int(number), "rank": rank})
         except OSError:
-            pass  # the launcher has ended, and its ranks with it
+            pass  # the job supervisor has ended, and its ranks with it
 
     def _pipe(self, rank: int, stream: str, log: Any) -> int:
         """Make a pipe for the output of a rank, and return the descriptor of the end for the rank."""
@@ -190,7 +192,7 @@ class Job:
         return write
 
     def _run(self) -> None:
-        """Read messages and output until the launcher and all ranks have closed their ends (the thread)."""
+        """Read messages and output until the supervisor and all ranks have closed their ends (the thread)."""
         try:
             while len(self._selector.get_map()) > 0:
                 for key, _ in self._selector.select(self._seconds_to_next_event()):
@@ -223,7 +225,7 @@ class Job:
                 if key.data is not None:
                     os.close(key.fd)
             self._selector.close()
-            self._launcher.close()  # if the launcher still runs, it now ends its ranks
+            self._supervisor.close()  # if the job supervisor still runs, it now ends its ranks
             self._all_started.set()  # wakes callers of `pids`
 
     def _seconds_to_next_event(self) -> float:
@@ -252,15 +254,15 @@ class Job:
             )
 
     def _read_message(self) -> None:
-        """Read a message of the launcher: a rank has started or ended, or all have ended.
+        """Read a message of the job supervisor: a rank has started or ended, or all have ended.
 
         If it is the first failure of a rank, SIGTERM is due for the others after the grace time.
         """
-        message, _ = wire.receive(self._launcher)
+        message, _ = wire.receive(self._supervisor)
         if message is None or "done" in message:
             self._done, self._lost = True, message is None
             self._next_signal = None
-            self._selector.unregister(self._launcher)
+            self._selector.unregister(self._supervisor)
         elif "pid" in message:
             self._pids[message["rank"]] = message["pid"]
             self._realtime.append(message["realtime"])

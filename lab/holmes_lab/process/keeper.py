@@ -1,7 +1,8 @@
 """Keeper: the process that owns all other processes of a lab.
 
-It forks a holder for the namespaces of each node, runs `ip` and `tc` in them, and forks the launchers of
-jobs. Lab starts it:
+It forks namespace holders (processes that keep the namespaces of one node alive), runs `ip` and
+`tc` in these namespaces, and forks a job supervisor (process/launch.py) for each job. Lab starts
+the keeper:
 
     python -I -S -c ... ROOT CONTROL PIDFD DIRECTORY       (needs only the standard library)
 
@@ -27,9 +28,9 @@ from typing import Any, NoReturn
 from holmes_lab.network import delay_line, namespaces
 from holmes_lab.process import launch, wire
 
-#: Names of the holders of the switch and of the delay line. No host can have these names.
-SWITCH = ""
-WAN = " wan"
+#: Names of two processes among the namespace holders. No host can have such names.
+SWITCH = ""  # holds the namespace of the bridges, and is the init of the lab's PID namespace
+WAN = " wan"  # the delay line, which emulates the network between clusters
 
 
 def main(arguments: list[str]) -> None:
@@ -58,8 +59,8 @@ def _hold_lab(control: socket.socket, caller: int) -> bool:
     """Hold a lab until it is to end.
 
     Args:
-        control: Socket of the caller.
-        caller: pidfd of the caller.
+        control: Socket to the process that created the Lab (the caller), for its requests.
+        caller: pidfd of that process.
 
     Returns:
         Whether the lab ends because the delay line between the clusters has ended.
@@ -72,7 +73,7 @@ def _hold_lab(control: socket.socket, caller: int) -> bool:
         wire.send(control, {"denied": str(error), "userns": os.getuid() != 0})
         return False
     try:
-        wire.send(control, {"init": keeper.holders[SWITCH][0]})
+        wire.send(control, {"init": keeper.holders[SWITCH].pid})
         keeper.serve()
         return keeper.gone(WAN)
     finally:
@@ -91,7 +92,7 @@ def _isolate() -> None:
 
 
 def _write(path: str, text: str) -> None:
-    """Set a sysctl of this process's network namespace, unless the kernel lacks the file.
+    """Set a kernel setting (sysctl) of this process's network namespace, unless the kernel lacks it.
 
     Args:
         path: File under /proc/sys.
@@ -132,24 +133,27 @@ def _furnish_node(name: str, hosts: str, nsswitch: str, sysctl: dict[str, str]) 
 
 
 class Keeper:
-    """State of the keeper process. The methods do_NAME serve the requests of the caller (Lab)."""
+    """State of the keeper, the process that owns all other processes of a lab.
+
+    The methods do_NAME serve the requests of the process that created the Lab.
+    """
 
     def __init__(self, control: socket.socket, caller: int):
-        """Begin without holders.
+        """Begin without any forked process.
 
         Args:
-            control: Socket of the caller.
-            caller: pidfd of the caller.
+            control: Socket to the process that created the Lab (the caller), for its requests.
+            caller: pidfd of that process.
         """
         self.control, self.caller = control, caller
-        #: Name of a holder -> (PID of the process here, PID in the PID namespace of the lab).
-        self.holders: dict[str, tuple[int, int]] = {}
+        #: Forked processes that keep namespaces alive: name of the node, SWITCH or WAN -> PIDs.
+        self.holders: dict[str, wire.HolderPids] = {}
 
     def hold(self, name: str, furnish: Callable[[], Callable[[], None] | None]) -> None:
-        """Fork a process that keeps namespaces alive until it is killed.
+        """Fork a process that keeps its namespaces alive until it is killed (a namespace holder).
 
         Args:
-            name: Name of the holder.
+            name: Name of the node that the namespaces belong to, or SWITCH or WAN.
             furnish: Called in the forked process to create the namespaces. It may return a function, which
                 the process then runs.
 
@@ -163,23 +167,29 @@ class Keeper:
             _hold_namespaces(furnish, write)
         os.close(write)
         with os.fdopen(read, "r") as pipe:
+            # The PID of the forked process in the lab's PID namespace, or an error message.
             answer = pipe.read()
         if not answer.isdigit():
             os.waitpid(pid, 0)
-            raise OSError(f"{name.strip() or 'switch'}: {answer}")
-        self.holders[name] = (pid, int(answer))
+            shown_name = "switch" if name == SWITCH else name.strip()  # WAN begins with a space
+            raise OSError(f"{shown_name}: {answer}")
+        self.holders[name] = wire.HolderPids(pid=pid, pid_in_lab=int(answer))
 
     def serve(self) -> None:
-        """Serve requests until a process that the lab needs has ended, or the caller has closed its socket.
+        """Serve the caller's requests until the lab is to end.
 
-        These processes are the caller, the init of the lab's PID namespace, and the delay line.
+        The lab ends when the caller closes its socket, or when one of these processes has ended:
+        the caller, the holder of the switch's namespace (the init of the lab's PID namespace), or
+        the delay line, if the caller has requested one.
         """
-        needed = [self.caller, os.pidfd_open(self.holders[SWITCH][0])]
+        needed = {"caller": self.caller, SWITCH: os.pidfd_open(self.holders[SWITCH].pid)}  # pidfds
         while True:
-            if WAN in self.holders and len(needed) == 2:
-                needed.append(os.pidfd_open(self.holders[WAN][0]))
-            ready, _, _ = select.select([self.control.fileno(), *needed], [], [])
-            if any(descriptor in ready for descriptor in needed):
+            if WAN in self.holders and WAN not in needed:
+                needed[WAN] = os.pidfd_open(self.holders[WAN].pid)
+            ready, _, _ = select.select([self.control.fileno(), *needed.values()], [], [])
+            if any(
+                pidfd in ready for pidfd in needed.values()
+            ):  # a pidfd is ready when its process ends
                 return
             message, descriptors = wire.receive(self.control)
             if message is None:
@@ -194,31 +204,37 @@ class Keeper:
             wire.send(self.control, answer)
 
     def gone(self, name: str) -> bool:
-        """Return whether a holder has ended; False if there is none with this name."""
-        return name in self.holders and os.waitpid(self.holders[name][0], os.WNOHANG) != (0, 0)
+        """Return whether a forked holder of namespaces has ended; False if there is none of this name."""
+        if name not in self.holders:
+            return False
+        ended_pid, _ = os.waitpid(self.holders[name].pid, os.WNOHANG)
+        return ended_pid != 0
 
     def do_node(
         self, name: str, hosts: str, nsswitch: str, sysctl: dict[str, str]
     ) -> dict[str, Any]:
-        """Create the namespaces of a node, and return the PIDs of its holder.
+        """Fork a process that creates the namespaces of a node and keeps them alive.
 
         The arguments are those of _furnish_node().
+
+        Returns:
+            {"pids": [PID as seen outside of the lab, PID in the lab's PID namespace]} of that process.
         """
         self.hold(name, lambda: _furnish_node(name, hosts, nsswitch, sysctl))
         return {"pids": self.holders[name]}
 
     def do_tool(self, name: str, argv: list[str], text: str) -> dict[str, Any]:
-        """Run a program (ip or tc) in the network namespace of a holder.
+        """Run a program (ip or tc) in the network namespace of a node or of the switch.
 
         Args:
-            name: Name of the holder.
+            name: Name of the node, or SWITCH.
             argv: The program with its arguments.
             text: Its standard input.
 
         Returns:
             {"status": exit status, "out": stdout, "error": stderr}.
         """
-        pid = self.holders[name][0]
+        pid = self.holders[name].pid
         done = subprocess.run(
             argv,
             input=text,
@@ -237,7 +253,7 @@ class Keeper:
             clusters: Settings of each cluster, with the name of its TAP device as "tap".
             network: Further arguments of delay_line.Router.
         """
-        pid = self.holders[SWITCH][0]
+        pid = self.holders[SWITCH].pid
 
         def furnish() -> Callable[[], None]:
             """Open the TAP devices, and return the function that runs the delay line."""
@@ -256,7 +272,7 @@ class Keeper:
         return {"pids": self.holders[WAN]}
 
     def do_job(self, job: int) -> dict[str, Any]:
-        """Fork a launcher (process/launch.py) for one job.
+        """Fork a job supervisor, the process that forks the ranks of one job (process/launch.py).
 
         Args:
             job: Descriptor of the job's socket.
@@ -265,13 +281,16 @@ class Keeper:
             namespaces.die_with_parent()
             self.control.close()
             os.close(self.caller)
+            # At the end of the job, this exits the forked process.
             launch.serve_job(socket.socket(fileno=job))
         return {}
 
-    def do_zygote(
+    def do_fork_server(
         self, control: int, log: int, argv: list[str], env: dict[str, str], cwd: str
     ) -> dict[str, Any]:
-        """Start a zygote, a Python that imports modules and forks ranks (process/zygote.py).
+        """Start a fork server: a Python that imports modules once, and then forks ranks.
+
+        It runs process/fork_server.py.
 
         Args:
             control: Descriptor of its control socket. The number becomes the last argument of the command.
@@ -295,8 +314,11 @@ class Keeper:
         return {}
 
     def end(self) -> None:
-        """Kill the init of the PID namespace, and return when all processes of the lab have ended."""
-        os.kill(self.holders[SWITCH][0], signal.SIGKILL)
+        """Kill the init of the PID namespace, and return when all processes of the lab have ended.
+
+        The kernel then kills all processes of that namespace.
+        """
+        os.kill(self.holders[SWITCH].pid, signal.SIGKILL)
         try:
             while True:
                 os.waitpid(-1, 0)
@@ -304,12 +326,13 @@ class Keeper:
             return
 
     def _reap(self) -> None:
-        """Collect the statuses of launchers and zygotes that have ended.
+        """Collect the exit statuses of forked children that have ended, so that no zombies remain.
 
-        That of the init is left to serve(), because the lab ends with it.
+        The holder of the switch's namespace is the init of the lab's PID namespace. Its status is
+        left, because the lab ends with it: serve() sees this, and end() collects the status.
         """
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            if ended.si_pid == self.holders[SWITCH][0]:
+            if ended.si_pid == self.holders[SWITCH].pid:
                 return
             os.waitpid(ended.si_pid, 0)
 

@@ -1,18 +1,19 @@
-"""Launcher: the process that forks the ranks of a job into the namespaces of their nodes.
+"""Job supervisor: the process that forks the ranks of one job into the namespaces of their nodes.
 
-It also reports the end of each rank, and leaves no processes behind. A launcher is a fork of one of two
-processes:
+It also reports the end of each rank, and leaves no processes behind. It is itself forked by one of
+two processes:
 
-    keeper    A rank executes its command.
-    zygote    A Python that has imported the modules of the job. A rank runs its script in the forked Python.
+    keeper         The process that owns the lab. Each rank executes its command.
+    fork server    A Python that has imported the modules of the job. Each rank runs its script in its fork of
+                   that Python.
 
-Messages over the socket of the job:
+Messages over the socket of the job (in: from the process that started the job, out: to it):
 
     in     {"job": count}                            number of ranks that follow
-           {"rank", "holder", "argv", "env",         start a rank; two descriptors for its stdout and stderr
-            "cwd", "realtime"}                       come with the message
+           {"rank", "holder", "argv", "env",         start a rank in the namespaces of the process "holder";
+            "cwd", "realtime"}                       its stdout and stderr come as descriptors
            {"signal": number, "rank": r or null}     send a signal to a rank, or to all
-    out    {"rank", "pid", "realtime"}               a rank was started; the PID is that of the lab's caller;
+    out    {"rank", "pid", "realtime"}               a rank was started; its PID as seen outside of the lab;
                                                      realtime: whether it runs under SCHED_RR
            {"rank", "status"}                        a rank has ended; 128 + n after signal n
            {"done": true}                            all ranks and their processes have ended
@@ -36,17 +37,17 @@ Script = Callable[[list[str], dict[str, str]], object]
 
 
 def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | None:
-    """Run as the launcher of one job.
+    """Fork the ranks of one job, report their ends, and exit this process at the end of the job.
 
-    The launcher itself never returns: the function exits the process at the end of the job.
+    The function returns only in forked ranks, and only if there is `run_script`.
 
     Args:
-        job: Socket of the job.
+        job: Socket over which the messages that start ranks arrive.
         run_script: Function run_script(argv, env) by which a forked rank runs its script in this Python.
-            None: each rank executes its command.
+            None: each rank executes its command, as a new program.
 
     Returns:
-        In a forked rank, if there is `run_script`: a function without arguments that runs the script.
+        In a forked rank: a function without arguments that runs the script.
     """
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -75,7 +76,7 @@ def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | N
                 pid = os.fork()
                 if pid == 0:
                     _become_rank(job, message, descriptors)
-                    if run_script is None:
+                    if run_script is None:  # replaces the forked process, so it does not return
                         _exec(message["argv"], message["env"])
                     return functools.partial(run_script, message["argv"], message["env"])
                 for descriptor in descriptors:

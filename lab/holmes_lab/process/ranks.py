@@ -1,4 +1,4 @@
-"""Decisions of the lab's launcher: node order, processes per node, environment of ranks."""
+"""Decisions at the start of a lab's job: node order, processes per node, environment of ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def interleave(spec: SiteSpec) -> tuple[str, ...]:
 
 
 def check_order(nodes: Sequence[LabNode]) -> None:
-    """Raise HolmesError if the launcher has no node, or a node twice."""
+    """Raise HolmesError if the job has no node, or a node twice."""
     for node in nodes:
         if nodes.count(node) > 1:
             raise HolmesError(f"--order: node {node.name!r} is named twice")

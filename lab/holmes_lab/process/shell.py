@@ -25,7 +25,7 @@ from holmes_lab.network import namespaces
 class Host:
     """Host of a running lab."""
 
-    holder: int  # PID of the process that holds the namespaces
+    holder: int  # PID of the process that keeps the host's namespaces alive
     variables: Mapping[str, str]  # environment of the host's processes
 
 

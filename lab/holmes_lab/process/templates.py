@@ -1,17 +1,22 @@
-"""Preloaded Pythons that several labs share.
+"""Templates: Python processes that have imported a job's modules once, for all labs of this process.
 
-A zygote (zygote.py) belongs to one lab, because it is in the lab's PID namespace. Each costs seconds of a
-core for its imports. A template is a Python that has imported the modules outside of any lab. A lab that
-needs a zygote gets a fork of the template:
+A fork server (fork_server.py) is a Python that has imported the modules and forks ranks. It belongs
+to one lab, because it is in the lab's PID namespace, and its imports cost seconds of a core. A
+template has imported the modules outside of any lab. A lab that needs a fork server gets a fork of
+the template:
 
-    Templates --socket--> template --forks--> guard --setns, forks--> zygote --forks--> launcher --> ranks
-    (this process)        (outside of all labs)                       (in the lab's PID namespace)
+    Templates --socket--> template --forks--> guard --forks--> fork server --> job supervisor --> ranks
+    (this process)        (outside of all labs)                (in the lab's PID namespace)
 
-The kernel kills the zygote with its lab, as any process of the lab's PID namespace. The guard waits for that
-end and then ends, too. Without a guard, the end of the namespace would wait for the outer init to reap the
-zygote. The template ends when this process ends or closes the socket, after all guards.
+    guard          enters the lab's PID namespace for its children, and forks the fork server. As its
+                   parent, it waits for its end, and then ends, too. If it ended earlier, the init of
+                   the machine would be the parent, and the end of the PID namespace would wait for
+                   that init to reap the fork server.
+    fork server    The kernel kills it with its lab, as any process of the lab's PID namespace.
+    template       It ends when this process ends or closes the socket, after all guards have ended.
 
-The labs must not be in user namespaces: `Templates` then returns None, and the lab starts its own zygote.
+A template cannot enter a lab that is in a user namespace of its own. `Templates.fork_server` then
+returns None, and the lab starts a fork server without a template.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_ext.errors import HolmesError
-from holmes_lab.process import wire, zygote
+from holmes_lab.process import fork_server, wire
 
 #: Templates that are kept. Each takes up to 0.5 GB of memory.
 _KEPT = 4
@@ -32,9 +37,9 @@ _KEPT = 4
 
 @dataclass(frozen=True)
 class TemplateKey:
-    """Everything on which the imports of a template depend."""
+    """Everything on which the imports of a preloaded Python depend. Labs with the same key can share them."""
 
-    interpreter: str
+    interpreter: str  # path of the Python
     modules: tuple[str, ...]  # imported by the template
     env: tuple[tuple[str, str], ...]  # sorted pairs (name, value)
     directory: str  # working directory
@@ -42,20 +47,28 @@ class TemplateKey:
 
 @dataclass(frozen=True)
 class _Template:
-    """Running template, and the socket by which zygotes are requested of it."""
+    """Running template: a Python that has imported modules, and that labs fork instead of importing them.
+
+    The forks are requested over its control socket.
+    """
 
     process: subprocess.Popen[bytes]
     control: socket.socket
 
 
 class Templates:
-    """A context manager: the templates exist inside the `with` block, in which all labs must end.
+    """Preloaded Python processes (templates) from which the labs of this process fork, to save their imports.
 
-    Lab.templates = Templates() makes all labs of this process share them.
+    The class is a context manager. The templates exist inside the `with` block, and all labs must
+    end in it:
+
+        with Templates() as Lab.templates:
+            ...  # each Lab here forks its preloaded Pythons from a template
     """
 
     def __init__(self) -> None:
         self._templates: dict[TemplateKey, _Template] = {}  # the least recently used one first
+        #: Templates that fork no longer, but end only after the processes that they have forked.
         self._retired: list[_Template] = []
 
     def __enter__(self) -> Templates:
@@ -64,20 +77,24 @@ class Templates:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def zygote(
+    def fork_server(
         self, key: TemplateKey, roots: str, lab_init: int, log: Path
     ) -> socket.socket | None:
-        """Return the control socket of a new zygote in a lab.
+        """Fork a new fork server (a Python that forks ranks) into a lab, and return its control socket.
+
+        It is a fork of the template with the same key, a Python that has imported the modules
+        outside of any lab. The template is started if there is none yet. At most _KEPT templates
+        are kept.
 
         Args:
-            key: What the zygote has imported, and in which environment.
+            key: What the fork server must have imported, and in which environment.
             roots: Folders of holmes_lab and holmes_ext, as in a path variable.
-            lab_init: pid of the init of the lab's PID namespace.
-            log: File for the output of the zygote.
+            lab_init: PID of the init of the lab's PID namespace.
+            log: File for the output of the fork server.
 
         Returns:
-            None if the lab is in another user namespace, which a template does not enter, or if the template
-            was killed. The lab then starts a zygote of its own.
+            None if the lab is in another user namespace, which a template cannot enter, or if the template
+            was killed. The lab must then start a fork server by itself.
 
         Raises:
             HolmesError: The modules cannot be imported.
@@ -88,21 +105,21 @@ class Templates:
         self._templates[key] = template
         while len(self._templates) > _KEPT:
             oldest = self._templates.pop(next(iter(self._templates)))
-            oldest.control.close()  # it ends after the zygotes that it has forked
+            oldest.control.close()  # it ends after the fork servers that it has forked
             self._retired.append(oldest)
 
         def fork(descriptors: list[int]) -> None:
-            """Let the template fork a zygote into the lab, with its control socket and its log."""
+            """Let the template fork a fork server into the lab, with its control socket and its log."""
             wire.send(template.control, {"init": lab_init}, descriptors)
 
         try:
-            return zygote.start(fork, log, key.modules)
+            return fork_server.start(fork, log, key.modules)
         except (BrokenPipeError, ConnectionResetError):  # somebody has killed the template
             self._retired.append(self._templates.pop(key))
             return None
 
     def close(self) -> None:
-        """End all templates; returns when they are gone."""
+        """End all templates, and return when they are gone."""
         templates = [*self._templates.values(), *self._retired]
         self._templates.clear()
         self._retired.clear()
@@ -112,7 +129,7 @@ class Templates:
             template.process.wait()
 
     def _start(self, key: TemplateKey, roots: str) -> _Template:
-        """Start a template, and return it when it has imported the modules.
+        """Start a template (a Python that labs fork), and return it when it has imported the modules.
 
         Raises:
             HolmesError: The modules cannot be imported.
@@ -125,7 +142,7 @@ class Templates:
             argv = [
                 key.interpreter,
                 "-c",
-                zygote.TEMPLATE_BOOT,
+                fork_server.TEMPLATE_BOOT,
                 roots,
                 ",".join(key.modules),
                 str(control),
@@ -145,7 +162,7 @@ class Templates:
         try:
             # Its output matters only if it cannot start. No file is left if this process is killed later.
             with tempfile.TemporaryDirectory(prefix="holmes-template-") as folder:
-                control = zygote.start(spawn, Path(folder, "log"), key.modules)
+                control = fork_server.start(spawn, Path(folder, "log"), key.modules)
         except HolmesError:
             started[0].kill()  # threads of a module might keep it from ending
             started[0].wait()

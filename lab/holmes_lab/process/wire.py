@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _MAX_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 8
+
+
+class HolderPids(NamedTuple):
+    """PIDs of a process that keeps the namespaces of a node alive."""
+
+    pid: int  # as the keeper and the creator of the lab see it
+    pid_in_lab: int  # in the PID namespace of the lab
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

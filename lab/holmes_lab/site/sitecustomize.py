@@ -1,8 +1,9 @@
 """Installation of emulated GPUs and accelerators in each Python of a job.
 
-Python imports a module of this name when it starts. The lab puts this folder into PYTHONPATH of jobs with
-emulated hardware. At the end, this module runs the sitecustomize of the user's environment, if there is one,
-because it hides that module.
+Python imports the module named `sitecustomize` when it starts. The lab puts the folder of this file
+first into PYTHONPATH of jobs with emulated hardware, so that Python finds this one. The user's
+environment may have a sitecustomize of its own, which Python then does not find. So this module
+runs it at its end.
 """
 
 import importlib.machinery

@@ -11,7 +11,7 @@ import sys
 import tarfile
 
 import pytest
-from holmes_lab.cli.lab_gpu import killed_for_memory, what_is_missing
+from holmes_lab.cli.lab_gpu import find_missing_emulation, killed_for_memory
 from holmes_lab.gpu import compiler, job, libraries, nccl_source, torch_build
 from holmes_lab.gpu.job import GpuClock, Gpus, parse_clock, visible
 from holmes_lab.process.job import RunResult
@@ -347,13 +347,15 @@ def test_a_clock_by_clusters():
 )
 def test_a_job_that_asks_for_what_is_not_emulated(printed, missing):
     lines = {0: [("stderr", "fine")], 1: [("stderr", line) for line in printed.splitlines()]}
-    assert what_is_missing(RunResult(1, {0: -15, 1: 1}, lines, 1.0, first_failed=1)) == missing
-    assert what_is_missing(RunResult(0, {0: 0, 1: 0}, lines, 1.0)) == ""
+    assert (
+        find_missing_emulation(RunResult(1, {0: -15, 1: 1}, lines, 1.0, first_failed=1)) == missing
+    )
+    assert find_missing_emulation(RunResult(0, {0: 0, 1: 0}, lines, 1.0)) == ""
 
 
 def test_a_rank_that_the_kernel_ends_for_want_of_memory():
     ended = RunResult(137, {0: -15, 1: -9}, {0: [], 1: []}, 1.0, first_failed=1)
-    assert what_is_missing(ended, killed=True).startswith(
+    assert find_missing_emulation(ended, killed=True).startswith(
         "this machine had no memory left; run fewer ranks"
     )
-    assert what_is_missing(ended) == "" and killed_for_memory() >= 0
+    assert find_missing_emulation(ended) == "" and killed_for_memory() >= 0

@@ -4,7 +4,9 @@ NCCL's own generators write the host tables that number its device functions and
 them, and derives the tables of the emulated device code from their output:
 
     SRC/device/generate.py            writes   OUT/host_table.cc     numbers of device functions, kernels
-    SRC/device/symmetric/generate.py  writes   OUT/symmetric/*.cc    kernels for symmetric memory
+    SRC/device/symmetric/generate.py  writes   OUT/symmetric/*.cc    kernels for symmetric memory (memory of
+                                                                     several GPUs at the same
+                                                                     addresses)
     this script                       writes   OUT/functions.cc      device function of each number
                                                OUT/kernels.inc       names of all kernels
 """
@@ -70,18 +72,21 @@ def function(words: list[str]) -> str:
 def functions(table: str) -> list[str]:
     """Return the C++ initializers of all device functions, in the order of their numbers.
 
-    Several rows of NCCL's table may have the same number, as signed and unsigned sums are the same function.
-    Then the first row counts. A number without a row gets SendRecv.
+    Several rows of NCCL's table may have the same number, as signed and unsigned sums are the same
+    function. Then the first row counts. NCCL launches no function whose number is in no row. To
+    keep the order of the others, its element of the list is filled with SendRecv.
 
     Args:
-        table: Text of host_table.cc.
+        table: Text of host_table.cc. Its array ncclDevFuncRowToId has rows such as
+            "/*  22*/ 315, // AllReduce Sum i8 RING LL" (315 is the number), and "/*  25*/ -1,"
+            without function.
     """
     rows = table[table.index("ncclDevFuncRowToId[]") :].split("};")[0]
     initializers: dict[int, str] = {}
     for number, name in re.findall(r"\*/ (\d+), // (.+)", rows):
         initializers.setdefault(int(number), function(name.split()))
-    default = function(["SendRecv"])
-    return [initializers.get(number, default) for number in range(max(initializers) + 1)]
+    filler = function(["SendRecv"])
+    return [initializers.get(number, filler) for number in range(max(initializers) + 1)]
 
 
 def run_nccl_generator(folder: Path, out: Path) -> None:
@@ -97,12 +102,17 @@ def run_nccl_generator(folder: Path, out: Path) -> None:
 def main(source: Path, out: Path) -> None:
     """Generate the tables of NCCL's emulated device code.
 
+    NCCL's host code launches a kernel by its symbol, and passes the number of a device function to
+    it. The file host_table.cc of NCCL's generator has all symbols and numbers, so the emulated
+    device code gets its tables from that file.
+
     Args:
         source: The folder src of NCCL's source.
-        out: Folder for the generated files.
+        out: Folder for the generated files. All *.cc files in it are compiled.
     """
     (out / "symmetric").mkdir(parents=True, exist_ok=True)
     run_nccl_generator(source / "device", out / "device")
+    # What stays in device/ is CUDA code (.cu), which is not compiled.
     host_table = out / "host_table.cc"
     (out / "device" / "host_table.cc").rename(host_table)
     run_nccl_generator(source / "device/symmetric", out / "symmetric")

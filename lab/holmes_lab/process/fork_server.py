@@ -1,12 +1,13 @@
-"""Zygote: a Python that imports the modules of a job once and forks its ranks, which saves seconds for each.
+"""Fork server: a Python that imports the modules of a job once and forks its ranks from this process.
 
-The keeper starts it with the environment and the working directory of the job:
+Each rank then saves the seconds of its imports. The keeper (the process that owns the lab) starts
+the fork server with the environment and the working directory of the job:
 
     python -c BOOT ROOTS MODULE,MODULE CONTROL
 
-In a forked rank, a script finds what it would find in a new Python: sys.argv, sys.path[0], __main__, the
-environment, and random numbers. holmes is not activated in the zygote, but in each rank. If a job does not
-use holmes, its ranks have none of its modules.
+In a forked rank, a script finds what it would find in a new Python: sys.argv, sys.path[0],
+__main__, the environment, and random numbers. holmes is not activated in the fork server, but in
+each rank. If a job does not use holmes, its ranks have none of holmes's modules.
 """
 
 from __future__ import annotations
@@ -34,30 +35,31 @@ from holmes_lab.emulate import trace
 from holmes_lab.network import namespaces
 from holmes_lab.process import launch, wire
 
-BOOT = """
+_BOOT_OF_FUNCTION = """
 import os
 import sys
 path = list(sys.path)
 sys.path[:0] = sys.argv[1].split(os.pathsep)
-from holmes_lab.process import zygote
+from holmes_lab.process import fork_server
 sys.path[:] = path
-entry = zygote.SERVE(sys.argv[2].split(","), int(sys.argv[3]))
-del os, path, sys, zygote
+entry = fork_server.SERVE(sys.argv[2].split(","), int(sys.argv[3]))
+del os, path, sys, fork_server
 if entry is not None:
     variables = entry()
 """
-#: The same for a template (templates.py), from which the zygotes of several labs are forked.
-TEMPLATE_BOOT = BOOT.replace("SERVE", "serve_template")
-BOOT = BOOT.replace("SERVE", "serve")
+#: Program of a fork server, and that of a template (templates.py), which forks the fork servers of
+#: several labs.
+BOOT = _BOOT_OF_FUNCTION.replace("SERVE", "serve")
+TEMPLATE_BOOT = _BOOT_OF_FUNCTION.replace("SERVE", "serve_template")
 
 
-#: Seconds that a rank sleeps at its exit, so that gloo's threads can release their last tensors, for which
-#: they need the interpreter. Otherwise a job without holmes sometimes aborts or hangs. For jobs with holmes
-#: see runtime/groups/callbacks.py.
-_FORGET_S = 0.02
-#: Environment variable that makes a rank end without destroying its modules if it is "1". Destroying them
-#: takes about 0.3 s of a core, as it copies pages that the rank shares with the zygote. Threads are joined,
-#: and functions of atexit run, in any case.
+#: Seconds that a rank sleeps at its exit, so that gloo's threads can release their last tensors,
+#: for which they need the interpreter. Otherwise a job without holmes sometimes aborts or hangs.
+#: For jobs with holmes see runtime/groups/callbacks.py.
+_RELEASE_S = 0.02
+#: Environment variable that makes a rank end without destroying its modules if it is "1".
+#: Destroying them takes about 0.3 s of a core, as it copies pages that the rank shares with the
+#: fork server. Threads are joined, and functions of atexit run, in any case.
 SKIP_TEARDOWN = "HOLMES_LAB_SKIP_TEARDOWN"
 #: Framework -> modules that it imports at its first use. That would take seconds in every rank.
 _FIRST_USE = {
@@ -72,8 +74,9 @@ _FIRST_USE = {
         "deepspeed.module_inject.auto_ep_presets.registry",
     ),
 }
-#: Names of the modules of holmes in this process, which only ranks with holmes keep.
-_holmes: set[str] = set()
+#: Names of the imported modules of holmes_ext and its extensions. Ranks that do not use holmes
+#: forget them.
+_holmes_modules: set[str] = set()
 
 
 def script_of(command: list[str]) -> tuple[str, list[str]] | None:
@@ -81,7 +84,7 @@ def script_of(command: list[str]) -> tuple[str, list[str]] | None:
 
     Returns:
         (interpreter, [SCRIPT, ...] or ["-m", MODULE, ...]); None if the command is of another form, so that
-        no zygote can run it.
+        a forked Python cannot run it.
     """
     if not command or not Path(command[0]).name.startswith("python"):
         return None
@@ -94,11 +97,11 @@ def script_of(command: list[str]) -> tuple[str, list[str]] | None:
 
 
 def start(ask: Callable[..., object], log: Path, modules: Sequence[str]) -> socket.socket:
-    """Start a zygote, wait until it has imported the modules, and return its control socket.
+    """Start a fork server, wait until it has imported the modules, and return its control socket.
 
     Args:
-        ask: Function that starts the process. It takes two descriptors: its control socket and its log.
-        log: File for the output of the zygote.
+        ask: Starts the process. Called as ask(descriptors=[control socket, log]) with its two descriptors.
+        log: File for the output of the fork server.
         modules: The modules, for error messages.
 
     Raises:
@@ -118,18 +121,24 @@ def start(ask: Callable[..., object], log: Path, modules: Sequence[str]) -> sock
 
 
 def serve(modules: list[str], control_number: int) -> launch.Entry | None:
-    """Run a zygote: import the modules, and fork a launcher for each job until the keeper or caller ends.
+    """Run as a fork server of one lab: import the modules, and fork the ranks of jobs from this process.
+
+    The function returns when the process that created the lab closes the control socket, or ends.
+    If the keeper (the process that owns the lab) ends, the kernel kills this process.
 
     Args:
         modules: Names of the modules.
-        control_number: Descriptor number of the control socket.
+        control_number: Descriptor number of the control socket, over which the jobs arrive.
 
     Returns:
-        In a forked rank, the function that runs its script. None in the zygote at its end.
+        In a forked rank: a function without arguments that runs its script (launch.Entry). In the fork server
+        itself: None.
     """
     control = socket.socket(fileno=control_number)
     os.set_inheritable(control_number, False)
     try:
+        # This process is in the PID namespace of the lab, but its /proc is that of the machine.
+        # Libraries such as psutil look for their own PID there while they are imported.
         with namespaces.own_proc():
             _preload(modules)
     except BaseException as error:
@@ -137,19 +146,23 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
         wire.send(control, {"failed": str(error)})
         return None
     wire.send(control, {"ready": True})
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    return _fork_launchers(control)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps the forked children
+    return _fork_job_supervisors(control)
 
 
 def serve_template(modules: list[str], control_number: int) -> launch.Entry | None:
-    """Run a template: import the modules, and fork zygotes into labs until the caller ends.
+    """Run as a template: import the modules once, and fork a fork server into each lab that requests one.
+
+    A template is a Python process outside of all labs, so that several labs share its imports. It
+    ends when the process that started it closes the control socket, or ends.
 
     Args:
         modules: Names of the modules.
         control_number: Descriptor number of the control socket.
 
     Returns:
-        In a forked rank, the function that runs its script. None if the modules cannot be imported.
+        In a forked rank: a function without arguments that runs its script (launch.Entry). In the template
+        itself: None if the modules cannot be imported; otherwise the function exits the process.
     """
     control = socket.socket(fileno=control_number)
     os.set_inheritable(control_number, False)
@@ -163,7 +176,7 @@ def serve_template(modules: list[str], control_number: int) -> launch.Entry | No
         wire.send(control, {"failed": str(error)})
         return None
     wire.send(control, {"ready": True})
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps the forked children
     while True:
         message, descriptors = wire.receive(control)
         if message is None:
@@ -178,14 +191,17 @@ def serve_template(modules: list[str], control_number: int) -> launch.Entry | No
 
 
 def _enter_lab(lab_init: int, control_number: int, log: int) -> launch.Entry | None:
-    """Fork the zygote into a lab's PID namespace. This process, a fork of a template, waits for its end.
+    """Fork a fork server into a lab's PID namespace, from this process, which has imported the modules.
 
-    Only the zygote returns, and the ranks that it forks.
+    A process cannot change its own PID namespace, only that of its future children. So this process
+    forks once more: its child is the fork server. This process, the guard, waits for the fork
+    server's end, and exits. The function returns only in the fork server at its end, and in the
+    ranks that it forks.
 
     Args:
         lab_init: PID of the init of the lab's PID namespace.
-        control_number: Descriptor of the zygote's control socket.
-        log: Descriptor of the file for its output.
+        control_number: Descriptor of the fork server's control socket.
+        log: Descriptor of the file for the fork server's output.
     """
     try:
         namespaces.enter_for_children(lab_init)
@@ -193,7 +209,7 @@ def _enter_lab(lab_init: int, control_number: int, log: int) -> launch.Entry | N
     except OSError as error:  # the lab has ended
         wire.send(socket.socket(fileno=control_number), {"failed": str(error)})
         os._exit(1)
-    if pid != 0:
+    if pid != 0:  # in the guard
         os.close(control_number)
         os.close(log)
         _wait_for_children()
@@ -204,7 +220,7 @@ def _enter_lab(lab_init: int, control_number: int, log: int) -> launch.Entry | N
     os.close(log)
     control = socket.socket(fileno=control_number)
     wire.send(control, {"ready": True})
-    return _fork_launchers(control)
+    return _fork_job_supervisors(control)
 
 
 def _wait_for_children() -> None:
@@ -215,7 +231,12 @@ def _wait_for_children() -> None:
 
 
 def _preload(modules: list[str]) -> None:
-    """Import what the ranks need, and raise an exception that names the module that cannot be imported."""
+    """Import the modules that ranks forked from this process will need.
+
+    Raises:
+        ImportError: A module cannot be imported. The message names it.
+        RuntimeError: A module has used a GPU while it was imported.
+    """
     for module in modules:
         try:
             importlib.import_module(module)
@@ -223,19 +244,22 @@ def _preload(modules: list[str]) -> None:
             raise ImportError(f"{module}: {error}") from error
     import_for_ranks()
     if uses_emulated_gpu():
+        # Any of the modules may have done it. This is checked only after all, so the message names
+        # the last.
         raise RuntimeError(
             f"{modules[-1]}: it uses a GPU while it is imported, which no fork may share; leave it out"
         )
 
 
-def _fork_launchers(control: socket.socket) -> launch.Entry | None:
-    """Fork a launcher for each job until the keeper or the caller ends.
+def _fork_job_supervisors(control: socket.socket) -> launch.Entry | None:
+    """Fork a job supervisor, the process that forks the ranks of one job, for each job that arrives.
 
     Args:
-        control: Socket over which the socket of each job arrives.
+        control: Socket over which the socket of each job arrives. Its other end is closed when the lab ends.
 
     Returns:
-        In a forked rank, the function that runs its script. None in the zygote at its end.
+        In a forked rank: a function without arguments that runs its script (launch.Entry). In the fork server
+        itself, at its end: None.
     """
     while True:
         message, descriptors = wire.receive(control)
@@ -249,9 +273,10 @@ def _fork_launchers(control: socket.socket) -> launch.Entry | None:
 
 
 def import_for_ranks() -> None:
-    """Import modules before the ranks are forked that they would import later.
+    """Import modules that each rank would import later, so that ranks forked from this process have them.
 
-    These are modules that frameworks import at their first use, and those of holmes and its extensions.
+    These are modules that frameworks import at their first use, and those of holmes and its
+    extensions.
     """
     for framework, modules in _FIRST_USE.items():
         for module in modules if framework in sys.modules else ():
@@ -262,25 +287,33 @@ def import_for_ranks() -> None:
         for module in ("holmes_ext.job", "holmes_ext.runtime.reduce.reducer"):
             importlib.import_module(module)
         importlib.import_module("holmes_ext.patches").all_patches()
-        # Extensions hold classes of holmes_ext, so they go with it.
-        added = {point.module.partition(".")[0] for point in entry_points(group=GROUP)} | {
-            "holmes_ext"
-        }
-        _holmes.update(
-            name for name in set(sys.modules) - before if name.partition(".")[0] in added
+        # A rank without holmes must forget these modules (_forget_holmes). Those of extensions are
+        # among them, because they hold classes of holmes_ext: with a newly imported holmes_ext,
+        # they would not match it.
+        packages = {point.module.partition(".")[0] for point in entry_points(group=GROUP)}
+        packages.add("holmes_ext")
+        _holmes_modules.update(
+            name for name in set(sys.modules) - before if name.partition(".")[0] in packages
         )
-        _holmes.discard("holmes_ext")
+        # The package itself stays: modules that were imported before, such as holmes_ext.errors,
+        # belong to it.
+        _holmes_modules.discard("holmes_ext")
     gc.collect()
-    # Otherwise the first full collection in a rank writes to all shared pages, which copies them: 0.1 s.
+    # Otherwise the first full collection in a rank writes to all shared pages, which copies them:
+    # 0.1 s.
     gc.freeze()
 
 
 def _forget_holmes() -> None:
-    """Remove the modules of holmes from sys.modules, for a rank that does not use holmes."""
-    for name in _holmes:
+    """Remove the preloaded modules of holmes and its extensions from sys.modules of this rank.
+
+    For a rank that does not use holmes: it shall run as if holmes had never been imported.
+    """
+    for name in _holmes_modules:
         del sys.modules[name]
-    # Packages have their modules as attributes. `from holmes_ext import job` would find the old module there.
-    for name in _holmes:
+    # Packages have their modules as attributes. `from holmes_ext import job` would find the old
+    # module there.
+    for name in _holmes_modules:
         package, _, module = name.rpartition(".")
         if package in sys.modules:
             delattr(sys.modules[package], module)
@@ -298,20 +331,21 @@ def uses_emulated_gpu() -> bool:
 
 
 def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
-    """Run a script in this process as a new Python would.
+    """Run a script in this process, a rank that was forked from a fork server, as a new Python would.
 
     Args:
-        arguments: [SCRIPT, ...] or ["-m", MODULE, ...].
+        arguments: Words of the command after `python`: [SCRIPT, ...] or ["-m", MODULE, ...].
         env: The whole environment of the rank.
 
     Returns:
         The global variables of the script. The caller keeps them until the process ends, as Python does.
     """
-    atexit.register(time.sleep, _FORGET_S)
+    # Give gloo's threads time to release their last tensors, for which they need the interpreter.
+    atexit.register(time.sleep, _RELEASE_S)
     os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "numpy" in sys.modules:  # otherwise all ranks would have the random state of the zygote
+    if "numpy" in sys.modules:  # otherwise all ranks would have the random state of the fork server
         sys.modules["numpy"].random.seed()
     as_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if as_module else list(arguments)
@@ -324,8 +358,8 @@ def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
 
         activate(sys.argv)
     else:
-        _forget_holmes()
-    if env.get(SKIP_TEARDOWN) == "1":
+        _forget_holmes()  # the preloaded modules of holmes; this job does not use holmes
+    if env.get(SKIP_TEARDOWN) == "1":  # saves the time of destroying all modules
         _run_without_teardown(arguments, as_module)
     return _run(arguments, as_module)
 

@@ -1,18 +1,19 @@
-"""Addresses, devices and delay line of the emulated network between clusters.
+"""Addresses, devices and delay line of the emulated network between clusters (wide-area links).
 
     node a0 [eth0]--veth--[e0]  bridge "eth0"  10.77.0.0/24   wan0 --+
     node a1 [eth0]--veth--[e1]    (router 10.77.0.254)               |  lab/network/delay_line.py: uplinks,
     node b0 [eth0]--veth--[e2]  bridge "eth1"  10.77.1.0/24   wan1 --+  links between two clusters, latency
 
-Clusters are numbered in the order of cluster.toml, whose uplinks and links (cluster/wan.py) are
-emulated. A file without them needs no delay line.
+The delay line is the process that delays frames between clusters and limits their rate. Clusters
+are numbered in the order of cluster.toml, whose uplinks and links (cluster/wan.py) are emulated. A
+file without them needs no delay line, and all nodes are then on one Ethernet.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.cluster.wan import Between, Wan
@@ -30,6 +31,14 @@ TUNED = {
     "net.ipv4.tcp_slow_start_after_idle": "0",
     "net.ipv4.tcp_congestion_control": "reno",
 }
+
+
+class NodeAddress(NamedTuple):
+    """Addresses of a node's Ethernet NIC, and its cluster."""
+
+    ip: str  # IPv4
+    cluster: int | None  # number of the cluster; None if all clusters are on one Ethernet
+    mac: str
 
 
 def address(cluster: int, index: int) -> str:
@@ -50,7 +59,11 @@ def bridge(cluster: int) -> str:
 def route_lines(cluster: int) -> list[str]:
     """Return the lines for `ip -batch` on a node that route to other clusters.
 
-    The cluster's router does not answer ARP requests, so its MAC address is given.
+    They go over the cluster's router, which the delay line emulates. The delay line answers no ARP
+    requests, so the router's MAC address is given.
+
+    Args:
+        cluster: Number of the node's cluster.
     """
     router = f"10.{ETHERNET_NET}.{cluster}.254"
     return [
@@ -60,7 +73,14 @@ def route_lines(cluster: int) -> list[str]:
 
 
 def tap_lines(clusters: int) -> list[str]:
-    """Return the lines for `ip -batch` that attach the delay line's TAP devices to the bridges."""
+    """Return the lines for `ip -batch` that attach the delay line to the bridge of each cluster.
+
+    The delay line, the process that delays frames between clusters, has a TAP device for each
+    cluster.
+
+    Args:
+        clusters: Number of clusters.
+    """
     return [
         f"link set dev {_tap(number)} master {bridge(number)} txqueuelen 10000 up"
         for number in range(clusters)
@@ -68,15 +88,24 @@ def tap_lines(clusters: int) -> list[str]:
 
 
 def delay_line(
-    spec: SiteSpec, scale: float, nodes: Sequence[tuple[str, int | None, str]], wire: float
+    spec: SiteSpec,
+    scale: float,
+    nodes: Sequence[NodeAddress],
+    wire_bits_per_data_bit: float,
 ) -> dict[str, Any]:
-    """Return the arguments with which the keeper starts the delay line.
+    """Return the arguments of the process that delays frames between clusters (delay_line.Router).
+
+    It has a TAP device (a virtual NIC) on the bridge of each cluster, and acts there as the
+    cluster's router: nodes send frames for other clusters to the MAC address of that router.
 
     Args:
-        spec: The clusters and the network between them.
+        spec: The clusters and the network between them. Its rates count TCP data.
         scale: Factor of all rates.
-        nodes: (IPv4 address, number of the cluster, MAC address) of each node.
-        wire: Bits on the wire for each bit of TCP data. Rates count TCP data.
+        nodes: Addresses of all nodes.
+        wire_bits_per_data_bit: Bits on the wire for each bit of TCP data, because of headers.
+
+    Returns:
+        {"clusters": ..., "links": ..., "nodes": ...}. A rate of 0 stands for no limit.
     """
     wan = spec.wan.scaled(scale)
     names = [cluster.name for cluster in spec.clusters]
@@ -84,24 +113,26 @@ def delay_line(
         {
             "tap": _tap(number),
             "mac": _router_mac(number),
-            "uplink_bps": wan.uplink_of.get(name, 0) * wire,
+            "uplink_bps": wan.uplink_of.get(name, 0) * wire_bits_per_data_bit,
         }
         for number, name in enumerate(names)
     ]
     links = []
     for first, second in itertools.combinations(range(len(names)), 2):
         link = link_of(wan, names[first], names[second])
-        links.append([first, second, link.rate_bps * wire, link.latency_s])
+        wire_bps = link.rate_bps * wire_bits_per_data_bit
+        links.append([first, second, wire_bps, link.latency_s])
     return {
         "clusters": clusters,
         "links": links,
-        "nodes": {ip_address: [cluster, mac] for ip_address, cluster, mac in nodes},
+        "nodes": {node.ip: [node.cluster, node.mac] for node in nodes},
     }
 
 
 def link_of(wan: Wan, first: str, second: str) -> Between:
     """Return the link between two clusters, without limit and latency if the file has none."""
-    return wan.pair_of.get((first, second)) or Between((first, second), 0, 0.0)
+    unlimited = Between((first, second), rate_bps=0, latency_s=0.0)
+    return wan.pair_of.get((first, second)) or unlimited
 
 
 def _router_mac(cluster: int) -> str:

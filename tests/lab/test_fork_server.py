@@ -1,5 +1,5 @@
-"""lab/process/zygote.py: a rank that was forked from a preloaded Python looks like a fresh interpreter to its
-script.
+"""lab/process/fork_server.py: a rank that was forked from a preloaded Python looks like a fresh interpreter
+to its script.
 """
 
 import json
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from holmes_lab.process.zygote import script_of
+from holmes_lab.process.fork_server import script_of
 
 REPORT = """
 import json, os, sys
@@ -20,7 +20,7 @@ switch = types.ModuleType("holmes_ext.job")
 switch.activate = lambda argv: (seen.append(list(argv)), \
 argv.remove("--holmes") if "--holmes" in argv else None)
 sys.modules["holmes_ext.job"] = switch
-from holmes_lab.process.zygote import run_script
+from holmes_lab.process.fork_server import run_script
 try:
     variables = run_script(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
 finally:
