@@ -429,7 +429,7 @@ def planned_nccl_options(
     return nccl_options(
         transport,
         program_options,
-        ProcessGroupNCCL.Options,
+        ProcessGroupNCCL.Options,  # the class: each group gets an object of its own
         timeout,
         parent_options,
         comm_name=name,
@@ -456,6 +456,7 @@ def record_group(
     current.groups.append(GroupRecord(name, ranks, backend, transport))
     if current.options.verbose == "on" and current.rank == ranks[0]:
         members = some_of(ranks, separator=",")  # a long list is cut
+        # gloo's network interface or NCCL's network; neither inside one node.
         port = transport.interface or transport.net_name or "NVLink/memory"
         tell_user(f"group {name or 'world'} [{members}] {backend}: {transport.fabric} via {port}")
 

@@ -72,6 +72,8 @@ def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> Non
     is_traced = any(hasattr(stage, "pipe_info") for stage in stages)
     has_pair_groups = bool(_pair_groups[group])
     if has_pair_groups and is_traced and group_traits(group).is_nccl:
+        # Otherwise NCCL would make the communicator of `group` at the first such message, and wait
+        # there for all ranks of the group. Only two of them take part in a message.
         _make_communicator(group)
     warning = _warning_of_unreduced_gradients(schedule, stages)
     tell(current, warning, once=True)  # rank 0 prints it; "" prints nothing

@@ -143,7 +143,7 @@ def _reconfigure_and_record_group(
         work = call()
     # The program may have aborted the former communicator. Failures of the new one must be reported.
     nccl_errors.unmark_aborted_by_program(changed_group)
-    if new_ranks is None:
+    if new_ranks is None:  # this process has just started, and cannot know the other members
         return work
     _memberships[changed_group] = _Membership(uuid=uuid, planned_ranks=new_ranks)
     if new_ranks != former.planned_ranks:

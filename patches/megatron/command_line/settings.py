@@ -81,12 +81,12 @@ def read_settings(argv: Sequence[str]) -> Settings:
             unknown.append(flag)
 
     config = ds_config.from_arguments(list(argv))
-    is_unreadable = config is not None and not config.digest
-    if config is not None and is_unreadable:
+    if config is not None and not config.digest:  # the file is missing, or is no JSON
         file_name = Path(config.path).name
         not_read[file_name] = "cannot be read as JSON: its settings are not counted"
+        config = None
     from_flags = Settings(values, flags, not_read, tuple(unknown))
-    if config is None or is_unreadable:
+    if config is None:
         return from_flags
     return _with_config(from_flags, config)
 
