@@ -30,7 +30,7 @@ from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
-from holmes_ext.patches.megatron.command_line.flags import NOT_READ, READ
+from holmes_ext.patches.megatron.command_line.flags import REASON_NOT_COUNTED, SETTING_OF_FLAG
 from holmes_ext.patches.megatron.command_line.settings import words_by_flag
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
@@ -139,8 +139,8 @@ def measure(case: str) -> list[Row]:
         tell(f"{case}: unknown: {', '.join(unknown)}")
     step_seconds = [priced(description) for description in with_model]
     steps = [seconds for seconds in step_seconds if seconds]
-    effect = [flag for flag in flags if flag in READ]
-    named = [flag for flag in flags if flag in NOT_READ]
+    effect = [flag for flag in flags if flag in SETTING_OF_FLAG]
+    named = [flag for flag in flags if flag in REASON_NOT_COUNTED]
     wanted = len([name for name, _ in lines if Path(name).name != FROM_ITS_CALLER])
     counts = {
         "command lines found": (len(lines), ""),

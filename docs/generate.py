@@ -40,7 +40,7 @@ from holmes_ext.options import default_of, flag, help_of, names, variable
 from holmes_ext.options import variables as environment_variables
 from holmes_ext.patches import all_patches
 from holmes_ext.patches.megatron.command_line import flags as megatron_flags
-from holmes_ext.patches.megatron.command_line.flags import NOT_READ
+from holmes_ext.patches.megatron.command_line.flags import REASON_NOT_COUNTED
 from holmes_ext.plan import plan
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.planner.search import search
@@ -125,10 +125,11 @@ def command_lines() -> str:
         "sizes": megatron_flags.SIZES,
         "the model": megatron_flags.MODEL,
         "training": megatron_flags.TRAINING,
-        "ds_config": megatron_flags.DS_CONFIG,
+        "ds_config": megatron_flags.SETTING_OF_KEY,
     }
     named = {
-        why: [name for name, other in NOT_READ.items() if other == why] for why in NOT_READ.values()
+        why: [name for name, other in REASON_NOT_COUNTED.items() if other == why]
+        for why in REASON_NOT_COUNTED.values()
     }
     return "\n".join(
         table(

@@ -84,12 +84,12 @@ def _save_with_split(
 
 def _record_split(folder: Path, engine: Any) -> None:
     """Write the first layer of each pipeline stage, and the tensor-parallel size, into holmes_split.json."""
+    # int(): json does not accept numpy's integers.
+    first_layers = [int(part) for part in engine.module.parts]
     document = {
-        "version": 1,
+        "version": 1,  # of the file's format
         "tensor": engine.grid.model_parallel_size,
-        "parts": [
-            int(part) for part in engine.module.parts
-        ],  # json does not accept numpy's integers
+        "parts": first_layers,
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / SPLIT, json.dumps(document) + "\n")
@@ -189,10 +189,11 @@ def ways_out(folder: Path, saved: Split, job_split: Split, module: Any) -> str:
 
 
 def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
-    """Return the number of transformer blocks of each pipeline stage.
+    """Return the number of transformer blocks of each stage, if that describes the stages.
 
-    Return [] if the stages do not follow from these numbers. An example is a stage without blocks, or one
-    that begins between two blocks: a plan, which has only the numbers, cannot describe such stages.
+    A plan has only these numbers. They determine the stages because each later stage of a plan
+    begins with a block. Return [] for other stages: one without blocks, or one that begins with
+    another layer, such as a norm that stands between two blocks.
 
     Args:
         module: The PipelineModule, whose layers are counted.
@@ -207,7 +208,7 @@ def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
         return []
     # The stages that a plan with these numbers makes. `source` is only used in an error message.
     planned_parts = borders_of(names, layers, source="")
-    if planned_parts != list(parts):
+    if planned_parts != list(parts):  # a stage begins with another layer than a block
         return []
     return layers
 

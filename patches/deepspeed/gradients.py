@@ -36,14 +36,18 @@ def gradients_of(engine: Any) -> PlainGradients:
 
 
 class PlainGradients:
-    """Gradients of ZeRO 0, whose optimizer reads .grad. Base class for other optimizers of DeepSpeed."""
+    """Gradients of ZeRO 0, which need no special care: the optimizer reads .grad.
+
+    Base class for other optimizers of DeepSpeed.
+    """
 
     def __init__(self, engine: Any):
         self.engine = engine
         self.optimizer = engine.optimizer
         self.communication_dtype = engine.communication_data_type
-        # id of a parameter -> its position in the optimizer. DeepSpeed reduces no other parameters. None if
-        # it reduces all.
+        # id of each parameter whose gradient DeepSpeed reduces -> where the optimizer has the
+        # parameter (see the subclasses). None: DeepSpeed reduces all gradients, and nothing needs
+        # the position.
         self.positions: Any = None
 
     def gradient(self, parameter: Any) -> Any:
@@ -55,30 +59,41 @@ class PlainGradients:
         return self.positions is None or id(parameter) in self.positions
 
     def predivide(self, ranks: int) -> float:
-        """Return by what DeepSpeedEngine.allreduce_bucket divides gradients before it sums them.
+        """Return the number by which each rank divides its gradients before they are summed.
+
+        The same divisor as in DeepSpeedEngine.allreduce_bucket. If the sum is to be an average, the
+        rest of the division follows after the sum.
 
         Args:
             ranks: The data-parallel size.
         """
         if not self.engine.gradient_average:
-            return 1.0
+            return 1.0  # the user wants the sum, not the average
         if self.engine.postscale_gradients():
+            # A factor from ds_config. The sum is divided by the rest, ranks / factor.
             return float(self.engine.gradient_predivide_factor())
-        return float(ranks)
+        return float(ranks)  # nothing is divided after the sum
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Do what the optimizer needs during the last backward pass, which runs inside this context."""
+        """Do nothing: a hook around a step's last backward pass, which runs inside this context.
+
+        Bf16Gradients overrides it: its gradients must be added to float32 sums during the pass.
+        """
         yield
 
     def after_reduction(self) -> None:
-        """Do what the optimizer needs after all gradients have been averaged."""
+        """Do nothing: a hook that is called when all gradients have been averaged.
+
+        ZeroGradients overrides it: its optimizer must collect the gradients of the rank's own
+        partition.
+        """
 
     def owners(self) -> Callable[[Any], list[PartOfGradient]] | None:
-        """Return a function that divides a gradient among the ranks that need its parts, or None.
+        """Return a function that says which rank needs which part of a gradient, or None.
 
-        The function takes a parameter, and returns the parts in the order of the elements. None means that
-        every rank needs all gradients.
+        The function takes a parameter, and returns the parts of its gradient in the order of the
+        elements. None means that every rank needs all gradients, as here.
         """
         return None
 
@@ -100,41 +115,58 @@ class Bf16Gradients(PlainGradients):
         for i, group in enumerate(self.optimizer.bf16_groups):
             for j, parameter in enumerate(group):
                 self.positions[id(parameter)] = (i, j)
-        self.added: set[int] = set()  # ids of the parameters whose gradients have been added
+        # ids of parameters: their bf16 gradients of this pass are in the float32 sums already
+        self.in_float32_sum: set[int] = set()
 
     def gradient(self, parameter: Any) -> Any:
         """Return the float32 sum of a parameter's gradients, with that of the last micro-batch added."""
         i, j = self.positions[id(parameter)]
-        self._add_to_sum(parameter, i, j)
+        self._add_to_float32_sum(parameter, i, j)
         return self.optimizer.fp32_groups_gradients[i][j]
 
-    def _add_to_sum(self, parameter: Any, i: int, j: int) -> None:
-        """Add the bf16 gradient of parameter j in group i to its float32 sum, once in a backward pass."""
-        # With this setting, a hook of DeepSpeed has added the gradient already.
-        adds_at_once = read_by_version("immediate_grad_update", self.engine)
-        if id(parameter) not in self.added and not adds_at_once:
+    def _add_to_float32_sum(self, parameter: Any, i: int, j: int) -> None:
+        """Add the bf16 gradient of parameter j in group i to its float32 sum, once in a pass.
+
+        Nothing is added if an earlier call in this pass, or a hook of DeepSpeed, has added it
+        already.
+        """
+        # With this setting, a hook of DeepSpeed adds each gradient as soon as it is computed.
+        is_added_by_deepspeed = read_by_version("immediate_grad_update", self.engine)
+        if id(parameter) not in self.in_float32_sum and not is_added_by_deepspeed:
+            # "hp" is high precision (float32), "lp" low precision (bf16).
             self.optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
-        self.added.add(id(parameter))
+        self.in_float32_sum.add(id(parameter))
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Keep DeepSpeed from adding gradients after the pass, and add those that were not sent during it."""
-        self.added.clear()
+        """Add each bf16 gradient of the last backward pass to its float32 sum exactly once.
+
+        BF16_Optimizer keeps a float32 sum of each parameter's bf16 gradients over the
+        micro-batches. Without holmes, DeepSpeed's update_hp_grads adds all gradients after a
+        backward pass. The last pass of a step runs inside this context. While it runs, gradient()
+        adds each gradient just before it is sent to the other ranks. Therefore update_hp_grads must
+        add nothing, and the gradients that were not sent during the pass are added here, after it.
+        """
+        self.in_float32_sum.clear()
         previous_setting = self.optimizer.immediate_grad_update
         self.optimizer.immediate_grad_update = True  # with it, update_hp_grads does nothing
         try:
             yield  # here the last backward pass runs
         finally:
             self.optimizer.immediate_grad_update = previous_setting
-        # Add the gradients that were not sent during the pass, too. ReduceTiedGrads reads the float32 sums of
-        # tied weights.
+        # For example tied weights, which two stages share: they are sent after DeepSpeed's
+        # ReduceTiedGrads, which reads their float32 sums.
         for i, group in enumerate(self.optimizer.bf16_groups):
             for j, parameter in enumerate(group):
-                self._add_to_sum(parameter, i, j)
+                self._add_to_float32_sum(parameter, i, j)
 
 
 class ZeroGradients(PlainGradients):
-    """Gradients of ZeRO 1, whose optimizer collects those of its own partition from the averages of all."""
+    """Gradients of ZeRO 1, in which each rank updates only its own part (partition) of the weights.
+
+    When all gradients have been averaged over the ranks, the optimizer copies the averages of the
+    rank's own partition, and updates the weights from this copy.
+    """
 
     def __init__(self, engine: Any):
         super().__init__(engine)
@@ -149,12 +181,13 @@ class ZeroGradients(PlainGradients):
         return self.optimizer.get_gradient_for_reduction(parameter)
 
     def owners(self) -> Callable[[Any], list[PartOfGradient]] | None:
-        """Return the function that divides a gradient among the ranks that need its parts, or None.
+        """Return a function that says which rank needs which part of a gradient, or None.
 
-        None means that every rank needs all gradients.
+        The function takes a parameter, and returns the parts of its gradient in the order of the
+        elements. None means that every rank needs all gradients.
         """
         if not self.optimizer.reduce_scatter:
-            return None
+            return None  # the user's setting: all ranks get all averages, by an all-reduce
         if read_by_version("muon", self.optimizer):
             # Muon updates a matrix as a whole: every rank that holds a part of it needs all of its gradient.
             return None
@@ -188,7 +221,9 @@ class ZeroGradients(PlainGradients):
         return parts
 
     def predivide(self, ranks: int) -> float:
-        """Return by what ZeRO's optimizer divides gradients before it sums them.
+        """Return the number by which each rank divides its gradients before they are summed.
+
+        The same divisor as in ZeRO's optimizer.
 
         Args:
             ranks: The data-parallel size.
@@ -198,10 +233,12 @@ class ZeroGradients(PlainGradients):
         return float(ranks) if divides_before else super().predivide(ranks)
 
     def after_reduction(self) -> None:
-        """Collect the gradients of this rank's partition, as DeepSpeed does after its own reduction.
+        """Copy the averaged gradients of this rank's partition, for ZeRO's optimizer.
 
-        DeepSpeed's allreduce_gradients reduces and collects. Here it runs with empty functions in place of
-        those that reduce, because all gradients have been reduced.
+        A partition is the part of the weights that one rank updates. DeepSpeed's
+        allreduce_gradients first averages the gradients, and then makes this copy. Here they are
+        averaged already. Therefore it runs with empty functions in place of those that average, so
+        that only the copy is made.
         """
         # The functions that reduce: with DeepSpeed's setting contiguous_gradients, and without it.
         names = ("average_tensor", "buffered_reduce_fallback")

@@ -123,7 +123,7 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
         _spec_that_engine_can_run(spec),
         size,
         hierarchical=hierarchical,
-        overlap=False,
+        overlap=False,  # DeepSpeed's own reduction, which this is, runs after the backward pass
         reported=True,  # reduce.py has printed why the reduction does not overlap
     )
     if not hierarchical:
@@ -135,17 +135,17 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
                 "is not possible with DeepSpeed's buckets: they are new at every step; use bf16, or the "
                 "pipeline engine with --holmes-overlap on"
             )
-        _hierarchical_reductions[group] = hierarchical_for(
-            group, size, spec
-        )  # makes process groups
+        # Makes process groups, so all ranks of `group` must get here.
+        _hierarchical_reductions[group] = hierarchical_for(group, size, spec)
     return _hierarchical_reductions[group]
 
 
 def _spec_that_engine_can_run(spec: ReductionSpec) -> ReductionSpec:
     """Return the planned gradient reduction, without overlap if the engine is no pipeline engine.
 
-    The plan assumes a pipeline engine, whose reduction may overlap with the backward pass. DeepSpeedEngine's
-    own reduction cannot.
+    The plan assumes a pipeline engine. holmes can overlap the reduction of such an engine with its
+    last backward pass, but not that of a plain DeepSpeedEngine. The result is what the job's report
+    compares with the reduction that has run.
     """
     from deepspeed.runtime.pipe import p2p
 
@@ -160,12 +160,14 @@ def _spec_that_engine_can_run(spec: ReductionSpec) -> ReductionSpec:
 def _report_zero_3(current: Session, call: Call, instance: Any) -> Any:
     """Print how long ZeRO 3 will gather weights between clusters, if the engine uses ZeRO 3.
 
-    ZeRO 3 uses DeepSpeed's own collectives, over all ranks at once. Holmes does not change these.
+    This wrapper runs in place of DeepSpeedEngine._configure_zero_optimizer, which call() runs. ZeRO
+    3 uses DeepSpeed's own collectives, over all ranks at once. holmes does not change these.
     """
     result = call()  # DeepSpeedEngine._configure_zero_optimizer
     if instance.zero_optimization_stage() == ZERO_3:
-        tell(current, _zero_3_message(current, instance))
-        # Keeps as_planned.py from reporting that the plan has another reduction.
+        tell(current, _zero_3_message(current, instance))  # prints on rank 0; "" prints nothing
+        # The report at the job's end compares the reductions with the plan. It reads this, and then
+        # does not report that ZeRO 3 reduces otherwise than planned.
         current.keeps_own_reduction = True
     return result
 

@@ -134,7 +134,8 @@ def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
 def _partition_layers(call: Call, instance: Any, method: Any) -> Any:
     """Assign the layers of a PipelineModule to pipeline stages.
 
-    The first of these that exists decides:
+    This wrapper runs in place of PipelineModule._partition_layers, which call() runs. The first of
+    these that exists decides:
 
     1. The borders in the script's partition_method: the index of the first layer of each stage, and then the
        number of layers.

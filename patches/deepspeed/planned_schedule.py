@@ -61,14 +61,17 @@ class PlannedPasses:
         self.splits_backward = any(kind == WEIGHT_GRADIENTS for kind, _ in self.order)
         self.weight_gradients = WeightGradients()  # used by WEIGHT_GRADIENTS passes only
         self.losses = dict[int, Any]()  # micro-batch -> loss, on the last stage
-        # Forward pass of the previous stage -> number of backward passes that stage runs before it. When the
-        # activation of that forward pass arrives, the previous stage has received as many gradients.
-        self.gradients_received_above: tuple[int, ...] = ()
+        # Micro-batch -> number of backward passes that the previous stage runs before its forward
+        # pass of this micro-batch. Each of these backward passes needs a gradient that this stage
+        # has sent. So when the activation of the micro-batch arrives here, that many gradients have
+        # been received there, and their memory here can be freed.
+        self.gradients_previous_stage_has: tuple[int, ...] = ()
         if self.stage_id > 0:
             previous_order = planned_order.order(self.stage_id - 1, self.micro_batches)
-            self.gradients_received_above = before(
-                previous_order, BACKWARD + INPUT_GRADIENTS, FORWARD
-            )
+            # Letters of the passes that receive a gradient: "BI". before() counts those before each
+            # "F".
+            needing_gradient = BACKWARD + INPUT_GRADIENTS
+            self.gradients_previous_stage_has = before(previous_order, needing_gradient, FORWARD)
 
     def num_pipe_buffers(self) -> int:
         """Return how many activation buffers the engine must allocate.
@@ -88,7 +91,10 @@ class PlannedPasses:
     def steps(self) -> Iterator[list[Any]]:
         """Yield the instructions of a training step, in lists that the engine executes one by one.
 
-        DeepSpeed's engine calls this method of its schedules.
+        DeepSpeed's engine calls this method of its schedules. The passes come in the planned order.
+        If the plan splits a backward pass, its first part computes the gradients of the inputs, and
+        a later pass the gradients of the weights. The engine has no instruction for that second
+        part, so it is computed here.
         """
         from deepspeed.runtime.pipe import schedule
 
@@ -96,9 +102,11 @@ class PlannedPasses:
             if kind == FORWARD:
                 yield from self._run_forward(micro_batch)
             elif kind == WEIGHT_GRADIENTS:
+                # The mailbox labels messages with the pass that sends them: forward or backward.
+                # This part sends none; it belongs to the backward pass of its micro-batch.
                 self.mailbox.sending_pass = (BACKWARD, micro_batch)
                 self._compute_weight_gradients(micro_batch)
-            else:
+            else:  # a whole backward pass, or the first part of one
                 yield from self._run_backward(kind, micro_batch)
         yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
 
@@ -114,7 +122,7 @@ class PlannedPasses:
         # Post the receives that are due after this pass.
         self.mailbox.post_due_receives(FORWARD, micro_batch)
         if self.stage_id > 0:
-            gradients_received = self.gradients_received_above[micro_batch]
+            gradients_received = self.gradients_previous_stage_has[micro_batch]
             last_received = gradients_received - 1  # micro-batches are counted from 0
             self.mailbox.release_sent(BACKWARD, last_received)  # frees gradients up to this one
 
@@ -131,6 +139,8 @@ class PlannedPasses:
         self.mailbox.sending_pass = (BACKWARD, micro_batch)
         yield from self._backward_instructions(micro_batch, self._buffer_idx(micro_batch))
         if self.splits_backward and kind == BACKWARD:
+            # The engine's pass left the gradients of the weights out, as in all passes of such a
+            # plan. This backward pass is a whole one, so they follow at once.
             self._compute_weight_gradients(micro_batch)
         # Post the receives that are due after this pass.
         self.mailbox.post_due_receives(BACKWARD, micro_batch)
@@ -139,8 +149,12 @@ class PlannedPasses:
     def _forward_instructions(self, micro_batch: int, buffer: int) -> Iterator[list[Any]]:
         """Yield the engine's instructions for the forward pass of a micro-batch.
 
+        They receive the activation of the previous stage or load the model's inputs, compute, and
+        send the activation to the next stage. The engine executes each yielded list before this
+        generator goes on.
+
         Args:
-            buffer: Number of the activation buffer.
+            buffer: Number of the buffer in which the engine keeps the activations of the micro-batch.
         """
         from deepspeed.runtime.pipe import schedule
 
@@ -169,9 +183,10 @@ class PlannedPasses:
         """Yield the engine's instructions for the backward pass of a micro-batch.
 
         If the plan splits backward passes, these compute the first part: the gradients of the inputs.
+        The engine executes each yielded list before this generator goes on.
 
         Args:
-            buffer: Number of the activation buffer.
+            buffer: Number of the buffer in which the engine keeps the activations of the micro-batch.
         """
         from deepspeed.runtime.pipe import schedule
 

@@ -128,9 +128,8 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
         # Without tied layers ReduceTiedGrads does nothing, but is in every schedule. Its few microseconds
         # would look as if the last stage waited for the first.
         del timed_kinds["ReduceTiedGrads"]
-    class_table = type(
-        engine
-    )._INSTRUCTION_MAP  # class of an instruction -> function that executes it
+    # Class of an instruction -> function that executes it.
+    class_table = type(engine)._INSTRUCTION_MAP
     engine._INSTRUCTION_MAP = dict(class_table)
     for instruction, function in class_table.items():
         kind = timed_kinds.get(instruction.__name__)
@@ -145,7 +144,8 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
 def _train_batch(current: Session, call: Call, instance: Any) -> Any:
     """Run one training step of the pipeline engine, and measure it if it is one of the first steps.
 
-    The option --holmes-profile sets how many steps are measured. After the last of them, the profiler is
+    This wrapper runs in place of PipelineEngine.train_batch, which call() runs. The option
+    --holmes-profile sets how many steps are measured. After the last of them, the profiler is
     removed, so that later steps run at full speed, and the profile is written.
     """
     if instance not in _profilers:  # the first step

@@ -76,8 +76,11 @@ def unsupported(engine: Any) -> str | None:
         "the optimizer's state is offloaded": bool(engine.zero_use_cpu_optimizer()),
         "ZenFlow": read_by_version("zenflow", engine),
         "DeepCompile": read_by_version("deepcompile", engine),
+        # ZeRO then sums the gradients of the micro-batches in another tensor than the parameter's
+        # .grad. The reduction during the backward pass would send a .grad without the earlier
+        # micro-batches.
         "ZeRO 1 accumulates beside the gradients": is_zero
-        and read_by_version("accumulates_apart", optimizer),
+        and read_by_version("sums_outside_grad", optimizer),
     }
     for reason, applies in reasons.items():
         if applies:
@@ -89,13 +92,22 @@ class _Overlap:
     """Gradient reduction of one DeepSpeed pipeline engine that runs during its last backward pass."""
 
     def __init__(self, engine: Any):
+        """Prepare the reduction; the parameters are read later, by prepare().
+
+        Args:
+            engine: The pipeline engine, as a weak proxy.
+        """
         self.engine = engine
-        self.source = gradients_of(engine)  # finds the gradients that the optimizer reads
+        # Finds the gradients that the optimizer reads, and says how DeepSpeed would divide and sum
+        # them.
+        self.optimizer_gradients = gradients_of(engine)
         self.reducer: Any = None  # a GradientReducer, which sends the buckets; made by prepare()
         self.backwards_left = 0  # backward passes until the end of the batch; 0 in evaluation
-        # In the single queue, buckets would delay the backward pass and thereby the stages before this one.
+        # In a single hardware queue, a bucket blocks the kernels of the backward pass that come
+        # after it. The stages before this one then wait longer for their gradients. So all stages
+        # but the first hold their buckets back until the backward pass has ended.
         one_queue = engine.device.type == "cuda" and one_hardware_queue() and engine.num_stages > 1
-        self.holds_buckets = one_queue and engine.stage_id > 0  # until the end of the backward pass
+        self.holds_buckets = one_queue and engine.stage_id > 0
         current = session.active()  # None if this process was started without holmes
         if one_queue and current is not None:
             tell(current, _ONE_QUEUE, once=True)
@@ -109,17 +121,19 @@ class _Overlap:
         """Make the reducer, which averages gradients in buckets during a backward pass.
 
         An existing reducer is used again if the same parameters are trained. Otherwise, as after a layer was
-        frozen, a new one replaces it. The reducer divides and sums like DeepSpeed's allreduce_bucket.
+        frozen, a new one replaces it. The reducer gets everything that decides the result from
+        DeepSpeed's settings: the gradients, their dtype on the wire, and the divisors before and
+        after the sum.
         """
         # Imported here, where torch has been loaded already.
         from holmes_ext.runtime.reduce.reducer import GradientReducer
 
         engine = self.engine
-        source = self.source
+        gradients = self.optimizer_gradients
         trained = [
             (name, parameter)
             for name, parameter in engine.module.named_parameters()
-            if parameter.requires_grad and parameter.numel() and source.reduces(parameter)
+            if parameter.requires_grad and parameter.numel() and gradients.reduces(parameter)
         ]
         if self.reducer is not None:
             is_same_set = self.reducer.covers(parameter for _, parameter in trained)
@@ -130,11 +144,11 @@ class _Overlap:
         self.reducer = GradientReducer(
             trained,
             engine.mpu.get_data_parallel_group(),
-            average=engine.gradient_average,
-            predivide=source.predivide(engine.dp_world_size),
-            gradient=source.gradient,  # parameter -> the gradient that the optimizer reads
-            communication_dtype=source.communication_dtype,
-            owners=source.owners(),  # ranks that need only a part of a gradient
+            average=engine.gradient_average,  # False: the sum over the ranks
+            predivide=gradients.predivide(engine.dp_world_size),  # divisor before the sum
+            gradient=gradients.gradient,  # parameter -> the gradient that the optimizer reads
+            communication_dtype=gradients.communication_dtype,
+            owners=gradients.owners(),  # parameter -> rank of each part; None: all ranks need all
             deferred=tied_weights,  # sent last, after they have been summed over their stages
         )
 
@@ -157,6 +171,7 @@ def overlap_of(engine: Any) -> _Overlap | None:
     # True for each stage that is to overlap. A stage without data parallelism reduces nothing.
     wanted = [engine.is_data_parallel] * engine.num_stages
     if current is not None and engine.is_data_parallel:
+        # The planned gradient reduction of each pipeline stage.
         planned_reductions = current.stages(grid_sizes(current, engine.grid), backend_of())
         wanted = [reduction.overlap for reduction in planned_reductions]
     reason = None
@@ -173,8 +188,8 @@ def overlap_of(engine: Any) -> _Overlap | None:
     is_overlapped = wanted[engine.stage_id] and not reason
     overlap = None
     if is_overlapped:
-        # A proxy, because a value that refers to its key would keep the engine in the WeakKeyDictionary for
-        # ever.
+        # A proxy: _overlaps has weak keys. If a value referred to the engine, its key, the entry
+        # would keep the engine alive for ever.
         overlap = _Overlap(weakref.proxy(engine))
     _overlaps[engine] = overlap
     return overlap
@@ -221,9 +236,10 @@ def _start_countdown(call: Call, instance: Any, pipe_schedule: Any) -> Any:
 def _run_backward(call: Call, instance: Any) -> Any:
     """Run one backward pass. If it is the last one of the batch, reduce gradients at the same time.
 
-    DeepSpeed accumulates gradients over the micro-batches, so each becomes final in the last backward pass.
-    An object called the reducer averages them in buckets over the data-parallel ranks. It sends a bucket as
-    soon as all gradients in it are final.
+    This wrapper runs in place of PipelineEngine._exec_backward_pass, which call() runs. DeepSpeed
+    accumulates gradients over the micro-batches, so each becomes final in the last backward pass.
+    An object called the reducer averages them in buckets over the data-parallel ranks. It sends a
+    bucket as soon as all gradients in it are final.
     """
     overlap = overlap_of(instance)  # None if DeepSpeed's own reduction is used
     if overlap is None:
@@ -236,22 +252,27 @@ def _run_backward(call: Call, instance: Any) -> Any:
     overlap.reducer.arm(hold=overlap.holds_buckets)
     # BF16_Optimizer has float32 sums of gradients. Inside last_backward(), each gradient is added to its sum
     # when its bucket is sent.
-    with overlap.source.last_backward():
+    with overlap.optimizer_gradients.last_backward():
         return call()
 
 
 @by_name
 def _send_held_buckets(call: Call, instance: Any) -> Any:
-    """Send the gradients that were not sent during the last backward pass, then reduce tied gradients.
+    """Send the gradients that the last backward pass held back, then reduce tied gradients.
 
-    Gradients are held back if the GPU has one hardware queue. Tied gradients, of weights that two stages
-    share, are summed with the other stage. This stage may have to wait for it, and the gradients that are
-    sent here travel in that time.
+    This wrapper runs in place of DeepSpeed's _exec_reduce_tied_grads, which call() runs: it sums
+    the gradients of weights that two pipeline stages share. Here it is the first step after the
+    backward pass.
+
+    Normally a bucket of gradients is sent while the backward pass goes on. With a single hardware
+    queue (CUDA_DEVICE_MAX_CONNECTIONS=1), a send would block the kernels of the backward pass
+    behind it, so the buckets of this stage were held back. They are sent before the tied gradients:
+    this stage may have to wait for the other stage, and the buckets travel in that time.
     """
     overlap = _overlaps.get(instance)  # None if DeepSpeed's own reduction is used
     # armed: _run_backward has started the reduction of this batch, which has not ended yet
     if overlap is not None and overlap.armed:
-        overlap.reducer.release()  # sends the gradients that were held back
+        overlap.reducer.release()  # sends the held buckets; does nothing if none was held back
     return call()  # DeepSpeed's _exec_reduce_tied_grads
 
 
@@ -270,7 +291,7 @@ def _finish_reduction(call: Call, instance: Any) -> Any:
     call.refuse_unread_arguments()
     overlap.reducer.finish()  # sends the last gradients, and waits
     # ZeRO 1: collect the gradients of this rank's partition, as DeepSpeed does after its own reduction.
-    overlap.source.after_reduction()
+    overlap.optimizer_gradients.after_reduction()
     return None  # like DeepSpeed's _exec_reduce_grads
 
 

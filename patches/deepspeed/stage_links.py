@@ -80,6 +80,9 @@ def unsupported(engine: Any, order: Flight | None = None) -> str | None:
 
     Args:
         order: The planned order of forward and backward passes. If it is None, only the engine is checked.
+            A ListedOrder lists every pass of each stage. A ReceiveOrder has only the number of
+            micro-batches in flight of each stage, and any engine that passes the first checks can
+            run it.
     """
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -89,7 +92,7 @@ def unsupported(engine: Any, order: Flight | None = None) -> str | None:
         return "shapes change from batch to batch"
     if not isinstance(order, ListedOrder):
         return None
-    # A ListedOrder lists every pass (--holmes-schedule auto), and may split a backward pass into two.
+    # The plan lists every pass (--holmes-schedule auto), and may split a backward pass into two.
     uses_zero_optimizer = engine.zero_optimization() and not engine.using_bf16_optimizer
     if uses_zero_optimizer:
         return "ZeRO's optimizer takes each gradient once, --holmes-schedule auto makes them in two passes"
@@ -267,9 +270,10 @@ def _exclude_shape_messages(call: Call, instance: Any, send_stage: Any) -> Any:
 def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: Any) -> Any:
     """Run a training step in the planned order of passes, with messages that travel in the background.
 
-    DeepSpeed's schedule (1F1B) starts as few micro-batches as suffice if messages take no time. The planned
-    order starts more before the first backward pass, so that a stage computes while messages travel between
-    clusters.
+    This wrapper runs in place of PipelineEngine._exec_schedule, which call() runs: it executes a
+    schedule. DeepSpeed's own (1F1B) starts as few micro-batches as suffice if messages take no
+    time. The planned order starts more before the first backward pass, so that a stage computes
+    while messages travel between clusters.
 
     DeepSpeed's own schedule runs instead:
 
@@ -282,7 +286,9 @@ def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: A
     if _mailbox is None or instance.num_stages == 1 or type(pipe_schedule) is not TrainSchedule:
         return call()  # DeepSpeed's _exec_schedule, with DeepSpeed's own schedule
     plan = current.plan_for(grid_sizes(current, instance.grid))
-    planned_order = flight_of(plan, network_api_of(backend_of()))  # of forward and backward passes
+    # For each stage the order of its passes, and when it posts its receives. The order is listed in
+    # the plan, or follows from the planned number of micro-batches in flight.
+    planned_order = flight_of(plan, network_api_of(backend_of()))
     if not planned_order:  # the plan keeps DeepSpeed's schedule
         return call()
     reason = unsupported(instance, planned_order)

@@ -33,7 +33,10 @@ TOKEN_DIMENSIONS = 2
 
 @by_name
 def _train_batch(call: Call, instance: Any) -> Any:
-    """Run a training step of DeepSpeed's pipeline engine, and record when it begins and ends."""
+    """Run a training step of DeepSpeed's pipeline engine, and record when it begins and ends.
+
+    This wrapper runs in place of PipelineEngine.train_batch, which call() runs.
+    """
     recorder = telemetry.recorder
     if recorder is None:
         return call()  # DeepSpeed's train_batch
@@ -85,8 +88,9 @@ def _engine_step(call: Call, instance: Any) -> Any:
 def _report_sizes(call: Call, instance: Any) -> Any:
     """Report the pipeline, tensor and data-parallel sizes to the telemetry.
 
-    The telemetry uses the sizes to find out what each process group is for. DeepSpeed's PipelineParallelGrid
-    has them when its constructor, the patched function, has run.
+    This wrapper runs in place of the constructor of DeepSpeed's PipelineParallelGrid, which call()
+    runs and which computes the sizes. The telemetry uses them to find out what each process group
+    is for.
     """
     call()
     sizes = Sizes(
@@ -98,7 +102,11 @@ def _report_sizes(call: Call, instance: Any) -> Any:
 
 
 def _describe_stage(engine: Any) -> Stage:
-    """Describe this rank's pipeline stage, for the decision how many micro-batches are in flight."""
+    """Describe this rank's pipeline stage, for the decision how many micro-batches are in flight.
+
+    A micro-batch is in flight on a stage from its forward pass to its backward pass. More of them
+    hide slower messages between stages, and need more memory.
+    """
     import deepspeed
 
     module = engine.module
@@ -123,6 +131,8 @@ def _describe_stage(engine: Any) -> Stage:
 @by_name
 def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: Any) -> Any:
     """Change the number of micro-batches in flight if measured times suggest it, then run a training step.
+
+    This wrapper runs in place of PipelineEngine._exec_schedule, which call() runs.
 
     A micro-batch is in flight from its forward pass to its backward pass. stage_links.py, which replaces
     DeepSpeed's pipeline schedule, keeps the planned number in flight. Nothing is changed here:

@@ -67,9 +67,9 @@ _TABLE: dict[str, tuple[Reader, ...]] = {
         Reader("0.17.1", lambda engine: engine.checkpoint_engine.is_decoupled()),
     ),
     # Settings of ZeRO's optimizer (stages 1 and 2).
-    # Whether get_gradient_for_reduction returns a copy of the gradient, or one in another buffer than the one
-    # that is reduced.
-    "accumulates_apart": (
+    # Whether it sums the gradients of the micro-batches in another tensor than the parameter's
+    # .grad.
+    "sums_outside_grad": (
         Reader("0", lambda zero: zero.use_grad_accum_attribute),
         Reader("0.19.8", _uses_compact_buffer),
     ),

@@ -34,7 +34,16 @@ class FeatureState:
         return sorted({patch.module for patch in self.patches})
 
     def state_of(self, patch: Patch) -> str:
-        """Return the state of one patch of the feature, as in PatchStatus.state."""
+        """Return the state of one patch of the feature, in words for the command `holmes patches`.
+
+        Returns:
+            "applied", or why the patch is not applied:
+
+            - "waiting": the program has not imported the framework's module yet
+            - "off": the feature is switched off
+            - "other version": the patch is for other versions of the framework than the one
+              installed
+        """
         if self.off_reason:
             return "off"
         if not patch.is_for_version(self.version):

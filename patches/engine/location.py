@@ -60,7 +60,8 @@ class Location:
         # Whether a base class of the parent defines the attribute.
         self.is_inherited = self.name not in vars(self.parent)
         self.original = _stored_value(self.parent, self.name)
-        self.value = self.original  # the attribute's value now
+        # The value that holmes has set last; at first the framework's own.
+        self.value = self.original
         self.patches: list[Patch] = []  # in the order in which they were applied
 
     def check(self, patch: Patch) -> None:
@@ -146,11 +147,14 @@ class Location:
     def _set_everywhere(self, value: Any) -> None:
         """Give the attribute a new value, also in all copies of it that the framework has made.
 
-        Copies are found by identity: they are the same object as the former value.
+        A copy arises by `from x import f` in another module of the framework. Copies are found by
+        identity: they are the same object as the value that holmes has set last.
+
+        If another library has replaced that value in the attribute meanwhile, the attribute keeps
+        the library's value. Only copies, which still have the value of holmes, get the new one.
         """
-        former = self.value
+        former = self.value  # the value that holmes has set last
         is_patched = former is not self.original
-        # Another library may have replaced the wrapper that holmes set.
         is_changed_by_others = is_patched and vars(self.parent).get(self.name) is not former
         if is_changed_by_others:
             _log.warning(
@@ -160,15 +164,15 @@ class Location:
             delattr(self.parent, self.name)  # the base class's attribute is found again
         else:
             setattr(self.parent, self.name, value)
-        self.value = value
+        self.value = value  # the copies have it from now on
         if not callable(self.original):
             return  # copies of a constant cannot be found by identity: every None is the same object
-        for namespace in self._namespaces():
+        for namespace in self._dicts_with_copies():
             for key, stored in list(namespace.items()):  # a copied list: the loop changes the dict
                 if stored is former:  # a copy of the attribute
                     namespace[key] = value
 
-    def _namespaces(self) -> list[dict[str, Any]]:
+    def _dicts_with_copies(self) -> list[dict[str, Any]]:
         """Return the dicts that may hold copies of the attribute.
 
         For a function, these are the namespaces of all modules of the framework (`from x import f`). For a

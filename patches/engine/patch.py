@@ -35,7 +35,8 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-#: Stands for a version that does not name a release: it counts as newer than all known releases.
+#: Stands for a version that does not name a release. The number is so large that every comparison
+#: takes it for newer than all releases.
 UNKNOWN = Version("9999")
 #: A git checkout without tags has a version up to this one, which names no release.
 _HIGHEST_UNTAGGED = Version("0.1")
@@ -74,7 +75,8 @@ class Feature:
     version_of: Callable[[], str | None] | None = None
 
     read: tuple[str, ...] = ()  # versions whose source was compared only, without a run
-    #: Whether the job ends if the framework is imported and a patch does not fit it.
+    #: Whether the job ends if the feature is on, its framework is imported and a patch does not
+    #: fit. Other features are then switched off, and the job goes on without them.
     binding: bool = False
     what: str = ""  # what the feature does for the user, in a few words
     #: Function of holmes_ext that switches the feature on when a program imports it, instead of an option.
@@ -135,18 +137,20 @@ class Feature:
     def beyond_tried(self, version: str | None) -> str:
         """Return a warning if a framework is newer than all versions the feature was run with.
 
-        Only major and minor release numbers are compared. A version that names no release counts as newer.
+        Only major and minor release numbers are compared. A version that names no release, such as
+        that of a git checkout, counts as newer.
 
         Args:
             version: Version of the framework; None if it is not installed.
 
         Returns:
-            The warning; "" if none is needed.
+            The warning. "" if the framework is not newer or not installed, or if the feature does
+            not list the versions it was run with (field `tried`).
         """
-        newest_tried = max(map(Version, self.tried), default=UNKNOWN)
-        if version is None:
+        if version is None or not self.tried:
             return ""
-        release = release_of(version)
+        newest_tried = max(map(Version, self.tried))
+        release = release_of(version)  # UNKNOWN (9999), above all others, if it names no release
         # release[:2] is (major, minor), e.g. (2, 7) of 2.7.1
         if release.release[:2] <= newest_tried.release[:2]:
             return ""

@@ -327,7 +327,8 @@ class Registry:
                 optional.append(name)
         self.enable(optional)
         for state in self._states.values():
-            # The job ends if the framework of a binding feature is imported later and a patch does not fit.
+            # A job must not run without its binding features, e.g. one that joins jobs. So it ends
+            # if the framework of a binding feature is imported later and a patch does not fit.
             if state.feature.binding and state.off_reason is None:
                 state.is_required = True
 
@@ -478,7 +479,11 @@ class Registry:
     def _apply_or_switch_off(self, state: FeatureState, imported: str) -> None:
         """Apply the patches of a feature whose modules are imported, or switch the feature off.
 
-        The feature is switched off if one of its patches does not fit the framework.
+        The feature is switched off if one of its patches does not fit the framework, or if the
+        imported module belongs to another framework with modules of the same names (e.g. two
+        packages `megatron`). For some features a misfit ends the job instead: _switch_off() raises
+        HolmesError if is_required is set, as it is for a "binding" feature. That is one without
+        which the job must not run, e.g. one that joins jobs (--holmes-join).
 
         Args:
             state: State of the feature.
@@ -487,7 +492,8 @@ class Registry:
         try:
             self._apply_ready_patches(state, imported)
         except _OtherFrameworkError as error:
-            # A binding feature is required only together with its own framework.
+            # The program uses another framework: there is nothing to patch, and no reason to end
+            # the job, even if the feature is binding.
             if state.feature.binding:
                 state.is_required = False
             self._switch_off(state, str(error), level=logging.DEBUG)

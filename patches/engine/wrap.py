@@ -348,6 +348,7 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
                 f"{wrapper.__qualname__}: name the arguments that it reads; call() passes the others"
             )
     names = tuple(parameter.name for parameter in target_parameters)
+    # Name -> value that the wrapper gets if the installed target has no such parameter.
     fallbacks = {
         parameter.name: parameter.default
         for parameter in target_parameters
@@ -356,10 +357,15 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(wrapper)
     def wrap(*arguments: Any) -> Any:
-        """Call the wrapper with the values of the parameters that it names."""
-        # Patch.wrap is called as (target, instance, args, kwargs). with_session adds the session as the first
-        # argument: session_if_taken is then [session], and otherwise [].
-        *session_if_taken, target, instance, args, kwargs = arguments
+        """Call the wrapper with the values of the parameters that it names.
+
+        Args:
+            arguments: (target, instance, args, kwargs): the framework's function, the object whose
+                method it is or None, and the arguments of the program's call, as a tuple and a
+                dict. If with_session decorates this function, the session of holmes comes before
+                them.
+        """
+        *session_if_taken, target, instance, args, kwargs = arguments  # [session], or []
         call = Call(target, args, kwargs, names)  # the wrapper calls the target through it
         if not names:
             return wrapper(*session_if_taken, call, instance)
@@ -390,9 +396,12 @@ def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
-    """Return a wrapper of a framework's function that calls the function within `with context():`.
+    """Return a wrapper that runs a framework's function inside a context manager.
 
-    The wrapper is for Patch.wrap.
+    For example, the context can measure how long each call takes. The wrapper is for Patch.wrap.
+
+    Args:
+        context: Returns a new context manager; it is called for each call of the function.
     """
 
     @by_name

@@ -75,7 +75,8 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
             f"data {sizes.data} x context {sizes.context}"
         )
 
-    # The experts of a stage can have another grid: expert-parallel, tensor-parallel and data-parallel ranks.
+    # The experts of a stage can have parallel sizes of their own: the same ranks, divided into
+    # expert-parallel, tensor-parallel and data-parallel groups in another way.
     ranks_of_stage = sizes.data * sizes.tensor * sizes.context
     expert_tensor = arguments["expert_tensor_parallel_size"] or sizes.tensor
     expert_sizes = (
@@ -84,7 +85,9 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     if ranks_of_stage % (expert_tensor * sizes.expert):
         raise HolmesError(f"{expert_sizes} does not divide the {ranks_of_stage} ranks of a stage")
     expert_data = ranks_of_stage // (expert_tensor * sizes.expert)
-    # Each stage has consecutive ranks.
+    # megatron-core computes the ranks of each stage twice: from the sizes of the experts, and from
+    # the other sizes. Both give the same ranks if a stage has consecutive ranks ("pp" is last in
+    # the order), or if the data-parallel sizes are equal.
     stages_are_contiguous = sizes.order.endswith("pp") or sizes.pipeline == 1
     if expert_data != sizes.data and not stages_are_contiguous:
         raise HolmesError(
@@ -259,8 +262,8 @@ def planned_layout(
         virtual: Number of chunks of layers on each stage (interleaved schedule), or 1.
         layers: Number of transformer layers of the model.
         mtp_layers: Number of multi-token-prediction layers.
-        own_split: How the program itself splits the layers: its layout string, or the names of its arguments;
-            "" if it does not.
+        own_split: How the program itself splits the layers: its layout string, or, if it uses other
+            arguments for that, their names; "" if it does not split them.
 
     Returns:
         None if the plan does not split the layers, or if the program does. If the two splits differ, a
@@ -295,30 +298,33 @@ def planned_layout(
     return layout
 
 
-def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
-    """Raise an error if a pipeline stage's planned layers cannot be grouped into units of recomputation.
+def check_recompute_groups(plan: Plan, config: Any, last_may_be_shorter: bool) -> None:
+    """Raise an error if a pipeline stage's planned layers cannot be divided into recompute groups.
 
-    With recompute_method "uniform", megatron-core recomputes units of recompute_num_layers layers.
+    With full recomputation and recompute_method "uniform", megatron-core keeps the activations only
+    at every recompute_num_layers-th layer. The layers between are recomputed together in the
+    backward pass: they are a recompute group.
 
     Args:
+        plan: The plan, with the number of layers of each stage.
         config: The TransformerConfig.
-        cuts: Whether the installed megatron-core allows a shorter unit at the end of a stage. If so, every
-            plan fits.
+        last_may_be_shorter: Whether the installed megatron-core allows a shorter group at the end
+            of a stage. If so, every plan fits.
 
     Raises:
         HolmesError: a stage's number of layers is not a multiple of recompute_num_layers.
     """
-    recomputes_units = (
+    recomputes_groups = (
         config.recompute_granularity == "full" and config.recompute_method == "uniform"
     )
-    if cuts or not recomputes_units:
+    if last_may_be_shorter or not recomputes_groups:
         return
-    unit = config.recompute_num_layers or 1  # layers
-    if any(layers % unit for layers in plan.stage_layers):
+    group_size = config.recompute_num_layers or 1  # layers
+    if any(layers % group_size for layers in plan.stage_layers):
         split = "+".join(map(str, plan.stage_layers))
         raise _stage_layers_error(
             plan,
-            f": stages of {split} layers are not whole units of the {unit} layers that are recomputed "
+            f": stages of {split} layers are not whole units of the {group_size} layers that are recomputed "
             "together; this megatron-core needs that: recompute_num_layers 1, or recompute_method block",
         )
 
@@ -359,7 +365,11 @@ def _set_planned_layers(current: Session, config: Any) -> None:
     # arguments.
     own_split_is_planned = bool(stage_layers) and own_split == layout_of(stage_layers, mtp_layers)
     if layout is not None or own_split_is_planned:
-        refuse_cut_units(current.plan, config, cuts=_last_unit_may_be_shorter())
+        # megatron-core recomputes groups of recompute_num_layers layers. Before it had the module
+        # megatron.core.recompute, each stage's number of layers must be a multiple of that.
+        check_recompute_groups(
+            current.plan, config, last_may_be_shorter=_last_recompute_group_may_be_shorter()
+        )
 
 
 def _split_of_program(config: Any) -> str:
@@ -394,11 +404,12 @@ def _set_split(current: Session, config: Any, layout: str) -> None:
 
 
 @functools.cache
-def _last_unit_may_be_shorter() -> bool:
+def _last_recompute_group_may_be_shorter() -> bool:
     """Return whether a pipeline stage's number of layers need not be a multiple of recompute_num_layers.
 
-    Versions of megatron-core that have the module megatron.core.recompute shorten the last unit of layers
-    that are recomputed together. Older versions look for layers that are not on the stage.
+    megatron-core recomputes this number of layers together. Versions that have the module
+    megatron.core.recompute make the last such group of a stage shorter. Older versions look for
+    layers that are not on the stage.
 
     The answer is cached, because Megatron-LM's get_batch makes a TransformerConfig in every micro-batch.
     """

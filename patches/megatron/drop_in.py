@@ -117,14 +117,18 @@ def _init_arguments(world: Any) -> dict[str, Any]:
     """Return the arguments of init_process_group that make a new default group with the settings of `world`.
 
     Raises:
-        HolmesError: It is too late (raised by _options_without_communicator).
+        HolmesError: The group has an NCCL communicator already. holmes can then no longer choose
+            the network cards of this process (raised by _options_without_communicator).
     """
     import torch.distributed as dist
 
     backend = dist.get_backend(world)
     arguments: dict[str, Any] = {"backend": backend}
-    nccl_backend = nccl_backend_in(backend)  # "nccl2" of "cpu:gloo,cuda:nccl2"; "" if there is none
+    # torch has several NCCL backends: "nccl", "nccl2", ... This is "nccl2" if the backend is
+    # "cpu:gloo,cuda:nccl2", and "" if it has no NCCL.
+    nccl_backend = nccl_backend_in(backend)
     if nccl_backend:
+        # The options of the old group. Raises the error if a communicator exists.
         arguments["pg_options"] = _options_without_communicator(world, nccl_backend)
     timeout = timeout_of(world)
     if timeout is not None:
@@ -168,15 +172,22 @@ def _options_without_communicator(world: Any, backend: str) -> Any:
 def _has_communicator(world: Any, nccl: Any, backend: str) -> bool:
     """Return whether the default process group has an NCCL communicator.
 
+    torch has several NCCL backends. Some make the communicator together with the group, unless the
+    group's option lazy_init postpones it to the first operation. Others always make it at the first
+    operation.
+
     Args:
         world: The default process group.
         nccl: NCCL's part of the group, torch's ProcessGroupNCCL or ProcessGroupNCCL2.
         backend: The name of NCCL's backend, e.g. "nccl2".
     """
-    if traits_of(backend).connects is Connect.WITH_GROUP:
+    if traits_of(backend).connects is Connect.WITH_GROUP:  # together with the group
         was_postponed = getattr(nccl.options, "lazy_init", False)
-        # torch can split a postponed communicator only after the first operation has made it.
-        return not was_postponed or nccl.supports_splitting
+        if not was_postponed:
+            return True
+        # torch does not say directly whether the first operation has made the communicator. But it
+        # can split a communicator only if one exists, and supports_splitting says whether it can.
+        return nccl.supports_splitting
     if world.bound_device_id is not None:
         return True  # for a device, init_process_group makes the communicator at once
     if not hasattr(nccl, "_is_initialized"):

@@ -51,9 +51,7 @@ def _place_experts_of_layer(call: Call, instance: Any) -> Any:
     if current is None or is_placed:
         return
     path = current.options.experts
-    placement = _load_order_once(
-        path
-    )  # reads the file once, and keeps the result for the other layers
+    placement = _load_order_once(path)  # reads the file for the first layer only
     order = placement.of(instance.layer_number)  # the expert of each slot
     if order is not None:  # None: the file does not place the experts of this layer
         place(instance, order, placement, path)
@@ -80,9 +78,8 @@ def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str)
 
     ranks = dist.get_world_size(layer.ep_group)
     experts = ranks * layer.num_local_experts
-    slots = _parameters_of_slots(
-        layer.experts, layer.num_local_experts
-    )  # parameters in each slot of this rank
+    # The parameters in each slot of this rank.
+    slots = _parameters_of_slots(layer.experts, layer.num_local_experts)
     source = f"{path}, MoE layer {layer.layer_number}"  # for error messages
     fits_layer = placement.ranks == ranks and len(order) == experts
     if not fits_layer:
@@ -90,7 +87,7 @@ def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str)
             f"{source}: it is for {len(order)} experts on {placement.ranks} ranks, this layer "
             f"has {experts} on {ranks}"
         )
-    if layer.config.moe_router_num_groups:
+    if layer.config.moe_router_num_groups:  # another order would change the groups, and the results
         raise HolmesError(
             f"{source}: the router chooses among groups of experts that are neighbours "
             "(moe_router_num_groups)"

@@ -25,8 +25,9 @@ def add_flags(parser: ArgumentParser, current: Session) -> ArgumentParser:
     """Add the --holmes flags to a parser, and two arguments without a flag: the plan's digest and nodes.
 
     The plan is what holmes has decided for this job, for example which rank runs on which node.
-    The flags themselves have been removed from sys.argv. Therefore their values become the defaults. As
-    arguments they are recorded in checkpoints.
+    holmes has removed its flags from sys.argv before the program parses the rest. Therefore the
+    values that they had become the defaults here, so that they are recorded in checkpoints like all
+    other arguments.
 
     Returns:
         The parser.
@@ -100,6 +101,8 @@ def _add_flags_to_megatron_deepspeed(
 
 def suggest_similar_flags(parser):
     """Make a parser suggest the --holmes flag that a misspelt flag resembles, in its usage error.
+
+    The parser's method error(), which argparse calls for an unknown flag, is replaced on this object.
 
     Returns:
         The parser.

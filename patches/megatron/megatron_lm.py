@@ -78,7 +78,12 @@ def _set_layout(current: Session, args) -> None:
 
 
 def _split_of_user(args) -> str:
-    """Return the user's layout, and the names of the other arguments by which the user splits the layers."""
+    """Return in words how the user splits the layers over the stages; "" if the user does not.
+
+    The text has the value of --pipeline-model-parallel-layout, if given, and the names of all other
+    arguments for a split that are given, joined by commas: "Ett|tL", or
+    "decoder_first_pipeline_num_layers".
+    """
     parts = []
     for name in _SPLIT_ARGUMENTS:
         value = getattr(args, name, None)
@@ -90,8 +95,9 @@ def _split_of_user(args) -> str:
 def _set_overlap(current: Session, args) -> None:
     """Set --overlap-grad-reduce and --overlap-param-gather if holmes planned an overlap for a pipeline stage.
 
-    Gradient reductions then overlap with the backward pass. With the distributed optimizer this changes its
-    buckets. Therefore nothing is set if the job's checkpoints depend on the buckets, and a message tells
+    Gradient reductions then overlap with the backward pass, in buckets. The format of the
+    distributed optimizer's checkpoints depends on its buckets, unless the checkpoints are fully
+    reshardable. If the job has checkpoints that depend on them, nothing is set, and a message tells
     the user how to change that.
     """
     sizes = current.plan.sizes
@@ -104,7 +110,8 @@ def _set_overlap(current: Session, args) -> None:
     if args.use_distributed_optimizer:
         has_checkpoints = bool(args.load or args.save)
         is_fully_reshardable = getattr(args, "dist_ckpt_optim_fully_reshardable", False)
-        # may_change_optimizer_buckets() reads this, and reduction.py when it sets the buckets.
+        # A global of reduction.py, which may_change_optimizer_buckets() reads: now, and when a
+        # model's DistributedDataParallel is made.
         megatron_reduction.checkpoints_allow_buckets = not has_checkpoints or is_fully_reshardable
         if not megatron_reduction.may_change_optimizer_buckets(current):
             way_out = "--dist-ckpt-optim-fully-reshardable, or "

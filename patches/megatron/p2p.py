@@ -113,6 +113,7 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
     # messages of one direction over the group of all ranks, whose network can be slower.
     all_ranks = range(current.plan.world_size)
     if pair_needs_group(current.plan, ranks, all_ranks, network_api):
+        # "pipeline twin" tells this group from the pipeline group, which has the same two ranks.
         second_group = pair_group(ranks, "pipeline twin", pipeline_group)
         return _NeighbourGroups(second_group=second_group)
     return _NeighbourGroups()

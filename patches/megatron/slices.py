@@ -103,6 +103,8 @@ def wires_of(config: Any) -> dict[int, Wire]:
 
     wires = {}
     for neighbour in (next_neighbour, previous_neighbour):
+        # The first stage's previous neighbour has link -1, the last entry. With two stages, the
+        # plan has a single entry, for both neighbours.
         link = stage_links[neighbour.link_index % len(stage_links)]
         # With sequence parallelism the tensor-parallel ranks have different slices already.
         slices = 1 if config.sequence_parallel else link.slices
@@ -127,6 +129,11 @@ def _exchange(call: Call, instance: Any, group: Any) -> Any:
     place of the two functions by which megatron-core starts transfers; call() runs the original with encoded
     tensors. _p2p_ops returns a dict of requests, and the schedule waits for each when it needs its tensor.
     _batched_p2p_ops returns a list of requests, for which the schedule waits in order.
+
+    Args:
+        group: The process group of the transfers. Messages in another group than the pipeline's,
+            which a program may use for stages of its own, are not encoded: the plan does not know
+            them.
 
     Returns:
         Requests in a dict or a list like that of the original, whose wait() also decodes.
@@ -157,7 +164,9 @@ def _exchange(call: Call, instance: Any, group: Any) -> Any:
             encoded_arguments[f"tensor_recv_{side}"] = buffer
             decoders[f"recv_{side}"] = decode
 
-    requests = call(**encoded_arguments)
+    requests = call(**encoded_arguments)  # returns before the tensors have been sent
+    # Nothing else refers to the encoded tensors. The requests keep them, so that their memory is
+    # not used again before they have been sent.
     return _decoding_requests(requests, decoders, sent_tensors)
 
 

@@ -154,16 +154,20 @@ class _Step:
         micro_batch = self.received_count[kind] // self.messages_per_pass
         self.received_count[kind] += 1
         # The received message proves that the neighbour has received some earlier messages of this rank.
-        # arrived() lets the mailbox free their tensors.
+        # release_sent() lets the mailbox free the tensors of these messages.
         if kind == "B":
-            # The gradient of a micro-batch is computed from the activation that this rank sent for it.
+            # The next stage has computed this gradient from the activation that this rank sent for
+            # the same micro-batch. So that activation and all before it have arrived.
             self.mailbox.release_sent("F", micro_batch)
         else:
-            # A stage with k micro-batches in flight runs forward pass m after backward pass m - k.
-            in_flight_of_sender = self.in_flight[self.stage - 1]
+            # The previous stage has at most k micro-batches in flight. So before its forward pass
+            # of micro-batch m, which has sent this activation, it has run the backward pass of
+            # micro-batch m - k. For that it needed this rank's gradient of m - k. (For m < k
+            # nothing is released.)
+            in_flight_of_sender = self.in_flight[self.stage - 1]  # k
             last_used_gradient = micro_batch - in_flight_of_sender
             self.mailbox.release_sent("B", last_used_gradient)
-        return tensor.requires_grad_()
+        return tensor.requires_grad_()  # as the schedule expects it for autograd
 
 
 #: The running training step, if the mailbox transfers its messages; else None. _schedule sets it. The other
@@ -222,7 +226,9 @@ def _schedule(
     installed function lacks a parameter of the wrapper.
 
     Raises:
-        HolmesError: holmes's plan lists the order of all passes (raised by _planned_receive_order).
+        HolmesError: holmes's plan lists the order of all passes (--holmes-schedule auto).
+            megatron-core's 1F1B schedule cannot follow a list: only its number of warm-up passes
+            can be changed (raised by _planned_receive_order).
     """
     global _step
     if forward_only:  # evaluation
@@ -249,7 +255,8 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
         arguments: The arguments of megatron-core's schedule function, by name.
 
     Raises:
-        HolmesError: holmes's plan lists the order of all passes (raised by _planned_receive_order).
+        HolmesError: holmes's plan lists the order of all passes, which megatron-core's 1F1B
+            schedule cannot follow (raised by _planned_receive_order).
     """
     current = session.active()
     sizes = core.job.sizes  # parallel sizes
@@ -291,8 +298,11 @@ def _planned_receive_order(
 ) -> ReceiveOrder | None:
     """Return when pipeline stages post their receives, or None if holmes is not to change the schedule.
 
-    holmes's plan for this job has such an order if stages are to have other numbers of micro-batches in
-    flight than in megatron-core's own schedule.
+    A micro-batch is in flight on a stage from its forward pass to its backward pass. holmes's plan
+    may have other numbers of micro-batches in flight than megatron-core's own schedule. From these
+    numbers follow the order of forward and backward passes of each stage, and thereby how many
+    passes in advance it can post the receive of a message. The ReceiveOrder has these numbers and
+    computes the rest.
 
     Args:
         current: Session of holmes in this process, with the plan.
@@ -303,6 +313,7 @@ def _planned_receive_order(
         HolmesError: the plan lists the order of all passes, which megatron-core's schedule cannot follow.
     """
     receive_order = flight_of(current.plan_for(sizes), network_api_of(backend_of(pipeline_group)))
+    # The other way in which a plan can say the order: as a list of all passes.
     if isinstance(receive_order, ListedOrder):
         raise HolmesError(
             "the plan lists passes (--holmes-schedule auto), which megatron-core cannot run; make it --for "

@@ -51,8 +51,12 @@ def _learn_sizes(call: Call, instance: Any) -> Any:
 
 
 @contextmanager
-def _forward():
-    """Record the forward pass of one micro-batch as a span. The first one begins a training step."""
+def _recorded_forward_pass():
+    """Record the forward pass of one micro-batch, which runs inside this context, as a span.
+
+    It is put around megatron-core's forward_step. The first forward pass after an optimizer step
+    also begins a new training step in the record.
+    """
     recorder = telemetry.recorder
     if recorder is not None and not recorder.armed:  # no step has begun since the last one ended
         recorder.step_begins(exactly=False)  # not exactly: the program may have read data before
@@ -175,7 +179,7 @@ PATCHES = (
         TELEMETRY,
         f"{SCHEDULES}:forward_step",
         "the trace shows forward passes; the first one begins a step",
-        inside(_forward),
+        inside(_recorded_forward_pass),
     ),
     Patch(
         TELEMETRY,

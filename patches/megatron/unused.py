@@ -80,9 +80,12 @@ class _EmptyModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         """Return a placeholder class for a capitalized name, if code of Megatron-DeepSpeed imports it.
 
+        Python calls this method for `from torchvision import name` and `torchvision.name`.
+
         Raises:
-            AttributeError: The name is in lower case, which makes Python import it as a submodule. Or other
-                code imports it.
+            AttributeError: There is no placeholder class. For a name in lower case, Python then
+                tries to import a submodule of this name, which _EmptyModuleFinder makes. For code
+                outside Megatron-DeepSpeed the package is missing, as without holmes.
         """
         if name.startswith("__") or name.islower() or not _is_imported_by_megatron():
             raise AttributeError(f"{self.__name__} is not installed: it has no {name}")

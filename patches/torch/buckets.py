@@ -90,9 +90,10 @@ class BucketReducer:
         # Under join(), torch's Work that counts the ranks which still have inputs.
         self.ranks_with_inputs: Any = None
 
-        # Buckets that finish() waits for at the end of a pipeline's training step, which sets an empty list
-        # first. None: DDP waits for each bucket.
-        self.postponed: list[StartedBucket] | None = None
+        # In a pipeline's training step: the buckets so far, for which finish() waits at the end of
+        # the step. The step sets an empty list first. None, outside of such a step: DDP waits for
+        # each bucket.
+        self.unfinished_buckets: list[StartedBucket] | None = None
         self._wire_tensors: dict[int, Any] = {}  # index of a bucket -> its copy in the wire dtype
         self._side_stream: Any = None  # CUDA stream that waits for sums
 
@@ -103,8 +104,8 @@ class BucketReducer:
             bucket: A torch.distributed.GradBucket.
 
         Returns:
-            A future of the bucket's tensor. In a pipeline's training step (self.postponed is a list) the
-            future is complete at once, and finish() waits for the average.
+            A future of the bucket's tensor. In a pipeline's training step (self.unfinished_buckets
+            is a list) the future is complete at once, and finish() waits for the average.
         """
         import torch
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -130,9 +131,9 @@ class BucketReducer:
         with self._errors_naming(index), span:
             work = self.reduction.all_reduce(sent)
 
-        if self.postponed is not None:  # a pipeline's training step: finish() waits for the bucket
+        if self.unfinished_buckets is not None:  # a pipeline's step: finish() waits for the bucket
             awaited = _replace_gradients_by_views(bucket)
-            self.postponed.append(StartedBucket(index, work, sent, flat, awaited))
+            self.unfinished_buckets.append(StartedBucket(index, work, sent, flat, awaited))
             future: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
             future.set_result(flat)  # complete at once, so DDP goes on without the average
             return future
@@ -207,8 +208,9 @@ class BucketReducer:
     def _follow_plan(self) -> None:
         """Switch to another reduction if the plan for the gradients has changed.
 
-        holmes may change the plan while the job runs. This method is called at the first bucket of a step, so
-        that all ranks switch together.
+        A reduction sums a bucket over the ranks, e.g. hierarchically: inside each cluster, then
+        between clusters. holmes may change the plan while the job runs. This method is called at
+        the first bucket of a step, so that all ranks switch together.
         """
         has_changed = self._planned.follow_plan()
         if has_changed:
@@ -219,23 +221,25 @@ class BucketReducer:
             self._planned.spec,
             self._planned.size,
             hierarchical=self._planned.hierarchical is not None,
-            overlap=True,
-            follows=True,
+            overlap=True,  # DDP always reduces during the backward pass
+            follows=True,  # this reduction changes when the plan does
         )
 
     def finish(self) -> None:
         """Wait for the sums of a pipeline's training step, and store the averages as gradients.
 
-        During the backward pass, reduce() has replaced the `.grad` of each parameter by a view of its bucket.
-        Here the former tensor receives the average, and becomes the parameter's `.grad` again.
+        During the backward pass, reduce() has divided each bucket by the number of ranks and
+        started its sum over the ranks, so the sum is the average. It has also replaced the `.grad`
+        of each parameter by a view of its bucket (`flat`). Here the former tensor receives the
+        average, and becomes the parameter's `.grad` again.
         """
-        for bucket in self.postponed or ():
+        for bucket in self.unfinished_buckets or ():
             with self._errors_naming(bucket.number):
                 bucket.work.wait()
-            if bucket.sent is not bucket.flat:  # sent in another dtype
+            if bucket.sent is not bucket.flat:  # a copy in another dtype has been summed
                 bucket.flat.copy_(bucket.sent)
             for parameter, gradient, view in bucket.awaited:
-                if gradient is None:  # the parameter had no gradient: a new one
+                if gradient is None:  # there was none before: make one outside the bucket
                     parameter.grad = view.clone()
                 else:
                     parameter.grad = gradient.copy_(view)
@@ -250,7 +254,8 @@ class BucketReducer:
         counts_all_ranks = self.ranks_with_inputs is None or ddp._divide_by_initial_world_size
         if not counts_all_ranks:
             self.ranks_with_inputs.wait()  # an all-reduce of join(), which counts these ranks
-            return int(self.ranks_with_inputs.result()[0])
+            (count,) = self.ranks_with_inputs.result()  # one tensor with one number
+            return int(count)
         return self._group.size()
 
     @contextmanager

@@ -51,15 +51,20 @@ class HookEffect(NamedTuple):
     wire_dtype: Any = None
 
 
-def postpone_reductions(module: Any) -> BucketReducer | None:
-    """Make the backward passes of a pipeline stage start gradient reductions without a wait.
+def defer_waits_for_reductions(module: Any) -> BucketReducer | None:
+    """Postpone a pipeline stage's waits for gradient reductions to the end of a training step.
+
+    In torch, DistributedDataParallel (DDP) waits for its reductions at the end of a backward pass.
+    From now on, the backward passes of the stage only start the reductions. holmes's comm hook does
+    that, a function which DDP calls for each bucket of gradients. The hook is registered if there
+    is none yet.
 
     Args:
-        module: The stage's module.
+        module: The stage's module, in DDP or not.
 
     Returns:
-        The reducer of the gradients. The caller calls finish() of the reducer to wait for the reductions.
-        None if DistributedDataParallel (DDP) waits itself, or does not reduce:
+        The reducer of the gradients; its finish() waits for the reductions. None if DDP waits
+        itself, or does not reduce:
 
         - The module is not a DDP, or its group has one rank.
         - A comm hook of the program reduces, or an option of DDP excludes holmes's hook.
@@ -73,8 +78,10 @@ def postpone_reductions(module: Any) -> BucketReducer | None:
     # _comm_hooks: torch's list of the module's hooks.
     has_hook = module in _reducers or module._comm_hooks
     if not has_hook and module.process_group.size() > 1:
-        # The plan did not need a hook when the module was constructed. Reductions that start without a wait
-        # need one, so it is registered now. The attributes have the values of the constructor's arguments.
+        # The plan did not need a hook when the module was constructed, but a postponed wait does,
+        # so the hook is registered now. An option of DDP may exclude a hook. _obstacle_to_hook()
+        # looks for such options in the constructor's arguments. These are the ones that it reads,
+        # as the module has stored them.
         arguments = {
             "module": module.module,
             "process_group": module.process_group,
@@ -88,7 +95,8 @@ def postpone_reductions(module: Any) -> BucketReducer | None:
         return None  # DDP or the program's hook reduces
     if module.find_unused_parameters or module.static_graph:
         return None  # DDP must write gradients itself
-    reducer.postponed = []  # the reducer appends each started bucket to this list, and does not wait for it
+    # With a list, the reducer only starts the sum of a bucket, and appends the bucket to the list.
+    reducer.unfinished_buckets = []
     return reducer
 
 
@@ -164,7 +172,7 @@ def _construct(current: Session, call: Call, instance: Any) -> None:
             planned.spec,
             planned.size,
             hierarchical=is_hierarchical and not obstacle,
-            overlap=True,
+            overlap=True,  # DDP always reduces during the backward pass
             reported=bool(obstacle),  # whether rank 0 has printed why the job differs from the plan
         )
         if not needs_hook:
@@ -243,7 +251,10 @@ def _group_of_arguments(arguments: dict[str, Any]) -> Any:
 
 
 def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
-    """Return an option that excludes a comm hook written in Python; "" if there is none.
+    """Return what excludes a comm hook in Python, in words for the user; "" if nothing does.
+
+    A comm hook is a function that DistributedDataParallel calls for each bucket of gradients, in
+    place of its own all-reduce.
 
     Args:
         arguments: Arguments of DistributedDataParallel's constructor, by name.
@@ -291,6 +302,7 @@ def _register_program_hook(call: Call, instance: Any, state: Any, hook: Any) -> 
     effect = _effect_of(hook)
     # The state of torch's averaging hooks is their process group; None stands for the default group.
     hook_group = state or dist.group.WORLD
+    # Over another group than the DDP's, the hook's average has another result than holmes's.
     if effect.is_average and hook_group is instance.process_group:
         reducer.wire_dtype = effect.wire_dtype  # holmes's hook sends gradients in this dtype
         return
@@ -312,7 +324,7 @@ def _register_program_hook(call: Call, instance: Any, state: Any, hook: Any) -> 
             noted.planned,
             noted.bytes,
             hierarchical=False,
-            overlap=True,
+            overlap=True,  # DDP calls the hook during the backward pass
             reported=True,  # rank 0 has just printed why the job differs from the plan
         )
 

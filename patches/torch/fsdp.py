@@ -31,16 +31,17 @@ from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.session import Session, tell
 from holmes_ext.units import format_bytes
 
-#: Device type -> the hybrid mesh (clusters x ranks of a cluster), which all modules of a model must share.
-#: The mesh is None if it could not be made. The dict is empty if no model was sharded over several clusters.
-_meshes: dict[str, Any] = {}
+#: Device type -> holmes's hybrid mesh (clusters x ranks of a cluster), which all modules of a model
+#: must share. The mesh is None if it could not be made. The dict is empty if no model was sharded
+#: over several clusters, or without --holmes-fsdp hybrid.
+_hybrid_meshes: dict[str, Any] = {}
 #: Numbers that training with AdamW keeps for each weight: the weight, its gradient and two moments.
 STATES = 4
 
 
 def tell_unused(current: Session) -> None:
     """Print at the end of the job that --holmes-fsdp hybrid had no effect, if FSDP was not used."""
-    if not _meshes:
+    if not _hybrid_meshes:
         tell(
             current,
             "--holmes-fsdp hybrid did nothing: no model was sharded by FSDP over several clusters",
@@ -151,11 +152,11 @@ def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type
         device_type = mesh.device_type
     elif not device_type:
         device_type = _device_type_of_torch()
-    if _meshes.get(device_type) is not None:
-        return _meshes[device_type]  # made by an earlier call
+    if _hybrid_meshes.get(device_type) is not None:
+        return _hybrid_meshes[device_type]  # made by an earlier call
 
     # FSDP was used, also if an error follows. The entry keeps tell_unused() from printing that it was not.
-    _meshes[device_type] = None
+    _hybrid_meshes[device_type] = None
     try:
         if len(ranks) < plan.world_size:
             raise HolmesError(
@@ -167,10 +168,10 @@ def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type
     except HolmesError as error:
         # All ranks raise this error. told_once() lets one of them print the message.
         raise told_once(HolmesError(f"--holmes-fsdp hybrid: {error}")) from None
-    _meshes[device_type] = DeviceMesh(
+    _hybrid_meshes[device_type] = DeviceMesh(
         device_type, torch.tensor(ranks_of_clusters), mesh_dim_names=("dp_replicate", "dp_shard")
     )
-    return _meshes[device_type]
+    return _hybrid_meshes[device_type]
 
 
 def _device_type_of_torch() -> str:
@@ -206,7 +207,7 @@ def _print_cost_of_fsdp2(current: Session, call: Call, instance: Any) -> None:
     mesh_info = groups[0].mesh_info
     if mesh_info.mesh.ndim == 1:
         _print_cost(current, mesh_info.shard_process_group, weights.sent, weights.stored_bytes)
-    elif _meshes:  # sharded over the hybrid mesh of holmes
+    elif _hybrid_meshes:  # sharded over the hybrid mesh of holmes, for which group=None stands
         _print_cost(current, group=None, sent=weights.sent, stored_bytes=weights.stored_bytes)
     else:
         _print_cost_of_program_mesh(current, mesh_info.mesh, weights.sent)
@@ -286,8 +287,12 @@ def _print_cost_of_fsdp1(current: Session, call: Call, instance: Any, state: Any
     has_become_root = is_first_call and state._is_root
     if not has_become_root or current.rank != 0:
         return result
-    is_hybrid = getattr(state, "_inter_node_pg", None) is not None  # FSDP1's group of the replicas
-    if is_hybrid and not _meshes:  # holmes made no mesh: the program chose the strategy
+    # FSDP1 has this process group only under a hybrid strategy: it connects the replicas of a
+    # shard.
+    is_hybrid = getattr(state, "_inter_node_pg", None) is not None
+    # With --holmes-fsdp hybrid, holmes has made a mesh for the hybrid strategy (_hybrid_meshes).
+    is_hybrid_by_holmes = is_hybrid and bool(_hybrid_meshes)
+    if is_hybrid and not is_hybrid_by_holmes:  # the program chose the strategy
         return result
     # A unit is a module in FSDP1. It has no handle if it has no parameters.
     flat_parameters = [unit._handle.flat_param for unit in state._all_fsdp_states if unit._handle]
@@ -301,11 +306,15 @@ def _print_cost_of_fsdp1(current: Session, call: Call, instance: Any, state: Any
     sent_dtype = state.mixed_precision.param_dtype
     if sent_dtype:  # weights are gathered in this dtype
         sent_bytes = stored_bytes * (sent_dtype.itemsize / flat_parameters[0].dtype.itemsize)
+    # Gradients are counted in the dtype of the gathered weights, FSDP1's default. The prediction
+    # does not read MixedPrecision.reduce_dtype, by which a program can choose another one.
     sent = ShardedWeights(
         units=len(flat_parameters), weight_bytes=sent_bytes, gradient_bytes=sent_bytes
     )
-    shard_group = None if is_hybrid else state.process_group  # None: --holmes-fsdp hybrid is in use
-    _print_cost(current, shard_group, sent, stored_bytes)
+    if is_hybrid_by_holmes:
+        _print_cost(current, group=None, sent=sent, stored_bytes=stored_bytes)  # None: hybrid
+    else:
+        _print_cost(current, state.process_group, sent, stored_bytes)
     return result
 
 
@@ -316,7 +325,8 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
     and how much memory --holmes-fsdp hybrid needs, if it is in use or possible.
 
     Args:
-        group: The process group over which FSDP shards; None if --holmes-fsdp hybrid is in use.
+        group: The process group over which FSDP shards. None (the group of all ranks) if
+            --holmes-fsdp hybrid is in use, which shards inside each cluster.
         sent: Bytes that a step gathers and reduces.
         stored_bytes: Bytes of all weights, as they are stored.
     """

@@ -138,25 +138,34 @@ def _give_group_its_nic(
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(**arguments)
     name_in_report = str(group_desc or group_name)
-    record_group(current, name_in_report, ranks, backend_named(str(backend)), options)
+    # Of several backends, the report names that of the GPU if there is one, else that of the CPU.
+    main_backend = backend_named(str(backend))
+    record_group(current, name_in_report, ranks, main_backend, options)
     return new_group
 
 
 def _note_backends(current: Session, backend: str) -> None:
-    """Check the backend of a new process group, and note it for the end of the job.
+    """Check the backend of a new process group, and note the names of its backends in the session.
+
+    A group may have one backend for each device type: "cpu:gloo,cuda:nccl".
 
     Args:
         current: The session, whose set of backends is updated.
         backend: The group's backend, e.g. "gloo" or "cpu:gloo,cuda:nccl".
 
     Raises:
-        HolmesError: the plan's networks cannot be given to the backend.
+        HolmesError: the backend uses one network for all groups (e.g. "ucc"), but the plan chooses
+            different networks for different groups.
     """
-    _check_backend(current, backend_named(backend))
-    backend_names = set(backends(backend).values())  # {"gloo", "nccl"} of "cpu:gloo,cuda:nccl"
-    current.backends |= backend_names  # read by _destroy_after_gloo_threads()
-    if "gloo" in backend_names:
-        forget_before_exit()  # registers a wait for gloo's threads at the interpreter's exit
+    # The check is for one backend: that of the GPU if there is one, else that of the CPU.
+    main_backend = backend_named(backend)
+    _check_backend(current, main_backend)
+    names_of_all = set(backends(backend).values())  # {"gloo", "nccl"} of "cpu:gloo,cuda:nccl"
+    current.backends |= names_of_all  # read by _destroy_after_gloo_threads()
+    if "gloo" in names_of_all:
+        # Lets the interpreter wait at its exit until gloo's threads have freed their tensors. If
+        # they did so while the interpreter shuts down, the process could hang.
+        forget_before_exit()
 
 
 @with_session
@@ -420,7 +429,7 @@ def planned_nccl_options(
     return nccl_options(
         transport,
         program_options,
-        ProcessGroupNCCL.Options,
+        ProcessGroupNCCL.Options,  # the class: each group gets an object of its own
         timeout,
         parent_options,
         comm_name=name,
@@ -447,6 +456,7 @@ def record_group(
     current.groups.append(GroupRecord(name, ranks, backend, transport))
     if current.options.verbose == "on" and current.rank == ranks[0]:
         members = some_of(ranks, separator=",")  # a long list is cut
+        # gloo's network interface or NCCL's network; neither inside one node.
         port = transport.interface or transport.net_name or "NVLink/memory"
         tell_user(f"group {name or 'world'} [{members}] {backend}: {transport.fabric} via {port}")
 

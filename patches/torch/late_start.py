@@ -30,9 +30,15 @@ def _postpone_communicator(
     backend: Any,
     backend_options: Any = None,
 ) -> Any:
-    """Make a process group; for the default group, postpone the communicator while holmes is off.
+    """Make a process group; if it is the default one and holmes is off, postpone its communicator.
 
     Runs instead of torch's _new_process_group_helper; `call()` runs the original.
+
+    NCCL chooses the network cards of a process when it makes the first communicator, and keeps this
+    choice. Since torch 2.15, init_process_group makes a communicator for the default group at once.
+    A program may enable holmes only afterwards. So as long as holmes is off, the communicator waits
+    for the group's first operation (torch's option lazy_init). If holmes is on, it has chosen the
+    cards already.
 
     Args:
         global_ranks_in_group: Ranks of the group; [] for the default group.

@@ -72,6 +72,8 @@ def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> Non
     is_traced = any(hasattr(stage, "pipe_info") for stage in stages)
     has_pair_groups = bool(_pair_groups[group])
     if has_pair_groups and is_traced and group_traits(group).is_nccl:
+        # Otherwise NCCL would make the communicator of `group` at the first such message, and wait
+        # there for all ranks of the group. Only two of them take part in a message.
         _make_communicator(group)
     warning = _warning_of_unreduced_gradients(schedule, stages)
     tell(current, warning, once=True)  # rank 0 prints it; "" prints nothing
@@ -232,8 +234,8 @@ def _step(current: Session, call: Call, instance: Any) -> Any:
     reducer_of: dict[Any, BucketReducer] = {}
     if instance._has_backward:
         for stage in stages:
-            reducer = ddp.postpone_reductions(stage.submod)
-            if reducer:  # else DistributedDataParallel waits itself, or the stage is not in one
+            reducer = ddp.defer_waits_for_reductions(stage.submod)
+            if reducer:  # None: DistributedDataParallel waits itself, or the stage is not in one
                 reducer_of[stage] = reducer
     if not reducer_of:
         # _postponed_scaling must not change: this step may run inside the step of another schedule, which has
@@ -253,7 +255,8 @@ def _step(current: Session, call: Call, instance: Any) -> Any:
     finally:
         _postponed_scaling = {}
         for reducer in reducer_of.values():
-            reducer.postponed = None  # outside of steps, DistributedDataParallel waits itself
+            # None: outside of steps, DistributedDataParallel waits itself.
+            reducer.unfinished_buckets = None
     return result
 
 
@@ -261,11 +264,14 @@ def _step(current: Session, call: Call, instance: Any) -> Any:
 def _postpone_scaling(call: Call, instance: Any) -> None:
     """Postpone the division of a stage's gradients by the number of micro-batches.
 
-    Runs instead of scale_grads of torch's stages; `call()` runs the original.
+    Runs instead of scale_grads of torch's stages; `call()` runs the original, which divides each
+    `.grad` in place.
 
-    Gradients must be reduced before they are divided. torch divides them when the backward passes of a stage
-    have ended. But _step() waits for the reductions only at the end of the training step, so it calls the
-    division afterwards.
+    torch calls scale_grads when the backward passes of a stage have ended. In torch the gradients
+    have been reduced by then. Here their reductions may still run in the background, and each
+    `.grad` is a view of the bucket that is being summed: a division now would change the bucket
+    during the sum. _step() waits for the reductions at the end of the training step, and divides
+    then.
 
     Args:
         call: Divides the gradients by the number that torch has passed to scale_grads.

@@ -37,9 +37,9 @@ class PlannedRuntime(NamedTuple):
     """Executor of a pipeline schedule's steps, in the order of passes that holmes's plan lists."""
 
     runtime: Any  # a _PipelineScheduleRuntime of torch
-    #: Whether _step() must divide the gradients by the number of micro-batches, because the runtime does not:
-    #: torch before 2.10 does it only if the stage's last pass is a full backward pass.
-    leaves_gradients_undivided: bool
+    #: Whether _step() must divide the gradients by the number of micro-batches, because the runtime
+    #: leaves that out (see _planned_runtime).
+    must_divide_gradients: bool
 
 
 #: Schedule of the program -> the executor of its steps. None: the schedule keeps its own order of passes.
@@ -70,7 +70,8 @@ def _step(current: Session, call: Call, instance: Any) -> Any:
         return call()  # the schedule runs its own passes
 
     outputs = planned.runtime.step(*call.args, **call.kwargs)  # in place of the schedule's own step
-    if planned.leaves_gradients_undivided:
+    if planned.must_divide_gradients:  # the runtime has left out the division by the micro-batches
+        # scale_grads=False: the program's loss is a sum over the micro-batches, and is not divided.
         divisor = instance._n_microbatches if instance.scale_grads else 1
         instance._stage.scale_grads(divisor)  # divides the gradients of the stage by it
     return outputs
@@ -103,11 +104,15 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
     actions_of_rank[runtime.rank] = _with_receives_moved(torch_actions, order, stage.stage_index)
     # From now on, _run_backward() postpones the weight gradients of this stage.
     _weight_gradients[stage] = WeightGradients()
+    # The gradients of the micro-batches are summed, and at the end divided by the number of
+    # micro-batches. torch before 2.10 divides them in the stage's last pass, but only if that is a
+    # full backward pass. If it is a pass for weight gradients only ("W"), the division is missing,
+    # and _step() makes it up.
     last_letter, _ = order.stages[stage.stage_index][-1]  # a pass is (letter, micro-batch)
     ends_with_weight_gradients = last_letter == "W"
     is_before_torch_2_10 = not hasattr(schedules, "REDUCE_GRAD")  # torch 2.10 added it
-    leaves_gradients_undivided = ends_with_weight_gradients and is_before_torch_2_10
-    return PlannedRuntime(runtime, leaves_gradients_undivided)
+    must_divide_gradients = ends_with_weight_gradients and is_before_torch_2_10
+    return PlannedRuntime(runtime, must_divide_gradients)
 
 
 def _planned_passes(current: Session, stage: Any) -> PassOrder | None:

@@ -143,7 +143,7 @@ def _reconfigure_and_record_group(
         work = call()
     # The program may have aborted the former communicator. Failures of the new one must be reported.
     nccl_errors.unmark_aborted_by_program(changed_group)
-    if new_ranks is None:
+    if new_ranks is None:  # this process has just started, and cannot know the other members
         return work
     _memberships[changed_group] = _Membership(uuid=uuid, planned_ranks=new_ranks)
     if new_ranks != former.planned_ranks:
@@ -197,12 +197,15 @@ def _new_planned_ranks(
 def _update_renumbered_rounds(current: Session, default_group_ranks: tuple[int, ...]) -> None:
     """Record whether torch's ranks differ from the planned ranks.
 
-    Called after the default group has changed. Planned ranks are those of the job's start. While the
-    numberings differ, _raise_if_renumbered() refuses to make new groups.
+    Called after the default group has changed. Planned ranks are those of the job's start. When a
+    member has left, torch numbers the remaining ones from 0 without gaps. While the numberings
+    differ, _raise_if_renumbered() refuses to make new groups.
 
     Args:
         default_group_ranks: Planned ranks of the default group's new members, ordered by torch's new rank.
     """
+    # current.round identifies this start of the job: after a restart, torch's ranks are the planned
+    # ones.
     torch_ranks = tuple(range(len(default_group_ranks)))
     if default_group_ranks == torch_ranks:
         _renumbered_rounds.discard(current.round)

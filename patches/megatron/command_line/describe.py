@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.megatron.command_line.flags import MEGATRON_DEEPSPEED, READ
+from holmes_ext.patches.megatron.command_line.flags import MEGATRON_DEEPSPEED, SETTING_OF_FLAG
 from holmes_ext.patches.megatron.command_line.settings import (
     read_settings,
     settings_of,
@@ -146,13 +146,16 @@ def sizes_from_arguments(argv: Sequence[str]) -> Sizes | None:
     Sizes in a ds_config file are not read. A script may ignore them, and the framework reports its sizes when
     it starts.
 
-    The result is also None if the distributed optimizer has several instances. Each instance should be one
-    cluster, which a plan without sizes achieves: it keeps the nodes of a cluster together. A plan with sizes
-    would keep the order of the launcher, because the data-parallel groups span clusters in any order.
+    The result is also None if Megatron-LM's distributed optimizer has several instances
+    (--num-distributed-optimizer-instances). Each instance should be one cluster, so the ranks of a
+    cluster must be consecutive. A plan without sizes always orders the nodes so. A plan with sizes
+    changes the launcher's order only if data-parallel groups then span fewer clusters. With several
+    instances they span all clusters in every order, so it would not change it.
     """
-    settings = settings_of(READ, words_by_flag(argv))
-    if settings.get("instances", 1) > 1:
-        return None
+    settings = settings_of(SETTING_OF_FLAG, words_by_flag(argv))
+    optimizer_instances = settings.get("instances", 1)
+    if optimizer_instances > 1:
+        return None  # a plan without sizes keeps each instance in one cluster
     return _sizes_of(settings)
 
 
@@ -262,7 +265,7 @@ def _split_of_layers(
     Megatron-LM has three ways to give stages unequal numbers of layers. The first that is used counts:
 
     1. --pipeline-model-parallel-layout lists the layers of each stage.
-    2. The embedding and the loss take the place of a layer on the first and the last stage.
+    2. Flags let the embedding count as a layer of the first stage, and the loss as one of the last.
     3. Flags give the layers of the first and the last stage. The other stages share the rest.
 
     Args:
@@ -275,15 +278,16 @@ def _split_of_layers(
         return _split_by_layout(settings["layout"], layers, pipeline_size, assumed)
     virtual = _virtual_stages(settings, layers, pipeline_size)
 
-    # Layers whose place the embedding and the loss take, 0 or 1 each.
+    # 1 if a flag lets the embedding, or the loss, count as one of the layers of its stage; else 0.
     embedding_layers = int(settings.get("embedding_counts", False))
     loss_layers = int(settings.get("loss_counts", False))
-    places_of_stage, remainder = divmod(layers + embedding_layers + loss_layers, pipeline_size)
-    ends_count = embedding_layers + loss_layers > 0
-    if ends_count and not remainder and virtual == 1:
-        first = places_of_stage - embedding_layers
-        last = places_of_stage - loss_layers
-        between = [places_of_stage] * (pipeline_size - 2)
+    counted_layers = layers + embedding_layers + loss_layers
+    counted_per_stage, remainder = divmod(counted_layers, pipeline_size)
+    has_flag = embedding_layers + loss_layers > 0
+    if has_flag and not remainder and virtual == 1:
+        first = counted_per_stage - embedding_layers
+        last = counted_per_stage - loss_layers
+        between = [counted_per_stage] * (pipeline_size - 2)
         return LayerSplit(virtual=1, stage_layers=(first, *between, last))
     return _split_by_ends(settings, layers, pipeline_size, virtual, assumed)
 

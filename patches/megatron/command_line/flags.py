@@ -2,11 +2,15 @@
 
 holmes predicts the step time of a job from its command line. The tables say how each flag or key counts:
 
-    READ, DS_CONFIG    gives a setting of the job, such as the number of layers
-    NOT_READ           changes the time or memory of a step, but the prediction does not count it; has the
-                       reason
-    NO_BEARING         changes neither sizes, memory nor traffic, or by less than 0.1 % (the bias of a norm).
-                       The table has beginnings of flags.
+    SETTING_OF_FLAG, SETTING_OF_KEY
+        Flags and keys that give a setting of the job, such as the number of layers.
+    REASON_NOT_COUNTED
+        Flags and keys that change the time or memory of a step, but are not counted in the
+        prediction, with the reason. VALUES_WITHOUT_EFFECT has the values with which some of them
+        change nothing after all.
+    FLAG_PREFIXES_WITHOUT_EFFECT, KEY_PREFIXES_WITHOUT_EFFECT
+        Beginnings of flags and keys that change neither sizes, memory nor traffic, or by less than
+        0.1 % (the bias of a norm).
 
 A flag that is in no table is reported to the user as unknown. A setting is a field of Sizes or Model
 (plan/), or a value from which describe.py computes such fields.
@@ -144,8 +148,8 @@ TRAINING = _table(
     ("ds_config", str, "--deepspeed_config", "--deepspeed-config"),
 )
 
-#: All flags that give a setting.
-READ = {**SIZES, **MODEL, **TRAINING}
+#: Flag -> the setting that it gives.
+SETTING_OF_FLAG = {**SIZES, **MODEL, **TRAINING}
 #: Flags that only Megatron-DeepSpeed has: its defaults differ from Megatron-LM's.
 MEGATRON_DEEPSPEED = (
     "--deepspeed",
@@ -156,9 +160,9 @@ MEGATRON_DEEPSPEED = (
     "--moe-expert-parallel-size",
     "--deepspeed-activation-checkpointing",
 )
-#: Keys of ds_config that give a setting. Keys of nested tables are joined by dots. The value "auto" is
-#: ignored.
-DS_CONFIG = _table(
+#: Key of ds_config -> the setting that it gives. Keys of nested tables are joined by dots. The
+#: value "auto" is ignored.
+SETTING_OF_KEY = _table(
     ("global_batch", int, "train_batch_size"),
     ("micro_batch", int, "train_micro_batch_size_per_gpu"),
     ("micro_batches", int, "gradient_accumulation_steps"),
@@ -184,7 +188,7 @@ DS_CONFIG = _table(
 
 #: Flag, or key of ds_config -> why the prediction does not count it. The literal below is the other way
 #: round: reason -> flags and keys.
-NOT_READ: dict[str, str] = {
+REASON_NOT_COUNTED: dict[str, str] = {
     name: reason
     for reason, names in {
         "the file is not read; give the model with --model FILE": """
@@ -269,9 +273,9 @@ NOT_READ: dict[str, str] = {
     for name in names.split()
 }
 
-#: Flag or key of NOT_READ -> values with which it changes nothing. "tensor" stands for the
-#: tensor-parallel size. The literal below is the other way round: values -> flags and keys.
-UNLESS: dict[str, tuple[str, ...]] = {
+#: Flag or key of REASON_NOT_COUNTED -> values with which it changes nothing. "tensor" stands for
+#: the tensor-parallel size. The literal below is the other way round: values -> flags and keys.
+VALUES_WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     name: values
     for values, names in {
         ("tensor",): "--expert-tensor-parallel-size",
@@ -299,8 +303,8 @@ UNLESS: dict[str, tuple[str, ...]] = {
     for name in names.split()
 }
 
-#: Beginnings of flags.
-NO_BEARING = tuple(
+#: Beginnings of flags that change neither sizes, memory nor traffic.
+FLAG_PREFIXES_WITHOUT_EFFECT = tuple(
     f"--{name}"
     for name in """
     data-path data-cache data-args data-impl data-per-class data-parallel-random split train- valid- test-
@@ -356,7 +360,7 @@ NO_BEARING = tuple(
 )
 #: Beginnings of ds_config keys that change neither sizes, memory nor traffic. The literal below has them
 #: by table.
-NO_BEARING_KEYS = tuple(
+KEY_PREFIXES_WITHOUT_EFFECT = tuple(
     table + key
     for table, keys in {
         "": """

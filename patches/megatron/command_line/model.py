@@ -179,9 +179,15 @@ def _byte_fields(
     default_gradient_bytes = weight_bytes
     if precision == "bf16" and not is_deepspeed:
         default_gradient_bytes = 4
-    main_gradient_bytes = settings.get("main_gradient_width", default_gradient_bytes)
-    sent_gradient_bytes = settings.get("gradient_width", main_gradient_bytes)
-    kept_gradient_bytes = settings.get("main_gradient_width", sent_gradient_bytes)
+    # Two settings give bytes: "gradient_width" of a gradient as it is sent, "main_gradient_width"
+    # of the sum that a rank keeps over the micro-batches. If only one is given, it holds for both.
+    given_kept_bytes = settings.get("main_gradient_width")
+    if given_kept_bytes is None:
+        sent_gradient_bytes = settings.get("gradient_width", default_gradient_bytes)
+        kept_gradient_bytes = sent_gradient_bytes
+    else:
+        sent_gradient_bytes = settings.get("gradient_width", given_kept_bytes)
+        kept_gradient_bytes = given_kept_bytes
 
     # ZeRO 1 shards the optimizer, ZeRO 2 also the gradients, ZeRO 3 also the weights.
     bytes_in_zero_order = [

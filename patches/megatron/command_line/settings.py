@@ -14,12 +14,12 @@ from typing import Any
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.deepspeed.ds_config import DsConfig
 from holmes_ext.patches.megatron.command_line.flags import (
-    DS_CONFIG,
-    NO_BEARING,
-    NO_BEARING_KEYS,
-    NOT_READ,
-    READ,
-    UNLESS,
+    FLAG_PREFIXES_WITHOUT_EFFECT,
+    KEY_PREFIXES_WITHOUT_EFFECT,
+    REASON_NOT_COUNTED,
+    SETTING_OF_FLAG,
+    SETTING_OF_KEY,
+    VALUES_WITHOUT_EFFECT,
     Reading,
 )
 
@@ -60,30 +60,35 @@ def words_by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
 def read_settings(argv: Sequence[str]) -> Settings:
     """Return the settings in a command line, and in the ds_config file that it names.
 
+    A setting describes the job, such as "layers" -> 24. Flags that give no setting are sorted into
+    those that change a step but are not counted (with the reason), those that change nothing, and
+    unknown ones.
+
     A value of the wrong type, such as a word in place of a number, is left out: the script itself refuses it.
     If a flag and ds_config give the same setting, the value of ds_config counts.
     """
     flags = words_by_flag(argv)
-    values = settings_of(READ, flags)
+    values = settings_of(SETTING_OF_FLAG, flags)
+    # Compared with --expert-tensor-parallel-size, which changes nothing if it is the same number.
     tensor_size = str(values.get("tensor", 1))
     not_read = {}
     unknown = []
     for flag, following in flags.items():
-        if flag in NOT_READ:  # flags that change a step, but are not counted: flag -> reason
+        if flag in REASON_NOT_COUNTED:
             if not _has_no_effect(flag, " ".join(following), tensor_size):
-                not_read[flag] = NOT_READ[flag]
-        elif flag not in READ and not flag.startswith(NO_BEARING):
+                not_read[flag] = REASON_NOT_COUNTED[flag]
+        elif flag not in SETTING_OF_FLAG and not flag.startswith(FLAG_PREFIXES_WITHOUT_EFFECT):
             unknown.append(flag)
 
     config = ds_config.from_arguments(list(argv))
-    if config is None:
-        return Settings(values, flags, not_read, tuple(unknown))
-    is_unreadable = not config.digest
-    if is_unreadable:
+    if config is not None and not config.digest:  # the file is missing, or is no JSON
         file_name = Path(config.path).name
         not_read[file_name] = "cannot be read as JSON: its settings are not counted"
-        return Settings(values, flags, not_read, tuple(unknown))
-    return _with_config(Settings(values, flags, not_read, tuple(unknown)), config)
+        config = None
+    from_flags = Settings(values, flags, not_read, tuple(unknown))
+    if config is None:
+        return from_flags
+    return _with_config(from_flags, config)
 
 
 def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
@@ -96,15 +101,16 @@ def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
     file_name = Path(config.path).name
     # Keys are read like flags that one word follows. "auto" leaves a setting to DeepSpeed.
     words_of_key = {key: [value] for key, value in _leaves(config.content) if value != "auto"}
-    config_values = settings_of(DS_CONFIG, words_of_key)
+    config_values = settings_of(SETTING_OF_KEY, words_of_key)
     not_read = dict(from_flags.not_read)
     unknown = list(from_flags.unknown)
     for key, (value,) in words_of_key.items():
-        entry = _entry_of_key(key)  # of the table of keys that change a step, but are not counted
+        # The key, or a table around it, if it changes a step but is not counted; else "".
+        entry = _entry_of_key(key)
         if entry:
             if not _has_no_effect(entry, str(value)):
-                not_read[f"{file_name}: {entry}"] = NOT_READ[entry]
-        elif key not in DS_CONFIG and not key.startswith(NO_BEARING_KEYS):
+                not_read[f"{file_name}: {entry}"] = REASON_NOT_COUNTED[entry]
+        elif key not in SETTING_OF_KEY and not key.startswith(KEY_PREFIXES_WITHOUT_EFFECT):
             unknown.append(f"{file_name}: {key}")
 
     overruled = []
@@ -128,11 +134,13 @@ def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
 
 
 def _entry_of_key(key: str) -> str:
-    """Return the entry of NOT_READ for a key of ds_config, or "" if there is none.
+    """Return the entry of REASON_NOT_COUNTED for a key of ds_config, or "" if there is none.
 
-    An entry is the key itself, or a table around it: "curriculum_learning" covers all keys of that table.
+    REASON_NOT_COUNTED has flags and keys that change a step, but are not counted in its prediction.
+    An entry is the key itself, or a table around it: "curriculum_learning" covers all keys of that
+    table.
     """
-    for entry in NOT_READ:
+    for entry in REASON_NOT_COUNTED:
         if key == entry or key.startswith(f"{entry}."):
             return entry
     return ""
@@ -188,12 +196,20 @@ def _is_whole_number(text: str) -> bool:
 
 
 def _has_no_effect(name: str, value: str, tensor_size: str = "") -> bool:
-    """Return whether a flag of NOT_READ, or a key, changes nothing if it has this value.
+    """Return whether a flag, or a key of ds_config, has a value with which it changes nothing.
+
+    This is so for some values, which the table VALUES_WITHOUT_EFFECT lists. For example
+    "--cp-comm-type p2p" gives the default. The table's value "tensor" stands for the
+    tensor-parallel size of the job: --expert-tensor-parallel-size changes nothing if it is the same
+    number.
 
     Args:
-        tensor_size: The tensor-parallel size. Some flags change nothing if they give the same number.
+        name: The flag or key.
+        value: The words after the flag, or the value of the key.
+        tensor_size: The tensor-parallel size of the job, for flags; "" for keys, of which none
+            needs it.
     """
-    values_without_effect = UNLESS.get(name, ())
+    values_without_effect = VALUES_WITHOUT_EFFECT.get(name, ())
     if "tensor" in values_without_effect and value == tensor_size:
         return True
     return value in values_without_effect

@@ -1,10 +1,12 @@
 """Finds bucket sizes for megatron-core's distributed optimizer with which its checkpoints are correct.
 
-megatron-core cuts the gradients into buckets, and pads each bucket so that the ranks get equal shards.
-Before 0.20, fully reshardable checkpoints are wrong if a bucket other than the last one is padded:
-get_parameter_state_dp_zero leaves out the padding between buckets, and
-sharded_param_state_fully_reshardable counts it. A bucket needs no padding if it ends where the number of
-elements is already a multiple of the divisor.
+megatron-core cuts the gradients into buckets. It pads each bucket to a multiple of a number, the
+divisor, so that the ranks get equal shards. (The divisor is a multiple of the number of ranks and
+of an alignment.) Before 0.20, fully reshardable checkpoints are wrong if a bucket other than the
+last one is padded: get_parameter_state_dp_zero leaves out the padding between buckets, and
+sharded_param_state_fully_reshardable counts it. A bucket needs no padding if its end is already at
+a multiple of the divisor. This module searches for a bucket size with which all buckets but the
+last end so.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ def unpadded_bucket_size(
     """
     min_size = planned_size * MIN_SIZE_FACTOR
     max_size = planned_size * MAX_SIZE_FACTOR
-    # The first bucket ends after a parameter. Only ends that need no padding are candidates.
+    # The first bucket ends after some parameter, and its end is the bucket size. Candidates are the
+    # ends that need no padding. The loop below checks the other buckets.
     candidates = []
     position = 0
     for parameter in parameters:
@@ -111,6 +114,8 @@ def unpadded_size_for_buffer(
     Returns:
         The size nearest to the planned one, in elements; None if no size near it fits.
     """
+    # megatron-core pads buckets to a multiple of this number, so that all ranks get equal, aligned
+    # shards.
     divisor = math.lcm(ranks, BUCKET_ALIGNMENT)
     if getattr(ddp_config, "pad_buckets_for_high_nccl_busbw", False):
         divisor = math.lcm(divisor, HIGH_BANDWIDTH_ALIGNMENT)

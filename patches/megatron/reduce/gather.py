@@ -69,6 +69,7 @@ def prepare(ddp: Any) -> None:
         """
         for group in _bucket_groups(ddp):
             if group.param_gather_handle is not None:  # a gather has been started
+                # skip_next_bucket_dispatch: do not start the next gather; step() has started all.
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     # Programs can call state_dict() of any module in the model.

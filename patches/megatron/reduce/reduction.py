@@ -50,8 +50,13 @@ def may_change_optimizer_buckets(current: Session) -> bool:
 def warn_that_buckets_stay(current: Session, way_out: str = "") -> None:
     """Print once that holmes keeps the distributed optimizer's bucket size, and how the user can change that.
 
+    Its checkpoints depend on the bucket size, so it must not change between two checkpoints of a
+    job. The way out in the message is an option that the user gives from the job's first checkpoint
+    on: with --holmes-overlap on, gradients travel during the backward pass, and updated weights
+    during the next forward pass.
+
     Args:
-        way_out: An option besides --holmes-overlap on, followed by ", or ".
+        way_out: Another option that helps, followed by ", or "; "" if there is none.
     """
     tell(
         current,
@@ -87,8 +92,9 @@ def _reduce_as_planned(current: Session, call: Call, instance: Any) -> Any:
         return call()
     if ddp_config.use_distributed_optimizer and not may_change_optimizer_buckets(current):
         warn_that_buckets_stay(current)
-        # Recorded for the comparison of the plan with what the job does. The size is not needed for that:
-        # the user has been warned already (reported).
+        # For the job's report, which compares the reductions with the plan. reported: the user has
+        # been warned already, so the report says no more about this one, and its size is not
+        # needed.
         overlap = ddp_config.overlap_grad_reduce
         session.note_reduction(
             ranks, planned, size=0, hierarchical=False, overlap=overlap, reported=True
@@ -110,6 +116,7 @@ def _reduce_as_planned(current: Session, call: Call, instance: Any) -> Any:
     result = _construct(call, arguments)
     if gathers_weights:
         megatron_gather.prepare(instance)  # from now on, state_dict() waits for the gathers
+    # For the job's report. megatron-core's own reduction, which this is, is not hierarchical.
     overlap = ddp_config.overlap_grad_reduce
     session.note_reduction(ranks, planned, gradient_bytes, hierarchical=False, overlap=overlap)
     return result
@@ -118,17 +125,21 @@ def _reduce_as_planned(current: Session, call: Call, instance: Any) -> Any:
 def _set_overlap_and_buckets(ddp_config: Any, elements: int, rank_count: int) -> None:
     """Set overlap and bucket size in a DistributedDataParallelConfig, unless the program has chosen them.
 
-    The configuration is changed in place, as megatron-core does it: all chunks of a model must have equal
-    configurations. The attributes buckets_by_plan and overlap_by_plan are holmes's own. They mark values that
-    this function has set, also for the next chunk with the same configuration.
+    The configuration is changed in place, as megatron-core itself does for its defaults. The chunks
+    of a model normally share one configuration object, so the change holds for later chunks, too.
+    The attributes buckets_by_plan and overlap_by_plan are holmes's own: they mark values that this
+    function has set.
 
     Args:
         elements: Planned number of elements of a bucket.
         rank_count: Number of ranks that reduce the gradients.
     """
     default_size = max(40_000_000, 1_000_000 * rank_count)  # megatron-core's, in elements
+    # megatron-core writes its default into the configuration, so that value is no choice of the
+    # program.
     program_has_chosen_size = ddp_config.bucket_size not in (None, default_size)
     if not program_has_chosen_size:
+        # Never above megatron-core's default: the reduction of a larger bucket would start later.
         ddp_config.bucket_size = min(elements, default_size)
         ddp_config.buckets_by_plan = True
     if not ddp_config.overlap_grad_reduce:
@@ -139,12 +150,18 @@ def _set_overlap_and_buckets(ddp_config: Any, elements: int, rank_count: int) ->
 def _construct(call: Call, arguments: Mapping[str, Any]) -> Any:
     """Run DistributedDataParallel's constructor with the bucket size of its ddp_config on every stage.
 
+    megatron-core's constructor uses that size on the first pipeline stage only. On later stages it
+    makes a single bucket, which cannot be reduced before the backward pass has ended.
+
     Args:
         call: Runs the constructor.
         arguments: The constructor's arguments, by name.
     """
     ddp_config = arguments["ddp_config"]
-    bucket_size = None if arguments["disable_bucketing"] else ddp_config.bucket_size
+    if arguments["disable_bucketing"]:  # the program itself wants a single bucket, on every stage
+        bucket_size = None
+    else:
+        bucket_size = ddp_config.bucket_size
     # megatron-core 0.18 and later: the layout of the distributed optimizer's buckets is an argument.
     takes_layout = "full_param_layout" in arguments and ddp_config.use_distributed_optimizer
     # The constructor makes buffers and layouts. The wrappers of these two functions, _bucket_as_planned and
@@ -208,10 +225,11 @@ def _distributed_layout(arguments: Mapping[str, Any], elements: int):
     groups = ProcessGroupCollection.setup_process_groups_for_ddp(
         arguments["pg_collection"], arguments["config"], ddp_config
     )
+    reducing_ranks = groups["intra_dp_cp_group"].size()  # data-parallel x context-parallel ranks
     return DistributedOptimizer.compute_full_param_layout(
         parameters,
         elements,
-        groups["intra_dp_cp_group"].size(),
+        reducing_ranks,
         ddp_config,
         expert_data_parallel_world_size=groups["intra_expt_dp_group"].size(),
     )

@@ -18,7 +18,7 @@ Before this sum, megatron-core has averaged the gradients over the data-parallel
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Call, by_name, with_session
@@ -27,6 +27,13 @@ from holmes_ext.patches.megatron.features import TIED
 from holmes_ext.runtime.session import Session
 
 PAIR_SIZE = 2  # ranks in the group of the two stages that share an embedding
+
+
+class ElementRange(NamedTuple):
+    """Consecutive elements of a weight's gradient, counted from the start of the weight."""
+
+    start: int
+    stop: int  # the index after the last element
 
 
 @with_session
@@ -87,10 +94,9 @@ def _all_reduce(
         # With it, one rank of a stage has the average of an element, and the others add zero. The sum counts
         # the average once, and is not divided.
         divisor = 1
-        start, stop = shard
         flat = gradient.view(-1)
-        flat[:start].zero_()
-        flat[stop:].zero_()
+        flat[: shard.start].zero_()
+        flat[shard.stop :].zero_()
     tied_sum(gradient, divisor)  # in place: sums and divides
     return None  # like _allreduce_embedding_grad
 
@@ -132,18 +138,18 @@ def _chunk_with_embedding(model: list[Any], pipeline_group: Any) -> Any:
     return chunk
 
 
-def own_shard(chunk: Any, weight: Any) -> tuple[int, int] | None:
+def own_shard(chunk: Any, weight: Any) -> ElementRange | None:
     """Return which elements of a weight's gradient this rank has reduced under the distributed optimizer.
 
     The distributed optimizer cuts each bucket of gradients into equal shards, one for each data-parallel
-    rank.
+    rank. A rank averages only its own shard.
 
     Args:
         chunk: DistributedDataParallel with the weight.
 
     Returns:
-        First element and end, counted from the start of the weight; (0, 0) if this rank's shard has none of
-        the weight. None without the distributed optimizer: the rank has all elements.
+        The range is empty, from 0 to 0, if this rank's shard has none of the weight. None without
+        the distributed optimizer: the rank has all elements.
     """
     if not chunk.ddp_config.use_distributed_optimizer:
         return None
@@ -157,9 +163,9 @@ def own_shard(chunk: Any, weight: Any) -> tuple[int, int] | None:
     # The overlap of weight and shard, as indices in the buffer.
     start = max(weight_start, shard_start)
     stop = min(weight_stop, shard_start + shard_size)
-    if start >= stop:
-        return 0, 0
-    return start - weight_start, stop - weight_start
+    if start >= stop:  # no overlap
+        return ElementRange(start=0, stop=0)
+    return ElementRange(start=start - weight_start, stop=stop - weight_start)
 
 
 PATCHES = (

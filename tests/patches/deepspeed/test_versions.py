@@ -73,4 +73,4 @@ def test_gradients_that_are_not_where_they_are_reduced(monkeypatch):
             (lambda group: False) if changed else (lambda group: group == 1)
         )
         monkeypatch.setattr(versions, "installed_version", lambda _, version=version: version)
-        assert versions.read_by_version("accumulates_apart", zero) is answer, (version, changed)
+        assert versions.read_by_version("sums_outside_grad", zero) is answer, (version, changed)

@@ -194,20 +194,26 @@ def test_recomputation_in_units_that_a_stage_would_cut():
     whole = SimpleNamespace(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
     )
-    megatron_core.refuse_cut_units(plan, whole, cuts=False)
-    megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), whole, cuts=True)
+    megatron_core.check_recompute_groups(plan, whole, last_may_be_shorter=False)
+    megatron_core.check_recompute_groups(
+        replace(plan, stage_layers=(3, 1)), whole, last_may_be_shorter=True
+    )
     for field, value in (
         ("recompute_granularity", "selective"),
         ("recompute_method", "block"),
         ("recompute_num_layers", 1),
     ):
         other = SimpleNamespace(**{**vars(whole), field: value})
-        megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), other, cuts=False)
+        megatron_core.check_recompute_groups(
+            replace(plan, stage_layers=(3, 1)), other, last_may_be_shorter=False
+        )
     with pytest.raises(
         HolmesError,
         match="stages of 3.1 layers are not whole units of the 2 layers that .* recompute_num_layers 1",
     ):
-        megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), whole, cuts=False)
+        megatron_core.check_recompute_groups(
+            replace(plan, stage_layers=(3, 1)), whole, last_may_be_shorter=False
+        )
 
 
 def test_where_the_last_unit_ends_is_looked_up_once(monkeypatch):
@@ -222,9 +228,9 @@ def test_where_the_last_unit_ends_is_looked_up_once(monkeypatch):
         searched_modules.append(name)
 
     monkeypatch.setattr(megatron_core, "find_spec", find_no_module)
-    megatron_core._last_unit_may_be_shorter.cache_clear()  # it is decorated with functools.cache
-    answers = [megatron_core._last_unit_may_be_shorter() for _ in range(3)]
-    megatron_core._last_unit_may_be_shorter.cache_clear()  # the next test gets the real answer
+    megatron_core._last_recompute_group_may_be_shorter.cache_clear()  # it is decorated with functools.cache
+    answers = [megatron_core._last_recompute_group_may_be_shorter() for _ in range(3)]
+    megatron_core._last_recompute_group_may_be_shorter.cache_clear()  # the next test gets the real answer
     assert answers == [False, False, False]
     assert searched_modules == ["megatron.core.recompute"]
 

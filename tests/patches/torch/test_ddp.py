@@ -434,7 +434,7 @@ def test_on_a_gpu_a_pipeline_s_buckets_wait_when_its_schedule_ends(monkeypatch):
     bucket.parameters = lambda: [parameter, unused]
     bucket.gradients = lambda: [flat[:6].view(2, 3), flat[6:]]
 
-    reducer.postponed = []  # a list, not None: postpones waiting until finish()
+    reducer.unfinished_buckets = []  # a list, not None: postpones waiting until finish()
     future = ddp_patches.hierarchical_hook(reducer, bucket)  # the comm hook
     assert future is bucket  # one stand-in for both
     assert bucket.log == [

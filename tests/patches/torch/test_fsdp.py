@@ -310,7 +310,7 @@ def train_fsdp1(rank, strategy):
     losses_without_holmes = losses_of_new_model()
     start(rank, fsdp="hybrid")  # switches holmes on
     hybrid_losses = losses_of_new_model()
-    meshes_of_holmes = fsdp_patches._meshes  # type of device -> device mesh
+    meshes_of_holmes = fsdp_patches._hybrid_meshes  # type of device -> device mesh
     return losses_without_holmes, hybrid_losses, len(meshes_of_holmes)
 
 
