@@ -220,7 +220,7 @@ class BucketReducer:
             self._planned.size,
             hierarchical=self._planned.hierarchical is not None,
             overlap=True,
-            follows=True,
+            follows_plan=True,
         )
 
     def finish(self) -> None:
