@@ -54,7 +54,9 @@ def _learn_sizes(call: Call, instance: Any) -> Any:
 def _forward():
     """Record the forward pass of one micro-batch as a span. The first one begins a training step."""
     recorder = telemetry.recorder
-    if recorder is not None and not recorder.armed:  # no step has begun since the last one ended
+    if (
+        recorder is not None and not recorder.is_in_step
+    ):  # no step has begun since the last one ended
         recorder.step_begins(exactly=False)  # not exactly: the program may have read data before
     with telemetry.span("forward"):
         yield

@@ -297,7 +297,7 @@ class Watchdog:
         # An operation is stuck after the median step, or if no step has ended yet, after the limit of a step.
         stuck_s = max(STUCK_S, self._limit_s() if median_s is None else median_s)
         is_stuck = bool(state.waiting) and state.waiting[0].age >= stuck_s
-        if self.recorder.armed and is_stuck:  # armed: inside a step, not between two
+        if self.recorder.is_in_step and is_stuck:  # armed: inside a step, not between two
             self._explain(state)
 
     def _late(self) -> bool:
@@ -312,7 +312,7 @@ class Watchdog:
 
     def _so_far(self) -> float:
         """Return the seconds since the current step began."""
-        return self.clock() - self.recorder.entered
+        return self.clock() - self.recorder.step_entered
 
     def state(self) -> State:
         """Return which operations this rank has started and waits in, and what its NICs carry."""
@@ -364,7 +364,7 @@ class Watchdog:
             group=op.group.name,
             kind=self.recorder.kind(op),
             operation=op.name,
-            ranks=self.recorder.ends(op),
+            ranks=self.recorder.participants(op),
             number=op.number,
             peer=op.peer,
             age=now - op.start,
