@@ -4,12 +4,11 @@ Hierarchical all-reduces use them for the gradients between clusters, and stage 
 
     codec   bytes per element      rounding
     bf16    2                      to bfloat16
-    int8    1, and a float32       to 1/127 of the largest magnitude in a block of 256 elements. The
-    rounding error
-            scale for each block   is added to the same elements in the next step (error feedback: Seide
-            et al.
-                                   2014; Karimireddy et al. 2019, arXiv 1901.09847, show that it keeps
-                                   SGD's rate of convergence).
+    int8    1, and a float32       to 1/127 of the largest magnitude in a block of 256 elements
+            scale for each block
+
+With int8, the rounding error is added to the same elements in the next step (error feedback: Seide et al.
+2014). This keeps SGD's rate of convergence (Karimireddy et al. 2019, arXiv 1901.09847).
 
 All ranks get identical bits: decoding depends only on the bytes on the wire, and the sender goes on with
 its own decoded tensor, too. NaN and infinity are not hidden: bf16 keeps them, int8 turns their whole

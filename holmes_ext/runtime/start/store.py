@@ -99,11 +99,11 @@ def connect(process: Process, timeout_s: float, is_host: bool = False) -> Any:
 
 @contextmanager
 def until_gone(process: Process, store: Any) -> Iterator[None]:
-    """Drop a torch store inside the block, and leave the block only after the store's server has ended.
+    """Let the caller drop a torch store in the `with` block; the block is left after its server has ended.
 
     Then no rank can connect to the old server by mistake when the program makes a new store at the same
-    address. On the host (rank 0), the server is part of the object `store`. The ranks agree on its end like
-    this:
+    address. On the host (rank 0), the server is part of the object `store`, and ends with the last reference
+    to it: the caller must keep none. The ranks agree on its end like this:
 
         1. every other rank   opens a plain connection to the server, and adds 1 to holmes/leave
         2. the last of them   sets holmes/leave/all
@@ -122,7 +122,7 @@ def until_gone(process: Process, store: Any) -> Iterator[None]:
             store.set("holmes/leave/all", b"1")
     elif process.world_size > 1 and not process.agent_store:
         store.get("holmes/leave/all")  # step 3: get() waits for the key
-    del store
+    del store  # this function's reference, so that the caller can drop the last one in the block
     yield
     if connection is not None:
         with connection, suppress(OSError):

@@ -118,24 +118,26 @@ class Collector:
         self._lock = threading.Lock()  # telemetry's thread and Prometheus's requests use the values
 
     def take(self, document: dict[str, Any]) -> None:
-        """Update the metrics by a document of telemetry_file.py, a line of the telemetry file.
-
-        It is a training step, a change of the plan, or a round with joined jobs. Other documents are ignored.
+        """Update the metrics by one line of the telemetry file.
 
         Args:
-            document: The line, as a JSON object.
+            document: The line, as a JSON object. Its keys say what it is: "step" is in that of a training
+                step, "plan" in that of a change of the running job's plan, and "outer" in that of an outer
+                round, in which joined jobs exchange pseudo-gradients. Other lines are ignored.
         """
         with self._lock:
             if "step" in document:
                 self._take_step(document)
             elif "plan" in document:
                 change = document["plan"]
-                self._values["holmes_plan_predicted_step_seconds", ()] = change["then_s"]
+                predicted_step_s = change["then_s"]
+                self._values["holmes_plan_predicted_step_seconds", ()] = predicted_step_s
                 in_flight = "+".join(map(str, change["in_flight"]))
                 # The label says what has changed: reductions ("sums"), or micro-batches in flight ("3+1").
                 self._add("plan_changes", 1, "sums" if change.get("sums") else in_flight)
             elif "outer" in document:
                 figures = document["outer"]
+                # "verdict": how the coordinator ended the round, e.g. "commit".
                 self._add("rounds", 1, str(figures["verdict"]))
                 self._add("round_sent_bytes", figures["bytes"])
                 self._add("round_seconds", figures["seconds"])

@@ -40,6 +40,8 @@ _BYTES_PER_DATA_UNIT = 4  # of the InfiniBand counters port_xmit_data and port_r
 PROBE_S = 3.0
 #: TCP port "discard" to which neighbours are connected. It is nearly always closed, so the kernel refuses.
 _PROBED_PORT = 9
+#: Connections to try at the same time. The message about a failure has room for few nodes, and a lost node
+#: is mostly a neighbour in the first groups already.
 _MOST_PROBES = 8
 #: Error counters below /sys/class/net/INTERFACE. If they grow, the link is bad.
 _NET_COUNTERS = (
@@ -242,10 +244,11 @@ def unreachable(current: Session) -> list[str]:
 
 
 def _neighbour_ports(current: Session) -> dict[_Target, Port]:
-    """Return the ports of the neighbours of this rank on other nodes, but at most _MOST_PROBES.
+    """Return the NIC ports of neighbouring nodes to which unreachable() tries to connect.
 
-    Neighbours are the previous and the next rank in each process group of this rank. Ports are those on the
-    fabric of the group, and on Ethernet.
+    Neighbours are the previous and the next rank in each process group of this rank. A neighbour is tried
+    over the fabric of the group, and over Ethernet. If there are more than _MOST_PROBES ports, only those of
+    the first groups are returned.
 
     Returns:
         (node, fabric) -> the node's port on the fabric.

@@ -194,7 +194,7 @@ class Job:
         """Let the watchdogs of all ranks that answer check once whether a step is late."""
         for watchdog in self.watchdogs:
             if watchdog.recorder.rank in self.answering:
-                watchdog.look()
+                watchdog.check()
 
 
 def group_of(ranks):
