@@ -99,15 +99,15 @@ class Int8(Codec):
     feedback = True
     saves_above = 0
 
-    def __init__(self, block: int = BLOCK):
-        """Create a codec for blocks of `block` elements."""
-        self.block = block
+    def __init__(self, block_size: int = BLOCK):
+        """Create a codec for blocks of `block_size` elements, which share a scale."""
+        self.block_size = block_size
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Return an uninitialized uint8 tensor for the scales and levels of `like`."""
         import torch
 
-        blocks = _divide_up(like.numel(), self.block)
+        blocks = _divide_up(like.numel(), self.block_size)
         words = blocks + _divide_up(like.numel(), _FLOAT32_BYTES)  # of 4 bytes
         return like.new_empty(_FLOAT32_BYTES * words, dtype=torch.uint8)
 
@@ -151,7 +151,7 @@ class Int8(Codec):
         import torch
 
         numel = like.numel()
-        scales_end = _FLOAT32_BYTES * _divide_up(numel, self.block)
+        scales_end = _FLOAT32_BYTES * _divide_up(numel, self.block_size)
         scales = wire[:scales_end].view(torch.float32)
         levels = wire[scales_end : scales_end + numel].view(torch.int8)
         values = self._in_blocks(levels.float()).mul_(scales[:, None])
@@ -161,10 +161,10 @@ class Int8(Codec):
         """Return a flat tensor as [blocks, elements of a block], padded with zeros if necessary."""
         import torch
 
-        padding = -flat.numel() % self.block
+        padding = -flat.numel() % self.block_size
         if padding:
             flat = torch.cat((flat, flat.new_zeros(padding)))
-        return flat.view(-1, self.block)
+        return flat.view(-1, self.block_size)
 
 
 def _divide_up(dividend: int, divisor: int) -> int:

@@ -112,9 +112,9 @@ def exchange(
     Args:
         store: The job's key-value store.
         process: This rank, as the launcher numbered it.
-        report: Has the keys "node", "identity", "local_rank", "agreed" (a flat dictionary that must be the
-            same on all ranks) and, on local rank 0, "nics_of_node". Or it has "error": the message of a
-            failure on this rank, which ends the job.
+        report: Has the keys "node", "identity" (unique to a node), "local_rank", "agreed" (a flat dictionary
+            that must be the same on all ranks) and, on local rank 0, "nics_of_node". Or it has "error": the
+            message of a failure on this rank, which ends the job.
         decide: Makes the verdict's document. It is called on rank 0 only.
         timeout_s: Seconds that rank 0 waits for the reports.
 
@@ -477,7 +477,7 @@ def _check_agreement(reports: list[dict[str, Any]]) -> None:
 
 
 def _nodes(reports: list[dict[str, Any]]) -> list[NodeReport]:
-    """Return a report for each node with the number of its processes, in the order of their lowest ranks.
+    """Return a report for each node with its NICs and number of processes, in the order of lowest ranks.
 
     Raises:
         HolmesError: The local ranks of a node are not 0, 1, 2 and so on.

@@ -173,8 +173,9 @@ def _reduction_difference(reduction: DoneReduction) -> str:
 def _missing_reduction(current: Session) -> str:
     """Return a sentence if the framework reduced this rank's gradients although holmes planned to do so.
 
-    holmes records each reduction that it makes. "" is returned if there is a record for this rank's pipeline
-    stage, or if the plan leaves the stage's reduction to the framework.
+    holmes plans to do so if the gradients cross clusters (hierarchical all-reduce), or if their reduction
+    shall overlap the backward pass, and holmes has a patch of the framework for it. It records each reduction
+    that it makes. "" is returned if there is a record for this rank's pipeline stage, or none is expected.
     """
     plan = current.plan
     sizes = plan.sizes

@@ -6,8 +6,7 @@ be the cause.
     1. A rank dies. Its neighbours in the ring see their connections close, and end.
     2. The neighbours of these ranks see the same, and so on. Only the first failure helps the user.
     3. So each rank puts its message into the job's key-value store, unless one is there. Every later rank
-    prints
-       the first message, too.
+       prints the first message, too.
     4. The cause is looked for in the kernel (nics.py): links and error counters of this node's NICs, and
        connections to the neighbours.
 
@@ -20,9 +19,8 @@ the default timeout of a process group is half an hour. So holmes polls the NICs
 
     a NIC fails             A warning is printed.
     the NIC recovers        A second message is printed, and the job goes on.
-    the NIC stays failed    After --holmes-link-timeout seconds (20 by default) the process exits with
-                            status 2,
-                            if a process group of this rank uses the NIC's network. The launcher may then
+    the NIC stays failed    After --holmes-link-timeout seconds (20 by default) the process exits with status
+                            2, if a process group of this rank uses the NIC's network. The launcher may then
                             start the job again: torchrun --max-restarts does, without that NIC.
 
 A NIC that has already failed at the first poll is ignored.
@@ -237,7 +235,7 @@ def _describe_suspects() -> str:
         if problem or grown_counters:
             since_start = f" ({grown_counters} since the start)" if grown_counters else ""
             findings.append(
-                f"{nics.say(current.node, port)} {problem or 'has a link'}{since_start}"
+                f"{nics.describe_port(current.node, port)} {problem or 'has a link'}{since_start}"
             )
     if not any(problems.values()):  # this node's NICs work: the cause is elsewhere
         findings += nics.unreachable(current)
@@ -384,7 +382,7 @@ class NicWatch:
         for name, (port, problem) in troubled.items():
             if name in self._ignored:
                 continue
-            fault = f"{nics.say(current.node, port)} {problem}"
+            fault = f"{nics.describe_port(current.node, port)} {problem}"
             if name not in self._since:  # a new problem
                 self._since[name] = now
                 line = fault

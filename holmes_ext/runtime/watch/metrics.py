@@ -2,9 +2,8 @@
 
     PORT        http://127.0.0.1:PORT/metrics, for a Prometheus server or agent on this node
     HOST:PORT   the same at this node's address HOST; 0.0.0.0 for all addresses
-    FILE.prom   the same text in a file, for the textfile collector of node_exporter. The file is replaced
-    as a
-                whole, at most once a second, and when the job ends.
+    FILE.prom   the same text in a file, for the textfile collector of node_exporter. The file is replaced as
+                a whole, at most once a second, and when the job ends.
 
 Most values come from the documents that telemetry_file.py makes of training steps and rounds. The state of a
 NIC is read when Prometheus asks for it. Counters begin at the start of the job. The package prometheus_client

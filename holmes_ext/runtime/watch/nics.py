@@ -40,8 +40,7 @@ _BYTES_PER_DATA_UNIT = 4  # of the InfiniBand counters port_xmit_data and port_r
 PROBE_S = 3.0
 #: TCP port "discard" to which neighbours are connected. It is nearly always closed, so the kernel refuses.
 _PROBED_PORT = 9
-#: Connections to try at the same time. The message about a failure has room for few nodes, and a lost node
-#: is mostly a neighbour in the first groups already.
+#: Most ports of neighbours to which connections are tried, all at the same time and each in a thread.
 _MOST_PROBES = 8
 #: Error counters below /sys/class/net/INTERFACE. If they grow, the link is bad.
 _NET_COUNTERS = (
@@ -192,7 +191,7 @@ def bytes_carried(node: Node) -> dict[str, int]:
     return carried
 
 
-def say(node: Node, port: Port) -> str:
+def describe_port(node: Node, port: Port) -> str:
     """Return a port in words, such as "NIC roce0 (mlx5_0:1) of node b1 (fabric b, 10.101.0.4)"."""
     address = f", {port.address}" if port.address else ""
     return f"NIC {port.name} of node {node.name} (fabric {port.fabric}{address})"

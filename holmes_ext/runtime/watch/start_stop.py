@@ -223,7 +223,7 @@ def _make_watchdog(
     host: int | None = plan.nodes.index(first_node) * plan.processes
     if process.agent_store:
         host = None  # torchrun's agent hosts the store
-    # The lab emulates networks that are slower than the stated ones by this factor; 1 outside of the lab.
+    # In the lab, networks carry this multiple of their stated rates. It is 1 outside of the lab.
     scale = lab_scale(os.environ)
     return Watchdog(
         recorder,
