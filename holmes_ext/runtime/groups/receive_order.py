@@ -207,15 +207,15 @@ class Order1F1B:
     def _share_of_later_stage(self, later_stage: int, passes_to_share: int) -> int:
         """Return by how many passes ahead the later stage of a stage link posts its receives.
 
-        Half of the passes, and more if this stage computes longer than the stage before it.
+        It gets half of the passes, and more if it computes longer than the stage before it: then it idles
+        less while it waits for messages, and must post their receives further ahead.
 
         Args:
             later_stage: Number of the stage.
             passes_to_share: Passes that both stages of the stage link have together.
         """
-        time_difference = (
-            0.0  # later minus earlier stage, in units of the stage that computes longest
-        )
+        # Later minus earlier stage, in units of the longest time of all stages.
+        time_difference = 0.0
         if self.busy_s:
             busy_difference_s = self.busy_s[later_stage] - self.busy_s[later_stage - 1]
             time_difference = busy_difference_s / max(self.busy_s)

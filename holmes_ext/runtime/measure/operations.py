@@ -248,9 +248,7 @@ class Op:
 
     # The following fields are used with NCCL only.
     launch_mark: Mark | None = None  # directly before the launch
-    end_mark: Mark | None = (
-        None  # on the stream, after the operation or after the first wait for it
-    )
+    end_mark: Mark | None = None  # after the operation, or after the first wait for it
     waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # around each wait of the stream
     completed_at: float = 0.0  # when its Work was first seen completed; 0 before
     duration: float = 0.0  # as torch measured it; 0 if unknown

@@ -205,7 +205,7 @@ class Recorder:
             # nccl-legacy, which returns no Work, the operation is timed on the stream instead.
             work = None
         if work is not None:
-            self._find_by_work(op, work)
+            self._remember_work(op, work)
         if op.group.is_on_device:
             self.device.launched(op)
         elif work is None:  # gloo: a synchronous operation has ended
@@ -213,7 +213,7 @@ class Recorder:
         elif self.has_listeners and op.peer is None:
             self._finish_with_future(op, work)
 
-    def _find_by_work(self, op: Op, work: Any) -> None:
+    def _remember_work(self, op: Op, work: Any) -> None:
         """Map the Work that torch returned to its operation, without keeping the Work alive."""
         key = id(work)
         self.by_work[key] = op

@@ -172,9 +172,7 @@ class HierarchicalAllReduce:
         self._inside = DirectExchange(sorted(self.members), purpose=purpose)
         self._across = DirectExchange(all_ranks, codec(compress), streams, purpose)
         self._residuals = Residuals()
-        self._relay = (
-            None  # ring or tree of clusters; None: ranks of all clusters exchange directly
-        )
+        self._relay = None  # ring or tree of clusters; None if clusters exchange directly
         steps_across: list[Callable[[Chunk], None]] = [self._scatter_across, self._gather_across]
         if across is not None:
             own_name = names[self.clusters.index(self.members)]
