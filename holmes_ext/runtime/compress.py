@@ -205,18 +205,22 @@ class Residuals:
 
         self._of = torch.utils.weak.WeakIdKeyDictionary()
 
-    def of(self, whole: object) -> ResidualMap:
-        """Return the residuals of a tensor's parts. Callers add new parts to the result."""
-        return self._of.setdefault(whole, {})
+    def of(self, tensor: object) -> ResidualMap:
+        """Return the residuals of a tensor's parts. Callers add new parts to the result.
+
+        Args:
+            tensor: The tensor, or the object that stands for it.
+        """
+        return self._of.setdefault(tensor, {})
 
 
 def residual_of(
-    known: ResidualMap | None, key: tuple[int, int], part: torch.Tensor
+    residuals: ResidualMap | None, key: tuple[int, int], part: torch.Tensor
 ) -> torch.Tensor | None:
     """Return the rounding errors of a tensor's part in the last step (error feedback); zeros at first.
 
     Args:
-        known: The residuals of the tensor's parts, to which a new one is added. None if there is no error
+        residuals: Those of the tensor's parts, to which a new one is added. None if there is no error
             feedback; then None is returned.
         key: Identifies the residual: a step of the algorithm, and the part.
         part: The part of the tensor.
@@ -224,8 +228,8 @@ def residual_of(
     Returns:
         A flat float32 tensor, which the codec updates in place.
     """
-    if known is None:
+    if residuals is None:
         return None
-    if key not in known:
-        known[key] = part.new_zeros(part.numel()).float()
-    return known[key]
+    if key not in residuals:
+        residuals[key] = part.new_zeros(part.numel()).float()
+    return residuals[key]

@@ -223,7 +223,7 @@ class Metrics:
     def __init__(
         self,
         collector: Collector,
-        place: str,
+        destination: str,
         write: Callable[[], None] | None,
         shut: Callable[[], None],
     ):
@@ -231,11 +231,11 @@ class Metrics:
 
         Args:
             collector: Holds the values.
-            place: URL of the port, or path of the file, for messages.
+            destination: URL of the port, or path of the file, for messages.
             write: Writes the file; None if a port is open.
             shut: Closes the port, if one is open.
         """
-        self.place = place
+        self.destination = destination
         self._collector = collector
         self._write = write
         self._shut = shut
@@ -256,7 +256,7 @@ class Metrics:
             self._write()
         except OSError as error:
             tell_user(
-                f"--holmes-metrics {self.place}: no more metrics ({why(error)}); training goes on"
+                f"--holmes-metrics {self.destination}: no more metrics ({why(error)}); training goes on"
             )
             self._write = None  # later calls do nothing
 

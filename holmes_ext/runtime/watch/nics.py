@@ -231,13 +231,13 @@ def unreachable(current: Session) -> list[str]:
         silent_text = " and ".join(f"{port.name} {port.address}" for port in silent_ports)
         if answering:
             answering_text = " and ".join(port_of[target].name for target in answering)
-            rest = f"but does over {answering_text}"
+            consequence = f"but does over {answering_text}"
         else:
-            rest = "over no NIC: the node is lost"
+            consequence = "over no NIC: the node is lost"
         source = current.node.port(silent[0].fabric)
         clauses.append(
             f"node {node} does not answer on {silent_text} (from {source.name} {source.address}) within "
-            f"{PROBE_S:g} s, {rest}"
+            f"{PROBE_S:g} s, {consequence}"
         )
     return clauses
 

@@ -81,7 +81,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
         if current.options.telemetry:
             lines = _start_telemetry(current, recorder, take)
         if metrics is not None:
-            lines.append(f"metrics: {metrics.place}, of local rank 0 on every node")
+            lines.append(f"metrics: {metrics.destination}, of local rank 0 on every node")
             if _Running.writer is None:  # metrics without telemetry: "" for no file
                 _Running.writer = _open_writer(current, "", recorder, take)
         telemetry.set_recorder(recorder)
