@@ -219,9 +219,8 @@ def measure(
             # This program may be slower than the network: then the rate of the cluster file counts.
             if rate_bps >= PROGRAM_BPS * node_count * streams_of(node_count):
                 rate_bps = max(rate_bps, stated_bps(site, *cluster_names, node_count))
-            first_result = results[
-                senders[0]
-            ]  # the first sender measures latency and a single stream
+            # The first sender has measured the latency and a single stream.
+            first_result = results[senders[0]]
             latency_s = first_result.trip_s / 2
             stream_bps = round(first_result.stream_bps)
             pair = MeasuredPair(cluster_names, round(rate_bps), latency_s, stream_bps)

@@ -308,9 +308,8 @@ class Writer:
                 next_clusters = [self.cluster_of(rank) for rank in next_ranks]
                 successor_cluster = next_clusters[0]
                 others = [cluster for cluster in next_clusters if cluster != own_cluster]
-                other = (
-                    others[0] if others else own_cluster
-                )  # cluster to which the ring leaves this one
+                # The cluster to which the ring leaves this one.
+                other = others[0] if others else own_cluster
                 sent = op.sent if successor_cluster == other else 0.0
             if other == own_cluster:
                 continue  # nothing crosses clusters

@@ -132,9 +132,8 @@ def until_gone(process: Process, store: Any) -> Iterator[None]:
 def wait_for_value(store: Any, key: str, seconds: float) -> bytes:
     """Return the value of a key as soon as the key is set; b"" if it is not set within `seconds`.
 
-    The store's own timeout is the limit, and is restored afterwards. Only get() is
-    called, which waits by itself: it needs one message less than wait() and get(), and there may be thousands
-    of ranks.
+    The store's own timeout is set to this limit, and restored afterwards. Only get() is called, which waits
+    by itself: it needs one message less than wait() and get(), and there may be thousands of ranks.
 
     Raises:
         RuntimeError: The store is lost (torch.distributed.DistError).
@@ -179,12 +178,12 @@ def collect_entries(store: Any, key: str, seconds: float) -> list[bytes]:
     packed = b""
     if is_complete or store.check([f"{key}/entries"]):
         packed = store.get(f"{key}/entries")
-    rest = memoryview(packed)
+    unread = memoryview(packed)
     entries = []
-    while rest:  # the length of an entry, the entry, the length of the next one, ...
-        end = _LENGTH_BYTES + int.from_bytes(rest[:_LENGTH_BYTES], "big")
-        entries.append(bytes(rest[_LENGTH_BYTES:end]))
-        rest = rest[end:]
+    while unread:  # the length of an entry, the entry, the length of the next one, ...
+        end = _LENGTH_BYTES + int.from_bytes(unread[:_LENGTH_BYTES], "big")
+        entries.append(bytes(unread[_LENGTH_BYTES:end]))
+        unread = unread[end:]
     return entries
 
 
