@@ -186,9 +186,8 @@ class GroupTraffic:
         self.backend = backend_of(process_group)
         traits = traits_of(self.backend)
         self.is_on_device = traits.is_nccl  # its operations run on CUDA streams
-        self.is_nccl2 = (
-            traits.is_nccl2
-        )  # the backend "nccl2" of torch, which is "nccl" since torch 2.15
+        # The backend "nccl2" of torch, which is also called "nccl" since torch 2.15.
+        self.is_nccl2 = traits.is_nccl2
         # torch's description of a group that the program has not described is "undefined".
         self.description = str(process_group.group_desc or "").replace("undefined", "")
         transports = [

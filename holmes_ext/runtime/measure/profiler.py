@@ -191,9 +191,8 @@ class Profiler:
             # belongs to the stage's first layer if that made no cut: a layer whose input needs no gradient
             # (the embedding) makes none. Else it belongs to the layer that made the last cut.
             last_layer = labels[-1]
-            first_layer = next(
-                iter(self.passes["forward"]), last_layer
-            )  # first label of a forward pass
+            # The first label of a forward pass.
+            first_layer = next(iter(self.passes["forward"]), last_layer)
             layer_after_last_cut = last_layer if first_layer in labels else first_layer
             owners = [*labels, layer_after_last_cut]  # layer of each interval between cuts
         seconds_of: dict[Label, float] = defaultdict(float)

@@ -73,9 +73,7 @@ class Chunk(NamedTuple):
 
     tensor: torch.Tensor
     residuals: ResidualMap | None  # rounding errors of its tensor; None without error feedback
-    relayed: (
-        RelayedChunk | None
-    )  # posted receives of a ring or tree; None: clusters exchange directly
+    relayed: RelayedChunk | None  # receives of a ring or tree; None: clusters exchange directly
 
 
 @dataclass(frozen=True)
