@@ -180,7 +180,7 @@ class SummingJob(SimulatedJob):
                 bytes=self.hour.bytes,
                 hierarchical=hierarchical,
                 overlap=reduction.overlap,
-                follows=True,
+                follows_plan=True,
             )
             rank.current.reductions[ranks] = done
             ops = [

@@ -124,7 +124,9 @@ class BackgroundChecks:
         from holmes_ext.runtime.watch import start_stop
 
         self.recorder, self.watchdog = telemetry.recorder, start_stop._Running.watchdog
-        assert self.recorder is not None and self.recorder.keeps and self.watchdog is not None
+        assert (
+            self.recorder is not None and self.recorder.has_listeners and self.watchdog is not None
+        )
         self.on = True
 
     def switch(self, on: bool) -> None:

@@ -58,7 +58,9 @@ class SumWindow:
         """
         # (ranks of the group, record) of the reductions whose algorithm is the planned one.
         planned_reductions = [
-            (ranks, record) for ranks, record in self.current.reductions.items() if record.follows
+            (ranks, record)
+            for ranks, record in self.current.reductions.items()
+            if record.follows_plan
         ]
         # When DistributedDataParallel had launched the sum of its last bucket.
         launch_ends = [end for kind, _, end in spans if kind == LAST_BUCKET]

@@ -4,12 +4,11 @@ Hierarchical all-reduces use them for the gradients between clusters, and stage 
 
     codec   bytes per element      rounding
     bf16    2                      to bfloat16
-    int8    1, and a float32       to 1/127 of the largest magnitude in a block of 256 elements. The
-    rounding error
-            scale for each block   is added to the same elements in the next step (error feedback: Seide
-            et al.
-                                   2014; Karimireddy et al. 2019, arXiv 1901.09847, show that it keeps
-                                   SGD's rate of convergence).
+    int8    1, and a float32       to 1/127 of the largest magnitude in a block of 256 elements
+            scale for each block
+
+With int8, the rounding error is added to the same elements in the next step (error feedback: Seide et al.
+2014). This keeps SGD's rate of convergence (Karimireddy et al. 2019, arXiv 1901.09847).
 
 All ranks get identical bits: decoding depends only on the bytes on the wire, and the sender goes on with
 its own decoded tensor, too. NaN and infinity are not hidden: bf16 keeps them, int8 turns their whole
@@ -100,15 +99,15 @@ class Int8(Codec):
     feedback = True
     saves_above = 0
 
-    def __init__(self, block: int = BLOCK):
-        """Create a codec for blocks of `block` elements."""
-        self.block = block
+    def __init__(self, block_size: int = BLOCK):
+        """Create a codec for blocks of `block_size` elements, which share a scale."""
+        self.block_size = block_size
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Return an uninitialized uint8 tensor for the scales and levels of `like`."""
         import torch
 
-        blocks = _divide_up(like.numel(), self.block)
+        blocks = _divide_up(like.numel(), self.block_size)
         words = blocks + _divide_up(like.numel(), _FLOAT32_BYTES)  # of 4 bytes
         return like.new_empty(_FLOAT32_BYTES * words, dtype=torch.uint8)
 
@@ -152,7 +151,7 @@ class Int8(Codec):
         import torch
 
         numel = like.numel()
-        scales_end = _FLOAT32_BYTES * _divide_up(numel, self.block)
+        scales_end = _FLOAT32_BYTES * _divide_up(numel, self.block_size)
         scales = wire[:scales_end].view(torch.float32)
         levels = wire[scales_end : scales_end + numel].view(torch.int8)
         values = self._in_blocks(levels.float()).mul_(scales[:, None])
@@ -162,10 +161,10 @@ class Int8(Codec):
         """Return a flat tensor as [blocks, elements of a block], padded with zeros if necessary."""
         import torch
 
-        padding = -flat.numel() % self.block
+        padding = -flat.numel() % self.block_size
         if padding:
             flat = torch.cat((flat, flat.new_zeros(padding)))
-        return flat.view(-1, self.block)
+        return flat.view(-1, self.block_size)
 
 
 def _divide_up(dividend: int, divisor: int) -> int:
@@ -206,18 +205,22 @@ class Residuals:
 
         self._of = torch.utils.weak.WeakIdKeyDictionary()
 
-    def of(self, whole: object) -> ResidualMap:
-        """Return the residuals of a tensor's parts. Callers add new parts to the result."""
-        return self._of.setdefault(whole, {})
+    def of(self, tensor: object) -> ResidualMap:
+        """Return the residuals of a tensor's parts. Callers add new parts to the result.
+
+        Args:
+            tensor: The tensor, or the object that stands for it.
+        """
+        return self._of.setdefault(tensor, {})
 
 
 def residual_of(
-    known: ResidualMap | None, key: tuple[int, int], part: torch.Tensor
+    residuals: ResidualMap | None, key: tuple[int, int], part: torch.Tensor
 ) -> torch.Tensor | None:
     """Return the rounding errors of a tensor's part in the last step (error feedback); zeros at first.
 
     Args:
-        known: The residuals of the tensor's parts, to which a new one is added. None if there is no error
+        residuals: Those of the tensor's parts, to which a new one is added. None if there is no error
             feedback; then None is returned.
         key: Identifies the residual: a step of the algorithm, and the part.
         part: The part of the tensor.
@@ -225,8 +228,8 @@ def residual_of(
     Returns:
         A flat float32 tensor, which the codec updates in place.
     """
-    if known is None:
+    if residuals is None:
         return None
-    if key not in known:
-        known[key] = part.new_zeros(part.numel()).float()
-    return known[key]
+    if key not in residuals:
+        residuals[key] = part.new_zeros(part.numel()).float()
+    return residuals[key]

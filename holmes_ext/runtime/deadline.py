@@ -82,19 +82,19 @@ _LEAST_S = 0.001
 class Deadline:
     """Point in time until which a whole operation must be done, however many calls it makes."""
 
-    def __init__(self, seconds: float, what: str = "it"):
-        """Set the deadline `seconds` from now. `what` names the operation in the TimeoutError."""
+    def __init__(self, seconds: float, operation: str = "it"):
+        """Set the deadline `seconds` from now. `operation` names the operation in the TimeoutError."""
         self.seconds = seconds
-        self.what = what
+        self.operation = operation
         self._end = time.monotonic() + seconds
 
     @classmethod
-    def for_bytes(cls, patience_s: float, count: int, what: str) -> Deadline:
+    def for_bytes(cls, patience_s: float, count: int, operation: str) -> Deadline:
         """Return a deadline that leaves time to transfer `count` bytes over a slow link.
 
         The time is `patience_s` seconds and the transfer at FLOOR_BYTES_PER_S.
         """
-        return cls(patience_s + count / FLOOR_BYTES_PER_S, what)
+        return cls(patience_s + count / FLOOR_BYTES_PER_S, operation)
 
     @property
     def left(self) -> float:
@@ -113,16 +113,16 @@ class Deadline:
 
     def missed(self) -> TimeoutError:
         """Return the error for an operation that is not done in time."""
-        return TimeoutError(f"{self.what} took longer than {self.seconds:.3g} s")
+        return TimeoutError(f"{self.operation} took longer than {self.seconds:.3g} s")
 
     def limit(self, connection: socket.socket) -> None:
         """Set the timeout of a socket to the time that is left; raise TimeoutError if there is none."""
         self.check()
         connection.settimeout(max(self.left, _LEAST_S))
 
-    def part(self, seconds: float, what: str) -> Deadline:
+    def part(self, seconds: float, operation: str) -> Deadline:
         """Return the deadline of a part of this operation: in `seconds`, but not after this deadline."""
-        return Deadline(min(seconds, self.left), what)
+        return Deadline(min(seconds, self.left), operation)
 
 
 def within(seconds: float, late: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -62,7 +62,9 @@ def on_step(
         sizes: The parallel sizes of the job, including the data-parallel size.
         micro_batches: Number of micro-batches of the step.
         network_api: How the pipeline's groups reach the network: "verbs" or "sockets".
-        describe: Returns what the engine does on this rank. It may be called once, in the first step.
+        describe: Returns the pipeline stage of this rank, as its training engine (Megatron, DeepSpeed) has
+            it: number of the stage, micro-batches, bytes of gradients. A function, because only some
+            extensions need this, and only in the first step.
     """
     for function in _functions["on_step"]:
         function(current, sizes, micro_batches, network_api, describe)

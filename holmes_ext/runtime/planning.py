@@ -36,7 +36,15 @@ class JobRequest(Protocol):
         """Make the plan for the nodes that reported."""
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
-        """Take over the layers that the previous start of the job has left in its store."""
+        """Use the layers of each pipeline stage with which the last start of the job ended (adapt).
+
+        Args:
+            layers: Layers of each stage, as --holmes-partition takes them; "" if nothing was left.
+            sizes: Parallel sizes of the last start; None if unknown.
+
+        Returns:
+            The options with these layers, and lines for the user.
+        """
 
 
 class PlanMaker(Protocol):

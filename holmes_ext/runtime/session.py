@@ -60,7 +60,9 @@ class Session:
     #: True with ZeRO 3: DeepSpeed reduces the gradients by itself, whatever the plan says.
     keeps_own_reduction: bool = False
     #: The plan with reductions that were chosen from measurements of this job (adapt); None before.
-    learned: Plan | None = None
+    #: It is separate from `plan` and `_resized`, which only say what was decided last: a reducer must
+    #: recognize that its reduction was chosen again, and replace it.
+    measured_plan: Plan | None = None
     #: Plans for parallel sizes other than those of `plan`.
     _resized: dict[Sizes, Plan] = field(default_factory=dict)
 
@@ -109,10 +111,11 @@ class Session:
         Args:
             sizes: Parallel sizes of the plan, including the data-parallel size.
             plan: The new plan.
-            sums: Whether the plan also changes how gradients are reduced.
+            sums: Whether the plan also changes how gradients are reduced. Then reducers, which ask for
+                reduction_from_measurements() at every step, replace their reductions.
         """
         if sums:
-            self.learned = plan
+            self.measured_plan = plan
         if sizes == self.plan.sizes:
             self.plan = plan
         else:
@@ -148,9 +151,9 @@ class Session:
             options = replace(options, compress_gradients=compress)
         members = tuple(ranks)
         # None, unless measurements of this job have led to another reduction than the planned one.
-        learned = self.decided_again(members, backend)
-        if learned is not None and learned.compress == options.compress_gradients:
-            return learned
+        measured = self.reduction_from_measurements(members, backend)
+        if measured is not None and measured.compress == options.compress_gradients:
+            return measured
         return self._plan_maker.spec_of_group(
             self.plan,
             members,
@@ -165,14 +168,16 @@ class Session:
         assert self.maker is not None, "this Session has no functions that make plans"
         return self.maker
 
-    def decided_again(self, ranks: Iterable[int], backend: str) -> ReductionSpec | None:
+    def reduction_from_measurements(
+        self, ranks: Iterable[int], backend: str
+    ) -> ReductionSpec | None:
         """Return the reduction of a group that was chosen from measurements of this job; None if none was."""
-        if self.learned is None:
+        if self.measured_plan is None:
             return None
-        stage = self.learned.stage_of(ranks)
+        stage = self.measured_plan.stage_of(ranks)
         if stage is None:
             return None
-        return self.learned.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
+        return self.measured_plan.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
 
 
 @dataclass(frozen=True)
@@ -198,8 +203,8 @@ class DoneReduction:
     overlap: bool
     #: Whether a message has told the user why it differs from the plan.
     reported: bool = False
-    #: Whether it changes when the plan changes.
-    follows: bool = False
+    #: Whether the reduction is replaced when the plan of the running job changes (adapt).
+    follows_plan: bool = False
 
 
 def note_reduction(

@@ -182,7 +182,7 @@ class Guest:
         self.kept = False  # whether the handler keeps the socket open after it returns
 
     def admit(self) -> bool:
-        """Stop to count this guest as a stranger, since its client has authenticated itself.
+        """Stop counting this guest as a stranger, because its client has authenticated itself.
 
         Returns:
             False if there are too many admitted guests; then the handler should return.

@@ -180,8 +180,8 @@ MUTANTS = [
     Mutant(
         "a part may last longer than the whole",
         "runtime/deadline.py",
-        "Deadline(min(seconds, self.left), what)",
-        "Deadline(seconds, what)",
+        "Deadline(min(seconds, self.left), operation)",
+        "Deadline(seconds, operation)",
         LISTENER,
     ),
     Mutant(

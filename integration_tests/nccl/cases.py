@@ -29,7 +29,7 @@ from holmes_ext.plan.schedule import passes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.mailbox import of_pairs
 from holmes_ext.runtime.groups.members import members_group
-from holmes_ext.runtime.groups.receive_order import ReceiveOrder
+from holmes_ext.runtime.groups.receive_order import Order1F1B
 from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -177,7 +177,7 @@ def mailbox() -> dict:
     stage_of_rank = {stage: stage for stage in range(world)}
     neighbours = zip(range(world), range(1, world))
     box = of_pairs(neighbours, rank, stage_of_rank, dist.group.WORLD)
-    receive_order = ReceiveOrder((6, 4, 3, 1))  # micro-batches in flight of each stage
+    receive_order = Order1F1B((6, 4, 3, 1))  # micro-batches in flight of each stage
     micro_batches = 8
     wrong = torch.zeros((), device=DEVICE)  # number of wrong elements
     for peer in box.neighbours:

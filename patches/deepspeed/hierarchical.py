@@ -259,7 +259,7 @@ def _all_reduce_tied(current: Session, call: Call, instance: Any, tensor: Any, g
     # DeepSpeed averages the gradients over the ranks of each stage, and adds the two averages. The
     # hierarchical sum adds the gradients of all ranks of both stages. Divided by the ranks of one stage, it
     # is the same.
-    data_parallel_size = tied_sum.twins  # number of ranks of one stage
+    data_parallel_size = tied_sum.ranks_per_stage  # number of ranks of one stage
     tied_sum(tensor, data_parallel_size)  # in place: sums and divides
     return None  # like deepspeed.comm.all_reduce
 

@@ -19,7 +19,7 @@ from typing import Any
 from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.plan.schedule import before
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.receive_order import Flight
+from holmes_ext.runtime.groups.receive_order import PipelineOrder
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 
 #: Kinds of passes, as letters in the planned order.
@@ -45,7 +45,9 @@ class PlannedPasses:
     micro_batches: int  # of a training step
     _buffer_idx: Callable[[int], int]  # micro-batch -> number of its activation buffer
 
-    def __init__(self, stock_schedule: Any, planned_order: Flight, engine: Any, mailbox: Mailbox):
+    def __init__(
+        self, stock_schedule: Any, planned_order: PipelineOrder, engine: Any, mailbox: Mailbox
+    ):
         """Make the schedule of one training step.
 
         Args:

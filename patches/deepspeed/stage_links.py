@@ -48,8 +48,8 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, network_api_of
-from holmes_ext.runtime.groups.mailbox import Mailbox, form_of, of_pairs
-from holmes_ext.runtime.groups.receive_order import Flight, ListedOrder, flight_of
+from holmes_ext.runtime.groups.mailbox import Mailbox, message_spec, of_pairs
+from holmes_ext.runtime.groups.receive_order import ListedOrder, PipelineOrder, pipeline_order_of
 from holmes_ext.runtime.groups.wire import PLAIN, Wire
 from holmes_ext.runtime.session import Session, tell
 
@@ -73,7 +73,7 @@ def _mailbox_in_use() -> Mailbox | None:
     return None
 
 
-def unsupported(engine: Any, order: Flight | None = None) -> str | None:
+def unsupported(engine: Any, order: PipelineOrder | None = None) -> str | None:
     """Return why a DeepSpeed engine cannot run the planned order of passes, or None if it can.
 
     All ranks get the same answer, because it depends only on the engine's type and configuration.
@@ -245,7 +245,7 @@ def _announce_shapes(call: Call, instance: Any, buffer: Any, recv_stage: Any) ->
     _mailbox.announce((), peer)
     result = call()  # DeepSpeed's _send_tensor_meta
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
-    shapes_and_dtypes = [form_of(tensor) for tensor in tensors]  # of each activation
+    shapes_and_dtypes = [message_spec(tensor) for tensor in tensors]  # of each activation
     # From now on, the mailbox compares each activation with these.
     _mailbox.announce(shapes_and_dtypes, peer)
     return result
@@ -288,7 +288,7 @@ def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: A
     plan = current.plan_for(grid_sizes(current, instance.grid))
     # For each stage the order of its passes, and when it posts its receives. The order is listed in
     # the plan, or follows from the planned number of micro-batches in flight.
-    planned_order = flight_of(plan, network_api_of(backend_of()))
+    planned_order = pipeline_order_of(plan, network_api_of(backend_of()))
     if not planned_order:  # the plan keeps DeepSpeed's schedule
         return call()
     reason = unsupported(instance, planned_order)
@@ -299,7 +299,7 @@ def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: A
     # The mailbox needs a record of a micro-batch's messages before it can post receives in advance. In
     # the first step, between start_recording() and finish_recording(), it records what it receives. In
     # every later step, between begin() and end(), it transfers the messages in the background.
-    if not _mailbox.has_forms:  # it has no record yet
+    if not _mailbox.has_message_specs:  # it has no record yet
         _mailbox.start_recording()
         result = call()
         # Divides the recorded messages by the number of micro-batches.
@@ -330,7 +330,7 @@ def _forget_messages(call: Call, instance: Any) -> Any:
       reset_activation_shape.
     """
     if _mailbox is not None:
-        _mailbox.clear_forms()
+        _mailbox.clear_message_specs()
     return call()  # DeepSpeed's reset_activation_shape
 
 

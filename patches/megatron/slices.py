@@ -112,8 +112,8 @@ def wires_of(config: Any) -> dict[int, Wire]:
         if slices == 1 and compression == "off":
             continue
         wires[ranks[neighbour.stage]] = Wire(
-            parts=slices,
-            place=tensor_group.rank(),  # the slice that this rank sends
+            slices=slices,
+            slice_index=tensor_group.rank(),  # the slice that this rank sends
             group=tensor_group,  # over which received slices are gathered
             compression=compression,
             stage_link=f"stage {stage}'s stage link to stage {neighbour.stage}",  # for error messages

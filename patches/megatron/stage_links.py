@@ -47,8 +47,8 @@ from holmes_ext.patches.megatron.slices import wires_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, network_api_of
-from holmes_ext.runtime.groups.mailbox import Mailbox, form_of
-from holmes_ext.runtime.groups.receive_order import ListedOrder, ReceiveOrder, flight_of
+from holmes_ext.runtime.groups.mailbox import Mailbox, message_spec
+from holmes_ext.runtime.groups.receive_order import ListedOrder, Order1F1B, pipeline_order_of
 from holmes_ext.runtime.groups.wire import PLAIN
 from holmes_ext.runtime.session import tell
 
@@ -84,7 +84,7 @@ class _Step:
     """
 
     def __init__(
-        self, mailbox: Mailbox, receive_order: ReceiveOrder, stage: int, dtype: Any, device: Any
+        self, mailbox: Mailbox, receive_order: Order1F1B, stage: int, dtype: Any, device: Any
     ):
         self.mailbox = mailbox
         self.in_flight = receive_order.in_flight  # planned micro-batches in flight, by stage
@@ -110,7 +110,7 @@ class _Step:
             is_next_stage = direction == 1  # -1 is the previous stage
             if is_next_stage:
                 # A form is a pair (shape, dtype).
-                sent_forms = [form_of(tensor) for tensor in tensors]
+                sent_forms = [message_spec(tensor) for tensor in tensors]
             else:
                 sent_forms = []  # sent gradients are not checked
             self.mailbox.announce(sent_forms, peer)
@@ -120,7 +120,7 @@ class _Step:
             received_forms = []
             for tensor in tensors:
                 encoded_buffer, _ = wire.incoming(tensor)
-                received_forms.append(form_of(encoded_buffer))
+                received_forms.append(message_spec(encoded_buffer))
             self.mailbox.expect(received_forms, peer)  # receives of these are posted in advance
 
     def send(self, kind: str, tensor: Any, peer: int) -> None:
@@ -295,13 +295,13 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
 
 def _planned_receive_order(
     current: session.Session, sizes: Sizes, pipeline_group: Any
-) -> ReceiveOrder | None:
+) -> Order1F1B | None:
     """Return when pipeline stages post their receives, or None if holmes is not to change the schedule.
 
     A micro-batch is in flight on a stage from its forward pass to its backward pass. holmes's plan
     may have other numbers of micro-batches in flight than megatron-core's own schedule. From these
     numbers follow the order of forward and backward passes of each stage, and thereby how many
-    passes in advance it can post the receive of a message. The ReceiveOrder has these numbers and
+    passes in advance it can post the receive of a message. The Order1F1B has these numbers and
     computes the rest.
 
     Args:
@@ -312,7 +312,9 @@ def _planned_receive_order(
     Raises:
         HolmesError: the plan lists the order of all passes, which megatron-core's schedule cannot follow.
     """
-    receive_order = flight_of(current.plan_for(sizes), network_api_of(backend_of(pipeline_group)))
+    receive_order = pipeline_order_of(
+        current.plan_for(sizes), network_api_of(backend_of(pipeline_group))
+    )
     # The other way in which a plan can say the order: as a list of all passes.
     if isinstance(receive_order, ListedOrder):
         raise HolmesError(

@@ -58,7 +58,9 @@ def _recorded_forward_pass():
     also begins a new training step in the record.
     """
     recorder = telemetry.recorder
-    if recorder is not None and not recorder.armed:  # no step has begun since the last one ended
+    if (
+        recorder is not None and not recorder.is_in_step
+    ):  # no step has begun since the last one ended
         recorder.step_begins(exactly=False)  # not exactly: the program may have read data before
     with telemetry.span("forward"):
         yield

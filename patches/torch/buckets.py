@@ -222,7 +222,7 @@ class BucketReducer:
             self._planned.size,
             hierarchical=self._planned.hierarchical is not None,
             overlap=True,  # DDP always reduces during the backward pass
-            follows=True,  # this reduction changes when the plan does
+            follows_plan=True,  # this reduction changes when the plan does
         )
 
     def finish(self) -> None:

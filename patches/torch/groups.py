@@ -34,7 +34,7 @@ from holmes_ext.runtime.backend import (
 )
 from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.groups import communicators
-from holmes_ext.runtime.groups.callbacks import forget_before_exit, let_threads_forget
+from holmes_ext.runtime.groups.callbacks import delay_exit, let_threads_free_tensors
 from holmes_ext.runtime.groups.communicators import with_lazy_init
 from holmes_ext.runtime.groups.transport import as_made, gloo_interface, nccl_options, refuse_forced
 from holmes_ext.runtime.measure.operations import kind_of
@@ -165,7 +165,7 @@ def _note_backends(current: Session, backend: str) -> None:
     if "gloo" in names_of_all:
         # Lets the interpreter wait at its exit until gloo's threads have freed their tensors. If
         # they did so while the interpreter shuts down, the process could hang.
-        forget_before_exit()
+        delay_exit()
 
 
 @with_session
@@ -238,7 +238,7 @@ def _destroy_after_gloo_threads(current: Session, call: Call, instance: Any) -> 
     lock of the group.
     """
     if "gloo" in current.backends:
-        let_threads_forget()  # sleeps for some milliseconds
+        let_threads_free_tensors()  # sleeps for some milliseconds
     return call()
 
 

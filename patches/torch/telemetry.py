@@ -186,7 +186,7 @@ def _end_coalescing(call: Call, instance: Any) -> Any:
     """
     work = call()
     if telemetry.recorder is not None:
-        telemetry.recorder.block_ended(instance, work)
+        telemetry.recorder.coalesced_launched(instance, work)
     return work
 
 

@@ -51,7 +51,7 @@ def test_buckets_that_grow_need_memory_that_is_there(monkeypatch, ways, free, pi
     ],
 )
 def test_what_the_program_waited_for_sums(spans, reduction, exposed):
-    done = DoneReduction(SMALL, 1e6, False, True, follows=True)
+    done = DoneReduction(SMALL, 1e6, False, True, follows_plan=True)
     group = SimpleNamespace(
         ranks=(0, 1), description="", transport=SimpleNamespace(fabric="ethernet")
     )

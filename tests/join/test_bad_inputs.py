@@ -464,7 +464,7 @@ def test_the_metrics_port(quiet, monkeypatch, input_divisor):
         launcher="test",
     )
     metrics = open_metrics(Options(metrics=str(port)), process)
-    assert metrics.place == f"http://127.0.0.1:{port}/metrics"  # other hosts cannot connect
+    assert metrics.destination == f"http://127.0.0.1:{port}/metrics"  # other hosts cannot connect
     before = threads_and_memory()
 
     # 100 connections that send nothing do not get a thread each.

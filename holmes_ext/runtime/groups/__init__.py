@@ -1,1 +1,1 @@
-"""The transport of every process group."""
+"""Process groups: how each is created on its planned network, and the messages between pipeline stages."""

@@ -29,7 +29,7 @@ from typing import Any
 #: Longest wait for a callback at exit, in seconds. The callback of an operation that never ends never runs.
 CALLS_S = 2.0
 #: Time at exit, in seconds, in which the backend's thread frees the last function and its tensors.
-FORGET_S = 0.02
+FREE_S = 0.02
 
 #: Event -> longest wait for it, in seconds from the beginning of the exit.
 _awaited: weakref.WeakKeyDictionary[threading.Event, float] = weakref.WeakKeyDictionary()
@@ -43,7 +43,7 @@ def await_at_exit(ended: threading.Event, seconds: float) -> None:
         seconds: Longest wait, in seconds from the beginning of the exit.
     """
     _awaited[ended] = seconds
-    forget_before_exit()
+    delay_exit()
 
 
 def before_exit(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -65,17 +65,17 @@ def before_exit(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
-def let_threads_forget() -> None:
+def let_threads_free_tensors() -> None:
     """Sleep a moment, so that gloo's threads can free the tensors of the last operation."""
-    time.sleep(FORGET_S)
+    time.sleep(FREE_S)
 
 
 @cache
-def forget_before_exit() -> None:
-    """Delay the exit of the interpreter until awaited events are set and gloo's threads are idle.
+def delay_exit() -> None:
+    """Register a function that delays the interpreter's exit until gloo's threads are idle.
 
-    Further calls have no effect. Programs without a gloo group or a callback do not call this function, and
-    exit without delay.
+    It first waits for the events of await_at_exit(), for a limited time. Further calls have no effect.
+    Programs without a gloo group or a callback do not call this function, and exit without delay.
     """
     atexit.register(_wait)
 
@@ -85,4 +85,4 @@ def _wait() -> None:
     begin = time.monotonic()
     for ended, seconds in list(_awaited.items()):
         ended.wait(max(0.0, begin + seconds - time.monotonic()))
-    let_threads_forget()
+    let_threads_free_tensors()

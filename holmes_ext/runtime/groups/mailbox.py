@@ -7,7 +7,7 @@ some passes before the message is needed.
 
 A step with known messages:
 
-    1  begin()               decides how many passes in advance to post the receives from each neighbour
+    1  begin()               decides how many passes ahead to post the receives from each neighbour
                              (receive_order.py)
     2  recv()                waits for the oldest posted receive of a neighbour, and copies it into the
                              engine's tensor
@@ -48,13 +48,17 @@ from holmes_ext.runtime.groups.wire import PLAIN
 from holmes_ext.runtime.watch import failure
 
 if TYPE_CHECKING:
-    from holmes_ext.runtime.groups.receive_order import Flight, ListedPostingRule, PostingRule
+    from holmes_ext.runtime.groups.receive_order import (
+        ListedPostingRule,
+        PipelineOrder,
+        PostingRule,
+    )
     from holmes_ext.runtime.groups.wire import Wire
 
 _BLOCKING_ADVICE = "--holmes-inflight off leaves sending to the engine"
 
 
-class Form(NamedTuple):
+class MessageSpec(NamedTuple):
     """Shape and dtype of a message."""
 
     shape: tuple[int, ...]
@@ -64,9 +68,9 @@ class Form(NamedTuple):
         return f"{self.shape} {self.dtype}"
 
 
-def form_of(tensor: Any) -> Form:
-    """Return the shape and dtype of a tensor."""
-    return Form(tuple(tensor.shape), tensor.dtype)
+def message_spec(tensor: Any) -> MessageSpec:
+    """Return the shape and dtype of a tensor, as it is sent or received."""
+    return MessageSpec(tuple(tensor.shape), tensor.dtype)
 
 
 class _SentMessage(NamedTuple):
@@ -156,9 +160,9 @@ class Mailbox:
         self.sending_pass: tuple[str, int] = ("", 0)
 
         # Neighbour -> shapes and dtypes of messages.
-        self._announced: dict[int, Sequence[Form]] = {}  # sent for each micro-batch
-        self._expected: dict[int, Sequence[Form]] = {}  # received for each micro-batch
-        self._recorded: dict[int, list[Form]] = {}  # received in a whole step of blocking calls
+        self._announced: dict[int, Sequence[MessageSpec]] = {}  # sent for each micro-batch
+        self._expected: dict[int, Sequence[MessageSpec]] = {}  # received for each micro-batch
+        self._recorded: dict[int, list[MessageSpec]] = {}  # received in a step of blocking calls
 
         # State of the current step. Keys are neighbours, except in _sent_messages.
         self._micro_batches = 0
@@ -173,16 +177,24 @@ class Mailbox:
 
     # Which messages a micro-batch has
 
-    def expect(self, forms: Sequence[Form], peer: int) -> None:
-        """Declare the messages that a neighbour sends for every micro-batch, in their order."""
-        self._expected[peer] = forms
+    def expect(self, specs: Sequence[MessageSpec], peer: int) -> None:
+        """Declare the messages that a neighbour sends for every micro-batch.
 
-    def announce(self, forms: Sequence[Form], peer: int) -> None:
-        """Declare the messages that this rank sends to a neighbour for every micro-batch, in their order.
-
-        send() rejects other messages. An empty sequence allows any message.
+        Args:
+            specs: Shape and dtype of each message of a micro-batch, in the order of sending.
+            peer: Rank of the neighbour.
         """
-        self._announced[peer] = forms
+        self._expected[peer] = specs
+
+    def announce(self, specs: Sequence[MessageSpec], peer: int) -> None:
+        """Declare the messages that this rank sends to a neighbour for every micro-batch.
+
+        Args:
+            specs: Shape and dtype of each message of a micro-batch, in the order of sending. send() rejects
+                other messages. An empty sequence allows any message.
+            peer: Rank of the neighbour.
+        """
+        self._announced[peer] = specs
         self._checked_messages[peer] = 0
 
     def start_recording(self) -> None:
@@ -192,12 +204,19 @@ class Mailbox:
         self._recorded = {peer: [] for peer in self.neighbours}
 
     def discard_recorded(self, peer: int) -> None:
-        """Delete the messages recorded so far from a neighbour: they described the shapes of later ones."""
+        """Drop the messages of a neighbour recorded so far, because later steps do not have them.
+
+        DeepSpeed's first step also sends the shapes of the activations that follow. These messages come only
+        once, so no receives are posted for them in later steps.
+        """
         if self.is_recording:
             self._recorded[peer] = []
 
     def finish_recording(self, micro_batches: int) -> None:
-        """End the recorded step, and expect its messages in all later steps.
+        """End the recorded step, and expect the same messages in all later steps.
+
+        A neighbour's messages must have the same shapes and dtypes in every micro-batch. Later steps post
+        receives of these shapes before the messages arrive.
 
         Args:
             micro_batches: Micro-batches of the recorded step.
@@ -205,36 +224,43 @@ class Mailbox:
         Raises:
             HolmesError: a neighbour did not send the same messages for every micro-batch.
         """
-        for peer, forms in self._recorded.items():
-            forms_per_micro_batch = forms[: len(forms) // micro_batches]  # of the first micro-batch
-            if forms != forms_per_micro_batch * micro_batches:
+        for (
+            peer,
+            specs,
+        ) in self._recorded.items():  # shapes and dtypes of the step, in order of arrival
+            specs_per_micro_batch = specs[: len(specs) // micro_batches]  # of the first micro-batch
+            if specs != specs_per_micro_batch * micro_batches:
                 stages = self._stages[peer]
                 raise HolmesError(
                     f"stage link from stage {stages.neighbour_stage} to stage {stages.this_stage}: "
                     f"rank {peer} does not send the same of each micro-batch; {_BLOCKING_ADVICE}"
                 )
-            self.expect(forms_per_micro_batch, peer)
+            self.expect(specs_per_micro_batch, peer)
         self.is_recording = False
 
     @property
-    def has_forms(self) -> bool:
-        """True if the shapes and dtypes of all neighbours' messages are known, so that begin() may be called.
+    def has_message_specs(self) -> bool:
+        """True if expect() was called for all neighbours, by the engine or by finish_recording().
 
-        All ranks of a pipeline have the same answer.
+        Then the shapes and dtypes of all messages are known, and begin() may be called. All ranks of a
+        pipeline have the same answer.
         """
         return self.neighbours.keys() <= self._expected.keys()
 
-    def clear_forms(self) -> None:
-        """Delete the expected messages, because the next step may have others."""
+    def clear_message_specs(self) -> None:
+        """Delete the shapes and dtypes of expected messages, because the next step may have other ones."""
         self._expected.clear()
 
     # A step with known messages
 
-    def begin(self, flight: Flight, micro_batches: int, like: Any) -> None:
-        """Begin a step whose receives are posted in advance; `has_forms` must be true.
+    def begin(self, order: PipelineOrder, micro_batches: int, like: Any) -> None:
+        """Begin a step whose receives are posted before their messages are needed.
+
+        The shapes and dtypes of the messages must be known (has_message_specs), from the engine's calls of
+        expect() or from a recorded step: receive buffers are allocated for them.
 
         Args:
-            flight: Order of the passes and messages of all stages.
+            order: Order of the passes and messages of all stages.
             micro_batches: Micro-batches of the step.
             like: Any tensor on the device for receive buffers.
         """
@@ -243,7 +269,7 @@ class Mailbox:
         self._micro_batches = micro_batches
         current = session.active()
         if current is not None:
-            current.in_flight = flight.in_flight  # for the comparison of the job with its plan
+            current.in_flight = order.in_flight  # for the comparison of the job with its plan
         self._posted_micro_batches.clear()
         self._received_messages.clear()
         self._checked_messages.clear()
@@ -251,7 +277,7 @@ class Mailbox:
         for peer in self.neighbours:
             stages = self._stages[peer]
             # The rule says how many receives from this neighbour are posted before and after each pass.
-            self._posting_rules[peer] = flight.posting_rule(
+            self._posting_rules[peer] = order.posting_rule(
                 stages.this_stage, stages.neighbour_stage, micro_batches
             )
 
@@ -289,7 +315,7 @@ class Mailbox:
         micro_batch = self._received_messages[peer] // messages_per_micro_batch
         self._received_messages[peer] += 1
         # Post the receives that are due before the pass that needs this message; it may be among them.
-        self._post_receives(peer, self._posting_rules[peer].before(micro_batch))
+        self._post_receives(peer, self._posting_rules[peer].posted_before(micro_batch))
         posted = self._posted[peer].popleft()
         # `encoded` takes the message as it is sent. decode() then fills `tensor` from it.
         encoded, decode = self.wire_to(peer).incoming(tensor)
@@ -307,7 +333,7 @@ class Mailbox:
             index: Micro-batch of the pass.
         """
         for peer, rule in self._posting_rules.items():
-            self._post_receives(peer, rule.after(kind, index))
+            self._post_receives(peer, rule.posted_after(kind, index))
 
     def release_sent(self, kind: str, index: float) -> None:
         """Release the tensors that forward or backward passes have sent, up to a micro-batch.
@@ -347,7 +373,7 @@ class Mailbox:
         import torch.distributed as dist
 
         encoded, decode = self.wire_to(peer).incoming(tensor)
-        self._recorded[peer].append(form_of(encoded))
+        self._recorded[peer].append(message_spec(encoded))
         with self._naming_stage_link(peer):
             dist.recv(encoded, peer, group=self._groups[peer, "recv"])
         decode()
@@ -374,13 +400,13 @@ class Mailbox:
 
         Gloo would leave half of such a message in the receiver's buffer, or end the process.
         """
-        forms = self._announced.get(peer)  # messages of one micro-batch
-        if not forms:
+        specs = self._announced.get(peer)  # messages of one micro-batch
+        if not specs:
             return
-        micro_batch, position = divmod(self._checked_messages[peer], len(forms))
+        micro_batch, position = divmod(self._checked_messages[peer], len(specs))
         self._checked_messages[peer] += 1
-        announced = Form(*forms[position])
-        actual = form_of(tensor)
+        announced = MessageSpec(*specs[position])
+        actual = message_spec(tensor)
         if actual != announced:
             stages = self._stages[peer]
             raise HolmesError(
@@ -391,8 +417,8 @@ class Mailbox:
 
     def _check_expected(self, buffer: Any, encoded: Any, peer: int) -> None:
         """Raise an error if the engine wants another message than the posted receive has."""
-        expected = form_of(buffer)
-        wanted = form_of(encoded)
+        expected = message_spec(buffer)
+        wanted = message_spec(encoded)
         if wanted != expected:
             stages = self._stages[peer]
             raise HolmesError(
@@ -412,6 +438,7 @@ class Mailbox:
                 f"stage link from stage {stages.neighbour_stage} (rank {peer}) "
                 f"to stage {stages.this_stage}"
             )
-            # The error, or that of another rank which ended because of bad input (marked by INPUT).
+            # If another rank has ended before because of the user's input, broken() returns the message of
+            # that rank, with the prefix "holmes: ". A HolmesError is printed with the same prefix.
             message = failure.broken(stage_link, str(error))
             raise HolmesError(message.removeprefix(failure.INPUT)) from error

@@ -1,37 +1,42 @@
-"""Decides when a pipeline stage posts its receives: in advance, and in an order that cannot deadlock.
+"""Decides when a pipeline stage posts its receives: some passes ahead, in an order that cannot deadlock.
 
 With NCCL a posted receive is a kernel that ends when its message has arrived, and a send is a kernel that
 ends when its receive has begun. Such kernels may share a hardware queue or a stream (torch hands out 32
 streams in turn), and the host may wait for the device (torch.cuda.synchronize(), cudaFree,
 CUDA_LAUNCH_BLOCKING=1). A rank is safe from all of that if each of its launches may wait for the launch
-before it. This requires one order of all messages between two stages, which both stages follow:
+before it. This requires one order of all messages between two stages, which both stages follow. Here `a` is
+an activation and `g` a gradient, with the numbers of their micro-batches:
 
-    a 0 ... a (lead - 1)   g 0   a lead   g 1   a (lead + 1)   g 2  ...        a: activation, g: gradient
+    a 0 ... a (lead - 1)   g 0   a lead   g 1   a (lead + 1)   g 2  ...
 
-The lead is the number of activations before the first gradient. Let the earlier stage hold k micro-batches
-in flight, and the later stage k'. The earlier stage must send k activations before it needs the first
-gradient, and the later stage sends its first gradient after k' activations, so k' <= lead <= k. The k - k'
-passes between these bounds are divided:
+The lead is the number of activations before the first gradient. It may lie between two numbers: the forward
+passes that each of the two stages runs before its first backward pass (its micro-batches in flight).
 
-    lead - k'   passes in advance, the later stage posts receives of activations: the receive of micro-batch m
-                before its forward pass of m - (lead - k'), which follows its gradient of m - lead
-    k - lead    passes in advance, the earlier stage posts receives of gradients: the receive of micro-batch m
-                before its backward pass of m - (k - lead), which follows its activation of m + lead - 1
+    lead >= those of the later stage     it sends its first gradient after so many activations
+    lead <= those of the earlier stage   it sends so many activations before it needs the first gradient
+
+Example: the earlier stage runs 4 forward passes first, the later one 2, and the lead is 3. Both stages post
+(post) and send (send) in the order a0 a1 a2 g0 a3 g1 a4 ...:
+
+    earlier stage   F0 send a0, F1 send a1, F2 send a2, post g0, F3 send a3, post g1, B0, F4 send a4, ...
+    later stage     post a0, post a1, F0, post a2, F1, B0 send g0, post a3, F2, B1 send g1, post a4, ...
+
+So the earlier stage posts the receive of a gradient one pass before the pass that needs it (4 - 3), and the
+later stage that of an activation one pass before (3 - 2).
 
 No rank waits for ever: in this order, every launch depends only on earlier launches of both stages, so there
 is no cycle (tests/runtime/groups/test_receive_order.py checks random pipelines).
 
-Choice of the lead: the plan keeps so many micro-batches in flight that k - k' - 1 micro-batches take as long
-as a round trip over the stage link, less the idle time of both stages (plan/cost/pipeline.py, in_flight). The
-stage with the longer compute time idles less and needs more passes in advance. Therefore
-(lead - k') - (k - lead) is the difference of the two compute times, divided by the longest compute time of
-all stages.
+Choice of the lead: the plan keeps so many micro-batches in flight that a message has time for a round trip
+over the stage link (plan/cost/pipeline.py, in_flight). The passes by which receives are posted ahead are
+shared between both stages. The stage with the longer compute time idles less while it waits, so its receives
+are posted further ahead: by as many passes as the difference of the compute times is worth.
 
-If the plan lists the passes of each stage (plan/schedule.py), every gradient has its own lead, which the plan
-lists too.
+If the plan lists the passes of each stage (plan/schedule.py), it also lists, for each gradient, the
+activations before it.
 
 With gloo only the wait for a message waits for its sender, and no order is required. Each stage posts a
-receive as soon as the other stage may send the message: activations up to k, gradients from k' on.
+receive as soon as the other stage may send the message.
 """
 
 from __future__ import annotations
@@ -53,31 +58,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PostingRule:
-    """Number of receives from a neighbour that a stage has posted at each point of a step.
+    """Number of receives from a neighbour that a stage has posted at each point of a step (1F1B).
 
     Receives are counted in micro-batches from the beginning of the step.
     """
 
-    #: Passes between posting a receive and the pass that needs its message.
-    passes_in_advance: int
+    #: Number of passes by which a receive is posted before the pass that needs its message.
+    passes_ahead: int
     #: For receives of gradients: activations sent before the first receive is posted. None for receives of
     #: activations.
-    activations_first: int | None = None
+    activations_before_first: int | None = None
 
-    def before(self, index: int) -> int:
-        """Return the number of posted receives before the pass of micro-batch `index` that needs one."""
-        return index + 1 + self.passes_in_advance
+    def posted_before(self, micro_batch: int) -> int:
+        """Return how many receives must have been posted before a pass that uses a received message.
 
-    def after(self, kind: str, index: int) -> int:
-        """Return the number of posted receives after a pass and its messages.
+        Args:
+            micro_batch: Micro-batch of the pass and of its message.
+        """
+        needed = micro_batch + 1
+        return needed + self.passes_ahead
+
+    def posted_after(self, kind: str, micro_batch: int) -> int:
+        """Return how many receives must have been posted after a pass that has sent its message.
 
         Args:
             kind: "F" for a forward pass, "B" for a backward pass.
-            index: Micro-batch of the pass.
+            micro_batch: Micro-batch of the pass.
+
+        Returns:
+            0 or less if the pass calls for no further receive.
         """
-        if kind == "F" and self.activations_first is not None:
-            activations_sent = index + 1
-            return activations_sent - self.activations_first + 1
+        if kind == "F" and self.activations_before_first is not None:
+            activations_sent = micro_batch + 1
+            # After activations_before_first activations one receive, then one more for each activation.
+            return activations_sent - self.activations_before_first + 1
         return 0
 
 
@@ -88,55 +102,76 @@ class ListedPostingRule:
     Receives are counted in micro-batches from the beginning of the step.
     """
 
-    #: Micro-batch -> activations before its gradient in the order of messages.
-    leads: tuple[int, ...]
+    #: Micro-batch -> number of activations that both stages launch before its gradient.
+    activations_before: tuple[int, ...]
     #: For receives of activations: micro-batch -> gradients that the receiving stage has sent before it needs
     #: the activation. Empty for receives of gradients.
     gradients_sent: tuple[int, ...] = ()
 
-    def before(self, index: int) -> int:
-        """Return the number of posted receives before the pass of micro-batch `index` that needs one."""
-        if self.gradients_sent:
-            return self._activations_before_gradient(self.gradients_sent[index])
-        return index + 1
+    def posted_before(self, micro_batch: int) -> int:
+        """Return how many receives must have been posted before a pass that uses a received message.
 
-    def after(self, kind: str, index: int) -> int:
-        """Return the number of posted receives after a pass and its messages.
+        Args:
+            micro_batch: Micro-batch of the pass and of its message.
+        """
+        if self.gradients_sent:  # receives of activations
+            next_gradient = self.gradients_sent[micro_batch]
+            return self._activations_before_gradient(next_gradient)
+        return micro_batch + 1
+
+    def posted_after(self, kind: str, micro_batch: int) -> int:
+        """Return how many receives must have been posted after a pass that has sent its message.
 
         Args:
             kind: "F" for a forward pass, "B" for a backward pass.
-            index: Micro-batch of the pass.
+            micro_batch: Micro-batch of the pass.
+
+        Returns:
+            0 if the pass calls for no further receive.
         """
-        if self.gradients_sent:
-            return self._activations_before_gradient(index + 1) if kind == "B" else 0
-        activations_sent = index + 1
-        return bisect_right(self.leads, activations_sent) if kind == "F" else 0
+        if self.gradients_sent:  # receives of activations: sent gradients call for more of them
+            if kind != "B":
+                return 0
+            return self._activations_before_gradient(micro_batch + 1)
+        if kind != "F":
+            return 0
+        activations_sent = micro_batch + 1
+        # The gradients that come after at most so many activations.
+        return bisect_right(self.activations_before, activations_sent)
 
     def _activations_before_gradient(self, micro_batch: int) -> int:
-        """Return how many activations precede a gradient; all of them if there is no such gradient."""
-        if micro_batch < len(self.leads):
-            return self.leads[micro_batch]
-        return len(self.leads)
+        """Return the number of activations that are launched before the gradient of a micro-batch.
+
+        Args:
+            micro_batch: Its number. After the last one there is no gradient: then all activations count.
+        """
+        if micro_batch < len(self.activations_before):
+            return self.activations_before[micro_batch]
+        return len(self.activations_before)
 
 
 @dataclass(frozen=True)
-class ReceiveOrder:
-    """Order of passes and messages of a pipeline with a planned number of micro-batches in flight.
+class Order1F1B:
+    """Order of passes and messages of a 1F1B pipeline with a planned number of micro-batches in flight.
 
-    Each stage alternates forward and backward passes (1F1B) once its micro-batches are in flight.
+    Each stage first runs as many forward passes as it holds micro-batches in flight. Then it alternates one
+    backward and one forward pass.
     """
 
-    in_flight: tuple[int, ...]  # planned micro-batches in flight, by stage
-    busy_s: tuple[float, ...] = ()  # compute seconds of a micro-batch, by stage; () if unknown
-    is_unordered: bool = False  # messages need no common order (gloo)
+    #: By stage: forward passes before the first backward pass.
+    in_flight: tuple[int, ...]
+    #: By stage: seconds in which it computes a micro-batch; () if unknown.
+    busy_s: tuple[float, ...] = ()
+    #: Whether both stages must launch their messages in the same order: True with NCCL, False with gloo.
+    needs_message_order: bool = True
 
     def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> PostingRule:
         """Return when a stage posts its receives from a neighbouring stage.
 
-        Let the earlier of the two stages hold k micro-batches in flight, and the later one k'. The k - k'
-        passes by which receives can be posted in advance are divided between the stages, so that the stage
-        with the longer compute time gets more of them. Without a common order of messages (gloo), each
-        stage uses all of them.
+        Receives are posted some passes before their messages are needed. The order of messages allows both
+        stages together so many passes ahead as the earlier stage has more micro-batches in flight than the
+        later one. The stage with the longer compute time gets the larger share. Without a common order
+        (gloo), each stage posts its receives by all these passes ahead.
 
         Args:
             stage: Number of the stage that receives.
@@ -145,32 +180,48 @@ class ReceiveOrder:
         """
         earlier_stage = min(stage, neighbour)
         later_stage = earlier_stage + 1
-        in_flight_earlier = min(self.in_flight[earlier_stage], micro_batches)  # k
-        in_flight_later = min(self.in_flight[later_stage], micro_batches)  # k'
+        # Forward passes before the first backward pass. A short step has fewer.
+        forwards_of_earlier = min(self.in_flight[earlier_stage], micro_batches)
+        forwards_of_later = min(self.in_flight[later_stage], micro_batches)
         receives_gradients = stage == earlier_stage
-        most_in_advance = in_flight_earlier - in_flight_later  # passes
-        if self.is_unordered:
+        # The later stage sends its first gradient after forwards_of_later activations, and the earlier stage
+        # needs it after forwards_of_earlier activations. The difference is the time for posting ahead.
+        passes_to_share = forwards_of_earlier - forwards_of_later
+        if not self.needs_message_order:
             if receives_gradients:
                 return PostingRule(
-                    passes_in_advance=most_in_advance,
-                    activations_first=in_flight_later,  # sent before the first receive is posted
+                    passes_ahead=passes_to_share,
+                    activations_before_first=forwards_of_later,
                 )
-            return PostingRule(passes_in_advance=most_in_advance)
+            return PostingRule(passes_ahead=passes_to_share)
 
-        time_difference = 0.0  # of the two stages, in units of the longest stage
-        if self.busy_s:
-            busy_difference_s = self.busy_s[later_stage] - self.busy_s[earlier_stage]
-            time_difference = busy_difference_s / max(self.busy_s)
-        # Passes of the later stage. "+ 0.5" rounds to the nearest whole number.
-        rounded = floor((most_in_advance + time_difference) / 2 + 0.5)
-        later_in_advance = min(max(rounded, 0), most_in_advance)
-        lead = in_flight_later + later_in_advance  # activations before the first gradient
+        later_ahead = self._share_of_later_stage(later_stage, passes_to_share)
+        lead = forwards_of_later + later_ahead  # activations before the first gradient
         if receives_gradients:
             return PostingRule(
-                passes_in_advance=in_flight_earlier - lead,
-                activations_first=lead,
+                passes_ahead=forwards_of_earlier - lead,  # the rest of passes_to_share
+                activations_before_first=lead,
             )
-        return PostingRule(passes_in_advance=later_in_advance)
+        return PostingRule(passes_ahead=later_ahead)
+
+    def _share_of_later_stage(self, later_stage: int, passes_to_share: int) -> int:
+        """Return by how many passes ahead the later stage of a stage link posts its receives.
+
+        It gets half of the passes, and more if it computes longer than the stage before it: then it idles
+        less while it waits for messages, and must post their receives further ahead.
+
+        Args:
+            later_stage: Number of the stage.
+            passes_to_share: Passes that both stages of the stage link have together.
+        """
+        # Later minus earlier stage, in units of the longest time of all stages.
+        time_difference = 0.0
+        if self.busy_s:
+            busy_difference_s = self.busy_s[later_stage] - self.busy_s[later_stage - 1]
+            time_difference = busy_difference_s / max(self.busy_s)
+        share = (passes_to_share + time_difference) / 2
+        nearest = floor(share + 0.5)
+        return min(max(nearest, 0), passes_to_share)
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """Return the passes of a stage, as pairs of a letter ("F" or "B") and a micro-batch."""
@@ -190,7 +241,7 @@ class ListedOrder:
     def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> ListedPostingRule:
         """Return when a stage posts its receives from a neighbouring stage.
 
-        The lead of a gradient is the number of activations before it in the order of messages.
+        The plan says, for each gradient, how many activations are launched before it.
 
         Args:
             stage: Number of the stage that receives.
@@ -198,22 +249,24 @@ class ListedOrder:
             micro_batches: Micro-batches of a step.
         """
         stage_link = min(stage, neighbour)  # numbered by its earlier stage
-        # The leads of all gradients, as the later and as the earlier stage of the link count them.
-        leads_for_activations, leads_for_gradients = self.schedule.posted(stage_link)
-        if stage < neighbour:  # receives gradients
-            return ListedPostingRule(leads=leads_for_gradients)
+        # By micro-batch: the number of activations before its gradient. With NCCL both results are the same.
+        # With gloo each stage has its own numbers, by which it posts its receives as early as possible.
+        at_later_stage, at_earlier_stage = self.schedule.posted(stage_link)
+        receives_gradients = stage < neighbour
+        if receives_gradients:
+            return ListedPostingRule(activations_before=at_earlier_stage)
         own_passes = self.order(stage, micro_batches)
         # For each forward pass ("F"), the backward passes before it: whole ones ("B") and those that compute
         # the gradient of the input only ("I"). Each has sent a gradient.
-        gradients_sent = before(own_passes, "BI", "F")
-        return ListedPostingRule(leads=leads_for_activations, gradients_sent=gradients_sent)
+        gradients_sent = before(own_passes, counted="BI", of_letters="F")
+        return ListedPostingRule(activations_before=at_later_stage, gradients_sent=gradients_sent)
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """Return the listed passes of a stage, as pairs of a letter and a micro-batch."""
         return self.schedule.stages[stage]
 
 
-Flight = ReceiveOrder | ListedOrder
+PipelineOrder = Order1F1B | ListedOrder
 
 
 def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
@@ -228,6 +281,8 @@ def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
         HolmesError: the list is for NCCL but does not say when to post the receives of gradients.
     """
     order = PassOrder.parse(texts)
+    # An entry such as g0 says after which activations the receive of a gradient is posted: parse() turns
+    # these entries into activations_before.
     if network_api == VERBS and not order.activations_before:
         raise HolmesError(
             "the plan's passes do not say when gradients' receives are posted (g0, g1 ...), "
@@ -236,17 +291,16 @@ def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
     return order
 
 
-def flight_of(plan: Plan, network_api: str) -> Flight | None:
+def pipeline_order_of(plan: Plan, network_api: str) -> PipelineOrder | None:
     """Return the planned order of passes and messages of a pipeline.
-
-    The plan lists all passes, or only gives the micro-batches that each stage holds in flight, or neither.
 
     Args:
         plan: Plan of the job.
         network_api: VERBS for NCCL, SOCKETS for gloo.
 
     Returns:
-        None if the engine keeps its own schedule.
+        A ListedOrder if the plan lists all passes, an Order1F1B if it only has the micro-batches that each
+        stage holds in flight. None if it has neither: the engine keeps its own schedule.
 
     Raises:
         HolmesError: the plan lists passes for NCCL without the order of messages.
@@ -257,4 +311,5 @@ def flight_of(plan: Plan, network_api: str) -> Flight | None:
     if not traffic.in_flight:
         return None
     busy_s = tuple(load.busy_s for load in plan.loads)  # compute seconds of a micro-batch, by stage
-    return ReceiveOrder(traffic.in_flight, busy_s, is_unordered=network_api == SOCKETS)
+    # Gloo matches messages in any order. A NCCL kernel may hold up the kernels behind it.
+    return Order1F1B(traffic.in_flight, busy_s, needs_message_order=network_api != SOCKETS)

@@ -47,16 +47,16 @@ class Transport:
     net_name: str  # NCCL's name of the network; "" if NCCL chooses
 
 
-def transport_on(fabric: Fabric | None, here: Node) -> Transport:
+def transport_on(fabric: Fabric | None, node: Node) -> Transport:
     """Return the transport of a process group on one of its nodes.
 
     Args:
         fabric: Network of the group; None if the group is inside one node.
-        here: The node.
+        node: The node.
     """
     if fabric is None:
         return Transport(fabric=LOCAL, kind=LOCAL, interface="lo", net_name="")
-    port = here.port(fabric.name)
+    port = node.port(fabric.name)
     return Transport(
         fabric=fabric.name,
         kind=fabric.kind,
@@ -67,7 +67,7 @@ def transport_on(fabric: Fabric | None, here: Node) -> Transport:
 
 def as_made(
     planned: Transport,
-    here: Node,
+    node: Node,
     backend: str,
     fabrics: Mapping[str, Fabric],
     options: Any = None,
@@ -80,7 +80,7 @@ def as_made(
 
     Args:
         planned: Transport that the plan has for the group.
-        here: The node.
+        node: The node.
         backend: Backend of the group, such as "gloo".
         fabrics: Name of a network -> the network.
         options: ProcessGroupNCCL.Options that the group was made with; None if unknown.
@@ -90,41 +90,41 @@ def as_made(
         return planned
     if backend == "gloo":
         interface = environ.get(GLOO_VARIABLE, planned.interface)
-        return _gloo_transport(planned, here, interface, fabrics)
+        return _gloo_transport(planned, node, interface, fabrics)
     if traits_of(backend).is_nccl and options is not None:
         net_name = getattr(options.config, "net_name", None)
-        return _nccl_transport(planned, here, net_name or "", fabrics)
+        return _nccl_transport(planned, node, net_name or "", fabrics)
     return planned
 
 
 def _gloo_transport(
-    planned: Transport, here: Node, interface: str, fabrics: Mapping[str, Fabric]
+    planned: Transport, node: Node, interface: str, fabrics: Mapping[str, Fabric]
 ) -> Transport:
     """Return the transport of a gloo group that uses `interface`, one or several names with commas."""
     if interface == planned.interface:
         return planned
     names = interface.split(",")
-    port = next((port for port in here.ports if port.interface in names), None)
+    port = next((port for port in node.ports if port.interface in names), None)
     if port is None:
         return planned  # it is not known to which network the interface belongs
     return Transport(port.fabric, fabrics[port.fabric].kind, interface=interface, net_name="")
 
 
 def _nccl_transport(
-    planned: Transport, here: Node, net_name: str, fabrics: Mapping[str, Fabric]
+    planned: Transport, node: Node, net_name: str, fabrics: Mapping[str, Fabric]
 ) -> Transport:
     """Return the transport that an NCCL group really has on one of its nodes.
 
     Args:
         planned: Transport that the plan has for the group.
-        here: The node.
+        node: The node.
         net_name: NCCL's name of the network in the group's options ("IB", "Socket" or that of a plugin); ""
             if they have none.
         fabrics: Name of a network -> the network.
     """
     if not net_name or not planned.net_name or net_name == planned.net_name:
         return planned
-    for port in here.ports:
+    for port in node.ports:
         fabric = fabrics[port.fabric]
         if network_name(fabric) == net_name:
             return Transport(fabric.name, fabric.kind, interface="", net_name=net_name)
@@ -238,7 +238,7 @@ def _copy_settings(source: Any, target: Any, skip: frozenset[str] | set[str] = f
             continue
 
 
-def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]:
+def node_environment(node: Node, environ: MutableMapping[str, str]) -> list[str]:
     """Set NCCL's HCAs, GID index and socket interface for this node in `environ`.
 
     Variables that the user has set stay. Two variables are unset:
@@ -248,7 +248,7 @@ def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]
                                                may stay on a node with a single network
 
     Args:
-        here: This node.
+        node: This node.
         environ: Environment variables of this process, which are changed.
 
     Returns:
@@ -256,7 +256,7 @@ def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]
     """
     lines = []
     in_files = file_settings(environ)  # variable -> its value and the file of NCCL that sets it
-    for name, value in variables_of(here).items():
+    for name, value in variables_of(node).items():
         holmes_would = f"holmes would use {value or 'none'}"
         if environ.get(name):
             lines.append(f"{name}={environ[name]} was set by you and stays ({holmes_would})")
@@ -275,7 +275,7 @@ def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]
         )
         del environ["NCCL_NET"]
     # SHARED is NCCL_COMM_SPLIT_SHARE_RESOURCES.
-    if environ.get(SHARED, "0") != "0" and len(here.ports) > 1:
+    if environ.get(SHARED, "0") != "0" and len(node.ports) > 1:
         reason = "a group with a network of its own cannot share its parent's resources"
         lines.append(f"{SHARED}={environ[SHARED]} is unset: {reason}")
         del environ[SHARED]

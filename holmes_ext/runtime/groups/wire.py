@@ -57,8 +57,8 @@ Finish = Callable[[], None]
 class Wire:
     """Encoding of the messages to and from one neighbouring pipeline stage."""
 
-    parts: int = 1  # tensor-parallel ranks that send a slice each; 1 to send whole tensors
-    place: int = 0  # number of this rank's slice
+    slices: int = 1  # tensor-parallel ranks that send a slice each; 1 to send whole tensors
+    slice_index: int = 0  # index of this rank's slice
     group: Any = None  # process group of the tensor-parallel ranks
     compression: str = "off"  # "off", "bf16" or "int8"
     stage_link: str = "the stage link"  # for error messages
@@ -66,7 +66,7 @@ class Wire:
     def outgoing(self, tensor: Any) -> Any:
         """Return the message that this rank sends of a tensor: its slice of the rows, compressed.
 
-        With one part and no compression, the message is the whole tensor. The caller must keep the message
+        With one slice and no compression, the message is the whole tensor. The caller must keep the message
         until it has been sent.
 
         Args:
@@ -76,7 +76,7 @@ class Wire:
             HolmesError: the tensor's dtype cannot be compressed.
         """
         compression = self._compression_of(tensor)
-        if self.parts == 1 and compression == "off":
+        if self.slices == 1 and compression == "off":
             return tensor.detach()
         rows = _as_matrix(tensor.detach().contiguous())
         slice_rows = self._rows_per_slice(rows)
@@ -107,10 +107,10 @@ class Wire:
         import torch.distributed as dist
 
         compression = self._compression_of(tensor)
-        if self.parts == 1 and compression == "off":
+        if self.slices == 1 and compression == "off":
             return tensor.detach(), _do_nothing
         rows = _as_matrix(tensor.detach())
-        padded_length = self._rows_per_slice(rows) * self.parts
+        padded_length = self._rows_per_slice(rows) * self.slices
         if len(rows) == padded_length:
             gathered = rows
         else:  # the slices of all ranks together are longer than the tensor
@@ -123,7 +123,7 @@ class Wire:
         def finish() -> None:
             if buffer is not own_slice:
                 flat_slice.copy_(slice_codec.decode(buffer, flat_slice))
-            if self.parts > 1:
+            if self.slices > 1:
                 dist.all_gather_into_tensor(gathered, own_slice, group=self.group)
             if gathered is not rows:
                 rows.copy_(gathered[: len(rows)])
@@ -132,12 +132,12 @@ class Wire:
 
     def _rows_per_slice(self, rows: Any) -> int:
         """Return the number of rows of a slice, rounded up."""
-        return -(-len(rows) // self.parts)
+        return -(-len(rows) // self.slices)
 
     def _own_slice(self, rows: Any) -> Any:
         """Return this rank's slice of the rows, a view. It is shorter at the end of the rows."""
         slice_rows = self._rows_per_slice(rows)
-        return rows[self.place * slice_rows : (self.place + 1) * slice_rows]
+        return rows[self.slice_index * slice_rows : (self.slice_index + 1) * slice_rows]
 
     def _compression_of(self, tensor: Any) -> str:
         """Return the compression that applies to a tensor: "off", "bf16" or "int8".

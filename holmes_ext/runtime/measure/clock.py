@@ -59,7 +59,8 @@ class StepCounter:
         leader = None
         if self._leader is not None:
             leader = self._leader()  # None if the program has deleted it
-        # Then the leader was updated more rarely than other parameters, or no longer.
+        # If this parameter is updated for the second time without an update of the leader in between, the
+        # leader is updated more rarely, or no longer. Counting it would miss steps.
         is_updated_again = any(other() is parameter for other in self._updated_since_leader)
         if leader is None or is_updated_again:  # this parameter becomes the leader
             leader = parameter

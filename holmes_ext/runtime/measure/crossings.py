@@ -69,12 +69,19 @@ _Cluster = Sequence[int]
 _Pair = tuple[int, int]
 
 
+class _Connection(NamedTuple):
+    """Two ranks on nodes of different clusters between which streams are sent."""
+
+    sender: int
+    receiver: int
+
+
 class PairResult(NamedTuple):
     """Measurements of one rank in a round. Values that it has not measured are 0."""
 
     trip_s: float  # round-trip time
     stream_bps: float  # of one stream
-    rates: _Rates  # bits/s of all streams of this sender, in each part of the time
+    rates: _Rates  # bits/s of all streams of this sender, in each of the PARTS parts of the time
 
 
 def rounds(count: int) -> list[list[_Pair]]:
@@ -204,21 +211,36 @@ def measure(
     for round_index, pairs in enumerate(schedule):
         results = [rank_results[round_index] for rank_results in all_results]
         for first, second in pairs:
-            ends = list(zip(clusters[first], clusters[second]))[:MOST_NODES]
-            senders = [sender for sender, _ in ends]
+            connections = _connections(clusters[first], clusters[second])
+            node_count = len(connections)  # of each of the two clusters
+            senders = [connection.sender for connection in connections]
             rate_bps = _median([results[sender].rates for sender in senders])
             cluster_names = (site.clusters[first], site.clusters[second])
-            if rate_bps >= PROGRAM_BPS * len(ends) * streams_of(len(ends)):
-                rate_bps = max(rate_bps, stated_bps(site, *cluster_names, len(ends)))
-            leader = results[senders[0]]
-            latency_s = leader.trip_s / 2
-            pair = MeasuredPair(cluster_names, round(rate_bps), latency_s, round(leader.stream_bps))
+            # This program may be slower than the network: then the rate of the cluster file counts.
+            if rate_bps >= PROGRAM_BPS * node_count * streams_of(node_count):
+                rate_bps = max(rate_bps, stated_bps(site, *cluster_names, node_count))
+            # The first sender has measured the latency and a single stream.
+            first_result = results[senders[0]]
+            latency_s = first_result.trip_s / 2
+            stream_bps = round(first_result.stream_bps)
+            pair = MeasuredPair(cluster_names, round(rate_bps), latency_s, stream_bps)
             measured.append(pair)
 
     def position(pair: MeasuredPair) -> list[int]:
         return [site.clusters.index(name) for name in pair.clusters]
 
     return tuple(sorted(measured, key=position))
+
+
+def _connections(senders: _Cluster, receivers: _Cluster) -> list[_Connection]:
+    """Return which node sends to which: the i-th node of one cluster to the i-th node of the other one.
+
+    Args:
+        senders: First rank of each node of the cluster that sends.
+        receivers: First rank of each node of the cluster that receives.
+    """
+    connections = [_Connection(*ranks) for ranks in zip(senders, receivers)]
+    return connections[:MOST_NODES]
 
 
 def _measure_pair(
@@ -231,37 +253,39 @@ def _measure_pair(
     """Measure one pair of clusters. All ranks of the job call this function, and pass the same barriers.
 
     Each sending node has one receiving node. The first sender measures a single stream. Then all senders
-    send several streams at the same time.
+    send several streams at the same time. A sender connects, and its receiver serves the connections.
 
     Args:
         rank: This rank.
-        sides: The cluster that sends and the one that receives; None if this rank is in no pair.
+        sides: First ranks of the nodes of the cluster that sends, and of the one that receives; None if
+            this rank is in no pair.
         server: This node's listening socket.
         addresses: Rank -> address of its node's listening socket.
         barrier: Waits for all ranks.
     """
-    ends = list(zip(*sides))[:MOST_NODES] if sides is not None else []  # (sender, receiver)
-    receiver = next((other for sender, other in ends if sender == rank), None)  # None: no sender
-    is_receiver = any(other == rank for _, other in ends)
-    is_in_first_end = bool(ends) and rank in ends[0]  # one of the first sender and its receiver
+    connections = _connections(*sides) if sides is not None else []
+    receiver_of = {connection.sender: connection.receiver for connection in connections}
+    receiver = receiver_of.get(rank)  # None: this rank does not send
+    is_receiver = rank in receiver_of.values()
+    is_in_first = bool(connections) and rank in connections[0]  # the first sender or its receiver
     trip_s = 0.0
     results = []
     if receiver is not None:
         trip_s = _ping(addresses[receiver])
     elif is_receiver:
-        _serve(server, 1)  # answers the ping
-    single_stream = (1, is_in_first_end)
-    all_streams = (streams_of(len(ends)), True)
+        _serve(server, streams=1)  # answers the ping
+    single_stream = (1, is_in_first)  # (streams of each sender, whether this rank takes part)
+    all_streams = (streams_of(len(connections)), True)
     for streams, takes_part in (single_stream, all_streams):
-        barrier()
+        barrier()  # all pairs of the round begin together
         if takes_part and receiver is not None:
             results.append(_flood(addresses[receiver], streams, trip_s))
         elif takes_part and is_receiver:
             _serve(server, streams)
     barrier()
     # `results` is empty on ranks that do not send. The first sender's first result is that of one stream.
-    stream_bps = _median(results[:1]) if is_in_first_end else 0.0
-    rates = results[-1] if results else (0.0,) * PARTS
+    stream_bps = _median(results[:1]) if is_in_first else 0.0
+    rates = results[-1] if results else (0.0,) * PARTS  # the last result is that of all streams
     return PairResult(trip_s, stream_bps, rates)
 
 

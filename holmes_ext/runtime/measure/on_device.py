@@ -2,25 +2,26 @@
 
 CUDA events are recorded on the program's current stream, at the points in brackets:
 
-    async_op=True    current stream    [began] ...........  [before] wait [after]
-                     torch's stream            [operation]
-    async_op=False   current stream    [began] [operation] [ended]           since torch 2.8; there is no Work
+    async_op=True    current stream    [launch_mark] ...........  [before] wait [after]
+                     torch's stream                  [operation]
+    async_op=False   current stream    [launch_mark] [operation] [end_mark]   (torch 2.8 and newer: no Work)
 
-When an asynchronous operation ends:
+How the end of an asynchronous operation is found:
 
-    1. The Work is asked whether it is completed, at launches and waits, while the program holds it.
-    2. Without the Work, the operation has ended when the stream has waited for it ([after]), which is an
-    upper
-       bound.
+    1. By the operation's Work, while the program holds it: is_completed() is called at launches and waits.
+    2. Without the Work: when the stream has passed the program's wait ([after]). The operation may have ended
+       before.
     3. With TORCH_NCCL_ENABLE_TIMING, the Work also has the duration of the operation itself.
 
 The Work is never kept here, because it owns its outputs (WorkNCCL::outputs_ in ProcessGroupNCCL.cpp): the
 weights that FSDP and ZeRO 3 gather would live too long. Every launch checks whether the oldest operations
 of its group are over, so that nothing piles up in programs without training steps.
 
-GPU times are converted to host times by bounds: an event cannot be over before it was recorded, nor after
-it was seen to be over. The first bound is exact whenever the GPU is idle. Every step counts from an event
-of its own, because elapsed_time() is a float32 of milliseconds.
+CUDA events only give the time between two events (elapsed_time). To get the host's time of an event, one
+event, the reference, is kept whose host time is known approximately. Two facts correct it: the GPU cannot
+have passed an event before the host recorded it, nor after the host saw that it was passed. While the GPU
+is idle, it passes an event as soon as it is recorded, so the reference becomes exact. Every training step
+gets a new reference, because elapsed_time() is a float32 of milliseconds and loses digits over long times.
 
 The tests run this module with simulated events (tests/runtime/measure/); it has not run on a GPU so far.
 """
@@ -47,11 +48,18 @@ class TimedSpans(NamedTuple):
     open: list[Span]
 
 
+class _Interval(NamedTuple):
+    """Start and end of an operation, in seconds of the host's clock."""
+
+    start_s: float
+    end_s: float
+
+
 class DeviceClock:
     """Makes marks on CUDA streams, and converts them to seconds of the host's clock."""
 
     def __init__(self, clock: Callable[[], float]):
-        """Create a clock for the current GPU. It has no base before the first mark.
+        """Create a clock for the current GPU. It has no reference event before the first mark.
 
         Args:
             clock: Returns the host's time in seconds.
@@ -63,16 +71,20 @@ class DeviceClock:
         #: Returns whether a CUDA graph captures what is launched now. Then events cannot be queried.
         self.capturing = torch.cuda.is_current_stream_capturing
         self._free: list[Any] = []  # events that can be used again
-        self._base: Mark | None = None  # elapsed times are counted from this mark
-        self._base_s = 0.0  # time of the base in seconds
-        self._next: Mark | None = None  # becomes the base when the GPU has completed it
+        #: The event from which elapsed times are counted, and its host time in seconds. Each training step
+        #: gets a new one: CUDA's elapsed times lose digits over long times.
+        self._reference: Mark | None = None
+        self._reference_s = 0.0
+        #: Event at the end of the last step. It replaces the reference when the GPU has passed it, because
+        #: elapsed_time() needs events that the GPU has passed.
+        self._next_reference: Mark | None = None
         self._compute: Any = None  # the stream on which steps end
 
     def mark(self) -> Mark:
         """Record a CUDA event at this point of the current stream, and return it as a mark.
 
-        The first mark becomes the base, from which elapsed times are counted. Then the returned mark is a
-        second one, because the caller gives back the events of its marks.
+        The first mark becomes the reference, from which elapsed times are counted. Then a second mark is
+        returned, because the caller recycles the events of its marks.
         """
         try:
             event = self._free.pop()  # an event of an earlier mark that is not needed any more
@@ -81,58 +93,64 @@ class DeviceClock:
         stream = self._cuda.current_stream()
         event.record(stream)
         mark = Mark(event, stream, self.clock())
-        if self._base is None:
-            self._base = mark
-            self._base_s = mark.at
+        if self._reference is None:
+            self._reference = mark
+            self._reference_s = mark.at
             return self.mark()
         return mark
 
-    def give_back(self, *marks: Mark | None) -> None:
-        """Allow the events of marks that are not needed any more to be used again."""
+    def recycle(self, *marks: Mark | None) -> None:
+        """Keep the events of marks that are not needed any more for later marks; None is ignored."""
         self._free += [mark.event for mark in marks if mark is not None]
 
-    def over(self, mark: Mark) -> bool:
-        """Return whether the GPU has completed everything before a mark. Then time_of() works."""
-        return bool(mark.event.query() and self._base is not None and self._base.event.query())
+    def has_passed(self, mark: Mark) -> bool:
+        """Return whether the GPU has completed everything before a mark. Then its time can be read."""
+        return bool(
+            mark.event.query() and self._reference is not None and self._reference.event.query()
+        )
 
     def time_of(self, mark: Mark) -> float:
-        """Return the time in seconds at which the GPU reached a mark that is over().
+        """Return the host time, in seconds, at which the GPU passed a mark; has_passed(mark) must be true.
 
-        The time is kept between the moment when the mark was recorded and now. If it has to be moved, the
-        base moves, too.
+        The GPU passed the mark after it was recorded and before now, so the time is limited to this interval.
+        If the time was outside, the reference event's time was wrong by as much, and is corrected.
         """
-        assert self._base is not None
-        time_s = self._base_s + self._base.event.elapsed_time(mark.event) / _MS_PER_S
-        bounded_s = min(max(time_s, mark.at), self.clock())
-        self._base_s += bounded_s - time_s
-        return bounded_s
+        assert self._reference is not None
+        since_reference_s = self._reference.event.elapsed_time(mark.event) / _MS_PER_S
+        time_s = self._reference_s + since_reference_s
+        limited_s = min(max(time_s, mark.at), self.clock())
+        self._reference_s += limited_s - time_s
+        return limited_s
 
-    def stood_still(self, first: Mark, last: Mark) -> float:
-        """Return the seconds between two marks that are over(), if they are on the compute stream; else 0.
+    def stall_s(self, first: Mark, last: Mark) -> float:
+        """Return for how many seconds the compute stream stood still between two marks of one stream.
 
-        The waits of other streams do not delay the computation.
+        The GPU must have passed both marks. The result is 0 for another stream than the compute stream: its
+        waits do not delay the computation.
         """
         if self._compute is not None and first.stream != self._compute:
             return 0.0
         return float(first.event.elapsed_time(last.event)) / _MS_PER_S
 
     def step_done(self) -> None:
-        """Count elapsed times from the end of this training step, as soon as the GPU has reached it.
+        """Record an event at the end of a training step, which later becomes the reference for elapsed times.
 
-        The current stream is taken to be the one that computes. Elapsed times are short then, so that the
-        rounding of torch's elapsed_time() does not matter.
+        Elapsed times stay short in this way, so that the rounding of torch's elapsed_time() (float32, in
+        milliseconds) does not matter. The current stream is taken to be the one that computes.
         """
-        if self._base is None or self.capturing():
+        if self._reference is None or self.capturing():
             return
         self._compute = self._cuda.current_stream()
-        if self._next is not None and self.over(self._next):  # the GPU has reached the next base
-            next_s = self.time_of(self._next)
-            self.give_back(self._base)
-            self._base = self._next
-            self._base_s = next_s
-            self._next = None
-        if self._next is None:
-            self._next = self.mark()
+        # The GPU may be behind the host by a step or more. Until it has passed the event of an earlier step,
+        # that event stays the next reference.
+        if self._next_reference is not None and self.has_passed(self._next_reference):
+            next_s = self.time_of(self._next_reference)
+            self.recycle(self._reference)
+            self._reference = self._next_reference
+            self._reference_s = next_s
+            self._next_reference = None
+        if self._next_reference is None:
+            self._next_reference = self.mark()
 
 
 class OnDevice:
@@ -158,11 +176,11 @@ class OnDevice:
         for kind, begin, end in spans:
             if not isinstance(begin, Mark) or not isinstance(end, Mark):  # seconds already
                 done.append((kind, begin, end))
-            elif self._clock.over(end) and self._clock.over(begin):
+            elif self._clock.has_passed(end) and self._clock.has_passed(begin):
                 start_s = self._clock.time_of(begin)
                 duration_s = begin.event.elapsed_time(end.event) / _MS_PER_S
                 done.append((kind, start_s, start_s + duration_s))
-                self._clock.give_back(begin, end)
+                self._clock.recycle(begin, end)
             else:
                 still_open.append((kind, begin, end))
         return TimedSpans(done, still_open)
@@ -170,12 +188,12 @@ class OnDevice:
     def launch(self, op: Op) -> None:
         """Record a CUDA event directly before an operation over NCCL is launched."""
         self.poll(op.group)
-        op.began = self._clock.mark()
+        op.launch_mark = self._clock.mark()
 
     def launched(self, op: Op) -> None:
         """Record a CUDA event after an operation without a Work, which runs on the current stream."""
         if op.work is None:
-            op.ended = self._clock.mark()
+            op.end_mark = self._clock.mark()
         op.group.on_device.append(op)
 
     def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
@@ -196,17 +214,17 @@ class OnDevice:
         result = wait()
         after = self._clock.mark()
         op.waits.append((before, after))
-        if op.ended is None:
-            op.ended = after  # the first wait() is the earliest point after the operation
+        if op.end_mark is None:
+            op.end_mark = after  # the first wait() is the earliest point after the operation
         return result
 
-    def is_at(self, op: Op) -> bool:
-        """Return whether the GPU has reached an operation, and the operation is not known to be over."""
-        return not op.end and not op.seen_over and self.has_begun(op)
+    def is_running(self, op: Op) -> bool:
+        """Return whether the GPU has reached an operation that is not over, as far as the host has seen."""
+        return not op.end and not op.completed_at and self.has_begun(op)
 
     def has_begun(self, op: Op) -> bool:
         """Return whether the GPU has reached an operation that the host has launched."""
-        return op.began is None or self._clock.over(op.began)
+        return op.launch_mark is None or self._clock.has_passed(op.launch_mark)
 
     def poll(self, group: GroupTraffic) -> None:
         """Record the end of a group's operations that are over.
@@ -222,71 +240,90 @@ class OnDevice:
                 if count == 0:
                     return
                 last = group.on_device[count - 1]
-                has_waited = all(self._clock.over(after) for _, after in last.waits)
+                has_waited = all(self._clock.has_passed(after) for _, after in last.waits)
                 if not self._is_over(last) or not has_waited:
                     return
                 for _ in range(count):
-                    self._end(group.on_device.popleft(), last)
+                    self._record_end(group.on_device.popleft(), last)
 
     def _count_to_observable(self, group: GroupTraffic) -> int:
         """Return the position, from 1, of the first operation whose end can be observed; 0 without any."""
         for position, op in enumerate(group.on_device, start=1):
             has_work = op.work is not None and op.work() is not None
-            if op.ended is not None or has_work:
+            if op.end_mark is not None or has_work:
                 return position
         return 0
 
     def _is_over(self, op: Op) -> bool:
-        """Return whether an operation is over. If its Work exists, take its duration from there."""
+        """Return whether the GPU has completed an operation.
+
+        If the program still holds the Work, also store when it was first seen completed, and its duration.
+        """
         work = op.work() if op.work is not None else None
-        if not op.seen_over and work is not None and work.is_completed():
-            op.seen_over = self._recorder.clock()
-            if self._recorder.keeps:
+        if not op.completed_at and work is not None and work.is_completed():
+            op.completed_at = self._recorder.clock()
+            if self._recorder.has_listeners:
                 with suppress(RuntimeError):  # without TORCH_NCCL_ENABLE_TIMING
                     op.duration = work._get_duration() / _MS_PER_S
-        return op.seen_over > 0 or (op.ended is not None and self._clock.over(op.ended))
+        return op.completed_at > 0 or (
+            op.end_mark is not None and self._clock.has_passed(op.end_mark)
+        )
 
-    def _end(self, op: Op, last: Op) -> None:
+    def _record_end(self, op: Op, last: Op) -> None:
         """Record the start, the end and the time of waiting of an operation that is over.
 
         Args:
-            op: The operation. It represents the block of operations that was coalesced with it, too.
+            op: The operation. It also stands for the operations that were coalesced with it.
             last: The same operation, or a later one of the communicator, whose end was observed.
         """
         clock = self._clock
-        members = (*op.block, op)
-        began = members[0].began
-        assert began is not None
-
-        end_s = last.seen_over or self._recorder.clock()
-        if last.ended is not None and clock.over(last.ended):
-            end_s = min(end_s, clock.time_of(last.ended))
-        start_s = op.start
-        if clock.over(began):
-            start_s = min(end_s, clock.time_of(began))
-        if op.duration:  # of the kernel, measured by NCCL; its start is unknown
-            # The communicator may have been busy with the operation before, which ended at last_end.
-            start_s = max(start_s, min(op.group.last_end, end_s))
-            end_s = min(end_s, start_s + op.duration)
+        members = (*op.coalesced, op)
+        launch_mark = members[0].launch_mark  # coalesced operations begin with the first one
+        assert launch_mark is not None
+        start_s, end_s = self._times_of(op, last, launch_mark)
         op.group.last_end = end_s
 
-        # A synchronous operation delays the current stream from its begin to its end.
-        runs_on_current_stream = op.work is None and op.ended is not None
-        if runs_on_current_stream:
-            assert op.ended is not None
-            op.waited = clock.stood_still(began, op.ended)
+        runs_on_current_stream = op.work is None and op.end_mark is not None
+        if (
+            runs_on_current_stream
+        ):  # a synchronous operation delays the stream from its begin to its end
+            assert op.end_mark is not None
+            op.waited = clock.stall_s(launch_mark, op.end_mark)
         else:
-            op.waited = sum(clock.stood_still(before, after) for before, after in op.waits)
+            op.waited = sum(clock.stall_s(before, after) for before, after in op.waits)
 
         # Allow all events to be used again.
-        clock.give_back(*[member.began for member in members])
+        clock.recycle(*[member.launch_mark for member in members])
         for before, after in op.waits:
-            clock.give_back(before, after)
+            clock.recycle(before, after)
         if op.work is None:
-            clock.give_back(op.ended)
-        op.ended = None
+            clock.recycle(op.end_mark)
+        op.end_mark = None
         op.waits = []
         for member in members:
             member.start = start_s
-            member.began = None
+            member.launch_mark = None
         self._recorder.end(op, end_s)
+
+    def _times_of(self, op: Op, last: Op, launch_mark: Mark) -> _Interval:
+        """Return the start and the end of an operation that is over, in seconds of the host's clock.
+
+        Args:
+            op: The operation.
+            last: The same operation, or a later one of the communicator, whose end was observed.
+            launch_mark: CUDA event directly before the launch.
+        """
+        clock = self._clock
+        # The end was at the latest when the Work was seen completed, and when the GPU passed the event after
+        # the operation. The earlier one of both is closer to the end.
+        end_s = last.completed_at or self._recorder.clock()
+        if last.end_mark is not None and clock.has_passed(last.end_mark):
+            end_s = min(end_s, clock.time_of(last.end_mark))
+        start_s = op.start  # when the host launched it
+        if clock.has_passed(launch_mark):
+            start_s = min(end_s, clock.time_of(launch_mark))
+        if op.duration:  # of the kernel, measured by NCCL, which does not say when it started
+            # A communicator runs one operation after the other, so it started after the last one's end.
+            start_s = max(start_s, min(op.group.last_end, end_s))
+            end_s = min(end_s, start_s + op.duration)
+        return _Interval(start_s, end_s)

@@ -153,7 +153,7 @@ _SENT_PER_PAYLOAD_BYTE: dict[str, Callable[[int], float]] = {
 
 
 def sent_bytes(operation: str, payload: int, ranks: int, backend: str) -> float:
-    """Return the bytes that one rank sends in an operation.
+    """Return the bytes that one rank sends in an operation; 0 for an unknown operation such as "receive".
 
     Args:
         operation: Name of the operation, such as "all_reduce".
@@ -162,7 +162,10 @@ def sent_bytes(operation: str, payload: int, ranks: int, backend: str) -> float:
         backend: Backend of the process group. gloo's reduce-scatter is an all-reduce, which sends twice
             as much.
     """
-    if operation not in _SENT_PER_PAYLOAD_BYTE or (ranks <= 1 and operation != "send"):
+    if operation not in _SENT_PER_PAYLOAD_BYTE:
+        return 0
+    # A collective of one rank sends nothing. A message counts whatever the size of its group.
+    if ranks <= 1 and operation != "send":
         return 0
     factor = _SENT_PER_PAYLOAD_BYTE[operation](ranks)  # e.g. 2 (n - 1) / n of an all-reduce
     if operation == "reduce_scatter" and backend == "gloo":
@@ -183,7 +186,9 @@ class GroupTraffic:
         self.backend = backend_of(process_group)
         traits = traits_of(self.backend)
         self.is_on_device = traits.is_nccl  # its operations run on CUDA streams
+        # The backend "nccl2" of torch, which is also called "nccl" since torch 2.15.
         self.is_nccl2 = traits.is_nccl2
+        # torch's description of a group that the program has not described is "undefined".
         self.description = str(process_group.group_desc or "").replace("undefined", "")
         transports = [
             record.transport
@@ -238,13 +243,13 @@ class Op:
     work: Any = None  # weak reference to torch's Work
     background: bool = False  # started by another thread than the main thread
     is_synchronous: bool = False  # called without async_op=True
-    block: Sequence[Op] = ()  # coalesced operations that begin and end with this one
+    coalesced: Sequence[Op] = ()  # operations that were coalesced with this one, the last of them
 
     # The following fields are used with NCCL only.
-    began: Mark | None = None  # before the launch
-    ended: Mark | None = None  # after the launch, or after the stream has waited for the operation
+    launch_mark: Mark | None = None  # directly before the launch
+    end_mark: Mark | None = None  # after the operation, or after the first wait for it
     waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # around each wait of the stream
-    seen_over: float = 0.0  # time at which torch said that it is over
+    completed_at: float = 0.0  # when its Work was first seen completed; 0 before
     duration: float = 0.0  # as torch measured it; 0 if unknown
 
 

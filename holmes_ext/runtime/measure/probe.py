@@ -1,8 +1,7 @@
 """Measures messages and all-reduces in the running job: for `holmes probe`, and for a profile.
 
     send   a message between two nodes of a fabric, there and back; half of the time counts. On Ethernet
-    the nodes
-           are in two clusters, if there are two.
+           the nodes are in two clusters, if there are two.
     ring   an all-reduce among one rank of every node of a fabric. An all-reduce of B bytes among n ranks is
            2 (n - 1) steps of B / n bytes; the time of one step counts.
 
@@ -94,7 +93,7 @@ def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
     }
 
 
-def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
+def ring_members(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each fabric among which ring all-reduces are measured.
 
     Args:
@@ -113,12 +112,15 @@ def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
         fabric = site.shared_fabric((node,)).name
         cluster = site.node_by_name[node].cluster
         if fabric == ETHERNET and not flat:
+            # Links between clusters are measured elsewhere: take the nodes of one cluster only.
             if ethernet_cluster is None:
                 ethernet_cluster = cluster
             if cluster != ethernet_cluster:
                 continue
         ranks_of.setdefault(fabric, []).append(index * plan.processes)
-    if flat:  # the network that all nodes share, mostly Ethernet, is measured among all of them
+    if flat:
+        # The network that all nodes share, mostly Ethernet, is measured among all nodes, also among those
+        # that have a faster one.
         common_fabric = site.shared_fabric(plan.nodes).name
         ranks_of[common_fabric] = [index * plan.processes for index in range(len(plan.nodes))]
     return {fabric: tuple(ranks) for fabric, ranks in ranks_of.items() if len(ranks) > 1}
@@ -156,7 +158,7 @@ def measure(
     samples: dict[str, dict[str, list[Point]]] = {}  # fabric -> "send" or "ring" -> curve
     measurements: tuple[tuple[str, dict[str, Any], Run], ...] = (
         ("send", pairs(session, flat), _send_there_and_back),
-        ("ring", rings(session, flat), _all_reduce),
+        ("ring", ring_members(session, flat), _all_reduce),
     )
     for name, ranks_of, run in measurements:
         for fabric, ranks in ranks_of.items():
@@ -265,15 +267,16 @@ def _send_there_and_back(tensor: Any, ranks: tuple[int, ...], group: Any) -> flo
 
 
 def _all_reduce(tensor: Any, ranks: tuple[int, ...], group: Any) -> float:
-    """All-reduce a tensor.
+    """All-reduce a tensor. NCCL and gloo do so in 2 (n - 1) steps around a ring of n ranks.
 
     Returns:
-        The part of the time that one step of a ring all-reduce takes.
+        The share of the time that one step takes: the plan computes ring all-reduces from the time of a step.
     """
     import torch.distributed as dist
 
     dist.all_reduce(tensor, group=group)
-    return 1 / (2 * (len(ranks) - 1))
+    steps = 2 * (len(ranks) - 1)
+    return 1 / steps
 
 
 def reduction(group: Any, size_bytes: int, device: Any) -> ReductionTime:

@@ -209,6 +209,7 @@ def _stage_times(
     blocks = tuple(sorted(label for label in forward if isinstance(label, int)))
     nodes = tuple(dict.fromkeys(current.plan.node_of(rank) for rank in ranks))
     clusters = tuple(dict.fromkeys(current.site.node_by_name[node].cluster for node in nodes))
+    reductions = [probe.ReductionTime(*report["reduction"]) for report in reports]
     totals = {}
     for kind in _TOTALS:
         totals[f"{kind}_s"] = max(report["totals"].get(kind, 0.0) for report in reports)
@@ -220,9 +221,8 @@ def _stage_times(
         backward_s=tuple(backward.get(block, 0.0) for block in blocks),
         before_s=(forward.get("before", 0.0), backward.get("before", 0.0)),
         after_s=(forward.get("after", 0.0), backward.get("after", 0.0)),
-        # "reduction" is (seconds per byte, latency in seconds).
-        reduction_s_per_byte=max(report["reduction"][0] for report in reports),
-        reduction_latency_s=max(report["reduction"][1] for report in reports),
+        reduction_s_per_byte=max(reduction.s_per_byte for reduction in reductions),
+        reduction_latency_s=max(reduction.latency_s for reduction in reductions),
         stage_link_s=max(report["stage_link_s"] for report in reports),
         **totals,
     )

@@ -7,9 +7,9 @@ tell it which modules are which layers. A forward or backward pass is cut at the
 times add up to the time of the pass:
 
     forward     A layer begins when its module is called. It ends when the next layer begins, or with the
-    pass. backward    A layer ends when the gradient of its input is ready. It begins when the layer
-    behind it has ended,
-                or with the pass.
+                pass.
+    backward    A layer ends when the gradient of its input is ready. It begins when the layer behind it has
+                ended, or with the pass.
 
 So code between two modules counts for a neighbouring layer, and recomputation for the layers that are
 recomputed. On a GPU the cuts are CUDA events, which are read after the step: nothing waits for them. The
@@ -187,13 +187,14 @@ class Profiler:
             # A cut is the begin of its layer. The time before the first cut counts for the first layer.
             owners = [labels[0], *labels]
         else:
-            # A cut is the end of its layer. The time after the last cut belongs to the first layer of the
-            # stage, whose input has no gradient.
-            last_cut = labels[-1]
-            first_layer = next(iter(self.passes["forward"]), last_cut)
-            if first_layer in labels:  # it has a cut of its own
-                first_layer = last_cut
-            owners = [*labels, first_layer]  # layer of each interval between cuts
+            # A cut is the end of its layer. After the last cut, one interval is left until the pass ends. It
+            # belongs to the stage's first layer if that made no cut: a layer whose input needs no gradient
+            # (the embedding) makes none. Else it belongs to the layer that made the last cut.
+            last_layer = labels[-1]
+            # The first label of a forward pass.
+            first_layer = next(iter(self.passes["forward"]), last_layer)
+            layer_after_last_cut = last_layer if first_layer in labels else first_layer
+            owners = [*labels, layer_after_last_cut]  # layer of each interval between cuts
         seconds_of: dict[Label, float] = defaultdict(float)
         for owner, begin, end in zip(owners, span.cuts, span.cuts[1:]):
             seconds_of[owner] += self.seconds(begin.time, end.time)

@@ -12,10 +12,9 @@ needs it.
 
 Times are in seconds of time.monotonic() on this node. An operation is over
 
-    gloo, collectives           when gloo says so
-    gloo, sends and receives    when the program's wait() has returned, because gloo does not say it
-    NCCL                        when the GPU has completed it (on_device.py). The time of waiting is the
-    time for
+    gloo, collectives           when gloo has completed the future of the operation's Work
+    gloo, sends and receives    when the program's wait() has returned: gloo does not report their end
+    NCCL                        when the GPU has completed it (on_device.py). The time of waiting is that for
                                 which the compute stream stood still.
 """
 
@@ -37,8 +36,8 @@ from holmes_ext.runtime.measure.operations import GroupTraffic, Op, sent_bytes
 if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
 
-#: Sources of the information that a step is over, from the least to the most reliable. Once a source has said
-#: it, the sources before it are ignored.
+#: Callers of step_done(), from the least to the most reliable. Once one of them has reported the end of a
+#: step, those before it are ignored: a step may have several optimizer steps or reductions.
 SOURCES = ("optimizer", "reducer", "engine", "program")
 #: Kind of the span in which DistributedDataParallel's last bucket is launched: its backward pass ends there.
 LAST_BUCKET = "last bucket"
@@ -73,7 +72,7 @@ class Recorder:
             rank: Rank of this process.
             sizes: Parallel sizes of the job, if known. The purpose of a process group is derived from them.
             on_step: Called after each training step with (step, begin, end, tokens, operations, spans,
-                reduction). None: only the watchdog uses this recorder, and ended operations are forgotten.
+                reduction). None: only the watchdog uses this recorder, and ended operations are dropped.
             clock: Returns the time in seconds.
         """
         self.rank = rank
@@ -86,10 +85,10 @@ class Recorder:
         self.groups: dict[int, GroupTraffic] = {}  # id(process group) -> its traffic
         self.open: dict[int, Op] = {}  # id(op) -> an operation under way
         self.by_work: dict[int, Op] = {}  # id(work) -> its operation
-        #: id(process group) -> operations of a block that the program coalesces now.
+        #: id(process group) -> operations that the program coalesces now.
         self.coalescing: dict[int, list[Op]] = {}
         self.done: list[Op] = []  # ended since the last step
-        self.behind: list[Op] = []  # under way when the last step ended
+        self.unfinished: list[Op] = []  # under way when the last step ended
         #: (kind, begin, end) of spans since the last step; times in seconds, or Marks of the GPU.
         self.spans: list[tuple[str, Any, Any]] = []
         self.spans_on_device = False  # whether spans are measured on the GPU
@@ -98,9 +97,13 @@ class Recorder:
         self.kept_bytes = 0
         self.reduction: dict[str, Any] | None = None  # GradientReducer's figures of this step
         self.step = 0
-        self.began = self.clock()  # of the step: when the last one ended
-        self.entered = self.began  # when the program entered the step
-        self.armed = False  # whether the program is inside a step, as far as its source says
+        #: Begin of the step as it is reported: mostly the end of the last one, so that no time is left out.
+        self.step_began = self.clock()
+        #: When the program entered the step. The watchdog counts from here, not from the last step's end:
+        #: an evaluation or a checkpoint may lie in between.
+        self.step_entered = self.step_began
+        #: False between two steps, for programs that report where steps begin. The watchdog then rests.
+        self.is_in_step = False
         self.durations: deque[float] = deque(maxlen=_MEDIAN_STEPS)  # seconds of the last steps
         self._awaiting_callback: set[Op] = set()  # whose end a thread of gloo will record
         self._end_lock = threading.RLock()  # held while an operation ends
@@ -109,8 +112,11 @@ class Recorder:
         self._group_references: list[Any] = []  # weak references, which report deleted groups
 
     @property
-    def keeps(self) -> bool:
-        """True if operations are kept after their end, because telemetry or metrics use them."""
+    def has_listeners(self) -> bool:
+        """True if telemetry, metrics or adapt get the operations of each step; then they are measured.
+
+        Without listeners only the watchdog uses this recorder, for operations under way.
+        """
         return bool(self.on_step)
 
     # Operations
@@ -135,7 +141,7 @@ class Recorder:
         """Return the kind of parallelism that an operation belongs to, e.g. "data" or "pipeline"."""
         return op.group.kind(self.sizes, op.peer, self.rank)
 
-    def ends(self, op: Op) -> tuple[int, ...]:
+    def participants(self, op: Op) -> tuple[int, ...]:
         """Return the ranks that take part in an operation: the whole group, or both ends of a message."""
         if op.peer is None or op.peer < 0:
             return op.group.ranks
@@ -166,7 +172,9 @@ class Recorder:
             peer = group.ranks[to] if to >= 0 else -1
             number = group.messages.get((name, peer), 0)
             group.messages[name, peer] = number + 1
-        sent = sent_bytes(name, payload, len(group.ranks), group.backend) if self.keeps else 0
+        sent = 0.0
+        if self.has_listeners:  # the watchdog does not need the sent bytes
+            sent = sent_bytes(name, payload, len(group.ranks), group.backend)
         op = Op(group, name, payload, sent, peer, number, start=self.clock())
         op.background = threading.get_ident() != self._main_thread
         if group.is_on_device:  # NCCL: a CUDA event marks the begin
@@ -187,25 +195,25 @@ class Recorder:
             is_synchronous: Whether the program called the operation without async_op=True.
         """
         op.is_synchronous = is_synchronous
-        block = self.coalescing.get(id(process_group))
-        if block is not None:
-            # The program coalesces operations. block_ended() records them together.
-            block.append(op)
+        coalesced = self.coalescing.get(id(process_group))
+        if coalesced is not None:
+            # The program coalesces operations. coalesced_launched() records them together.
+            coalesced.append(op)
             return
         if is_synchronous and op.group.is_nccl2:
             # The wait() of this Work returns at once, although the program's stream waits. As with
             # nccl-legacy, which returns no Work, the operation is timed on the stream instead.
             work = None
         if work is not None:
-            self._find_by_work(op, work)
+            self._remember_work(op, work)
         if op.group.is_on_device:
             self.device.launched(op)
         elif work is None:  # gloo: a synchronous operation has ended
             self.finish(op)
-        elif self.keeps and op.peer is None:
+        elif self.has_listeners and op.peer is None:
             self._finish_with_future(op, work)
 
-    def _find_by_work(self, op: Op, work: Any) -> None:
+    def _remember_work(self, op: Op, work: Any) -> None:
         """Map the Work that torch returned to its operation, without keeping the Work alive."""
         key = id(work)
         self.by_work[key] = op
@@ -227,13 +235,13 @@ class Recorder:
         except RuntimeError:  # gloo's reduce-scatter has no future
             self._awaiting_callback.discard(op)
 
-    def block_ended(self, process_group: Any, work: Any) -> None:
-        """Record that a block of coalesced operations was started; the last operation stands for all."""
+    def coalesced_launched(self, process_group: Any, work: Any) -> None:
+        """Record that coalesced operations were started together; the last operation stands for all."""
         ops = self.coalescing.pop(id(process_group), [])
         if not ops:
             return
         last = ops[-1]
-        last.block = ops[:-1]
+        last.coalesced = ops[:-1]
         is_synchronous = all(op.is_synchronous for op in ops)
         self.launched(last, work, process_group, is_synchronous)
 
@@ -246,15 +254,15 @@ class Recorder:
         self.end(op, self.clock())
 
     def end(self, op: Op, end: float) -> None:
-        """Record that an operation, and the block for which it stands, was over at time `end`."""
+        """Record that an operation was over at time `end`, with the operations coalesced with it, if any."""
         # A thread of the backend and the program may both see the end. The second one waits for the lock.
         with self._end_lock:
-            for member in (*op.block, op):
+            for member in (*op.coalesced, op):
                 if member.end:
                     continue
                 member.end = end
                 was_open = self.open.pop(id(member), None) is not None
-                if was_open and self.keeps:
+                if was_open and self.has_listeners:
                     self.done.append(member)
 
     def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
@@ -279,14 +287,17 @@ class Recorder:
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            has_open_operations = any(not op.end for op in self.behind)
+            has_open_operations = any(not op.end for op in self.unfinished)
             if not self._awaiting_callback and not has_open_operations:
                 return
             self.poll()
             time.sleep(_POLL_S)
 
     def _work_deleted(self, key: int, op: Op) -> None:
-        """Forget a Work that the program has deleted; it has waited for it, or never will."""
+        """Remove a Work that the program has deleted.
+
+        Over gloo, its operation counts as over now: the program has waited for it, or can no longer do so.
+        """
         if self.by_work.get(key) is op:
             del self.by_work[key]
         if not op.group.is_on_device:
@@ -317,13 +328,14 @@ class Recorder:
             exactly: Whether the step begins here. Otherwise it began where the last one ended, unless
                 more than the median duration of a step has passed since then.
         """
-        self.entered = self.clock()
-        self.armed = True
+        self.step_entered = self.clock()
+        self.is_in_step = True  # the watchdog may report a late step from now on
         # The engine that calls this method will also say where steps end, so that optimizer steps and
         # reductions no longer count as ends.
         self._source = max(self._source, SOURCES.index("engine"))
-        if exactly or self.entered - self.began > (self.median_s() or 0.0):
-            self.began = self.entered
+        since_last_step_s = self.step_entered - self.step_began
+        if exactly or since_last_step_s > (self.median_s() or 0.0):
+            self.step_began = self.step_entered
 
     def median_s(self) -> float | None:
         """Return the median duration of the last steps, in seconds; None if there are too few steps.
@@ -339,7 +351,8 @@ class Recorder:
         """Record that a training step is over, and pass its operations to the functions in on_step.
 
         Args:
-            source: Caller: one of SOURCES. The call is ignored if a more reliable one has called before.
+            source: Which kind of code reports the end: "optimizer", "reducer", "engine" or "program", from
+                the least to the most reliable. The call is ignored if a more reliable one has called before.
             tokens: Tokens on which all ranks together have trained in this step; 0 if unknown.
         """
         reliability = SOURCES.index(source)
@@ -348,7 +361,7 @@ class Recorder:
         self._source = reliability
         now = self.clock()
         if self.step > 0:
-            self.durations.append(now - self.began)  # not of step 0, which includes the start
+            self.durations.append(now - self.step_began)  # not of step 0, which includes the start
         self.poll()
         self.device.step_done()
         if self.on_step:
@@ -357,13 +370,14 @@ class Recorder:
             # Spans that the GPU has not completed yet are passed on with a later step.
             spans, self.spans = self.device.timed(self.spans)
             for on_step in self.on_step:
-                on_step(self.step, self.began, now, tokens, done, spans, self.reduction)
-            self.behind = list(self.open.values())  # under way at the end of the step
+                on_step(self.step, self.step_began, now, tokens, done, spans, self.reduction)
+            self.unfinished = list(self.open.values())
         self.reduction = None
         self.step += 1
-        self.began = now
-        self.entered = now
-        self.armed = source != "engine"  # an engine says when the next step begins
+        self.step_began = now
+        self.step_entered = now
+        # Engines call step_begins() for the next step. With other sources it begins now.
+        self.is_in_step = source != "engine"
 
     def poll(self) -> None:
         """Record the end of all operations that the GPU has completed so far."""
@@ -376,7 +390,7 @@ class Recorder:
         Over NCCL, an operation begins when the GPU reaches it, not when the host launches it.
         """
         self.poll()
-        ops = [op for op in list(self.open.values()) if self.device.is_at(op)]
+        ops = [op for op in list(self.open.values()) if self.device.is_running(op)]
         return sorted(ops, key=lambda op: op.start)
 
     def not_begun(self) -> list[Op]:
@@ -396,15 +410,15 @@ def set_recorder(new: Recorder | None) -> None:
 
 @contextmanager
 def span(kind: str) -> Iterator[None]:
-    """Measure the block of a `with` statement as a part of the training step.
+    """Measure the body of a `with` statement as a part of the training step.
 
-    Without telemetry, the block runs unmeasured.
+    Nothing is measured if no telemetry, metrics or adapt listen to the recorder.
 
     Args:
         kind: Name of the part, such as "forward", "backward" or "optimizer".
     """
     active = recorder
-    if active is None or not active.keeps:
+    if active is None or not active.has_listeners:
         yield
         return
     begin = active.span_mark()
@@ -437,7 +451,7 @@ def reduction_done(times: Any, on_host: bool) -> None:
 
 
 def outer_round(figures: dict[str, Any]) -> None:
-    """Record the figures of an outer round, in which jobs exchange pseudo-gradients (join)."""
+    """Record the figures of an outer round, in which joined jobs exchange pseudo-gradients (join)."""
     if recorder is not None and recorder.on_round is not None:
         recorder.on_round({"outer": figures})
 

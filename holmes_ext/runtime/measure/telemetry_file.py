@@ -3,13 +3,20 @@
     {"holmes_telemetry": 1, "run": RUN, "rank": 3, ...}    first line: describes the rank
     {"clock": [offset_s, error_s]}                         this node's clock + offset_s = the clock of rank 0
     {"done": {"reductions", "in_flight", "differences"}}   differences between job and plan (as_planned.py)
-    {"outer": {"round", "exposed", "bytes", ...}}          a round with joined jobs (join)
-    {"plan": {"step", "before", "in_flight", "now_s", "then_s", "back"}}   a change of the plan (rank 0)
+    {"outer": {"round", "exposed", "bytes", ...}}          a round in which joined jobs exchange
+                                                           pseudo-gradients (join)
+    {"plan": {"step", "before", "in_flight", "now_s", ...}}    a change of the running job's plan (adapt), in
+                                                           the file of rank 0
     {"model": {...}, "stage_links": [...]}                 a measured profile (plan/profile.py), and the
-    stages
-                                                           whose link to the next stage is in it
-    {"step": 7, "begin", "end", "tokens", "groups": [...], "reduction", "spans", "ops": [...]}   a
-    training step
+                                                           stages whose link to the next stage is in it
+    {"step": 7, "begin", "end", "tokens", "groups", "between", "reduction", "spans", "ops"}
+                                                           a training step
+
+Parts of the line of a change of the plan:
+
+    before, in_flight    micro-batches in flight of each stage, before and after the change
+    now_s, then_s        seconds of a step: measured before the change, and predicted for after it
+    back                 whether the change takes back an earlier one
 
 Parts of the line of a training step:
 
@@ -143,15 +150,15 @@ class Writer:
     def close(self) -> None:
         """Write all queued lines, then close the file. This takes at most _CLOSE_S seconds.
 
-        Before, a line is added for the operations that were under way when the last step ended and have ended
-        since, if there are any.
+        Operations that were under way at the end of the last step, and have ended since, are in no step's
+        line. They get one more line, if there are any.
         """
-        late = [op for op in self.recorder.behind if op.end]
+        late = [op for op in self.recorder.unfinished if op.end]
         if late:
             document = {
                 "late": self.recorder.step - 1,
                 "groups": self.totals(late),
-                "between": self.between(late),
+                "between": self.cluster_pair_totals(late),  # rows for pairs of clusters
             }
             self.put(document)
         self._queue.put(None)  # ends the thread
@@ -235,13 +242,13 @@ class Writer:
             "tokens": tokens,
             "groups": self.totals(done),
         }
-        between = self.between(done)
-        if between:
-            document["between"] = between
+        pair_totals = self.cluster_pair_totals(done)
+        if pair_totals:  # some operations crossed clusters
+            document["between"] = pair_totals
         if reduction:
             document["reduction"] = reduction
-        # A few steps are traced: their lines list single operations. The second half of the file's largest
-        # size is kept for lines without traces.
+        # A few steps (the same on all ranks) are traced: their lines list single operations. The second half
+        # of the file's largest size is kept for lines without traces.
         if self._file >= 0 and traced(step) and self.written < self.limit / 2:
             document["spans"] = spans[:_MOST_LISTED]
             document["ops"] = [self._op_entry(op) for op in done[:_MOST_LISTED]]
@@ -259,7 +266,7 @@ class Writer:
         """
         ops_of: dict[_GroupKey, list[Op]] = defaultdict(list)
         for op in done:
-            clusters = {self.cluster_of(rank) for rank in self.recorder.ends(op)}
+            clusters = {self.cluster_of(rank) for rank in self.recorder.participants(op)}
             where = "across" if len(clusters) > 1 else "inside"
             key = _GroupKey(self.recorder.kind(op), op.group.transport.fabric, where)
             ops_of[key].append(op)
@@ -272,12 +279,12 @@ class Writer:
             rows.append([*key, len(ops), payload_bytes, sent_bytes, busy_s, exposed_s])
         return rows
 
-    def between(self, done: list[Op]) -> list[list[Any]]:
+    def cluster_pair_totals(self, done: list[Op]) -> list[list[Any]]:
         """Return the bytes and exposed seconds for each pair of clusters: the "between" of a step's line.
 
-        A collective is taken to run around a ring of the group's ranks. Its bytes count if this rank's
-        successor is in another cluster. Its exposed seconds count for the cluster of the next rank in the
-        ring that is in another cluster than this rank.
+        A collective is taken to run around a ring of the group's ranks. A rank only sends to its successor,
+        so its bytes count if the successor is in another cluster. But all ranks wait for the slowest link of
+        the ring. So the exposed seconds count for the link where the ring leaves this rank's cluster.
 
         Args:
             done: Operations that have ended.
@@ -299,12 +306,14 @@ class Writer:
                 # All ranks in the order of the ring, from the successor to this rank.
                 next_ranks = op.group.ranks[position + 1 :] + op.group.ranks[: position + 1]
                 next_clusters = [self.cluster_of(rank) for rank in next_ranks]
+                successor_cluster = next_clusters[0]
                 others = [cluster for cluster in next_clusters if cluster != own_cluster]
+                # The cluster to which the ring leaves this one.
                 other = others[0] if others else own_cluster
-                sent = op.sent if next_clusters[0] == other else 0.0
+                sent = op.sent if successor_cluster == other else 0.0
             if other == own_cluster:
-                continue
-            # A message without sent bytes comes from the other cluster.
+                continue  # nothing crosses clusters
+            # Op.sent is 0 for a receive: its data comes from the other cluster.
             is_received = op.peer is not None and not op.sent
             direction = (other, own_cluster) if is_received else (own_cluster, other)
             sent_of[direction] += sent

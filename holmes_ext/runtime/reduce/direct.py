@@ -1,12 +1,12 @@
 """Reduce-scatter, all-gather and relayed sums over gloo, made of sends and receives between single ranks.
 
-A tensor is divided into parts, and each part has an owner rank (DividedTensor).
+A tensor is divided into parts. Each part has an owner, the rank that adds it up (DividedTensor).
 
 Direct exchange (DirectExchange):
 
-    reduce_scatter()   1  post a receive of this rank's part from every other owner
-                       2  send every other owner its part
-                       3  wait, and add all copies of this rank's part in the order of the owners
+    reduce_scatter()   1  post a receive of every other rank's values for this rank's part
+                       2  send every other rank this rank's values for its part
+                       3  wait, and add all values for this rank's part in the order of the owners
     all_gather()       1  post a receive of every other owner's part
                        2  send this rank's part to every other owner
                        3  wait
@@ -61,7 +61,7 @@ STREAM_BYTES = 64 * 2**10
 
 
 class DividedTensor(NamedTuple):
-    """A flat tensor that is cut into parts, each with an owner rank."""
+    """A flat tensor that is cut into parts. The owner of a part is the rank that adds it up."""
 
     parts: Sequence[torch.Tensor]
     owners: Sequence[int]  # global rank of the owner of each part
@@ -85,7 +85,7 @@ def wait_for(transfers: Sequence[GlooTransfer]) -> None:
 
 
 class RelayReceive(NamedTuple):
-    """A part that a cluster receives from another cluster in a round of a relayed sum."""
+    """A part that a cluster receives in a round of a sum around a ring, or along a tree, of clusters."""
 
     cluster: int  # the sending cluster's number
     part: int
@@ -94,7 +94,7 @@ class RelayReceive(NamedTuple):
 
 
 class RelaySend(NamedTuple):
-    """A part that a cluster sends to another cluster in a round of a relayed sum."""
+    """A part that a cluster sends in a round of a sum around a ring, or along a tree, of clusters."""
 
     cluster: int  # the receiving cluster's number
     part: int
@@ -103,7 +103,7 @@ class RelaySend(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Messages of one cluster in a round of a relayed sum: the receives end before the sends begin."""
+    """Messages of a cluster in a round of such a sum: the sends begin when the receives have ended."""
 
     receives: tuple[RelayReceive, ...]
     sends: tuple[RelaySend, ...]
@@ -112,7 +112,7 @@ class Round:
 def relay_rounds(
     algorithm: CrossClusterAlgorithm, names: Sequence[str], cluster: str
 ) -> list[Round]:
-    """Return the rounds of a relayed sum that one cluster takes part in.
+    """Return one cluster's rounds of a sum that passes around a ring or along a tree of clusters.
 
     Args:
         algorithm: A ring or a tree of clusters.
@@ -192,17 +192,15 @@ class _PostedReceive(NamedTuple):
 
     transfers: list[GlooTransfer]
     buffer: torch.Tensor
-    part: (
-        torch.Tensor
-    )  # part of the chunk to which the buffer is added; the buffer itself if not added
+    part: torch.Tensor  # of the chunk; the buffer is added to it, or is this part itself
     added: bool
 
 
 @dataclass
 class RelayedChunk:
-    """A chunk that is summed by way of other clusters."""
+    """A chunk that is summed around a ring or along a tree of clusters."""
 
-    blocks: list[DividedTensor]  # blocks whose cluster sum this rank has
+    blocks: list[DividedTensor]  # blocks of which this rank has the sum over its cluster
     receives_of_round: list[list[_PostedReceive]]
     sends: list[GlooTransfer] = field(default_factory=list)
 
@@ -310,6 +308,7 @@ class DirectExchange:
         self._bytes_sent: Counter = Counter()  # by tag: no two threads change the same entry
         self._buffers: dict[tuple, torch.Tensor] = {}  # receive buffers of earlier calls
         self._streams = []
+        # Two groups for each stream: gloo sometimes runs the two directions of one group one by one.
         for _ in range(streams):
             stream = _Stream(
                 to_higher_ranks=members_group(ranks, f"{purpose} up", backend="gloo"),
@@ -325,7 +324,7 @@ class DirectExchange:
     def reduce_scatter(
         self, tensors: Sequence[DividedTensor], tag: int, residuals: ResidualMap | None = None
     ) -> None:
-        """Replace this rank's part of each tensor by the sum of all owners' copies of the part.
+        """Replace this rank's part of each tensor by the sum over all ranks that own parts of the tensor.
 
         Args:
             tensors: Tensors with a part owned by this rank. They are exchanged at the same time.
@@ -333,27 +332,27 @@ class DirectExchange:
             residuals: Rounding errors of earlier calls, added by the compression (error feedback).
         """
         transfers: list[GlooTransfer] = []
-        received: list[dict[int, torch.Tensor]] = []  # of each tensor: owner -> its encoded copy
+        received: list[dict[int, torch.Tensor]] = []  # of each tensor: sender -> its encoded values
         for number, tensor in enumerate(tensors):
             own_part = tensor.part_of(self._rank)
-            copies = {}
-            for owner in self._other_owners(tensor):
-                copies[owner] = self._receive_buffer(own_part, tag, number, owner)
-                transfers += self.start_receive(copies[owner], owner, tag)
-            received.append(copies)
+            buffers = {}
+            for sender in self._other_owners(tensor):
+                buffers[sender] = self._receive_buffer(own_part, tag, number, sender)
+                transfers += self.start_receive(buffers[sender], sender, tag)
+            received.append(buffers)
         # All receives are posted before the first send, so no rank waits for ever.
         for tensor in tensors:
             for owner in self._other_owners(tensor):
                 encoded = self._encode(tensor.part_of(owner), tag, residuals)
                 transfers += self.start_send(encoded, owner, tag)
         wait_for(transfers)
-        for tensor, copies in zip(tensors, received):
-            self._add_copies(tensor, copies)
+        for tensor, buffers in zip(tensors, received):
+            self._add_contributions(tensor, buffers)
 
     def all_gather(
         self, tensors: Sequence[DividedTensor], tag: int, residuals: ResidualMap | None = None
     ) -> None:
-        """Replace every part of each tensor by the copy that the part's owner has.
+        """Replace every part of each tensor by the values that the part's owner has.
 
         Args:
             tensors: Tensors with a part owned by this rank. They are exchanged at the same time.
@@ -395,7 +394,8 @@ class DirectExchange:
     ) -> list[GlooTransfer]:
         """Start to send or receive a part; a large part is divided among all streams.
 
-        Each stream has one process group for messages to higher ranks and one for messages to lower ranks.
+        A stream has one process group for messages to higher ranks and one for those to lower ranks: gloo
+        sometimes runs the sends in both directions of a single group one after the other.
 
         Args:
             operation: dist.isend or dist.irecv.
@@ -419,32 +419,31 @@ class DirectExchange:
             transfers.append(GlooTransfer(work, share))
         return transfers
 
-    def _add_copies(self, tensor: DividedTensor, received: dict[int, torch.Tensor]) -> None:
-        """Add all copies of this rank's part in the order of the owners, and store the sum in the part.
+    def _add_contributions(self, tensor: DividedTensor, received: dict[int, torch.Tensor]) -> None:
+        """Add the values of all ranks for the part that this rank owns, and store the sum in the part.
 
-        The fixed order makes the sum independent of the order of arrival.
+        Ranks are added in the order of tensor.owners, so the sum does not depend on the order of arrival.
 
         Args:
             tensor: The tensor, with a part owned by this rank.
-            received: Other owner -> its encoded copy of this rank's part. The buffers may be overwritten.
+            received: Other rank -> its encoded values for this part. The buffers may be overwritten.
         """
-        own_part = tensor.part_of(self._rank)
+        own_part = tensor.part_of(self._rank)  # this rank's values, and the result
         codec = self._codec_of(own_part)
-        copies = []
-        for owner in tensor.owners:
-            if owner == self._rank:
-                copies.append(own_part)
+        contributions = []
+        for rank in tensor.owners:
+            if rank == self._rank:
+                contributions.append(own_part)
             else:
-                copies.append(codec.decode(received[owner], own_part))
-        if len(copies) == 1:
+                contributions.append(codec.decode(received[rank], own_part))
+        if len(contributions) == 1:
             return
-        # Add up in the memory of the first copy. own_part may be one of the later copies, so it must not be
-        # overwritten before the last addition.
-        first_copy, *middle_copies, last_copy = copies
-        total = first_copy
-        for copy in middle_copies:
-            total.add_(copy)
-        torch.add(total, last_copy, out=own_part)
+        # Add up in the memory of the first contribution. own_part may be one of the later contributions, so
+        # it must not be overwritten before the last addition.
+        total, *middle, last = contributions
+        for contribution in middle:
+            total.add_(contribution)
+        torch.add(total, last, out=own_part)
 
     def _codec_of(self, part: torch.Tensor) -> Codec:
         """Return the compression of a part; PLAIN if it does not apply to the part's dtype."""
@@ -461,23 +460,23 @@ class DirectExchange:
         return codec.encode(part, residual_of(residuals, key, part))
 
     def _receive_buffer(
-        self, part: torch.Tensor, tag: int, number: int, owner: int
+        self, part: torch.Tensor, tag: int, number: int, sender: int
     ) -> torch.Tensor:
-        """Return a buffer for another rank's encoded copy of a part.
+        """Return a buffer for another rank's encoded values of a part.
 
-        Buffers for uncompressed copies are kept for later calls: the first access to new memory takes as long
+        Buffers for uncompressed values are kept for later calls: the first access to new memory takes as long
         as the addition.
 
         Args:
-            part: The part whose copy is received.
+            part: The part that is received.
             tag: Tag of the messages.
             number: Number of the tensor among those that are exchanged together.
-            owner: Rank that sends the copy.
+            sender: Rank that sends the values.
         """
         codec = self._codec_of(part)
         if codec is not PLAIN:
             return codec.buffer(part)
-        key = (tag, number, owner, part.dtype)
+        key = (tag, number, sender, part.dtype)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < part.numel():
             buffer = torch.empty_like(part)
@@ -485,9 +484,9 @@ class DirectExchange:
         return buffer[: part.numel()]
 
     def _other_owners(self, tensor: DividedTensor) -> list[int]:
-        """Return the other owners of a tensor, beginning with the next one after this rank.
+        """Return the other ranks that own parts of a tensor, beginning with the next one after this rank.
 
-        Each rank begins with another owner, so that not all ranks send to the same rank first.
+        Each rank begins with another one, so that not all ranks send to the same rank first.
         """
         owners = list(tensor.owners)
         position = owners.index(self._rank)

@@ -69,16 +69,19 @@ _FEWEST_CLUSTERS = 2
 
 
 class Chunk(NamedTuple):
-    """A chunk of a tensor on its way through the steps."""
+    """A chunk of a tensor on its way through the steps of the all-reduce."""
 
     tensor: torch.Tensor
     residuals: ResidualMap | None  # rounding errors of its tensor; None without error feedback
-    relayed: RelayedChunk | None  # receives of a ring or tree; None if clusters exchange directly
+    relayed: RelayedChunk | None  # receives of a ring or tree; None: clusters exchange directly
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [start, stop) of a chunk, whose cluster sum one rank of each cluster holds after step 1."""
+    """Elements [start, stop) of a chunk that one rank of each cluster, its owner there, adds up.
+
+    After the reduce-scatter inside the clusters, each owner has the sum of the elements over its cluster.
+    """
 
     start: int
     stop: int
@@ -167,7 +170,7 @@ class HierarchicalAllReduce:
         self._inside = DirectExchange(sorted(self.members), purpose=purpose)
         self._across = DirectExchange(all_ranks, codec(compress), streams, purpose)
         self._residuals = Residuals()
-        self._relay = None
+        self._relay = None  # ring or tree of clusters; None if clusters exchange directly
         steps_across: list[Callable[[Chunk], None]] = [self._scatter_across, self._gather_across]
         if across is not None:
             own_name = names[self.clusters.index(self.members)]
@@ -194,13 +197,17 @@ class HierarchicalAllReduce:
         if self._across.codec.feedback:
             residuals = self._residuals.of(bucket or flat)
         chunks = []
-        for tensor in flat.tensor_split(chunks_of(flat.nbytes, self.chunk_bytes)):
+        chunk_count = chunks_of(flat.nbytes, self.chunk_bytes)
+        for tensor in flat.tensor_split(chunk_count):
             relayed = None
-            if self._relay is not None:  # sums go around a ring or along a tree of clusters
+            if self._relay is not None:
+                # Sums of clusters pass around a ring or along a tree. Their receives are posted now, so that
+                # no message has to wait for its receiver.
                 blocks = self._owned_blocks(tensor, part_count=self._relay.parts)
                 relayed = self._relay.post_receives(blocks)
             chunks.append(Chunk(tensor, residuals, relayed))
-        return self._pipeline.submit(chunks)  # its threads run the steps of the chunks
+        # A thread for each step: the steps of different chunks overlap.
+        return self._pipeline.submit(chunks)
 
     def close(self) -> None:
         """Finish the sums under way and end the threads."""
@@ -244,16 +251,17 @@ class HierarchicalAllReduce:
     def _owned_blocks(
         self, tensor: torch.Tensor, part_count: int | None = None
     ) -> list[DividedTensor]:
-        """Return the blocks of a chunk whose cluster sum this rank has after the reduce-scatter inside.
+        """Return the blocks of a chunk that this rank sums with the other clusters.
 
-        A shard is a run of elements that has a single owner rank in every cluster.
+        After the reduce-scatter inside the cluster, this rank has the cluster's sum of these elements. A
+        block has one such rank, its owner, in every cluster.
 
         Args:
             tensor: The chunk.
             part_count: Parts into which each block is divided; None for one part for each cluster.
 
         Returns:
-            One block for each shard that this rank owns. Part i of a block belongs to its owner in cluster i.
+            The blocks. Part i of a block is added up by the owner in cluster i.
         """
         blocks = []
         for shard in shards(tensor.numel(), self.clusters):

@@ -60,11 +60,11 @@ _FEWEST_CLUSTERS = 2
 
 
 class _Streams(NamedTuple):
-    """CUDA streams of the three steps; None for tensors on the CPU."""
+    """CUDA streams of the steps of a hierarchical all-reduce; None for tensors on the CPU."""
 
-    scatter: torch.cuda.Stream | None
-    across: torch.cuda.Stream | None
-    gather: torch.cuda.Stream | None
+    scatter: torch.cuda.Stream | None  # of the reduce-scatter inside each cluster
+    across: torch.cuda.Stream | None  # of the all-reduce between clusters
+    gather: torch.cuda.Stream | None  # of the all-gather inside each cluster
 
 
 _NO_STREAMS = _Streams(scatter=None, across=None, gather=None)
@@ -92,7 +92,11 @@ class CollectivesWork:
             self._after = None
 
     def get_future(self) -> torch.futures.Future:
-        """Return a completed future: nothing on the host waits for the sum."""
+        """Return a future that is completed already, although the GPU may still compute the sum.
+
+        It exists so that callers can treat this handle like a Work. Only wait() orders a CUDA stream after
+        the sum.
+        """
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(None)
         return future
@@ -129,12 +133,12 @@ class HierarchicalCollectives:
         rank = dist.get_rank()
         own_cluster = next(members for members in clusters if rank in members)
         cluster_ranks = sorted(own_cluster)
-        #: Position of this rank in its cluster, and the number of its shard.
-        self._position = cluster_ranks.index(rank)
+        #: Index of this rank in its cluster, and of its shard in a chunk.
+        self._index_in_cluster = cluster_ranks.index(rank)
         #: Tensors whose elements are a multiple of this need no padding.
         self.multiple = len(cluster_ranks)
-        # The ranks with this position in all clusters: one of each.
-        ranks_across = sorted(sorted(members)[self._position] for members in clusters)
+        # The ranks with this index in all clusters: one of each.
+        ranks_across = sorted(sorted(members)[self._index_in_cluster] for members in clusters)
         self.chunk_bytes = chunk_bytes or planned_chunk_bytes(len(cluster_ranks), direct=False)
         self._cluster_count = len(ranks_across)
         self._codec = codec(compress)
@@ -163,7 +167,8 @@ class HierarchicalCollectives:
         streams = self._streams if flat.is_cuda else _NO_STREAMS
         residuals = self._residuals.of(bucket or flat) if self._codec.feedback else None
         *full_chunks, last_chunk = self._chunks(flat)
-        # Reduce-scatter needs a multiple of the ranks of a cluster; only the last chunk may be none.
+        # Reduce-scatter needs equal shards: the elements of a chunk must be a multiple of the ranks of a
+        # cluster. Only the last chunk's may be none.
         padding = -last_chunk.numel() % self.multiple
         padded = torch.nn.functional.pad(last_chunk, (0, padding)) if padding else last_chunk
         if streams.scatter is not None:
@@ -217,12 +222,12 @@ class HierarchicalCollectives:
             residuals: Rounding errors of the tensor; None without error feedback.
             streams: Streams of the steps; _NO_STREAMS on the CPU.
         """
-        shard = chunk.view(self.multiple, -1)[self._position]
+        shard = chunk.view(self.multiple, -1)[self._index_in_cluster]
         with _on_stream(streams.scatter):
             dist.reduce_scatter_tensor(shard, chunk, group=self._scatter_group)
         with _on_stream(streams.across, after=streams.scatter):
             if self._codec.applies(shard.dtype):
-                # There is one compressed step (0); `number` tells the chunks apart.
+                # The key has a step and a chunk. Only one step is compressed, number 0.
                 residual = residual_of(residuals, (0, number), shard)
                 self._sum_across_compressed(shard, residual)
             else:

@@ -69,24 +69,27 @@ def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-class _OwnedPart(NamedTuple):
-    """A part of a tensor, and the rank that gets its sum."""
+class _OwnedSpan(NamedTuple):
+    """A span of a tensor, and the rank that gets its sum."""
 
     tensor: torch.Tensor
     owner: int  # global rank
 
 
-class _Hop(NamedTuple):
-    """A chunk at one rank of its chain."""
+class _ChunkInTransit(NamedTuple):
+    """A chunk whose partial sum passes through this rank.
 
-    chunk: torch.Tensor
+    The sum is formed along a chain of ranks: each receives it, adds its own values and sends it on.
+    """
+
+    chunk: torch.Tensor  # this rank's values
     receive: Any  # work of the receive from the rank before; None on the first rank of the chain
-    arriving: torch.Tensor | None  # buffer of the receive
+    arriving: torch.Tensor | None  # buffer of the receive; None on the first rank
     is_sent_on: bool  # False on the owner, where the chain ends
 
 
 class ReduceToOwners:
-    """Reduction by which each rank gets the sums of its own part of a tensor only; implements Reduction.
+    """Reduction by which each rank gets the sums of its own spans of a tensor only; implements Reduction.
 
     All ranks of the group must start the same sums in the same order.
     """
@@ -112,34 +115,34 @@ class ReduceToOwners:
             self._pipeline = ThreadPipeline("owners", self._reduce_along_chains)
 
     def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Any:
-        """Start the sums of a bucket's parts; see Reduction.all_reduce.
+        """Start the sums of a bucket; each rank gets those of the spans that it owns.
 
         Args:
             flat: The buffer of the bucket.
-            bucket: Its `spans` name the rank that gets the sum of each part. On other ranks the part is
-                undefined afterwards.
+            bucket: Its `spans` name the rank that gets the sum of each span of elements. On other ranks the
+                span is undefined afterwards.
         """
         assert bucket is not None, "only a bucket knows which rank needs which part"
         return self.reduce(flat, bucket.spans)
 
     def reduce(self, flat: torch.Tensor, spans: Spans) -> Any:
-        """Start the sums of a tensor's parts.
+        """Start the sums of a tensor's spans, each of which only one rank gets.
 
         Args:
             flat: One-dimensional and contiguous.
-            spans: The parts, one after the other: (elements, global rank that gets the sum).
+            spans: The spans, one after the other: (elements, global rank that gets the sum).
 
         Returns:
             A work with wait() and get_future().
         """
         # All ranks must start the same sums in the same order.
         tensors = flat.split([elements for elements, _ in spans])
-        parts = [_OwnedPart(tensor, owner) for tensor, (_, owner) in zip(tensors, spans)]
+        owned = [_OwnedSpan(tensor, owner) for tensor, (_, owner) in zip(tensors, spans)]
         if self._pipeline is not None:
-            return self._pipeline.submit([parts])  # runs _reduce_along_chains() in a thread
+            return self._pipeline.submit([owned])  # runs _reduce_along_chains() in a thread
         works = []
-        for part in parts:
-            works.append(dist.reduce(part.tensor, part.owner, group=self._group, async_op=True))
+        for span in owned:
+            works.append(dist.reduce(span.tensor, span.owner, group=self._group, async_op=True))
         return _Works(works)
 
     def close(self) -> None:
@@ -151,22 +154,22 @@ class ReduceToOwners:
         """Return a description for messages."""
         return f"reduction over {len(self._ranks)} ranks, each part to the rank that owns it"
 
-    def _reduce_along_chains(self, parts: list[_OwnedPart]) -> None:
-        """Sum each part along the chain of ranks that ends at the part's owner.
+    def _reduce_along_chains(self, spans: list[_OwnedSpan]) -> None:
+        """Sum each span along a chain of all ranks that ends at the span's owner.
 
         Each rank of a chain receives a partial sum from the rank before, adds its own values, and sends the
         sum to the rank after. The chains of all owners go around the same ring of ranks.
 
         Args:
-            parts: Parts of a tensor, in the same order on all ranks.
+            spans: Spans of a tensor, in the same order on all ranks.
         """
         count = len(self._ranks)
         own_index = self._ranks.index(self._rank)
         rank_before = self._ranks[own_index - 1]
         rank_after = self._ranks[(own_index + 1) % count]
-        hops: list[_Hop] = []
-        # Post all receives in advance: no rank then waits for ever.
-        for tensor, owner in parts:
+        in_transit: list[_ChunkInTransit] = []
+        # Post all receives first: no rank then waits for ever.
+        for tensor, owner in spans:
             # Position of this rank in the chain: 0 for the first rank, count - 1 for the owner.
             position = (own_index - self._ranks.index(owner) - 1) % count
             for chunk in tensor.split(max(1, CHUNK_BYTES // tensor.element_size())):
@@ -175,14 +178,17 @@ class ReduceToOwners:
                 if position > 0:
                     arriving = torch.empty_like(chunk)
                     receive = dist.irecv(arriving, src=rank_before, group=self._group)
-                hops.append(_Hop(chunk, receive, arriving, is_sent_on=position < count - 1))
+                is_owner = position == count - 1
+                in_transit.append(
+                    _ChunkInTransit(chunk, receive, arriving, is_sent_on=not is_owner)
+                )
         sends: list[Any] = []
-        for hop in hops:
-            if hop.arriving is not None:
-                hop.receive.wait()
-                hop.chunk.add_(hop.arriving)
-            if hop.is_sent_on:
-                sends.append(dist.isend(hop.chunk, dst=rank_after, group=self._group))
+        for chunk_sum in in_transit:
+            if chunk_sum.arriving is not None:
+                chunk_sum.receive.wait()
+                chunk_sum.chunk.add_(chunk_sum.arriving)
+            if chunk_sum.is_sent_on:
+                sends.append(dist.isend(chunk_sum.chunk, dst=rank_after, group=self._group))
         for send in sends:
             send.wait()
 

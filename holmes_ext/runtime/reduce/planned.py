@@ -53,7 +53,8 @@ class PlannedReduction:
         self.hierarchical: Reduction | None = None
         self._group = group
         self._flat = FlatReduction(group)
-        self._made: dict[ReductionSpec, Reduction | None] = {}  # None: one ring
+        #: Planned reduction -> the object that was made for it; None: one ring.
+        self._made: dict[ReductionSpec, Reduction | None] = {}
         current = session.active()
         if current is not None:
             self._adopt(current.reduction(self.ranks, self.backend, size, compress))
@@ -64,9 +65,9 @@ class PlannedReduction:
         return self._flat if self.hierarchical is None else self.hierarchical
 
     def follow_plan(self) -> bool:
-        """Replace the reduction if the job has chosen another one from its measurements meanwhile.
+        """Replace the reduction if measurements of the job have led to another one meanwhile (adapt).
 
-        All ranks of the group must call this method at the beginning of a step.
+        All ranks of the group must call this method at the beginning of a step: they change at the same step.
 
         Returns:
             Whether the reduction was replaced.
@@ -75,13 +76,15 @@ class PlannedReduction:
         network_api = network_api_of(self.backend)
         if current is None or self.spec is None or not network_api:
             return False
-        # An extension may choose another reduction here.
+        # Extensions (adapt) may put a plan with another reduction into the session here.
         hooks.on_reduction(current, self.ranks, network_api, self)
-        spec = current.decided_again(self.ranks, self.backend)
+        spec = current.reduction_from_measurements(self.ranks, self.backend)
         if spec is None or spec == self.spec:
             return False
         if spec.compress != self.spec.compress:
-            return False  # chosen for other sums of the same ranks, with another compression
+            # The same ranks may have several reducers, with different compression. The new one is for sums
+            # with the compression of --holmes-compress-gradients, and this reducer has another.
+            return False
         self._adopt(spec)
         return True
 
@@ -138,7 +141,9 @@ def bucket_bytes_for(
     return bucket_bytes_of(fabric, rank_count, size)
 
 
-_ONE_QUEUE = (
+#: Warning that the steps of a hierarchical all-reduce will not overlap with the backward pass: with one
+#: hardware queue, the GPU takes the kernels of all CUDA streams in the order of their launches.
+_NO_OVERLAP_WARNING = (
     "CUDA_DEVICE_MAX_CONNECTIONS=1: the steps of a hierarchical reduction share one hardware queue with the "
     "backward pass, so they run between its kernels and do not overlap them; set 8 or more where the "
     "framework allows it"
@@ -190,8 +195,8 @@ def hierarchical_over(
     if len(clusters) == 1:
         return None
     if network_api != SOCKETS:
-        if one_hardware_queue():
-            tell(session.require(), _ONE_QUEUE, once=_ONE_QUEUE)
+        if one_hardware_queue():  # CUDA_DEVICE_MAX_CONNECTIONS=1
+            tell(session.require(), _NO_OVERLAP_WARNING, once=_NO_OVERLAP_WARNING)
         return HierarchicalCollectives(
             clusters, chunk_bytes=spec.chunk_bytes, compress=spec.compress, purpose=purpose
         )

@@ -11,8 +11,8 @@ A training step:
     3  _launch_ready()       launches the reductions of complete buckets, in the common order
     4  finish()              launches the remaining buckets, waits for all, and stores the averages
 
-The first armed step only observes, and finish() launches all its buckets. It counts how often each gradient
-is accumulated, to recognize the final one, and records the final ones' order (_reorder_buckets).
+The first step with arm() only observes, and finish() launches all its buckets. It counts how often each
+gradient is accumulated, to recognize the last time, and records the gradients' order (_reorder_buckets).
 
 Invariant: all ranks of the group launch the same buckets in the same order. A bucket that is complete early
 waits for the buckets before it; otherwise ranks would reduce different buckets with each other. The order is
@@ -103,18 +103,17 @@ class GradientReducer:
         communication_dtype: Type of the sent gradients; None for their own.
         compress: Compression between clusters in a hierarchical all-reduce: "off", "bf16" or "int8"; None for
             --holmes-compress-gradients.
-        deferred: Parameters whose gradients are final only after the backward pass (tied weights); finish()
-            sends them.
+        deferred: Parameters whose gradients the engine still changes after the backward pass (tied weights).
+            They get buckets of their own, which only finish() launches.
         all_reduce: Starts the sum of a flat tensor and returns a work with wait() and get_future(). None for
             a hierarchical all-reduce if the plan has one for the group, else torch's all-reduce on `group`.
-        gradient: Returns the final gradient of a parameter. Called once a step, when the bucket is filled.
-            None for .grad.
+        gradient: Returns a parameter's final gradient, when its bucket is filled. None for .grad.
         owners: Returns which rank needs which elements of a parameter's average, as (number of elements,
             rank) pairs. On other ranks these elements are undefined afterwards. None if all ranks need all
             elements. Ignored if the group uses a hierarchical all-reduce.
     """
 
-    armed: bool  # whether a step is between arm() and finish()
+    armed: bool  # whether a step is between arm() and finish(): complete buckets are sent at once
 
     def __init__(
         self,
@@ -147,30 +146,27 @@ class GradientReducer:
         if bucket_bytes is not None:
             check_bucket_bytes(bucket_bytes)
         self._given_bucket_bytes = bucket_bytes
-        self._planned: PlannedReduction | None = None
-        self._callers: CallersReduction | None = None
-        self._owners = None
+        self._planned: PlannedReduction | None = None  # None if the user gave all_reduce
+        self._callers_reduction: CallersReduction | None = None
+        self._owners_of = None
         if all_reduce is not None:
-            self._callers = CallersReduction(all_reduce)
+            self._callers_reduction = CallersReduction(all_reduce)
         else:
             self._planned = PlannedReduction(group, self._size, device_type, compress)
-            self._owners = owners
-        self._to_owners: ReduceToOwners | None = None
+            self._owners_of = owners
+        self._reduction_to_owners: ReduceToOwners | None = None
         self.fabric = fabric or planned_fabric(group, device_type)
         self.bucket_bytes = self._bucket_bytes()
-        self._side = SideStream() if device_type == "cuda" else None
+        self._side_stream = SideStream() if device_type == "cuda" else None
         deferred_ids = {id(parameter) for parameter in deferred}
-        self._deferred = [
-            index
-            for index, parameter in enumerate(self._parameters)
-            if id(parameter) in deferred_ids
-        ]
+        indexed = enumerate(self._parameters)
+        self._deferred = [index for index, parameter in indexed if id(parameter) in deferred_ids]
         #: Times of the last step; None before the first.
         self.times: ReductionTimes | None = None
         self._step = 0
-        #: How often each gradient is accumulated in a step; None in the step that observes.
+        #: How often each gradient is accumulated in a step; None until the first step with arm() has ended.
         self._expected: list[int] | None = None
-        #: Indices of the gradients that arrived in the step that observes, in their order.
+        #: Indices of the gradients that arrived in the first step with arm(), in their order.
         self._arrivals: list[int] = []
         self._check_same_layout()
         self._build_buckets(self._without_deferred(reversed(range(len(named)))))
@@ -202,8 +198,8 @@ class GradientReducer:
         self._follow_plan()
         self.armed = True
         self._held = hold
-        if self._side is not None:  # stream for reductions; None on the CPU
-            self._side.begin_step()
+        if self._side_stream is not None:  # stream for reductions; None on the CPU
+            self._side_stream.begin_step()
 
     def release(self) -> None:
         """Launch the reductions that arm(hold=True) has held back, and hold back no more in this step."""
@@ -227,9 +223,9 @@ class GradientReducer:
         with self._on_side_stream():
             for bucket in self._buckets:
                 self._store(bucket)
-        if self._side is not None:
+        if self._side_stream is not None:
             with telemetry.span("reduce"):  # the compute stream waits
-                self._side.make_current_stream_wait()
+                self._side_stream.make_current_stream_wait()
         self.times = self._measured_times(launched_early, began, ended=time.perf_counter())
         if self._planned is not None:  # for the comparison of the job with its plan
             session.note_reduction(
@@ -238,7 +234,8 @@ class GradientReducer:
                 self.times.bytes,
                 hierarchical=self._planned.hierarchical is not None,
                 overlap=self.armed,
-                follows=self._owners is None,
+                # Later changes of the plan (adapt) choose between all-reduces, not a reduction to owners.
+                follows_plan=self._owners_of is None,
             )
         self._step += 1
         if self.armed and self._expected is None:  # the first step with arm()
@@ -261,8 +258,8 @@ class GradientReducer:
         self._hook_handles = []
         if self._planned is not None:
             self._planned.close()
-        if self._to_owners is not None:
-            self._to_owners.close()
+        if self._reduction_to_owners is not None:
+            self._reduction_to_owners.close()
 
     # Making the buckets
 
@@ -278,7 +275,7 @@ class GradientReducer:
         return bucket_bytes_for(self._planned, self.fabric, len(self.ranks), self._size)
 
     def _without_deferred(self, indices: Iterable[int]) -> list[int]:
-        """Return the indices of parameters that are not deferred, in the given order."""
+        """Return the indices in the given order, without parameters whose gradients only finish() sends."""
         deferred = set(self._deferred)
         return [index for index in indices if index not in deferred]
 
@@ -298,18 +295,20 @@ class GradientReducer:
                 )
 
     def _chosen_reduction(self) -> Reduction:
-        """Return the reduction that sums the buckets from now on.
+        """Return the reduction that sums the buckets from now on: the user's, the planned one, or to owners.
 
         All ranks must call this method: it may make process groups.
         """
         if self._planned is None:
-            assert self._callers is not None
-            return self._callers  # the function that the user gave as all_reduce
-        if self._owners is None or self._planned.hierarchical is not None:
+            assert self._callers_reduction is not None
+            return self._callers_reduction  # the function that the user gave as all_reduce
+        # A hierarchical all-reduce sends less between clusters, so it is used even if each rank only needs
+        # the sums of some elements (owners).
+        if self._owners_of is None or self._planned.hierarchical is not None:
             return self._planned.reduction
-        if self._to_owners is None:
-            self._to_owners = ReduceToOwners(self.group, self._parameters[0].device.type)
-        return self._to_owners
+        if self._reduction_to_owners is None:
+            self._reduction_to_owners = ReduceToOwners(self.group, self._parameters[0].device.type)
+        return self._reduction_to_owners
 
     def _build_buckets(self, order: Sequence[int]) -> None:
         """Choose the reduction and make the buckets.
@@ -319,32 +318,33 @@ class GradientReducer:
                 last accumulation.
         """
         self._order = tuple(order)
-        # Buckets that can be launched by hooks during the backward pass, and buckets that finish() launches.
-        hooked = flat_bucket.fill_buckets(self._items, order, self.bucket_bytes)
+        # Hooks launch overlapped buckets during the backward pass. Only finish() launches deferred buckets:
+        # the engine changes their gradients after the backward pass (tied weights).
+        overlapped = flat_bucket.fill_buckets(self._items, order, self.bucket_bytes)
         deferred = flat_bucket.fill_buckets(self._items, self._deferred, self.bucket_bytes)
         self._buckets: list[FlatBucket] = []  # frees the old buffers before new ones are allocated
         self._reduction = self._chosen_reduction()
-        keeps_buffers = self._side is None
-        for indices in (*hooked, *deferred):
-            bucket = FlatBucket(
-                indices, self._items, self._reduction.multiple, keeps_buffer=keeps_buffers
-            )
+        keeps_buffers = self._side_stream is None
+        multiple = self._reduction.multiple
+        for indices in (*overlapped, *deferred):
+            bucket = FlatBucket(indices, self._items, multiple, keeps_buffer=keeps_buffers)
             self._buckets.append(bucket)
-        self._hooked = len(hooked)
+        self._overlapped = len(overlapped)  # these buckets come first in self._buckets
         self._bucket_of = {}  # index of a parameter -> its bucket
         for bucket in self._buckets:
             for index in bucket.indices:
                 self._bucket_of[index] = bucket
-        if self._owners is not None and self._reduction is self._to_owners:
+        if self._owners_of is not None and self._reduction is self._reduction_to_owners:
+            # This reduction sends the sum of a span of elements only to the rank that needs it, its owner.
             for bucket in self._buckets:
                 spans: list[tuple[int, int]] = []
                 for index in bucket.indices:
-                    spans += self._owners(self._parameters[index])
+                    spans += self._owners_of(self._parameters[index])
                 bucket.spans = merge_spans(spans)
         self._reset()
 
     def _reset(self) -> None:
-        """Prepare for the next step."""
+        """Set the state of the step to that of a new step."""
         self.armed = False
         self._held = False  # between arm(hold=True) and release()
         self._launched = 0  # number of buckets whose reductions were launched
@@ -398,9 +398,9 @@ class GradientReducer:
             return
         self._counts[index] += 1
         bucket = self._bucket_of[index]
-        if self._side is not None:
-            self._side.record_gradient(bucket.gradient_events)
-        if self._expected is None:  # the first step only records the order
+        if self._side_stream is not None:
+            self._side_stream.record_gradient(bucket.gradient_events)
+        if self._expected is None:  # the first step with arm() only records the order
             self._arrivals.append(index)
             return
         if bucket.work is not None:
@@ -416,11 +416,12 @@ class GradientReducer:
             self._launch_ready()
 
     def _launch_ready(self) -> None:
-        """Launch the next buckets in the common order, up to the first one that is not complete.
+        """Launch complete buckets, in the same order on all ranks, up to the first incomplete bucket.
 
-        In the step that observes, no bucket counts as complete.
+        A bucket is complete when all its gradients are final. In the first step with arm() none is: how often
+        each gradient is accumulated is not known yet, so finish() launches all buckets.
         """
-        while self._launched < self._hooked and self._buckets[self._launched].missing == 0:
+        while self._launched < self._overlapped and self._buckets[self._launched].missing == 0:
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -431,14 +432,14 @@ class GradientReducer:
         bucket = self._buckets[self._launched]
         with self._on_side_stream(bucket.gradient_events):
             # On GPUs (with a side stream), at most BUCKETS_IN_FLIGHT buckets have buffers.
-            if self._side is not None and self._launched >= BUCKETS_IN_FLIGHT:
+            if self._side_stream is not None and self._launched >= BUCKETS_IN_FLIGHT:
                 self._store(self._buckets[self._launched - BUCKETS_IN_FLIGHT])
             bucket.fill(self._parameters, self._gradient, self._predivide)
             if self._launched == 0:
                 self._first_launch_at = time.perf_counter()
             with self._naming_bucket(bucket):
                 bucket.work = self._reduction.all_reduce(bucket.flat, bucket)
-        if self._side is None:
+        if self._side_stream is None:
 
             def record_end(_: Any) -> None:
                 bucket.done_at = time.perf_counter()
@@ -461,9 +462,9 @@ class GradientReducer:
         Args:
             events: The operations start after these events.
         """
-        if self._side is None:
+        if self._side_stream is None:
             return nullcontext()
-        return self._side.launch_after(events or {})
+        return self._side_stream.launch_after(events or {})
 
     def _measured_times(self, launched_early: int, began: float, ended: float) -> ReductionTimes:
         """Return the times of the gradient reductions of this step.

@@ -10,7 +10,7 @@ GIL, so the steps of different parts overlap.
 
 Protocol:
 
-    1  submit()   puts all parts of a job into the first inbox, and returns a Work
+    1  submit()   puts all parts of a tensor into the first inbox, and returns a Work
     2  _serve()   in each thread: takes a part from the inbox, runs the step, passes the part on
     3  Work       completes when the last step has finished the last part; wait() then returns
     4  close()    sends an end mark after the submitted parts and joins the threads
@@ -57,9 +57,10 @@ class ReductionTimes:
 
 
 class Work:
-    """Handle of a submitted job, similar to the Work of torch.distributed."""
+    """Handle of the parts of one ThreadPipeline.submit(), similar to the Work of torch.distributed."""
 
     def __init__(self, parts: int):
+        """Make the handle of `parts` submitted parts."""
         self._parts_left = parts
         self._future: torch.futures.Future = torch.futures.Future()
         #: First error of a step, after which no step touches the parts.

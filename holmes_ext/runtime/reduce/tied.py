@@ -1,17 +1,19 @@
 """Hierarchical sum of the gradient of a weight that two pipeline stages share (tied embeddings).
 
-Engines let each rank of the first stage sum the gradient with its twin, the rank of the last stage with the
-same position. So d data-parallel ranks send the whole gradient to the other cluster, d times. The wanted
-result is the average over the d ranks of these sums. It is computed with fewer bytes:
+Engines let each rank of the first stage sum the gradient with one rank of the last stage, which has the same
+data-parallel position. So each of the d data-parallel ranks of a stage sends the whole gradient to the other
+cluster. The wanted result is the average of these d sums. It is computed with fewer bytes:
 
     1  divide the gradient by d
     2  inside each stage's cluster: reduce-scatter, so that rank k has the stage's sum of block k
     3  across: the two ranks with block k sum it; each sends 1/d of the bytes
     4  inside: all-gather the blocks
 
-hierarchical.py and hierarchical_nccl.py do steps 2 to 4. All ranks then have the value of the engine's own
-average over the data-parallel group. That average may follow, and leaves equal values unchanged. If an engine
-averages before the sum, each of its d copies counts 1/d.
+hierarchical.py and hierarchical_nccl.py do steps 2 to 4. All ranks then have the final average.
+
+The engine still averages the gradient over the data-parallel group, before or after this sum. After it, the
+average changes nothing, because all d ranks have the same values. Before it, the d ranks also have the same
+values, of which step 1 takes 1/d each, so their sum is right.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
     from holmes_ext.runtime.reduce.reduction import Reduction
 
-_TWINS = 2  # ranks that share a weight: one of the first stage, one of the last stage
+#: Pipeline stages that have a copy of the weight: the first and the last one.
+_STAGES_WITH_WEIGHT = 2
 
 
 class TiedSum:
@@ -45,8 +48,8 @@ class TiedSum:
             least_bytes: Least size of a gradient, in bytes, for the hierarchical sum.
         """
         self.ranks = ranks
-        #: Number of data-parallel ranks of one stage.
-        self.twins = len(ranks) // _TWINS
+        #: Number of data-parallel ranks of one stage that hold the weight.
+        self.ranks_per_stage = len(ranks) // _STAGES_WITH_WEIGHT
         self.reduction = reduction
         self.least_bytes = least_bytes
 
@@ -56,7 +59,7 @@ class TiedSum:
         return gradient.is_contiguous() and size >= self.least_bytes
 
     def __call__(self, gradient: Any, divisor: int) -> None:
-        """Divide a gradient, and replace it by the sum over all ranks."""
+        """Divide a gradient by `divisor`, and replace it by the sum over all ranks of both stages."""
         divided = gradient.view(-1).div_(divisor)
         self.reduction.all_reduce(divided).wait()
 
@@ -85,10 +88,11 @@ def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
 
 
 def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
-    """Make the hierarchical sum of the gradient that two ranks with a shared weight sum.
+    """Make the hierarchical sum that replaces an engine's sum over two ranks with a shared weight.
 
     Args:
-        group: Process group of a rank of the first stage and the rank of the last stage that shares a weight.
+        group: Process group of the engine's own sum: a rank of the first stage, and the rank of the last
+            stage with the same position.
         sizes: Parallel sizes of the job.
         device_type: Device of the gradient, "cpu" or "cuda".
 
@@ -102,13 +106,17 @@ def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None
     plan = current.plan_for(sizes)
     members = set(dist.get_process_group_ranks(group))
     spec = plan.traffic_of(network_api).tied
-    if spec is None or len(members) != _TWINS:
+    if spec is None or len(members) != _STAGES_WITH_WEIGHT:
         return None
-    # All ranks of both stages that hold the same part of the weight as the two members.
-    ranks_of_stages = [ranks for ranks in tied_sums(sizes) if members <= set(ranks)]
-    if len(ranks_of_stages) != 1 or set(spec.clusters) != set(plan.by_cluster(members)):
+    # tied_sums() returns one tuple of ranks for each tensor-parallel slice of the weight: all data-parallel
+    # ranks of both stages that hold this slice. One tuple contains the two members of the group.
+    ranks_with_same_slice = [ranks for ranks in tied_sums(sizes) if members <= set(ranks)]
+    if len(ranks_with_same_slice) != 1:
         return None
-    ranks = ranks_of_stages[0]
+    # The sum was planned for certain clusters. Where the two ranks are in other ones, it need not be faster.
+    if set(spec.clusters) != set(plan.by_cluster(members)):
+        return None
+    ranks = ranks_with_same_slice[0]
     reduction = hierarchical_over(ranks, spec, network_api, purpose="embedding")
     if reduction is None:
         return None

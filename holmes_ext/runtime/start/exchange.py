@@ -1,5 +1,6 @@
 """Collects a report of every rank on the launcher's rank 0 and distributes its verdict, at a job's start.
 
+The verdict is what rank 0 decides for all ranks: a document with the plan, or an error that ends the job.
 Messages go through the job's key-value store (torch's TCPStore). PREFIX is "holmes/N" at the N-th start:
 
     1. rank 0      adds 1 to holmes/round and thereby gets N
@@ -75,7 +76,7 @@ _BAD = b"!"
 #: Value of a verdict's key if the next round began before there was a verdict.
 _OVER = b"over"
 #: Seconds that a rank waits for the next round if the current one has a verdict without the rank's report.
-#: After that, the verdict counts: rank 0 gave this rank up because its report came too late.
+#: After that, an error counts: rank 0 gave this rank up because its report came too late.
 _LEFTOVER_SECONDS = 10.0
 #: Seconds that other ranks wait longer than rank 0, which may use all its time before it names missing ranks.
 _EXTRA_WAIT_S = 15.0
@@ -83,7 +84,7 @@ _EXTRA_WAIT_S = 15.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision of rank 0 that every rank of the job follows."""
+    """Decision of rank 0, e.g. the plan, that every rank of the job follows."""
 
     round: str  # prefix of the store's keys of this start, such as "holmes/1"
     packed: bytes  # the document, as compressed JSON
@@ -104,17 +105,16 @@ class _StoredVerdict(NamedTuple):
 def exchange(
     store: Any, process: Process, report: dict[str, Any], decide: Decide, timeout_s: float
 ) -> Verdict:
-    """Report this rank to the launcher's rank 0, and return the verdict for all ranks.
+    """Report this rank to the launcher's rank 0, and return rank 0's decision for all ranks, the verdict.
 
-    All ranks call this function at the start of a job. The reports of one node's ranks are sent together by
-    the node's local rank 0, its leader.
+    All ranks call this function at a job's start. The leader of a node, local rank 0, sends all its reports.
 
     Args:
         store: The job's key-value store.
         process: This rank, as the launcher numbered it.
-        report: Has the keys "node", "identity", "local_rank", "agreed" (a flat dictionary that must be the
-            same on all ranks) and, on local rank 0, "nics_of_node". Or it has "error": the message of a
-            failure on this rank, which ends the job.
+        report: Has the keys "node", "identity" (unique to a node), "local_rank", "agreed" (a flat dictionary
+            that must be the same on all ranks) and, on local rank 0, "nics_of_node". Or it has "error": the
+            message of a failure on this rank, which ends the job.
         decide: Makes the verdict's document. It is called on rank 0 only.
         timeout_s: Seconds that rank 0 waits for the reports.
 
@@ -226,7 +226,7 @@ class NodeLeader:
 
 
 def report_to_leader(socket_name: str, report: bytes, patience_s: float) -> socket.socket | None:
-    """Send this rank's report to the leader of its node.
+    """Send this rank's report (its flags, versions and node) to local rank 0 of its node, the leader.
 
     Args:
         socket_name: The abstract Unix socket on which the leader listens.
@@ -234,13 +234,13 @@ def report_to_leader(socket_name: str, report: bytes, patience_s: float) -> sock
         patience_s: Seconds to wait for a leader that does not listen yet.
 
     Returns:
-        The connection to the leader, which has acknowledged the report and will send the verdict. None if no
-        leader accepts the report: then this rank must report for itself.
+        The connection to the leader, which has acknowledged the report and will send rank 0's decision on it.
+        None if no leader accepts the report: then this rank must report for itself.
     """
     deadline = Deadline(patience_s)
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(2 * HEARD_SECONDS)  # of each of the following calls
+        connection.settimeout(2 * HEARD_SECONDS)  # the leader accepts reports for HEARD_SECONDS
         may_listen_later = False
         try:
             connection.connect(socket_name)
@@ -261,9 +261,7 @@ def report_to_leader(socket_name: str, report: bytes, patience_s: float) -> sock
 class LeaderMessage(NamedTuple):
     """Message of a node's leader to another rank of the node."""
 
-    text: (
-        bytes  # _GOOD and the round's prefix, or _BAD and an error message; empty: no message came
-    )
+    text: bytes  # _GOOD and the round's prefix, or _BAD and an error message; empty: none came
     document: bytes = b""  # the verdict's document
 
 
@@ -298,11 +296,11 @@ def _user_at_other_end(connection: socket.socket) -> int:
 def _verdict_from_leader(
     process: Process, connection: socket.socket, deadline: Deadline
 ) -> Verdict:
-    """Return the verdict that the node's leader sends, after it has reported for this rank.
+    """Receive rank 0's decision from local rank 0 of this node (the leader), which reported for this rank.
 
     Raises:
-        HolmesError: No verdict came before the deadline, or the leader has ended.
-        RemoteError: The verdict is an error, which rank 0 prints.
+        HolmesError: No decision came before the deadline, or the leader has ended.
+        RemoteError: Rank 0 has decided that the job ends. Rank 0 prints the error.
     """
     message = receive_from_leader(connection, deadline.left)
     if not message.text:
@@ -312,7 +310,7 @@ def _verdict_from_leader(
         )
     if message.text.startswith(_BAD):
         raise RemoteError(message.text.removeprefix(_BAD).decode())
-    return Verdict(message.text.removeprefix(_GOOD).decode(), message.document)
+    return Verdict(round=message.text.removeprefix(_GOOD).decode(), packed=message.document)
 
 
 # Between nodes: through the job's store
@@ -385,13 +383,14 @@ def _decide_verdict(
 def _await_verdict(
     store: Any, process: Process, reports: list[bytes], deadline: Deadline
 ) -> _StoredVerdict | None:
-    """Store this rank's report for rank 0, and return rank 0's verdict. All other ranks call this function.
+    """Store this rank's report for rank 0, and return rank 0's decision. All other ranks call this function.
 
-    Each start of the job in the same store has a number, a round. If the current round has a verdict already,
-    it may be one of an earlier start. Then this rank waits for the next round.
+    torchrun's agents keep the store when they start the job again, so it has a round for each start. Rank 0
+    decides after it has the reports of all ranks. A round with a decision that this rank has not reported
+    for is one of an earlier start: then this rank waits for the next round.
 
     Returns:
-        The verdict; None if there is none before the deadline.
+        The decision; None if there is none before the deadline.
     """
     packed = _pack(reports)
     while True:
@@ -403,10 +402,12 @@ def _await_verdict(
             return None
         prefix = f"holmes/{int(round_number)}"
         verdict_key = f"{prefix}/verdict"
-        if store.check([verdict_key]):  # a verdict without this rank's report
+        if store.check([verdict_key]):  # a decision without this rank's report
             patience_s = min(left_s, _LEFTOVER_SECONDS)
             if not wait_for_value(store, f"{prefix}/over", patience_s):  # no next round has begun
                 leftover = store.get(verdict_key)
+                # An error may be of this start, whose rank 0 gave up waiting for this rank's report. A plan
+                # needs all reports, so it is of an earlier start: this rank goes on waiting.
                 if leftover.startswith(_BAD):
                     return _StoredVerdict(prefix, leftover)
             continue
@@ -476,13 +477,14 @@ def _check_agreement(reports: list[dict[str, Any]]) -> None:
 
 
 def _nodes(reports: list[dict[str, Any]]) -> list[NodeReport]:
-    """Return a report for each node with the number of its processes, in the order of their lowest ranks.
+    """Return a report for each node with its NICs and number of processes, in the order of lowest ranks.
 
     Raises:
         HolmesError: The local ranks of a node are not 0, 1, 2 and so on.
     """
     members_of: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)  # node -> reports
     for report in reports:
+        # The identity (boot id and network namespace) tells two nodes of the same name apart.
         members_of[report["node"], report["identity"]].append(report)
     nodes = []
     for members in members_of.values():

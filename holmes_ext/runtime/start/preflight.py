@@ -15,8 +15,7 @@ waits for ever for a node that has failed.
 
 The test uses sockets, as gloo does, and NCCL over Ethernet. For RDMA it shows only that the fabric carries IP
 between two ports (IPoIB, or the network device of a RoCE NIC), not that verbs work. A port without an IP
-address cannot be tested; a line says so. Another line warns if TCP windows are too small for a link between
-clusters (cluster/addresses.py).
+address cannot be tested. Lines name such ports, and TCP windows that are too small for a link.
 """
 
 from __future__ import annotations
@@ -72,9 +71,8 @@ class NeighbourPair:
     fabric: str
     first: str  # name of the node that connects
     second: str  # name of the node that listens
-    #: The first group that needs the connection: its kind, such as "data", and its ranks.
-    kind: str
-    ranks: tuple[int, ...]
+    kind: str  # of the first group that needs the connection, such as "data"
+    ranks: tuple[int, ...]  # of this group
 
 
 class ConnectionAttempt(NamedTuple):
@@ -182,7 +180,7 @@ def run(
 def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
     """Return neighbours in planned groups: each pair of nodes once for each fabric. Equal on all ranks."""
     pairs: dict[tuple[str, frozenset[str]], NeighbourPair] = {}  # (fabric, both nodes) -> pair
-    for kind, ranks in tested_groups(plan):
+    for kind, ranks in tested_groups(plan):  # the planned groups
         next_ranks = ranks[1:] + ranks[:1]
         for rank, next_rank in zip(ranks, next_ranks):
             first = plan.node_of(rank)
@@ -195,6 +193,7 @@ def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
             for fabric in _fabrics_of(plan, groups):
                 key = (fabric, frozenset((first, second)))
                 pairs.setdefault(key, NeighbourPair(fabric, first, second, kind, ranks))
+    # Groups fall back to Ethernet where a fast network fails, so each pair must also be connected by it.
     for pair in list(pairs.values()):
         key = (ETHERNET, frozenset((pair.first, pair.second)))
         pairs.setdefault(key, replace(pair, fabric=ETHERNET))
@@ -204,7 +203,7 @@ def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
 def tested_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
     """Yield the kind and the ranks of every planned group.
 
-    If the plan has no parallel sizes yet, each cluster and all ranks together count as groups.
+    Without parallel sizes the plan knows no groups but that of all ranks. Each cluster then counts, too.
     """
     if plan.sizes is None:
         for ranks in plan.by_cluster(range(plan.world_size)).values():

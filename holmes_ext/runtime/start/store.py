@@ -99,11 +99,11 @@ def connect(process: Process, timeout_s: float, is_host: bool = False) -> Any:
 
 @contextmanager
 def until_gone(process: Process, store: Any) -> Iterator[None]:
-    """Drop a torch store inside the block, and leave the block only after the store's server has ended.
+    """Let the caller drop a torch store in the `with` block; the block is left after its server has ended.
 
     Then no rank can connect to the old server by mistake when the program makes a new store at the same
-    address. On the host (rank 0), the server is part of the object `store`. The ranks agree on its end like
-    this:
+    address. On the host (rank 0), the server is part of the object `store`, and ends with the last reference
+    to it: the caller must keep none. The ranks agree on its end like this:
 
         1. every other rank   opens a plain connection to the server, and adds 1 to holmes/leave
         2. the last of them   sets holmes/leave/all
@@ -122,7 +122,7 @@ def until_gone(process: Process, store: Any) -> Iterator[None]:
             store.set("holmes/leave/all", b"1")
     elif process.world_size > 1 and not process.agent_store:
         store.get("holmes/leave/all")  # step 3: get() waits for the key
-    del store
+    del store  # this function's reference, so that the caller can drop the last one in the block
     yield
     if connection is not None:
         with connection, suppress(OSError):
@@ -132,9 +132,8 @@ def until_gone(process: Process, store: Any) -> Iterator[None]:
 def wait_for_value(store: Any, key: str, seconds: float) -> bytes:
     """Return the value of a key as soon as the key is set; b"" if it is not set within `seconds`.
 
-    The store's own timeout is the limit, and is restored afterwards. Only get() is
-    called, which waits by itself: it needs one message less than wait() and get(), and there may be thousands
-    of ranks.
+    The store's own timeout is set to this limit, and restored afterwards. Only get() is called, which waits
+    by itself: it needs one message less than wait() and get(), and there may be thousands of ranks.
 
     Raises:
         RuntimeError: The store is lost (torch.distributed.DistError).
@@ -179,12 +178,12 @@ def collect_entries(store: Any, key: str, seconds: float) -> list[bytes]:
     packed = b""
     if is_complete or store.check([f"{key}/entries"]):
         packed = store.get(f"{key}/entries")
-    rest = memoryview(packed)
+    unread = memoryview(packed)
     entries = []
-    while rest:  # the length of an entry, the entry, the length of the next one, ...
-        end = _LENGTH_BYTES + int.from_bytes(rest[:_LENGTH_BYTES], "big")
-        entries.append(bytes(rest[_LENGTH_BYTES:end]))
-        rest = rest[end:]
+    while unread:  # the length of an entry, the entry, the length of the next one, ...
+        end = _LENGTH_BYTES + int.from_bytes(unread[:_LENGTH_BYTES], "big")
+        entries.append(bytes(unread[_LENGTH_BYTES:end]))
+        unread = unread[end:]
     return entries
 
 

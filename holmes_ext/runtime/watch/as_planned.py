@@ -37,7 +37,7 @@ class Difference(NamedTuple):
 
     # A sentence. It contains no rank, so that it is the same on all ranks and can be printed by one of them.
     text: str
-    is_explained: bool = False  # whether its reason has been printed before
+    is_explained: bool = False  # whether a message of holmes has already given the reason
 
 
 class Comparison:
@@ -57,8 +57,8 @@ class Comparison:
     def step_done(self) -> None:
         """Count a finished training step. After the second one, compare the job with its plan.
 
-        holmes has made the plan before the start: networks, reductions, micro-batches in flight. The
-        differences are printed and put into the report.
+        holmes has made the plan before the start: networks, reductions, micro-batches in flight. All
+        differences go into the report. Those with a reason that holmes has printed already are not printed.
         """
         self.steps += 1
         if self.steps != COMPARED_STEP:
@@ -173,8 +173,9 @@ def _reduction_difference(reduction: DoneReduction) -> str:
 def _missing_reduction(current: Session) -> str:
     """Return a sentence if the framework reduced this rank's gradients although holmes planned to do so.
 
-    holmes records each reduction that it makes. "" is returned if there is a record for this rank's pipeline
-    stage, or if the plan leaves the stage's reduction to the framework.
+    holmes plans to do so if the gradients cross clusters (hierarchical all-reduce), or if their reduction
+    shall overlap the backward pass, and holmes has a patch of the framework for it. It records each reduction
+    that it makes. "" is returned if there is a record for this rank's pipeline stage, or none is expected.
     """
     plan = current.plan
     sizes = plan.sizes
@@ -183,10 +184,12 @@ def _missing_reduction(current: Session) -> str:
         return ""  # not enough is known of the job to say what was planned
     stage = sizes.stage(current.rank)
     backend = current.groups[0].backend  # e.g. "gloo"
+    # The planned reduction of this stage. A backend that chooses its networks itself is planned like sockets.
     planned = plan.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
     # engine.features: names of holmes's patches for this framework. Without them, the framework reduces.
     is_overlap_expected = planned.overlap and bool(engine.features.get("overlap"))
-    is_hierarchical_expected = bool(planned.clusters) and bool(engine.features.get("hierarchical"))
+    spans_clusters = bool(planned.clusters)
+    is_hierarchical_expected = spans_clusters and bool(engine.features.get("hierarchical"))
     if not is_overlap_expected and not is_hierarchical_expected:
         return ""  # the plan leaves the reduction to the framework
     if current.keeps_own_reduction:
@@ -194,7 +197,8 @@ def _missing_reduction(current: Session) -> str:
     is_recorded = any(plan.stage_of(ranks) == stage for ranks in current.reductions)
     # The data- and context-parallel ranks, over which this rank's gradients are reduced.
     group = {other for axis in ("dp", "cp") for other in sizes.group(current.rank, axis)}
-    has_network = current.fabric_of(group, backend) is not None  # a group inside a node has none
+    # A group inside one node has no planned network: holmes leaves its reduction to the framework.
+    has_network = current.fabric_of(group, backend) is not None
     if is_recorded or not has_network:
         return ""
     if is_hierarchical_expected:
@@ -212,11 +216,15 @@ def _in_flight_difference(current: Session) -> str:
     plan = current.plan
     if plan.sizes is None or not plan.traffic or not current.groups:
         return ""  # not enough is known of the job to say what was planned
+    # A plan has one part for each way to reach a network: verbs for NCCL, sockets for gloo. A backend that
+    # chooses its networks itself is planned like sockets.
+    network_api = network_api_of(current.groups[0].backend) or SOCKETS
     # For each stage its number, e.g. (3, 1); empty if the framework uses its own schedule.
-    planned = plan.traffic_of(network_api_of(current.groups[0].backend) or SOCKETS).in_flight
-    # Without numbers and without a known framework, nothing is known of the job's pipeline.
-    if planned == current.in_flight or not (current.in_flight or current.engine.name):
+    planned = plan.traffic_of(network_api).in_flight
+    if planned == current.in_flight:
         return ""
+    if not current.in_flight and not current.engine.name:
+        return ""  # no framework that holmes knows: an empty tuple does not mean its own schedule
     done_text = "+".join(map(str, current.in_flight)) or "the framework's own"  # e.g. "3+1"
     planned_text = "+".join(map(str, planned)) or "the framework's own"
     return f"micro-batches in flight by stage are {done_text}, planned {planned_text}"

@@ -6,8 +6,7 @@ be the cause.
     1. A rank dies. Its neighbours in the ring see their connections close, and end.
     2. The neighbours of these ranks see the same, and so on. Only the first failure helps the user.
     3. So each rank puts its message into the job's key-value store, unless one is there. Every later rank
-    prints
-       the first message, too.
+       prints the first message, too.
     4. The cause is looked for in the kernel (nics.py): links and error counters of this node's NICs, and
        connections to the neighbours.
 
@@ -20,9 +19,8 @@ the default timeout of a process group is half an hour. So holmes polls the NICs
 
     a NIC fails             A warning is printed.
     the NIC recovers        A second message is printed, and the job goes on.
-    the NIC stays failed    After --holmes-link-timeout seconds (20 by default) the process exits with
-                            status 2,
-                            if a process group of this rank uses the NIC's network. The launcher may then
+    the NIC stays failed    After --holmes-link-timeout seconds (20 by default) the process exits with status
+                            2, if a process group of this rank uses the NIC's network. The launcher may then
                             start the job again: torchrun --max-restarts does, without that NIC.
 
 A NIC that has already failed at the first poll is ignored.
@@ -100,7 +98,7 @@ def describe_failure(
     lost_node = _lost_node(error, ranks)  # "" if `error` contains no address of a node
     failure = (
         f"the reduction of {gradients} failed over {where} in the group of ranks {some_of(ranks)}"
-        f"{lost_node}: {_last_line(error)}"
+        f"{lost_node}: {_first_text_line(error)}"
     )
     # _with_cause() returns this failure, or the bad input that another rank has reported before.
     # Such a message begins with INPUT ("holmes: "). It is removed: the caller's exception is printed with it.
@@ -108,12 +106,13 @@ def describe_failure(
 
 
 def explain(error: BaseException) -> str | None:
-    """Return a one-line message about an error of a framework if communication or a full disk caused it.
+    """Return a one-line message about an error with which a framework ends this rank.
 
-    For any other error None is returned: Python prints the error itself. It is also put into the job's store,
-    so that other ranks, which only see this rank end, can print the cause.
-
-    The message begins with INPUT if another rank has ended before because of bad input.
+    Returns:
+        The message if communication or a full disk caused the error. It begins with INPUT ("holmes: ") if
+        another rank has ended before because of bad input. None for any other error, whose traceback Python
+        prints. Its text is put into the job's store: other ranks only see this rank end, and can then print
+        the cause.
     """
     import torch.distributed as dist
 
@@ -124,8 +123,9 @@ def explain(error: BaseException) -> str | None:
     is_of_communication = isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)
     if is_of_communication or isinstance(error, dist.DistError):
         return broken("communication", text)
-    mine = f"{me(current)}: {type(error).__name__}: {_last_line(text)}"
-    _first_message(mine)  # puts `mine` into the job's store, for ranks that see a failure later
+    mine = f"{me(current)}: {type(error).__name__}: {_first_text_line(text)}"
+    # Puts `mine` into the job's store if no rank has reported a failure yet.
+    _first_message(mine)
     # ENOSPC: no space is left. EDQUOT: the user's quota is used up.
     is_disk_full = (
         isinstance(error, OSError)
@@ -149,7 +149,7 @@ def broken(operation: str, error: str) -> str:
     assert current is not None
     # It is "" if the error contains no address of a node.
     lost_node = _lost_node(error, range(current.plan.world_size))
-    return _with_cause(me(current), f"{operation} failed{lost_node}: {_last_line(error)}")
+    return _with_cause(me(current), f"{operation} failed{lost_node}: {_first_text_line(error)}")
 
 
 def describe_nccl_failure() -> str | None:
@@ -235,7 +235,7 @@ def _describe_suspects() -> str:
         if problem or grown_counters:
             since_start = f" ({grown_counters} since the start)" if grown_counters else ""
             findings.append(
-                f"{nics.say(current.node, port)} {problem or 'has a link'}{since_start}"
+                f"{nics.describe_port(current.node, port)} {problem or 'has a link'}{since_start}"
             )
     if not any(problems.values()):  # this node's NICs work: the cause is elsewhere
         findings += nics.unreachable(current)
@@ -267,7 +267,7 @@ def _lost_node(error: str, ranks: Sequence[int]) -> str:
     return ""
 
 
-def _last_line(error: str) -> str:
+def _first_text_line(error: str) -> str:
     """Return the first line of an error that is not empty, without the advice that gloo adds."""
     line = next((line.strip() for line in error.splitlines() if line.strip()), "no message")
     return line.partition(". This is typically caused")[0]  # gloo's advice
@@ -382,7 +382,7 @@ class NicWatch:
         for name, (port, problem) in troubled.items():
             if name in self._ignored:
                 continue
-            fault = f"{nics.say(current.node, port)} {problem}"
+            fault = f"{nics.describe_port(current.node, port)} {problem}"
             if name not in self._since:  # a new problem
                 self._since[name] = now
                 line = fault

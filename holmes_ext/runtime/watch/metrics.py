@@ -2,9 +2,8 @@
 
     PORT        http://127.0.0.1:PORT/metrics, for a Prometheus server or agent on this node
     HOST:PORT   the same at this node's address HOST; 0.0.0.0 for all addresses
-    FILE.prom   the same text in a file, for the textfile collector of node_exporter. The file is replaced
-    as a
-                whole, at most once a second, and when the job ends.
+    FILE.prom   the same text in a file, for the textfile collector of node_exporter. The file is replaced as
+                a whole, at most once a second, and when the job ends.
 
 Most values come from the documents that telemetry_file.py makes of training steps and rounds. The state of a
 NIC is read when Prometheus asks for it. Counters begin at the start of the job. The package prometheus_client
@@ -118,24 +117,26 @@ class Collector:
         self._lock = threading.Lock()  # telemetry's thread and Prometheus's requests use the values
 
     def take(self, document: dict[str, Any]) -> None:
-        """Update the metrics by a document of telemetry_file.py, a line of the telemetry file.
-
-        It is a training step, a change of the plan, or a round with joined jobs. Other documents are ignored.
+        """Update the metrics by one line of the telemetry file.
 
         Args:
-            document: The line, as a JSON object.
+            document: The line, as a JSON object. Its keys say what it is: "step" is in that of a training
+                step, "plan" in that of a change of the running job's plan, and "outer" in that of an outer
+                round, in which joined jobs exchange pseudo-gradients. Other lines are ignored.
         """
         with self._lock:
             if "step" in document:
                 self._take_step(document)
             elif "plan" in document:
                 change = document["plan"]
-                self._values["holmes_plan_predicted_step_seconds", ()] = change["then_s"]
+                predicted_step_s = change["then_s"]
+                self._values["holmes_plan_predicted_step_seconds", ()] = predicted_step_s
                 in_flight = "+".join(map(str, change["in_flight"]))
                 # The label says what has changed: reductions ("sums"), or micro-batches in flight ("3+1").
                 self._add("plan_changes", 1, "sums" if change.get("sums") else in_flight)
             elif "outer" in document:
                 figures = document["outer"]
+                # "verdict": how the coordinator ended the round, e.g. "commit".
                 self._add("rounds", 1, str(figures["verdict"]))
                 self._add("round_sent_bytes", figures["bytes"])
                 self._add("round_seconds", figures["seconds"])
@@ -222,7 +223,7 @@ class Metrics:
     def __init__(
         self,
         collector: Collector,
-        place: str,
+        destination: str,
         write: Callable[[], None] | None,
         shut: Callable[[], None],
     ):
@@ -230,11 +231,11 @@ class Metrics:
 
         Args:
             collector: Holds the values.
-            place: URL of the port, or path of the file, for messages.
+            destination: URL of the port, or path of the file, for messages.
             write: Writes the file; None if a port is open.
             shut: Closes the port, if one is open.
         """
-        self.place = place
+        self.destination = destination
         self._collector = collector
         self._write = write
         self._shut = shut
@@ -255,7 +256,7 @@ class Metrics:
             self._write()
         except OSError as error:
             tell_user(
-                f"--holmes-metrics {self.place}: no more metrics ({why(error)}); training goes on"
+                f"--holmes-metrics {self.destination}: no more metrics ({why(error)}); training goes on"
             )
             self._write = None  # later calls do nothing
 

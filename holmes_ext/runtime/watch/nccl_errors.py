@@ -1,6 +1,6 @@
-"""Detects process groups of this rank whose NCCL communicator has failed.
+"""Detects process groups whose NCCL communicator has failed, and says where torch dumps the last operations.
 
-There are two sources:
+There are two ways to detect a failure:
 
     polling       nccl_failures() reads the state of each group's backend by torch's method get_error()
                   (torch 2.7 and newer). The thread of NicWatch calls it once a second.
@@ -13,11 +13,10 @@ Not every error is a failure. A program may abort a process group itself, for ex
 group. get_error() then returns the same error as for a lost rank. So patches/torch/failures.py wraps torch's
 abort methods and calls mark_aborted_by_program(). Marked groups are not reported.
 
-Tells the user where torch's flight recorder dumps a rank's last operations, and how to read the dumps.
-
-The flight recorder is a buffer in every rank with the rank's last collectives and messages. When NCCL fails
-or times out, torch dumps the buffer to a file on the rank's node. Which part of torch does so depends on the
-backend of a process group:
+This module also tells the user where to find the dumps of torch's flight recorder (dump_hint), and how to
+read them. The flight recorder is a buffer in every rank with the rank's last collectives and messages. When
+NCCL fails or times out, torch dumps the buffer to a file on the rank's node. Which part of torch does so
+depends on the backend of a process group:
 
     "nccl" of torch 2.13 and 2.14, and "nccl-legacy"
         The C++ class ProcessGroupNCCL writes the dump. Its monitoring thread starts this.

@@ -40,6 +40,7 @@ _BYTES_PER_DATA_UNIT = 4  # of the InfiniBand counters port_xmit_data and port_r
 PROBE_S = 3.0
 #: TCP port "discard" to which neighbours are connected. It is nearly always closed, so the kernel refuses.
 _PROBED_PORT = 9
+#: Most ports of neighbours to which connections are tried, all at the same time and each in a thread.
 _MOST_PROBES = 8
 #: Error counters below /sys/class/net/INTERFACE. If they grow, the link is bad.
 _NET_COUNTERS = (
@@ -190,7 +191,7 @@ def bytes_carried(node: Node) -> dict[str, int]:
     return carried
 
 
-def say(node: Node, port: Port) -> str:
+def describe_port(node: Node, port: Port) -> str:
     """Return a port in words, such as "NIC roce0 (mlx5_0:1) of node b1 (fabric b, 10.101.0.4)"."""
     address = f", {port.address}" if port.address else ""
     return f"NIC {port.name} of node {node.name} (fabric {port.fabric}{address})"
@@ -230,22 +231,23 @@ def unreachable(current: Session) -> list[str]:
         silent_text = " and ".join(f"{port.name} {port.address}" for port in silent_ports)
         if answering:
             answering_text = " and ".join(port_of[target].name for target in answering)
-            rest = f"but does over {answering_text}"
+            consequence = f"but does over {answering_text}"
         else:
-            rest = "over no NIC: the node is lost"
+            consequence = "over no NIC: the node is lost"
         source = current.node.port(silent[0].fabric)
         clauses.append(
             f"node {node} does not answer on {silent_text} (from {source.name} {source.address}) within "
-            f"{PROBE_S:g} s, {rest}"
+            f"{PROBE_S:g} s, {consequence}"
         )
     return clauses
 
 
 def _neighbour_ports(current: Session) -> dict[_Target, Port]:
-    """Return the ports of the neighbours of this rank on other nodes, but at most _MOST_PROBES.
+    """Return the NIC ports of neighbouring nodes to which unreachable() tries to connect.
 
-    Neighbours are the previous and the next rank in each process group of this rank. Ports are those on the
-    fabric of the group, and on Ethernet.
+    Neighbours are the previous and the next rank in each process group of this rank. A neighbour is tried
+    over the fabric of the group, and over Ethernet. If there are more than _MOST_PROBES ports, only those of
+    the first groups are returned.
 
     Returns:
         (node, fabric) -> the node's port on the fabric.

@@ -81,7 +81,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
         if current.options.telemetry:
             lines = _start_telemetry(current, recorder, take)
         if metrics is not None:
-            lines.append(f"metrics: {metrics.place}, of local rank 0 on every node")
+            lines.append(f"metrics: {metrics.destination}, of local rank 0 on every node")
             if _Running.writer is None:  # metrics without telemetry: "" for no file
                 _Running.writer = _open_writer(current, "", recorder, take)
         telemetry.set_recorder(recorder)
@@ -217,18 +217,20 @@ def _make_watchdog(
     """
     process = current.process
     plan = current.plan
-    # The launcher's rank 0 hosts the store. It may have another rank now.
+    # The launcher's rank 0, on the site's first node, hosts the store. The plan may have another order of
+    # nodes, and holmes then gives that process another rank.
     first_node = current.site.nodes[0].name
     host: int | None = plan.nodes.index(first_node) * plan.processes
     if process.agent_store:
-        host = None
+        host = None  # torchrun's agent hosts the store
+    # In the lab, networks carry this multiple of their stated rates. It is 1 outside of the lab.
     scale = lab_scale(os.environ)
     return Watchdog(
         recorder,
         factor,
         floor_s,
         connect=lambda: connect(process, STORE_S),
-        prefix=f"{current.round}/watchdog",
+        prefix=f"{current.round}/watchdog",  # current.round differs for each start of the job
         node_of=plan.node_of,
         rates={fabric.name: round(fabric.rate_bps * scale) for fabric in current.site.fabrics},
         carried=lambda: nics.bytes_carried(current.node),

@@ -14,7 +14,7 @@
 A rank has not reached an operation if it has started fewer operations in the same process group. The
 counts come from telemetry's Recorder.
 
-No rank waits for another one here: a rank that does not store its state within four looks is reported as not
+No rank waits for another one here: a rank that stores no new state within four checks is reported as not
 answering. If the store itself does not answer, the lowest waiting rank prints what it sees alone.
 """
 
@@ -43,8 +43,8 @@ LINES = 20
 _MOST_OPERATIONS = 8  # that a rank stores, the oldest first
 _MOST_RANKS = 1024  # whose states a rank reads
 _MOST_NICS = 4  # that a line lists
-_LOOKS = 4  # for which the other ranks get time to store their state
-_LONGEST_PAUSE_S = 2.0  # between two looks
+_CHECKS = 4  # for which the other ranks get time to store their state
+_LONGEST_PAUSE_S = 2.0  # between two checks
 _SHORTEST_PAUSE_S = 0.25
 _PAUSES_PER_FLOOR = 8
 _LONGEST_MEDIAN_S = 10.0  # that is waited for: ranks may be late up to a step after each other
@@ -85,7 +85,7 @@ class State:
     rank: int
     node: str
     step: int
-    look: int  # counts the rank's states: it grows while the rank is alive
+    check_count: int  # checks of this rank that found a late step; grows while the rank is alive
     waiting: tuple[Waiting, ...] = ()  # the oldest first
     started: Mapping[str, int] = field(default_factory=dict)  # group -> collectives started
     #: "send GROUP PEER" or "receive GROUP PEER" -> messages started.
@@ -255,10 +255,10 @@ class Watchdog:
         pause_s = max(_SHORTEST_PAUSE_S, self.floor_s / _PAUSES_PER_FLOOR)
         self.pause_s = min(_LONGEST_PAUSE_S, pause_s)
         self._store: Any = None
-        self._looks = 0
+        self._check_count = 0
         self._alone_at = -1  # the step for which say_alone() has printed a line
         self._has_said_dump_hint = False
-        #: Time of the last look at a late step, and what the NICs had carried then.
+        #: Time of the last check that found a late step, and what the NICs had carried then.
         self._carried: tuple[float, Mapping[str, int]] | None = None
         self._ended = threading.Event()
 
@@ -281,15 +281,15 @@ class Watchdog:
     def _run(self) -> None:
         while not self._ended.wait(self.pause_s):
             try:
-                self.look()
+                self.check()
             except Exception:  # noqa: BLE001 - the store does not answer, or has ended before the job
                 self._store = None
                 self.say_alone()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check once whether the step is late; if so, store this rank's state, and report the cause."""
         if not self._late():
-            self._carried = None  # NICs are measured from the first look at a late step on
+            self._carried = None  # NICs are measured from the first check that finds a late step
             return
         state = self.state()
         self.tell(state)  # stores it for the other ranks
@@ -297,7 +297,7 @@ class Watchdog:
         # An operation is stuck after the median step, or if no step has ended yet, after the limit of a step.
         stuck_s = max(STUCK_S, self._limit_s() if median_s is None else median_s)
         is_stuck = bool(state.waiting) and state.waiting[0].age >= stuck_s
-        if self.recorder.armed and is_stuck:  # armed: inside a step, not between two
+        if self.recorder.is_in_step and is_stuck:  # between two steps, the program may do anything
             self._explain(state)
 
     def _late(self) -> bool:
@@ -312,13 +312,13 @@ class Watchdog:
 
     def _so_far(self) -> float:
         """Return the seconds since the current step began."""
-        return self.clock() - self.recorder.entered
+        return self.clock() - self.recorder.step_entered
 
     def state(self) -> State:
         """Return which operations this rank has started and waits in, and what its NICs carry."""
         recorder = self.recorder
         now = self.clock()
-        self._finish_completed()
+        self._record_completed()
         operations = recorder.in_flight()
         groups = list(recorder.groups.values())
         started = {group.name: group.collectives for group in groups}
@@ -333,12 +333,12 @@ class Watchdog:
                 started[op.group.name] -= 1
             else:
                 messages[op.group.name, op.name, op.peer] -= 1
-        self._looks += 1
+        self._check_count += 1
         return State(
             rank=recorder.rank,
             node=self.node_of(recorder.rank),
             step=recorder.step,
-            look=self._looks,
+            check_count=self._check_count,
             waiting=tuple(self._waiting(op, now) for op in operations[:_MOST_OPERATIONS]),
             started=started,
             messages={
@@ -348,8 +348,8 @@ class Watchdog:
             nics=self._nic_rates(now),
         )
 
-    def _finish_completed(self) -> None:
-        """Record the end of collectives on the host for whose end the program has not waited yet."""
+    def _record_completed(self) -> None:
+        """Record the end of gloo's completed collectives, even if the program has not called wait() yet."""
         for op in list(self.recorder.open.values()):
             if op.work is None or op.peer is not None or op.group.is_on_device:
                 continue
@@ -358,22 +358,22 @@ class Watchdog:
                 self.recorder.finish(op)
 
     def _waiting(self, op: Op, now: float) -> Waiting:
-        """Return an operation under way in the form that is stored for other ranks."""
+        """Return an operation under way as it is stored for other ranks. `now` is the time in seconds."""
         transport = op.group.transport
         return Waiting(
             group=op.group.name,
             kind=self.recorder.kind(op),
             operation=op.name,
-            ranks=self.recorder.ends(op),
-            number=op.number,
+            ranks=self.recorder.participants(op),
+            number=op.number,  # by which ranks compare how far they have come in the group
             peer=op.peer,
-            age=now - op.start,
+            age=now - op.start,  # seconds
             fabric=transport.fabric,
             interface=transport.interface,
         )
 
     def _nic_rates(self, now: float) -> dict[str, float]:
-        """Return interface -> bits/s since the last look; empty at the first look at a late step."""
+        """Return interface -> bits/s since the last check; empty at the first check of a late step."""
         carried = self.carried()
         previous = self._carried
         self._carried = (now, carried)
@@ -410,10 +410,11 @@ class Watchdog:
     def _explain(self, state: State) -> None:
         """Print the cause of a late step, unless another rank does.
 
-        1. This rank claims the line for this step in PREFIX/said. If another rank has, nothing is printed.
-        2. It waits for some looks, so that other ranks can store new states. A rank that has stored none
+        1. This rank claims the right to print it, in the store's key PREFIX/said. If another rank has done so
+           for this step, nothing is printed.
+        2. It waits for some checks, so that other ranks can store new states. A rank that has stored none
            meanwhile is not alive.
-        3. If the step is still late, it prints the cause. Otherwise it gives the claim back.
+        3. If the step is still late, it prints the cause. Otherwise it withdraws the claim.
         """
         said_key = f"{self.prefix}/said"
         late_step = state.step
@@ -425,14 +426,14 @@ class Watchdog:
         if self._store.compare_set(said_key, previous_claim, claim).decode() != claim:
             return
 
-        first_looks = self._stored_looks()
+        first_counts = self._stored_check_counts()
         median_s = self.recorder.median_s()
-        for _ in range(_LOOKS):
-            self.sleep(self.pause_s + min(_LONGEST_MEDIAN_S, median_s or 0.0) / _LOOKS)
+        for _ in range(_CHECKS):
+            self.sleep(self.pause_s + min(_LONGEST_MEDIAN_S, median_s or 0.0) / _CHECKS)
             state = self.state()
             self.tell(state)
         if not state.waiting or state.step != late_step:
-            # The job goes on. The next step may be late, too, so the claim is given back.
+            # The job goes on. Another rank may report the next late step, so the claim is withdrawn.
             self._store.compare_set(said_key, claim, previous_claim)
             return
 
@@ -440,7 +441,7 @@ class Watchdog:
             if rank == state.rank:
                 return state
             other = self._stored_state(rank)
-            is_alive = other is not None and other.look > first_looks.get(rank, 0)
+            is_alive = other is not None and other.check_count > first_counts.get(rank, 0)
             return other if is_alive else None
 
         cause = blame(state.rank, ask, self.node_of, self.rates)
@@ -454,19 +455,19 @@ class Watchdog:
             f"step {late_step} takes {self._so_far():.1f} s so far, {usual}: {cause} (seen by rank "
             f"{state.rank})"
         )
-        self._say_dump_hint()
+        self._print_dump_hint()
 
-    def _stored_looks(self) -> dict[int, int]:
-        """Return the number of the last look of each rank that shares a group with this one."""
+    def _stored_check_counts(self) -> dict[int, int]:
+        """Return rank -> the check count of its stored state, for ranks in process groups of this rank."""
         ranks = {rank for group in list(self.recorder.groups.values()) for rank in group.ranks}
-        looks = {}
+        counts = {}
         for rank in sorted(ranks)[:_MOST_RANKS]:
             state = self._stored_state(rank)
             if state is not None:
-                looks[rank] = state.look
-        return looks
+                counts[rank] = state.check_count
+        return counts
 
-    def _say_dump_hint(self) -> None:
+    def _print_dump_hint(self) -> None:
         """Print once where torch's flight recorder writes its dumps, if it writes any."""
         if self._has_said_dump_hint:
             return

@@ -89,7 +89,7 @@ def _all_reduce(
     if shard is None:
         # Without the distributed optimizer, every rank of a stage adds the same average. The sum counts it
         # once for each rank, and is divided by their number.
-        divisor = tied_sum.twins  # the number of data-parallel ranks of one stage
+        divisor = tied_sum.ranks_per_stage  # the number of data-parallel ranks of one stage
     else:
         # With it, one rank of a stage has the average of an element, and the others add zero. The sum counts
         # the average once, and is not divided.

@@ -19,7 +19,7 @@ from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import stage_links
 from holmes_ext.patches.deepspeed.planned_schedule import planned_schedule_class
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.receive_order import ReceiveOrder
+from holmes_ext.runtime.groups.receive_order import Order1F1B
 
 schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
 
@@ -72,7 +72,7 @@ def run_schedule(in_flight, micro_batches, stage):
     engine = SimpleNamespace(loss=None, grad_layer=None)
     deepspeeds_schedule = stock_schedule(len(in_flight), micro_batches, stage)
     planned_schedule_type = planned_schedule_class()
-    planned = planned_schedule_type(deepspeeds_schedule, ReceiveOrder(in_flight), engine, mailbox)
+    planned = planned_schedule_type(deepspeeds_schedule, Order1F1B(in_flight), engine, mailbox)
     steps = list(planned.steps())  # makes the schedule call the mailbox, too
     return PlannedRun(planned, steps, mailbox)
 
@@ -247,10 +247,10 @@ def test_set_train_batch_size_keeps_the_record(engine):
     for batch_size, micro_batches in ((8, 4), (16, 8), (8, 4)):  # a micro-batch has 2 samples
         engine.set_train_batch_size(batch_size)
         assert engine.micro_batches == micro_batches
-        assert stage_links._mailbox.has_forms  # the record exists
+        assert stage_links._mailbox.has_message_specs  # the record exists
 
 
 def test_reset_activation_shape_deletes_the_record(engine):
     """DeepSpeed's reset_activation_shape deletes the recorded sizes of messages between stages."""
     engine.reset_activation_shape()
-    assert not stage_links._mailbox.has_forms  # the record is empty
+    assert not stage_links._mailbox.has_message_specs  # the record is empty

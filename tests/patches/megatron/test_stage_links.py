@@ -6,7 +6,7 @@ import torch
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron import stage_links
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.receive_order import ReceiveOrder
+from holmes_ext.runtime.groups.receive_order import Order1F1B
 
 NEXT_RANK = 7  # of the next pipeline stage
 SHAPE = (16, 2, 8)
@@ -28,7 +28,7 @@ def test_a_tensor_that_the_next_stage_has_no_buffer_for_is_not_sent(monkeypatch)
     """A tensor of another shape or type than megatron-core's get_tensor_shapes returned is an error."""
     # The messages of a training step, sent by stage 0 of a pipeline with two stages.
     step = stage_links._Step(
-        RecordingMailbox(), ReceiveOrder(in_flight=(2, 1)), 0, torch.float32, "cpu"
+        RecordingMailbox(), Order1F1B(in_flight=(2, 1)), 0, torch.float32, "cpu"
     )
     monkeypatch.setattr(stage_links, "_step", step)  # _announce() reads it
 

@@ -361,8 +361,10 @@ def test_threads_of_gloo_forget_before_the_groups_end(on_nccl, monkeypatch, back
     def destroy_groups():
         events.append("ended")
 
-    # let_threads_forget() is the function that waits.
-    monkeypatch.setattr(torch_distributed, "let_threads_forget", lambda: events.append("waited"))
+    # let_threads_free_tensors() is the function that waits.
+    monkeypatch.setattr(
+        torch_distributed, "let_threads_free_tensors", lambda: events.append("waited")
+    )
     # Wrappers get the wrapped function, no instance, and the positional and keyword arguments.
     make_group = recorder([], new_process_group_helper)  # a stand-in that makes no group
     torch_distributed._give_group_its_nic(

@@ -9,10 +9,10 @@ from ranks import run_ranks
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.schedule import passes
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.receive_order import ReceiveOrder
+from holmes_ext.runtime.groups.receive_order import Order1F1B
 from holmes_ext.runtime.watch import failure
 
-FLIGHT, MICRO_BATCHES = ReceiveOrder((3, 1)), 4
+FLIGHT, MICRO_BATCHES = Order1F1B((3, 1)), 4
 
 
 def mailbox_of(rank):
@@ -73,10 +73,10 @@ def taught(rank, sizes, told=True):
     box, known = mailbox_of(rank), []
     for before, size in zip((sizes[0], *sizes), sizes):
         if told and size != before:
-            box.clear_forms()
+            box.clear_message_specs()
         tensor = torch.full((size,), float(size))
-        known.append(box.has_forms)
-        learning = not box.has_forms
+        known.append(box.has_message_specs)
+        learning = not box.has_message_specs
         box.start_recording() if learning else box.begin(FLIGHT, 1, torch.empty(0))
         try:
             box.recv(tensor.zero_(), 0) if rank else box.send(tensor, 1)
@@ -125,7 +125,7 @@ def test_messages_that_differ_from_micro_batch_to_micro_batch(monkeypatch):
                 box.finish_recording(2)
         else:
             box.finish_recording(2)
-            assert box.has_forms and box._expected == {
+            assert box.has_message_specs and box._expected == {
                 5: [((2,), torch.float32), ((3,), torch.float32)],
                 9: [],
             }
@@ -193,7 +193,7 @@ class Lost:
 def test_who_waits_for_a_lost_rank_says_at_which_stage_link(monkeypatch):
     box = Mailbox({(5, "recv"): None}, {5: (2, 1)})
     box.expect([((2,), torch.float32)], 5)
-    box.begin(ReceiveOrder((3, 2, 1)), 1, torch.empty(0))
+    box.begin(Order1F1B((3, 2, 1)), 1, torch.empty(0))
     monkeypatch.setattr(dist, "irecv", lambda tensor, peer, group: Lost())
     monkeypatch.setattr(failure, "broken", lambda what, error: f"holmes: {what} failed: {error}")
     told = r"^stage link from stage 1 \(rank 5\) to stage 2 failed: Connection closed by peer"

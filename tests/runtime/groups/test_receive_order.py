@@ -16,7 +16,7 @@ from launches import Launch, Wait, faults
 from holmes_ext.plan.schedule import PassOrder, Times, before
 from holmes_ext.planner.schedule.solve import Rule, listed
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.receive_order import ListedOrder, ReceiveOrder
+from holmes_ext.runtime.groups.receive_order import ListedOrder, Order1F1B
 
 SEEDS = range(200)
 
@@ -35,7 +35,7 @@ def drawn(seed):
         passes, times = drawn_passes(rng, stages, micro_batches, held)
         return ListedOrder(passes.in_one_order(times)), micro_batches
     busy = [rng.choice((1.0, 1.0, rng.uniform(0.2, 3.0))) for _ in range(stages)]
-    return ReceiveOrder(tuple(held), tuple(busy) if rng.random() < 0.7 else ()), micro_batches
+    return Order1F1B(tuple(held), tuple(busy) if rng.random() < 0.7 else ()), micro_batches
 
 
 def drawn_passes(rng, stages, micro_batches, held):
@@ -187,7 +187,7 @@ def test_with_gloo_no_message_waits_for_its_receiver(monkeypatch):
         stages, count = rng.randint(2, 6), rng.randint(1, 12)
         held = sorted(rng.choices(range(1, 10), k=stages))[::-1]
         listed_order = ListedOrder(drawn_passes(rng, stages, count, held)[0])
-        flight = listed_order if seed % 2 else ReceiveOrder(tuple(held), is_unordered=True)
+        flight = listed_order if seed % 2 else Order1F1B(tuple(held), needs_message_order=False)
         logs = launched(monkeypatch, flight, count, steps=1)
         for stage, peer in [
             pair for first in range(stages - 1) for pair in ((first, first + 1), (first + 1, first))

@@ -133,11 +133,11 @@ def test_what_the_last_step_left_under_way_is_waited_for(gpu):
     job = Job(gpu)
     job.launch(work := Work(), "send", to=1)
     job.step()
-    assert not job.done and len(job.recorder.behind) == 1
+    assert not job.done and len(job.recorder.unfinished) == 1
     work.ended = True
     gpu.comes_by()
     job.recorder.settle(10.0)
-    assert job.recorder.behind[0].end and not job.recorder.open
+    assert job.recorder.unfinished[0].end and not job.recorder.open
 
 
 def test_a_synchronous_operation_has_no_work_and_lasts_as_long_as_on_the_gpu(gpu):
@@ -188,7 +188,7 @@ def test_a_block_is_synchronous_if_all_its_operations_are(gpu, are_synchronous):
     for is_synchronous in are_synchronous:
         job.launch(None, is_synchronous=is_synchronous)
     work = Work()
-    job.recorder.block_ended(job.process_group, work)
+    job.recorder.coalesced_launched(job.process_group, work)
     work_is_timed = bool(job.recorder.by_work)
     assert work_is_timed is not all(are_synchronous)
 
@@ -267,7 +267,7 @@ def test_operations_of_a_block_end_together(gpu):
     job.recorder.coalescing[id(job.process_group)] = []
     ops = [job.launch(name="send", to=1), job.launch(name="receive", to=1)]
     work = Work()
-    job.recorder.block_ended(job.process_group, work)
+    job.recorder.coalesced_launched(job.process_group, work)
     assert list(job.recorder.open.values()) == ops
     job.recorder.wait(ops[-1], lambda: None)
     gpu.now += 0.2
@@ -319,10 +319,10 @@ def test_clocks_are_compared_by_bounds(gpu):
         mark = clock.mark()
         gpu.comes_by()
         gpu.now += 0.5
-        assert clock.over(mark) and mark.at <= clock.time_of(mark) <= mark.at + 1e-3
+        assert clock.has_passed(mark) and mark.at <= clock.time_of(mark) <= mark.at + 1e-3
         clock.step_done()
-        clock.give_back(mark)
-    assert clock._base.at > gpu.now - 30 and len(clock._free) < 5
+        clock.recycle(mark)
+    assert clock._reference.at > gpu.now - 30 and len(clock._free) < 5
 
 
 def test_spans_are_the_gpus_where_it_computes_them(gpu, monkeypatch):

@@ -123,11 +123,11 @@ def session_of(order, processes=1):
 def test_who_is_measured():
     session = session_of(("a0", "a1", "b0", "b1"), 2)
     assert probe.pairs(session) == {"a": (0, 2), "ethernet": (0, 4), "b": (4, 6)}
-    assert probe.rings(session) == {"a": (0, 2), "b": (4, 6), "ethernet": (0, 2, 4, 6)}
-    assert probe.pairs(session_of(("a0", "a1"))) == {"a": (0, 1)} and probe.rings(
+    assert probe.ring_members(session) == {"a": (0, 2), "b": (4, 6), "ethernet": (0, 2, 4, 6)}
+    assert probe.pairs(session_of(("a0", "a1"))) == {"a": (0, 1)} and probe.ring_members(
         session_of(("a0", "a1"))
     ) == {"a": (0, 1)}
-    assert probe.pairs(session_of(("a0",))) == {} and probe.rings(session_of(("a0",))) == {}
+    assert probe.pairs(session_of(("a0",))) == {} and probe.ring_members(session_of(("a0",))) == {}
 
 
 @pytest.mark.parametrize(

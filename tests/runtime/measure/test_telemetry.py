@@ -73,15 +73,15 @@ def test_saving_between_steps_does_not_count(clock):
         recorder.step_begins()
         clock.now += 2
         recorder.step_done("engine")
-        assert not recorder.armed
+        assert not recorder.is_in_step
         clock.now += 100
     assert recorder.median_s() == 2
     recorder.step_begins(exactly=False)  # much lies between: the step begins here
-    assert recorder.began == clock.now
+    assert recorder.step_began == clock.now
     recorder.step_done("engine")
     clock.now += 1
     recorder.step_begins(exactly=False)  # little: where the last one ended
-    assert recorder.began == clock.now - 1 and recorder.entered == clock.now
+    assert recorder.step_began == clock.now - 1 and recorder.step_entered == clock.now
 
 
 def test_union():

@@ -45,7 +45,7 @@ def test_what_the_last_step_left_under_way_is_added_to_it(tmp_path):
     made = writer(tmp_path)
     sums = [operation(10.0, 11.0)]
     made.on_step(0, 10.0, 12.0, 64, sums, [], None)
-    made.recorder.step, made.recorder.behind = (
+    made.recorder.step, made.recorder.unfinished = (
         1,
         [operation(11.5, 12.5), operation(11.0, 12.5, "pipeline", peer=1), operation(11.0, 0.0)],
     )
@@ -105,7 +105,11 @@ def test_what_leaves_the_cluster_counts_by_where_it_goes(tmp_path):
         operation(0, 1, "pipeline", peer=2, sent=30.0),
         received,
     ]
-    assert made.between(done) == [["a", "b", 130, 0.5], ["a", "c", 0, 0.25], ["b", "a", 0, 0.25]]
+    assert made.cluster_pair_totals(done) == [
+        ["a", "b", 130, 0.5],
+        ["a", "c", 0, 0.25],
+        ["b", "a", 0, 0.25],
+    ]
     made.close()
 
 

@@ -95,16 +95,18 @@ def reducer_on(gpu, count, dtype=None):
         _gradient=lambda p: p.grad,
         _items=[Item.of(str(n), p, dtype) for n, p in enumerate(parameters)],
         fabric=None,
-        _callers=CallersReduction(lambda flat: gpu.log.append(("reduce", gpu.current)) or Done()),
+        _callers_reduction=CallersReduction(
+            lambda flat: gpu.log.append(("reduce", gpu.current)) or Done()
+        ),
         _planned=None,
-        _owners=None,
-        _to_owners=None,
+        _owners_of=None,
+        _reduction_to_owners=None,
         bucket_bytes=32,
         _deferred=[],
         _step=0,
         _expected=[1] * count,
         _arrivals=[],
-        _side=SideStream(),
+        _side_stream=SideStream(),
         times=None,
     )
     for parameter in parameters:

@@ -39,7 +39,7 @@ def summed(rank):
     tied_sum = tied_sum_of(group, sizes, DEVICE)
     local = own(rank).to(DEVICE)
     assert tied_sum.takes(local) and not tied_sum.takes(local.t())
-    tied_sum(local, tied_sum.twins)
+    tied_sum(local, tied_sum.ranks_per_stage)
     crossed = 0 if ON_GPUS else tied_sum.reduction.bytes_across
     shard = own(rank).view(-1).to(DEVICE)
     shard[: 300 if rank % 2 else 0] = (

@@ -194,7 +194,7 @@ class Job:
         """Let the watchdogs of all ranks that answer check once whether a step is late."""
         for watchdog in self.watchdogs:
             if watchdog.recorder.rank in self.answering:
-                watchdog.look()
+                watchdog.check()
 
 
 def group_of(ranks):
@@ -314,7 +314,7 @@ def test_no_line_outside_a_step():
     job.run_steps(5)
     job.start_all_reduce(0)
     for watchdog in job.watchdogs:
-        watchdog.recorder.armed = False
+        watchdog.recorder.is_in_step = False
     job.now += 1000
     job.poll_watchdogs()
     assert job.lines == []
