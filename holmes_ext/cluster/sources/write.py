@@ -189,9 +189,10 @@ def _end_of_list(text: str, name: str) -> int | None:
 
 
 def _end_of_items(text: str, start: int) -> int | None:
-    """Return the position after the last item of a TOML list, None if the list does not end.
+    """Return the position after the last item of a TOML list of hosts, None if it does not end.
 
-    Strings and comments in the list may have brackets, too.
+    Strings and comments in the list may have brackets, too. Backslash escapes and triple quotes are
+    not understood: host names need none, and the caller parses the edited file to check the result.
 
     Args:
         text: Content of a TOML file.
