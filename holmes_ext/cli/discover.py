@@ -154,6 +154,7 @@ def _show_nics(screen: Screen, nics: Sequence[Nic], node: str) -> None:
             "is the default; two clusters with this prefix cannot be told apart: say which nodes belong "
             "together in cluster.toml"
         )
+    # Inside `holmes lab`, which emulates clusters on one machine: that these NICs are not real.
     remark = lab_remark(os.environ)
     if remark:
         screen.line(f"note: {remark}")
