@@ -131,8 +131,7 @@ def _describe_stage_links(current: Session) -> str:
     if traffic.in_flight and active_features & _STAGE_LINK_FEATURES:
         parts.append(_describe_in_flight(current, traffic.in_flight))
     if traffic.schedule and active_features & _SCHEDULE_FEATURES:
-        # The plan has a list of all passes, with backward passes split: gradients of weights come
-        # later.
+        # The plan lists all passes. It splits backward passes, and puts off gradients of weights.
         parts.append("passes as the plan lists them, gradients of weights put off")
     if "megatron-slices" in active_features:
         slices = max((stage_link.slices for stage_link in traffic.stage_links), default=1)

@@ -88,8 +88,7 @@ class Deciding:
         self.sums = SumEvaluator(network_api, current.options, current.engine)
         self._stage_links: dict[int, float] = {}  # stage -> seconds of a message to the next stage
         self._lines_told: set[str] = set()
-        #: Seconds of a forward and a backward pass by stage, when other layers were last looked
-        #: for.
+        #: Seconds of both passes by stage, when better numbers of layers were last looked for.
         self._busy_s: list[float] = []
         self._on_taken: Callable[[], None] = _do_nothing  # called when all ranks adopt the proposal
         self._restart: Restart | None = None  # restart to propose next
@@ -135,10 +134,10 @@ class Deciding:
     def _next_change(self, reports: list[dict[str, Any]], step_s: float) -> Changes | None:
         """Return the change to propose, or None.
 
-        In order of preference: another number of micro-batches in flight, another algorithm to sum
-            gradients,
-        a restart. Only one change is on trial at a time: while its effect on the step time is
-        measured, only its own evaluator may propose something, for example to take the change back.
+        Another number of micro-batches in flight is preferred, then another algorithm to sum
+        gradients, then a restart. Only one change is on trial at a time: while its effect on the
+        step time is measured, only its own evaluator may propose something, for example to take the
+        change back.
 
         Args:
             reports: Measurements of all ranks.
@@ -216,8 +215,7 @@ class Deciding:
         summed = []
         for stage, end_s in enumerate(end_s_of_stage):
             windows = [report["sums"] for report in reports if report["stage"] == stage]
-            # "way": the algorithm that summed gradients, as a dict with the fields of a
-            # ReductionSpec.
+            # "way": the algorithm that summed gradients, the fields of a ReductionSpec.
             reductions = {json.dumps(window["way"]) for window in windows}
             if len(reductions) != 1:
                 return []
@@ -345,8 +343,7 @@ class Deciding:
         prices = Prices(network, rank_model, rules)
         placement = network.placement(plan.nodes, self.sizes)
         # Without a model, the bytes of a layer are unknown, so every split counts as fitting the
-        # memory. Overlap changes only when reductions end, and better_split() predicts savings from
-        # passes alone.
+        # memory. Overlap only changes the reductions, and better_split() compares passes.
         return costs_of(prices, placement, model=None, profile=profile, overlap=False)
 
     # Lines for the user

@@ -107,8 +107,7 @@ class Learning:
         as soon as a further checkpoint is complete.
         """
         if self._restart_after is not None and restart.checkpoints() > self._restart_after:
-            # A checkpoint was completed after all ranks had agreed on a restart, so no step is
-            # lost.
+            # A checkpoint is complete since all ranks agreed on a restart, so no step is lost.
             restart.leave(self.current.store, self.current.round, self.current.process.world_size)
         change = self.boundary.begin()  # that begins with this step
         if isinstance(change, Restart):
@@ -212,8 +211,7 @@ class Learning:
                 report = self._measure(first_step)
                 proposal, verdict = self._vote.round(number, report, propose, self._agree)
                 if verdict:  # a change was proposed
-                    # The training thread follows the verdict when it reaches the step of the
-                    # change.
+                    # The training thread follows it when it reaches the step of the change.
                     self.boundary.settle(number, verdict)
                     if verdict == TAKE and self.current.rank == 0:
                         self.deciding.taken()
@@ -235,9 +233,8 @@ class Learning:
         """Wait for LENGTH training steps from `first_step` on, and return their measurements.
 
         Returns:
-            Report for rank 0: times of passes, messages and memory (Window.report), and under the
-                key "sums"
-            those of the sums of gradients (SumWindow.report).
+            A report for rank 0, with times of passes, messages and memory (Window.report). Its key
+            "sums" has those of the sums of gradients (SumWindow.report).
 
         Raises:
             Stopped: the job ends.

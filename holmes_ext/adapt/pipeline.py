@@ -127,8 +127,7 @@ def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
     assert plan.sizes == profile.sizes
     loads = []
     for stage, room in zip(profile.stages, memory or [Room()] * len(profile.stages)):
-        # Layers outside the transformer blocks, such as embedding (before) and output layer
-        # (after).
+        # Layers outside the transformer blocks, such as embedding and output layer.
         forward_before_s, backward_before_s = stage.before_s
         forward_after_s, backward_after_s = stage.after_s
         load = StageLoad(

@@ -219,7 +219,7 @@ def _decisions_by_size(
     decided = {}
     for size in {stage_sums.size for stage_sums in summed}:
         workload = replace(plan.workload, gradient_bytes=size)
-        # MEASURED: the rules treat a plan of the default model otherwise.
+        # MEASURED: without it, the rules would take the plan for one of an assumed model.
         plan_for_size = replace(plan, workload=workload, basis=MEASURED)
         decided[size] = decisions(plan_for_size, network_api, options, engine)
     return decided
@@ -273,8 +273,7 @@ class SumEvaluator:
                 then_s=rejected.now_s,
                 back=True,
             )
-        # Bytes of gradients of a stage -> decisions, at the measured rates and at those of the
-        # current plan.
+        # Bytes of gradients of a stage -> decisions, at the measured and at the planned rates.
         by_size = partial(
             _decisions_by_size,
             network_api=self.network_api,
@@ -326,16 +325,13 @@ class SumEvaluator:
         """
         size = stage_sums.size
         current = _Choice(stage_sums.reduction, stage_sums.seconds)
-        # Whether sums overlap the backward pass or are compressed stays as it is in the running
-        # job.
+        # Overlap with the backward pass and compression stay as they are in the running job.
         reduction = decided.reduction(stage, overlap=current.reduction.overlap)
         reduction = replace(reduction, compress=current.reduction.compress)
-        # Prices of the stage's data-parallel groups. They sum at the same time, so the slowest
-        # counts.
+        # Prices of the stage's data-parallel groups, which sum at the same time: the slowest counts.
         groups = decided.prices.sums(decided.placement, stage)
         if is_hierarchical(reduction, size):
-            # Process groups exist only for the networks that the current plan would use inside
-            # clusters.
+            # Inside clusters, process groups exist only for the networks of the current plan.
             planned_groups = planned.prices.sums(planned.placement, stage)
             networks = [_networks_inside(group) for group in groups]
             if networks != [_networks_inside(group) for group in planned_groups]:

@@ -66,8 +66,7 @@ def stage_link_of(forward: Direction, backward: Direction) -> float | None:
     raw_backward = backward.raw_seconds()
     if not raw_forward or not raw_backward:
         return None
-    # How far the clock of the later stage, which receives activations, is ahead of the earlier
-    # stage's.
+    # How far the clock of the later stage (which receives activations) is ahead of the other.
     ahead_s = (min(raw_forward) - min(raw_backward)) / 2
     forward_s = _median_seconds(forward, ahead_s)
     backward_s = _median_seconds(backward, -ahead_s)
@@ -110,8 +109,7 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
         reports: Reports of all ranks (Window.report).
     """
     stage_of_rank = {report["rank"]: report["stage"] for report in reports}
-    # (sending rank, receiving rank) -> messages of each step, as the sender and the receiver report
-    # them.
+    # (sending rank, receiving rank) -> messages of each step, by both ranks' reports.
     sent: _MessagesByRanks = {}
     received: _MessagesByRanks = {}
     for report in reports:

@@ -57,8 +57,7 @@ class SumWindow:
             spans: Parts of the step: (kind, begin, end in seconds).
             reduction: Measurements of the gradient reducer in the step; None without a reducer.
         """
-        # Reductions whose algorithm changes when the plan changes: ranks of the group -> how they
-        # reduced.
+        # Reductions that change when the plan changes: ranks of the group -> how they reduced.
         changeable = {
             ranks: record for ranks, record in self.current.reductions.items() if record.follows
         }
@@ -142,9 +141,8 @@ def _gradient_sums(done: Sequence[Op], ranks: tuple[int, ...]) -> list[Op]:
 def fits(change: SumChange, recorder: Recorder) -> bool:
     """Return whether this rank's GPU has the memory for the larger buckets and chunks of a change.
 
-    If torch reports enough free memory, it is allocated once as a test: it may be in pieces, or
-        another
-    program may use the same GPU.
+    Even if torch reports enough free memory, it may be in pieces, or another program may use the same
+    GPU. So the memory that the change needs is allocated once as a test, and freed.
 
     Args:
         change: Change of the algorithms that sum gradients, with one algorithm for each pipeline
@@ -155,8 +153,7 @@ def fits(change: SumChange, recorder: Recorder) -> bool:
         return True
     import torch
 
-    # Gradients travel in buckets in one ring, and in chunks in a hierarchical all-reduce: both
-    # sizes count.
+    # Gradients travel in buckets (one ring) or in chunks (hierarchical): both sizes count.
     increases = []  # in bytes, by stage
     for before, after in zip(change.before, change.after):
         bucket_increase = after.bucket_bytes - before.bucket_bytes

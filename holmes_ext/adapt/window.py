@@ -159,9 +159,8 @@ class Window:
         """Return the use of the GPU's memory (fields of pipeline.Room); zeros if it is not measured.
 
         Returns:
-            Three numbers of bytes: used whatever the number of micro-batches in flight, used by
-                each
-            micro-batch in flight, and usable bytes of the GPU.
+            Bytes used whatever the number of micro-batches in flight, bytes used by each micro-batch in
+            flight, and usable bytes of the GPU.
         """
         if not self.recorder.spans_on_device or not self.recorder.kept_bytes:
             return [0.0, 0.0, 0.0]
@@ -197,8 +196,7 @@ class Window:
         }
         if not (blocks and self.passes.get("forward") and self.passes.get("backward")):
             return common
-        # A step may reduce only a part of the gradients, so the one that reduced most of them
-        # counts.
+        # A step may reduce only a part of the gradients: the one that reduced most counts.
         largest = max(self.reduced, default=_Reduced(0.0, 0.0))
         reduction_s_per_byte = largest.seconds / largest.size if largest.size else 0.0
         reduction_latency_s = 0.0  # not measured: the seconds per byte contain it

@@ -48,11 +48,12 @@ def split_command(words: Sequence[str]) -> Command:
     """
     for number, word in enumerate(words):
         if word.endswith(".py") and not word.startswith("-"):
-            return Command(tuple(words[:number]), word, tuple(words[number + 1 :]))
+            return Command(tuple(words[:number]), script=word, arguments=tuple(words[number + 1 :]))
     if "-m" in words:
         # The last -m: the launcher itself may have been started with python -m.
-        number = len(words) - list(words)[::-1].index("-m") + 1  # position after the module's name
-        return Command(tuple(words[:number]), "", tuple(words[number:]))
+        last_option = max(number for number, word in enumerate(words) if word == "-m")
+        end = last_option + 2  # position after -m and the module's name
+        return Command(tuple(words[:end]), script="", arguments=tuple(words[end:]))
     raise HolmesError(
         f"holmes doctor -- {' '.join(words)[:80]}: no training script (FILE.py, or -m MODULE) "
         "in the command; give the whole command"

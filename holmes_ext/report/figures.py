@@ -487,7 +487,7 @@ def _operations_with_ranks(run: Run, step: int) -> dict[_OperationKey, list[_Par
         rank = rank_file.rank
         offset = run.offset(rank_file)  # from the clock of the rank's node to rank 0's
         for row in rank_file.steps[step]["ops"]:
-            kind, fabric, name, group, number, peer, start, end, _, sent_bytes = row
+            kind, fabric, name, group, number, peer, start, end, _waited, sent_bytes = row
             if not end:  # 0: not over when the step ended
                 continue
             # A send and its receive are one operation, with the same (sender, receiver) on both ranks.

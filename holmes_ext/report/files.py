@@ -199,9 +199,8 @@ def _notes_on(ranks: list[RankFile]) -> list[str]:
         notes.append(
             f"clocks of {', '.join(unaligned)} were not compared with rank 0's: their times are not aligned"
         )
-    # `holmes lab` runs a job on emulated NICs, which may be slower than the rates that they
-    # announce by a factor (--scale). The column "of" of the report's tables has the rates that they
-    # announce.
+    # `holmes lab` runs a job on emulated NICs. They may carry only a part (--scale) of the rates
+    # that they announce. The column "of" of the report's tables has the rates that they carried.
     scale = Table(head, f"{ranks[0].path}: line 1").take("scale", float, 1.0)
     if scale != 1:
         notes.append(

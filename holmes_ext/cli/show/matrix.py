@@ -27,6 +27,7 @@ def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
         # is still too narrow, columns are left out, the last cluster first (the largest `drop`).
         for number, name in enumerate(site.clusters, start=1):
             columns.append(Column(name, right=True, wrap=8, drop=number))
+        # A cell has the rate that all traffic between two clusters shares, and the latency.
         screen.table(
             columns,
             [_row(site, source) for source in site.clusters],

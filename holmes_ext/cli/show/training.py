@@ -160,7 +160,7 @@ def _line_about_assumed_speed(
     unknown = []  # names of clusters
     for cluster in spec.clusters:
         has_flops = bool(cluster.accelerator.flops or accelerator_of(cluster.gpu))
-        if not has_flops and cluster.name not in model.gpus:
+        if not has_flops:
             unknown.append(cluster.name)
     if unknown:
         yield (

@@ -53,12 +53,11 @@ def read_hostfile(path: str) -> list[FoundNode]:
     if not slots:
         raise HolmesError(f"{path}: no host is named; lines are like `gpu01 slots=8`")
     nodes = []
-    for host, count in slots.items():
-        # A hostfile says nothing about networks. But hosts that were bought and cabled together are
-        # mostly numbered in one series (gpu01, gpu02, ...), so the name of the series stands for
-        # their fabric.
+    for host, slot_count in slots.items():
+        # A hostfile says nothing about networks. But hosts that were cabled together are mostly
+        # numbered in one series (gpu01, gpu02, ...): its name stands for their fabric.
         series = _name_without_number(host)
-        nodes.append(FoundNode(host, processes=count, fabric=series, labels=(series,)))
+        nodes.append(FoundNode(host, processes=slot_count, fabric=series, labels=(series,)))
     return nodes
 
 

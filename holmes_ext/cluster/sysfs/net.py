@@ -278,8 +278,7 @@ def top_device(name: str, devices: dict[str, NetDevice]) -> str:
     while name not in visited:
         visited.add(name)
         master = devices.get(devices[name].master)
-        # On Azure, a physical master is a synthetic NIC (hv_netvsc) above a virtual function of the
-        # same NIC.
+        # On Azure, a physical master is a synthetic NIC (hv_netvsc) above a virtual function.
         if master is not None and master.category in ("bond", "team", "bridge", "physical"):
             name = master.name
     return name

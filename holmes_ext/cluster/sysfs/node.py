@@ -91,8 +91,7 @@ def _read_rdma_ports(
         addresses: Network device -> its addresses; None if unknown.
     """
     ports = [_with_addresses(port, addresses, devices) for port in read_rdma_ports(tree, devices)]
-    # The physical function of a virtual one is read as a PCI address. If an HCA is there, use its
-    # name.
+    # A virtual function's `parent` is a PCI address here. If an HCA is there, its name is better.
     hca_at: dict[str, str] = {port.pci: port.device for port in ports if port.pci}
     return [replace(port, parent=hca_at.get(port.parent, port.parent)) for port in ports]
 
@@ -215,8 +214,7 @@ def _ethernet_nic(
         numa=numa_nodes.pop() if len(numa_nodes) == 1 else -1,
         pci=device.pci,
         driver=device.driver,
-        # Of a virtual function: name of the physical function's device, or its PCI address without
-        # one.
+        # Of a virtual function: device of its physical function, or the PCI address if it has none.
         parent=device_at.get(device.parent, device.parent),
         members=device.lowers if has_members else (),
         rdma=rdma_port.name if rdma_port else "",
