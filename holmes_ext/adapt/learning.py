@@ -1,4 +1,4 @@
-"""Re-plans a running job: ranks measure steps, rank 0 chooses a change, all ranks adopt it together.
+"""Re-plans a running job: ranks measure steps, rank 0 chooses a change, all adopt it together.
 
 On each rank, in the training thread (T) or in a thread of its own (L):
 
@@ -121,7 +121,7 @@ class Learning:
             self._adopt(change)
 
     def _adopt(self, change: Change | SumChange) -> None:
-        """Change the plan of this rank; rank 0 writes the change to the telemetry file.
+        """Use the changed plan on this rank from now on; rank 0 also writes it to the telemetry.
 
         Args:
             change: Change of the micro-batches in flight, or of the algorithms that sum gradients.
@@ -133,7 +133,7 @@ class Learning:
         if self.current.rank != 0:
             return
         document: dict[str, Any] = {"step": self.recorder.step}
-        # "before", "in_flight": micro-batches in flight of each stage, also if they stay the same.
+        # "before", "in_flight": micro-batches in flight by stage, which other changes keep.
         if isinstance(change, SumChange):
             document |= {"before": in_flight, "in_flight": in_flight, "sums": change.text}
         else:
@@ -344,7 +344,7 @@ def _begin_step(
             return
         is_nccl = network_api == VERBS
         recorder.on_gpu(is_nccl)  # with NCCL, passes are timed on the GPU, otherwise on the host
-        write_to_telemetry_file = recorder.on_round or _ignore
+        write_to_telemetry_file = recorder.on_round or _ignore  # None: there is no such file
         _Running.learning = Learning(
             current,
             sizes,

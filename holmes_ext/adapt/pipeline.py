@@ -78,7 +78,13 @@ class Change:
         return f"{after} micro-batches in flight (were {_counts_text(self.before)})"
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
-        """Return a plan with this change and the measured times of passes."""
+        """Return a plan with this change and the measured times of passes.
+
+        Args:
+            plan: Plan before the change.
+            network_api: Not used: the numbers of micro-batches are the same for NCCL and gloo.
+        """
+        # A plan of unknown times has no loads yet.
         old_loads = plan.loads or (StageLoad(0.0, 0.0),) * len(self.forward_s)
         loads = tuple(
             replace(load, forward_s=forward_s, backward_s=backward_s)

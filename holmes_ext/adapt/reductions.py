@@ -72,8 +72,14 @@ class SumChange:
 
     def _key(self, reduction: ReductionSpec) -> _ReductionKey:
         if is_hierarchical(reduction, self.size):
-            return _ReductionKey(True, reduction.across, round(log2(reduction.chunk_bytes)))
-        return _ReductionKey(False, None, round(log2(reduction.bucket_bytes)))
+            return _ReductionKey(
+                is_hierarchical=True,
+                across=reduction.across,
+                log2_bytes=round(log2(reduction.chunk_bytes)),
+            )
+        return _ReductionKey(
+            is_hierarchical=False, across=None, log2_bytes=round(log2(reduction.bucket_bytes))
+        )
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
         """Return a plan with this change, marked as based on measurements."""
@@ -86,7 +92,7 @@ class SumChange:
 
     @property
     def text(self) -> str:
-        """Description of the first stage that changes, for messages."""
+        """This change in words, of the first stage that changes: how it sums gradients, and did."""
         stage = 0
         while self.after[stage] == self.before[stage]:
             stage += 1
@@ -105,12 +111,22 @@ class _ReductionKey(NamedTuple):
 
 
 def is_hierarchical(reduction: ReductionSpec, size: float) -> bool:
-    """Return whether gradients of so many bytes are summed hierarchically."""
+    """Return whether gradients are summed hierarchically, and not in one ring.
+
+    Args:
+        reduction: How the stage sums gradients. Small sums use one ring in any case.
+        size: Bytes of gradients.
+    """
     return bool(reduction.clusters) and size >= reduction.hierarchical_from
 
 
 def reduction_text(reduction: ReductionSpec, size: float) -> str:
-    """Return a description of how gradients of so many bytes are summed, for messages."""
+    """Return how gradients are summed, in words: "in one ring, in buckets of 25 MiB".
+
+    Args:
+        reduction: How the stage sums gradients.
+        size: Bytes of gradients.
+    """
     if not is_hierarchical(reduction, size):
         return f"in one ring, in buckets of {format_bytes(reduction.bucket_bytes)}"
     route = f" by {reduction.across.algorithm}" if reduction.across is not None else ""
@@ -328,7 +344,7 @@ class SumEvaluator:
         # Overlap with the backward pass and compression stay as they are in the running job.
         reduction = decided.reduction(stage, overlap=current.reduction.overlap)
         reduction = replace(reduction, compress=current.reduction.compress)
-        # Prices of the stage's data-parallel groups, which sum at the same time: the slowest counts.
+        # Prices of the stage's data-parallel groups. They sum at the same time: the slowest counts.
         groups = decided.prices.sums(decided.placement, stage)
         if is_hierarchical(reduction, size):
             # Inside clusters, process groups exist only for the networks of the current plan.

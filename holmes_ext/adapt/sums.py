@@ -141,8 +141,8 @@ def _gradient_sums(done: Sequence[Op], ranks: tuple[int, ...]) -> list[Op]:
 def fits(change: SumChange, recorder: Recorder) -> bool:
     """Return whether this rank's GPU has the memory for the larger buckets and chunks of a change.
 
-    Even if torch reports enough free memory, it may be in pieces, or another program may use the same
-    GPU. So the memory that the change needs is allocated once as a test, and freed.
+    Even if torch reports enough free memory, it may be in pieces, or another program may use the
+    same GPU. So the memory that the change needs is allocated once as a test, and freed.
 
     Args:
         change: Change of the algorithms that sum gradients, with one algorithm for each pipeline

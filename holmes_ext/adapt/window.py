@@ -156,11 +156,11 @@ class Window:
             self.messages.setdefault(direction, []).append(messages)
 
     def _memory(self) -> list[float]:
-        """Return the use of the GPU's memory (fields of pipeline.Room); zeros if it is not measured.
+        """Return the use of the GPU's memory (fields of pipeline.Room); zeros if not measured.
 
         Returns:
-            Bytes used whatever the number of micro-batches in flight, bytes used by each micro-batch in
-            flight, and usable bytes of the GPU.
+            Bytes used whatever the number of micro-batches in flight, bytes used by each
+            micro-batch in flight, and usable bytes of the GPU.
         """
         if not self.recorder.spans_on_device or not self.recorder.kept_bytes:
             return [0.0, 0.0, 0.0]

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         The exit status: 1 if a patch does not fit an installed framework, otherwise 0.
     """
     with contextlib.redirect_stdout(sys.stderr):  # frameworks print while they are imported
-        fits = [fit_of(patch, args.check) for patch in all_patches()]
+        fits = [fit_of(patch, check=args.check) for patch in all_patches()]
     if args.json:
         print(json.dumps({"version": 1, "patches": [_json_of(fit) for fit in fits]}, indent=2))
     elif args.all:

@@ -290,7 +290,7 @@ def given_sizes(args: argparse.Namespace, spec: SiteSpec, job: Training) -> Give
         prices = Prices(network, RankModel.of_workload(plan.workload, plan.sizes), rules)
         placement = network.placement(plan.nodes, plan.sizes)
         if described_model is not None:
-            costs = costs_of(prices, placement, job.model, profile, job.overlap)
+            costs = costs_of(prices, placement, job.model, profile, overlap=job.overlap)
             step = predict(costs, plan.stage_layers or uniform(costs.blocks, costs.stages))
         else:
             nominal_costs = prices.costs(placement)

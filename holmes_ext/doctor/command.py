@@ -18,7 +18,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import PREFIX, Options, meant, parse_flags
+from holmes_ext.options import PREFIX, Options, misspelt_flag, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron.command_line.describe import describe, sizes_from_arguments
 from holmes_ext.patches.megatron.command_line.refusals import refusals
@@ -181,7 +181,7 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
     """
     described = describe(rest)
     for word in described.unknown:
-        similar = meant(word)
+        similar = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
         if similar:
             yield problem(
                 word,

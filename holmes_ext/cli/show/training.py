@@ -16,7 +16,7 @@ from holmes_ext.cli.show.table import Screen
 from holmes_ext.cluster.spec import KNOWN_GPUS, SiteSpec, accelerator_of
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import Options, meant, parse_flags
+from holmes_ext.options import Options, misspelt_flag, parse_flags
 from holmes_ext.patches import features
 from holmes_ext.patches.engine.registry import disabled_features
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
@@ -106,7 +106,7 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
         # virtual chunks of a stage, fit only its own number.
         command_line = replace(command_line, stage_layers=(), virtual=1)
     for word in command_line.unknown:
-        near = meant(word)  # flag of holmes of which the word is probably a misspelling, or ""
+        near = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
         if near:
             raise HolmesError(f"{word}: did you mean {near}?")
     options = _options_of_job(args)
