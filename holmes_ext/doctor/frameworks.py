@@ -95,9 +95,8 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     if check:
         return _fit_of_imported(patch, version)
 
-    reason = source_misfit(
-        patch
-    )  # reads the framework's source; None: nothing speaks against the patch
+    # source_misfit() reads the framework's source. None: nothing speaks against the patch.
+    reason = source_misfit(patch)
     if reason:
         return Fit(patch, version, "off", reason)
     if needs_import_for_version:
