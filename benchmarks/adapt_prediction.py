@@ -22,7 +22,7 @@ from typing import Any
 from harness import Row, Runs
 from holmes_lab.compare import Variant
 
-from holmes_ext.adapt.pipeline import partition_s
+from holmes_ext.adapt.pipeline import seconds_of_passes
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.options import Options
@@ -104,7 +104,7 @@ def pipeline_of(
         other_profile,
         overlap=False,
     )
-    return partition_s(costs, other.layers)
+    return seconds_of_passes(costs, other.layers)
 
 
 def rows(

@@ -114,20 +114,24 @@ def _groups_by_network(current: Session, network_api: str) -> str:
 
 
 def _describe_stage_links(current: Session) -> str:
-    """Return how the patched framework sends messages between pipeline stages; "" if nothing is changed.
+    """Return what holmes changes in the messages between pipeline stages, in words; "" for nothing.
 
-    Each planned change is listed if a patch that makes it is active (features of the registry).
+    Each change of the plan is listed if the patch of the training framework that makes it is
+    active.
     """
     plan = current.plan
     if not plan.traffic:
         return ""
     features_on, _ = registry().summary()
     active_features = set(features_on)
+    # The plan has such decisions for NCCL and for gloo (sockets), which are mostly the same. Those
+    # for gloo are shown.
     traffic = plan.traffic_of(SOCKETS)
     parts = []
     if traffic.in_flight and active_features & _STAGE_LINK_FEATURES:
         parts.append(_describe_in_flight(current, traffic.in_flight))
     if traffic.schedule and active_features & _SCHEDULE_FEATURES:
+        # The plan lists all passes. It splits backward passes, and puts off gradients of weights.
         parts.append("passes as the plan lists them, gradients of weights put off")
     if "megatron-slices" in active_features:
         slices = max((stage_link.slices for stage_link in traffic.stage_links), default=1)
@@ -135,6 +139,7 @@ def _describe_stage_links(current: Session) -> str:
             parts.append(
                 f"{slices} tensor ranks each send a slice of replicated activations across clusters"
             )
+    # Activations between clusters may be sent as bf16 or int8; a job has one such format at most.
     compression = {stage_link.compression for stage_link in traffic.stage_links} - {"off"}
     if compression:
         parts.append(f"stage links that cross in {compression.pop()}")
@@ -175,9 +180,16 @@ def _describe_reductions(current: Session) -> str:
 
 
 def _patches() -> str:
-    """Return the patches that are on, those that are off with reasons, and untested versions, in words."""
+    """Return which patches of the training framework are on and off, in words, for the start line.
+
+    Frameworks whose version was not tested follow, and the reasons for patches that are off.
+    """
     on, off = registry().summary()  # names of features (groups of patches); name -> reason
-    parts = [f"patched: {', '.join(on) or 'nothing'}", *registry().beyond_tried()]
+    parts = [f"patched: {', '.join(on) or 'nothing'}"]
+    # Warnings about versions in the supported range that are newer than all that were tested.
+    parts += registry().beyond_tried()
+    # Features that are on with a version outside of the supported range, because the user forced
+    # them (--holmes-try).
     for version, features in registry().untried().items():
         parts.append(f"tried with {version} at your own risk: {', '.join(features)}")
     if off:

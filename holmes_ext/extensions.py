@@ -218,9 +218,12 @@ def contributions(point: str) -> list[Contribution]:
 
 
 def objects(point: str) -> dict[str, Any]:
-    """Import and return all objects that extensions contribute to an extension point: name -> object.
+    """Import and return all objects that extensions contribute to a contribution point: name -> object.
 
-    An object that cannot be imported is left out; problems() has the reason.
+    An object that cannot be imported is left out, and problems() then returns a line with the reason.
+
+    Args:
+        point: Name of the contribution point, such as "nic_kinds" (POINTS lists all).
     """
     loaded = {}
     for contribution in contributions(point):
@@ -254,7 +257,7 @@ def contributed(point: str, name: str) -> Any:
     """Import and return one object that an extension contributes.
 
     Args:
-        point: Name of the extension point, such as "reductions".
+        point: Name of the contribution point, such as "reductions".
         name: Name of the object at this point.
 
     Raises:

@@ -381,8 +381,8 @@ def _by_flag() -> dict[str, str]:
     return {flag(name): name for name in names()}
 
 
-def meant(word: str) -> str:
-    """Return the flag of which a word is probably a misspelling, or ""."""
+def misspelt_flag(word: str) -> str:
+    """Return the flag of holmes of which a word is probably a misspelling, or ""."""
     return nearest(word, _by_flag(), cutoff=0.85)
 
 

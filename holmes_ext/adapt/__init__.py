@@ -12,20 +12,31 @@ if TYPE_CHECKING:
 
 
 def is_active(options: Options) -> bool:
-    """Return whether the options allow re-planning; a job that measures a profile keeps its plan."""
+    """Return whether the options allow changes of the plan while the job runs.
+
+    A job that measures a profile (--holmes-profile) keeps its plan, because its times must be of
+    one plan.
+    """
     return options.value("adapt") != "off" and not options.profile
 
 
 def applies_to(current: Session) -> bool:
-    """Return whether the plan of this job has something that can change between two steps."""
+    """Return whether the plan of this job has something that can change between two training steps.
+
+    It may be the number of micro-batches in flight, or the algorithm that sums gradients. The ranks
+    agree on a change through the job's key-value store, so a job without a store keeps its plan.
+    """
     # Inside a single cluster, gradients are always summed in the same way.
     has_clusters = len(current.plan.clusters) > 1
     sums_can_change = has_clusters and current.engine.can("hierarchical", current.options.off)
-    return current.store is not None and (wants_in_flight(current) or sums_can_change)
+    return current.store is not None and (can_change_in_flight(current) or sums_can_change)
 
 
-def wants_in_flight(current: Session) -> bool:
-    """Return whether the number of micro-batches in flight can change between two steps."""
+def can_change_in_flight(current: Session) -> bool:
+    """Return whether holmes may change the number of micro-batches in flight between two steps.
+
+    The user must not have fixed it (--holmes-inflight), and the training engine must support it.
+    """
     options = current.options
     return options.inflight == "auto" and current.engine.can("in-flight", options.off)
 

@@ -1,7 +1,7 @@
-"""Decides on rank 0 what to change in the plan of a running job, from the measurements of all ranks.
+"""Decides on rank 0 what to change in the plan of a running job, from all ranks' measurements.
 
-    reports of a window -> Profile -> PipelineEvaluator  micro-batches in flight, if passes are measured
-                        -> Summed  -> SumEvaluator       algorithm that sums gradients, if it follows the plan
+    measurements of some steps -> Profile -> PipelineEvaluator   changes micro-batches in flight
+                               -> Summed  -> SumEvaluator        changes how gradients are summed
 
 Only one change is tried at a time, so that its effect on the step time can be measured.
 """
@@ -16,7 +16,7 @@ from functools import partial
 from math import ceil
 from typing import Any
 
-from holmes_ext.adapt import wants_in_flight
+from holmes_ext.adapt import can_change_in_flight
 from holmes_ext.adapt.pipeline import (
     Change,
     PipelineEvaluator,
@@ -35,7 +35,7 @@ from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import walked_ends
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.stages import RankModel
+from holmes_ext.plan.cost.stages import RankModel, StageCosts
 from holmes_ext.plan.decide import decisions
 from holmes_ext.plan.engine import rules_of
 from holmes_ext.plan.plan import Plan, site_of
@@ -45,8 +45,8 @@ from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime.measure.profile_file import merge
 from holmes_ext.runtime.session import Session
 
-# Least time between rank 0's decision and the step that begins with the change: all ranks must have voted by
-# then.
+# Least time between rank 0's decision and the step that begins with the change: all ranks must have
+# voted by then.
 LEAD = 2  # steps
 LEAD_S = 0.5  # seconds
 #: Changes that the ranks vote on.
@@ -56,7 +56,11 @@ CHANGES: dict[str, type[Changes]] = {"in flight": Change, "sums": SumChange, "re
 
 
 class Deciding:
-    """Decisions of rank 0 on changes of a running job's plan."""
+    """Chooses on rank 0 which change of a running job's plan to propose to all ranks.
+
+    A change is another number of micro-batches in flight, another algorithm that sums gradients, or
+    a restart with other numbers of layers on the pipeline stages.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class Deciding:
         tell: Callable[[str], None],
         put: Callable[[dict[str, Any]], None],
     ):
-        """Prepare to decide.
+        """Start without measurements and without a change on trial.
 
         Args:
             current: State of holmes in this process.
@@ -84,9 +88,10 @@ class Deciding:
         self.sums = SumEvaluator(network_api, current.options, current.engine)
         self._stage_links: dict[int, float] = {}  # stage -> seconds of a message to the next stage
         self._lines_told: set[str] = set()
-        self._busy_s: list[float] = []  # of the stages, when layers were last compared
+        #: Seconds of both passes by stage, when better numbers of layers were last looked for.
+        self._busy_s: list[float] = []
         self._on_taken: Callable[[], None] = _do_nothing  # called when all ranks adopt the proposal
-        self._restart: Restart | None = None  # to be proposed
+        self._restart: Restart | None = None  # restart to propose next
         self._will_restart = False  # all ranks have agreed on a restart
 
     def propose(self, step: int, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
@@ -123,14 +128,16 @@ class Deciding:
         return {"at": at, "next": at + 1, "kind": kind, "change": asdict(change)}
 
     def taken(self) -> None:
-        """Note that all ranks adopt the last proposal."""
+        """Begin the trial of the last proposed change, which all ranks have voted to adopt."""
         self._on_taken()
 
     def _next_change(self, reports: list[dict[str, Any]], step_s: float) -> Changes | None:
-        """Return the change to propose, or None. Only one change is on trial at a time.
+        """Return the change to propose, or None.
 
-        In order of preference: another number of micro-batches in flight, another algorithm to sum gradients,
-        a restart. While a change is on trial, its evaluator measures the effect, and may take it back.
+        Another number of micro-batches in flight is preferred, then another algorithm to sum
+        gradients, then a restart. Only one change is on trial at a time: while its effect on the
+        step time is measured, only its own evaluator may propose something, for example to take the
+        change back.
 
         Args:
             reports: Measurements of all ranks.
@@ -141,7 +148,7 @@ class Deciding:
         if all("forward" in report for report in reports):
             profile, measured_plan = self._plan_with_measured_times(plan, reports)
             self._compare_layers(profile, measured_plan)  # may find a restart to propose
-            if self.sums.trials.running is None and wants_in_flight(self.current):
+            if self.sums.trials.running is None and can_change_in_flight(self.current):
                 change = self.evaluator.next(measured_plan, step_s)
                 self._tell_ended(self.evaluator.trials)
                 if change is not None:
@@ -163,22 +170,22 @@ class Deciding:
         return None
 
     def _note_restart(self) -> None:
-        """Note that all ranks have agreed on a restart."""
+        """Remember that all ranks have agreed on a restart, so that none is proposed again."""
         self._restart = None
         self._will_restart = True
 
     def _plan_with_measured_times(
         self, plan: Plan, reports: list[dict[str, Any]]
     ) -> tuple[Profile, Plan]:
-        """Return the profile of the reports, and the plan with its times.
+        """Return a profile made of the ranks' reports, and the plan with the times of this profile.
 
-        The reports get the transfer times of their stage links: of the messages to the next pipeline stage.
+        Each report gets a value "stage_link_s": seconds of a message to the next pipeline stage.
 
         Args:
             plan: Current plan of the job.
             reports: Measurements of all ranks.
         """
-        # A link for which no program waited in this window keeps its earlier time.
+        # If no rank waited for a stage link's messages in these steps, its earlier time stays.
         self._stage_links |= stage_links_of(reports)
         for report in reports:
             report["stage_link_s"] = self._stage_links.get(report["stage"], 0.0)
@@ -188,17 +195,19 @@ class Deciding:
     def _measured_sums(
         self, reports: list[dict[str, Any]], measured_plan: Plan | None
     ) -> list[Summed]:
-        """Return the measurements of the sums of gradients of each stage.
+        """Return measurements of the all-reduces of gradients, one Summed for each pipeline stage.
 
-        The shortest time of a stage's ranks counts: its rank came last to the sum, and waited for no other.
+        Of the times that a stage's ranks report, the shortest counts: the rank with the shortest
+        time was the last to join the all-reduce, so its time has no wait for other ranks in it.
 
         Args:
             reports: Measurements of all ranks.
             measured_plan: Plan with measured times; None if passes were not measured.
 
         Returns:
-            [] if a rank's reduction does not follow the plan, or the ranks of a stage report different
-            reductions: the window of a rank began before a change of the others.
+            [] if the sums of a rank cannot be changed through the plan, or if ranks of a stage
+            report different algorithms: then some of them measured before the last change, others
+            after it.
         """
         if not all(report["sums"] for report in reports):
             return []
@@ -206,7 +215,7 @@ class Deciding:
         summed = []
         for stage, end_s in enumerate(end_s_of_stage):
             windows = [report["sums"] for report in reports if report["stage"] == stage]
-            # "way": the algorithm of the sums, the fields of a ReductionSpec.
+            # "way": the algorithm that summed gradients, the fields of a ReductionSpec.
             reductions = {json.dumps(window["way"]) for window in windows}
             if len(reductions) != 1:
                 return []
@@ -227,9 +236,10 @@ class Deciding:
         return summed
 
     def _ends_of_backward(self, measured_plan: Plan | None) -> list[float]:
-        """Return the seconds at which each stage ends its last backward pass; zeros if unknown.
+        """Return when each stage ends its last backward pass, in seconds after the begin of a step.
 
-        The passes of all stages are simulated, with the measured times.
+        The order of all passes is simulated, with their measured times. All are 0 if passes were
+        not measured.
 
         Args:
             measured_plan: Plan with measured times; None if passes were not measured.
@@ -249,14 +259,23 @@ class Deciding:
         return list(ends)
 
     def _decided_stage_links(self, measured_plan: Plan) -> tuple[float, ...]:
-        """Return the seconds of a message on each stage link, measured or from the networks' rates."""
+        """Return the seconds that a message to the next stage takes, for each stage but the last.
+
+        Times are measured ones where the plan has them, else predicted from the networks' rates.
+        """
         options = self.current.options
         decided = decisions(measured_plan, self.network_api, options, self.current.engine)
-        stage_link_s, _ = decided.stage_link_seconds()
-        return stage_link_s
+        return decided.stage_link_seconds().transfer_s
 
     def _compare_layers(self, profile: Profile, measured_plan: Plan) -> None:
-        """If the times of passes have changed, store the model, and look for better layers of the stages."""
+        """Look for better numbers of layers on the stages, if the times of passes have changed.
+
+        The measured times are then also written to the telemetry file.
+
+        Args:
+            profile: Times that were measured in the last steps.
+            measured_plan: Plan with these times.
+        """
         busy_s = [load.busy_s for load in measured_plan.loads]
         if self._busy_s and not differ(self._busy_s, busy_s):
             return
@@ -265,9 +284,15 @@ class Deciding:
         self._look_for_restart(profile)
 
     def _store_model(self, profile: Profile, measured_plan: Plan) -> None:
-        """Write the measured model to the telemetry file, for `holmes report --write-model`.
+        """Write the measured times of all stages to the telemetry file.
 
-        A stage link that no program waited for gets the time that follows from the networks' rates.
+        `holmes report --write-model` makes a profile file of them, for `holmes plan`. A stage link
+        whose messages no rank waited for has no measured time: it gets the one predicted from the
+        networks' rates.
+
+        Args:
+            profile: Measured times of all stages.
+            measured_plan: Plan with these times, from which the times of stage links are taken.
         """
         stage_link_s = (*self._decided_stage_links(measured_plan), 0.0)  # the last stage has none
         stages = [
@@ -278,24 +303,21 @@ class Deciding:
         self.put({"model": json.loads(model.to_json()), "stage_links": sorted(self._stage_links)})
 
     def _look_for_restart(self, profile: Profile) -> None:
-        """Look for layers of the stages, which only a restart can change, that would shorten the step.
+        """Look for numbers of layers on the pipeline stages that would shorten the step.
 
-        With --holmes-restart auto the restart is proposed to the ranks, otherwise printed.
+        Only a restart can change them. With --holmes-restart auto the restart becomes the next
+        proposal, otherwise it is printed for the user.
+
+        Args:
+            profile: Measured times of all stages.
         """
         options = self.current.options
-        plan = self.current.plan_for(self.sizes)
         layers = [len(stage.blocks) for stage in profile.stages]  # of each stage now
-        # The measured costs of all layers on each stage.
-        network = Network(site_of(plan, self.network_api))
-        rules = rules_of(self.current.engine, options, self.network_api == SOCKETS)
-        prices = Prices(network, RankModel.of_workload(profile.workload(), self.sizes), rules)
-        placement = network.placement(plan.nodes, self.sizes)
-        costs = costs_of(prices, placement, None, profile, overlap=False)
         self._restart = None
-        better = better_split(costs, layers, profile.step_s)
+        better = better_split(self._measured_costs(profile), layers, profile.step_s)
         if better is None or self._will_restart:
             return
-        consequence = better.brings  # predicted effect, in words
+        consequence = better.effect_text
         if options.value("restart") == "auto" and options.value("adapt") == "on":
             # "" if the launcher and the framework can restart the job with other layers.
             obstacle = why_not(self.current.process, options, self.current.engine, os.environ)
@@ -304,6 +326,25 @@ class Deciding:
                 return
             consequence += f" (--holmes-restart auto: {obstacle})"
         self._tell_once(better.text, consequence)
+
+    def _measured_costs(self, profile: Profile) -> StageCosts:
+        """Return the costs (seconds, bytes) of each layer on each stage, on the plan's nodes.
+
+        Args:
+            profile: Measured times of all stages.
+        """
+        plan = self.current.plan_for(self.sizes)
+        # Predicted from the networks: messages of stage links without a measured time.
+        network = Network(site_of(plan, self.network_api))
+        # direct: gloo's hierarchical all-reduce exchanges data directly, NCCL's in rings.
+        direct = self.network_api == SOCKETS
+        rules = rules_of(self.current.engine, self.current.options, direct=direct)
+        rank_model = RankModel.of_workload(profile.workload(), self.sizes)
+        prices = Prices(network, rank_model, rules)
+        placement = network.placement(plan.nodes, self.sizes)
+        # Without a model, the bytes of a layer are unknown, so every split counts as fitting the
+        # memory. Overlap only changes the reductions, and better_split() compares passes.
+        return costs_of(prices, placement, model=None, profile=profile, overlap=False)
 
     # Lines for the user
 
@@ -339,17 +380,24 @@ def _do_nothing() -> None:
 
 
 def change_of(proposal: dict[str, Any]) -> Changes:
-    """Return the change of a proposal that propose() returned, also if it went through JSON."""
+    """Return the change that a proposal contains.
+
+    Args:
+        proposal: Result of Deciding.propose() on rank 0, which other ranks get as JSON. "kind"
+            names the class of the change, "change" has its fields.
+    """
     change: Changes = Table(proposal["change"], "proposal").into(CHANGES[proposal["kind"]])
     return change
 
 
 def memory_of(reports: list[dict[str, Any]], profile: Profile) -> list[Room]:
-    """Return the memory of each stage: that of the rank with the least free memory; Room() if not measured.
+    """Return the GPU memory of each stage: that of its rank with the least free memory.
+
+    A stage gets Room(), with zeros, if the memory of one of its ranks was not measured.
 
     Args:
         reports: Measurements of all ranks.
-        profile: Its stages are those of the job.
+        profile: Has the stages of the job.
     """
     tightest = []
     for stage in range(len(profile.stages)):

@@ -1,14 +1,16 @@
-"""Re-plans a running job: ranks measure their steps, rank 0 decides on a change, all ranks adopt it together.
+"""Re-plans a running job: ranks measure steps, rank 0 chooses a change, all adopt it together.
 
 On each rank, in the training thread (T) or in a thread of its own (L):
 
-    1  L  _measure()        collects the measurements of LENGTH steps, which on_step() (T) puts into a queue
-    2  L  Vote.round()      agrees with the other ranks on a change; on rank 0, Deciding.propose() chooses it
+    1  L  _measure()        collects the measurements of LENGTH steps; on_step() (T) queues them
+    2  L  Vote.round()      agrees with the other ranks on a change, which rank 0 chooses
+                            (Deciding.propose)
     3  L  Boundary          takes the change and the number of the first step with it
     4  T  begin_step()      adopts the change at the beginning of that step
 
-The first window begins when the engine's first steps are over. A change begins some steps after rank 0 has
-decided (deciding.py). After an error in thread L, the plan stays as it is, and a line is printed.
+The first window begins when the engine's first steps are over. A change begins some steps after
+rank 0 has decided (deciding.py). After an error in thread L, the plan stays as it is, and a line is
+printed.
 
 No rank waits for ever: see vote.py.
 """
@@ -42,8 +44,8 @@ from holmes_ext.words import tell_user
 FIRST = 2
 #: Number of steps in a window.
 LENGTH = 2
-#: How often re-planning may start again in a job whose sizes or micro-batches change (a growing batch). Then
-#: it stays off.
+#: How often re-planning may start again in a job whose sizes or micro-batches change (a growing
+#: batch). Then it stays off.
 MOST_STARTS = 50
 
 
@@ -62,19 +64,20 @@ class Learning:
         put: Callable[[dict[str, Any]], None],
         start: int = 1,
     ):
-        """Start the thread.
+        """Start a thread that measures steps and votes on changes, beside the training thread.
 
         Args:
             current: State of holmes in this process.
             sizes: Complete parallel sizes of the job.
-            network_api: VERBS for NCCL, SOCKETS for gloo: of the pipeline's groups, or of the data-parallel
-                groups if there is no pipeline.
+            network_api: VERBS for NCCL, SOCKETS for gloo: of the pipeline's groups, or of the
+                data-parallel groups if there is no pipeline.
             stage: Pipeline stage of this rank.
             recorder: Reports the measurements of each step.
             open_store: Returns a new client of the job's store, for the thread.
             tell: Prints a line for the user; called on rank 0.
             put: Writes a document to the telemetry file.
-            start: How often re-planning has started in this job.
+            start: How often re-planning has started in this job, now included. The keys in the
+                store contain this number, so that a new start does not read old ones.
         """
         self.current = current
         self.sizes = sizes
@@ -98,9 +101,13 @@ class Learning:
     # The training thread
 
     def begin_step(self) -> None:
-        """Adopt an agreed change that begins with the next step; all ranks call this method before a step."""
+        """Begin a training step, and adopt a change that all ranks have agreed to begin with it.
+
+        All ranks call this method before each step. After an agreed restart, the process ends here
+        as soon as a further checkpoint is complete.
+        """
         if self._restart_after is not None and restart.checkpoints() > self._restart_after:
-            # A checkpoint is complete since all ranks agreed on a restart: this process ends here.
+            # A checkpoint is complete since all ranks agreed on a restart, so no step is lost.
             restart.leave(self.current.store, self.current.round, self.current.process.world_size)
         change = self.boundary.begin()  # that begins with this step
         if isinstance(change, Restart):
@@ -108,13 +115,13 @@ class Learning:
             if self.current.rank == 0:  # store the layers for the next start of the job
                 leave_layers(self.current.store, change.partition, self.sizes)
                 self.tell(
-                    f"the job starts again after its next checkpoint: {change.text} {change.brings}"
+                    f"the job starts again after its next checkpoint: {change.text} {change.effect_text}"
                 )
         elif change is not None:
             self._adopt(change)
 
     def _adopt(self, change: Change | SumChange) -> None:
-        """Change the plan of this rank; rank 0 writes the change to the telemetry file.
+        """Use the changed plan on this rank from now on; rank 0 also writes it to the telemetry.
 
         Args:
             change: Change of the micro-batches in flight, or of the algorithms that sum gradients.
@@ -126,7 +133,7 @@ class Learning:
         if self.current.rank != 0:
             return
         document: dict[str, Any] = {"step": self.recorder.step}
-        # "before", "in_flight": micro-batches in flight of each stage, also if they stay the same.
+        # "before", "in_flight": micro-batches in flight by stage, which other changes keep.
         if isinstance(change, SumChange):
             document |= {"before": in_flight, "in_flight": in_flight, "sums": change.text}
         else:
@@ -144,7 +151,7 @@ class Learning:
         spans: Any,
         reduction: Any,
     ) -> None:
-        """Pass the measurements of a step to the thread; the recorder calls this method after each step.
+        """Pass the measurements of a step to the thread. The recorder calls this after each step.
 
         Args:
             step: Number of the step, by the recorder; the thread uses that of the boundary.
@@ -160,7 +167,7 @@ class Learning:
     def stop(self) -> None:
         """Let the thread end, without waiting for it."""
         self.stopped.set()
-        self._steps.put(None)
+        self._steps.put(None)  # wakes the thread if it waits for a step
 
     def join(self) -> None:
         """End the thread, and wait for its end for at most ENDED_S seconds."""
@@ -168,9 +175,14 @@ class Learning:
         self._thread.join(ENDED_S)
 
     def _verdict_now(self, number: int) -> str:
-        """Return the verdict of a round whose step has come before the thread knows the verdict.
+        """Return the verdict of a round of votes for the training thread, which cannot wait longer.
 
-        If no rank has set a verdict yet, it becomes KEEP for all ranks.
+        It has reached the first step of the proposed change before the thread of votes knows the
+        verdict. If no rank has set a verdict in the store yet, it becomes KEEP (no change) for all
+        ranks.
+
+        Args:
+            number: Number of the round.
         """
         assert self._vote is not None
         return self._vote.set_verdict(self.current.store, number, KEEP)
@@ -180,7 +192,8 @@ class Learning:
     def _serve(self) -> None:
         """Run rounds of votes until the job ends.
 
-        In each round, this rank measures some steps, rank 0 proposes a change, and all ranks vote on it.
+        In each round, this rank measures some steps, rank 0 proposes a change, and all ranks vote
+        on it.
         """
         world = self.current.process.world_size
 
@@ -198,7 +211,7 @@ class Learning:
                 report = self._measure(first_step)
                 proposal, verdict = self._vote.round(number, report, propose, self._agree)
                 if verdict:  # a change was proposed
-                    # The training thread follows the verdict when it reaches the step of the change.
+                    # The training thread follows it when it reaches the step of the change.
                     self.boundary.settle(number, verdict)
                     if verdict == TAKE and self.current.rank == 0:
                         self.deciding.taken()
@@ -217,10 +230,11 @@ class Learning:
                 )
 
     def _measure(self, first_step: int) -> dict[str, Any]:
-        """Wait for LENGTH steps from `first_step` on, and return their measurements.
+        """Wait for LENGTH training steps from `first_step` on, and return their measurements.
 
         Returns:
-            The report of Window, and "sums", that of SumWindow.
+            A report for rank 0, with times of passes, messages and memory (Window.report). Its key
+            "sums" has those of the sums of gradients (SumWindow.report).
 
         Raises:
             Stopped: the job ends.
@@ -263,14 +277,14 @@ class Learning:
 
 
 class _Running:
-    """State of re-planning in this process."""
+    """Global state: the re-planning in this process. Hooks have no object to keep it in."""
 
     learning: Learning | None = None
-    #: Sizes and micro-batches for which `learning` was started.
-    key: tuple[Sizes, int] | None = None
+    #: Parallel sizes and micro-batches for which `learning` was started.
+    started_for: tuple[Sizes, int] | None = None
     #: GradientReducer that marks the beginning of steps, in a job without a pipeline engine.
     reducer: weakref.ref[Any] | None = None
-    #: How often `key` has changed.
+    #: How often `started_for` has changed.
     starts = 0
 
 
@@ -281,13 +295,13 @@ def begin_step(
     network_api: str,
     describe: Callable[[], Stage],
 ) -> None:
-    """Begin a training step of a pipeline; all ranks call this hook.
+    """Begin a training step of a pipeline. A job without several stages is not affected.
 
-    The first step, and the first step with other sizes or micro-batches, starts re-planning.
+    Pipeline engines call this hook on all ranks.
 
     Args:
         current: State of holmes in this process.
-        sizes: Complete parallel sizes.
+        sizes: Complete parallel sizes of the job.
         micro_batches: Micro-batches of the step.
         network_api: VERBS for NCCL, SOCKETS for gloo, of the pipeline's groups.
         describe: Returns a description of this rank's pipeline stage.
@@ -303,32 +317,43 @@ def _begin_step(
     network_api: str,
     describe: Callable[[], Stage],
 ) -> None:
-    """Begin a training step of any job; see begin_step() for the arguments.
+    """Begin a training step, and adopt an agreed change of the plan that begins with it.
 
-    The first step, and the first step with other sizes or micro-batches, starts re-planning anew.
+    Measurements of steps with other sizes or micro-batches are not comparable. So the first step
+    with new ones starts re-planning anew, with a new thread, but at most MOST_STARTS times in a
+    job.
+
+    Args:
+        current: State of holmes in this process.
+        sizes: Complete parallel sizes of the job.
+        micro_batches: Micro-batches of the step.
+        network_api: VERBS for NCCL, SOCKETS for gloo.
+        describe: Returns a description of this rank's pipeline stage.
     """
     recorder = telemetry.recorder
     if recorder is None:  # nothing is measured
         return
-    if _Running.key != (sizes, micro_batches):
+    if _Running.started_for != (sizes, micro_batches):
         if _Running.learning is None:
-            recorder.on_step.append(_on_step)
+            recorder.on_step.append(_on_step)  # called with the measurements of each step
         else:
             _Running.learning.stop()
-        _Running.key = (sizes, micro_batches)
+        _Running.started_for = (sizes, micro_batches)
         _Running.starts += 1
-        if _Running.starts > MOST_STARTS:  # the sizes change too often
+        if _Running.starts > MOST_STARTS:  # they change too often: re-planning stays off
             return
-        recorder.on_gpu(network_api == VERBS)  # NCCL: spans are measured on the GPU
+        is_nccl = network_api == VERBS
+        recorder.on_gpu(is_nccl)  # with NCCL, passes are timed on the GPU, otherwise on the host
+        write_to_telemetry_file = recorder.on_round or _ignore  # None: there is no such file
         _Running.learning = Learning(
             current,
             sizes,
             network_api,
-            describe(),
-            recorder,
+            stage=describe(),
+            recorder=recorder,
             open_store=partial(connect, current.process, STORE_S),
             tell=tell_user,
-            put=recorder.on_round or _ignore,
+            put=write_to_telemetry_file,
             start=_Running.starts,
         )
     assert _Running.learning is not None
@@ -337,10 +362,10 @@ def _begin_step(
 
 
 def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reducer: object) -> None:
-    """Begin a step of a gradient reducer.
+    """Begin a training step of a purely data-parallel job, when its gradient reducer begins one.
 
-    It is a training step of the job if the job is only data-parallel and has no other reducer. Otherwise this
-    hook has no effect: a pipeline engine calls begin_step().
+    The hook has no effect in other jobs, where a pipeline engine calls begin_step(). It has none
+    for a second reducer of the same job either, because each training step must begin once.
 
     Args:
         current: State of holmes in this process.
@@ -349,7 +374,7 @@ def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reduc
         reducer: The reducer.
     """
     world = current.plan.world_size
-    data_parallel_sizes = Sizes().complete(world)  # no other kind of parallelism
+    data_parallel_sizes = Sizes().complete(world)  # all ranks data-parallel
     sizes = current.plan.sizes or data_parallel_sizes
     if len(ranks) != world or sizes != data_parallel_sizes:
         return
@@ -359,18 +384,29 @@ def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reduc
     if _Running.reducer() is reducer:
 
         def describe() -> Stage:
-            """Return the only stage, which has all of the model."""
-            return Stage("torch", 0, 1, 1, {}, {current.rank: 0})
+            """Return the only stage, which has the whole model; layers are not measured singly."""
+            return Stage(
+                framework="torch",
+                stage=0,
+                tensor=1,
+                micro_batches=1,
+                gradient_bytes={},
+                stages={current.rank: 0},
+            )
 
-        _begin_step(current, sizes, 1, network_api, describe)
+        _begin_step(current, sizes, micro_batches=1, network_api=network_api, describe=describe)
 
 
 def on_stop(reason: str) -> None:
-    """End re-planning in this process, as a hook of the extension."""
+    """End re-planning in this process, when holmes stops there.
+
+    Args:
+        reason: Not used; the hook passes why holmes stops.
+    """
     if _Running.learning is not None:
         _Running.learning.join()
     _Running.learning = None
-    _Running.key = None
+    _Running.started_for = None
     _Running.reducer = None
     _Running.starts = 0
 

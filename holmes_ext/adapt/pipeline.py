@@ -1,13 +1,14 @@
 """Decides again on the micro-batches in flight of a running job, from measured times.
 
     measured()           returns the plan with the job's measured times instead of predicted ones
-    PipelineEvaluator    chooses a change after each window of steps, checks its effect, and takes it back if
-                         it has none
+    PipelineEvaluator    chooses a change after each window of steps, checks its effect, and takes
+                         it back if it has none
     better_split()       finds layers of the stages that would shorten the step, for a restart
 
-Prices and rules are those of the plan at the start (plan/decide.py, plan/cost/pipeline.py). Three thresholds
-prevent flapping: a change must be predicted to save GAIN of a step. If it does not save KEPT of a step, it is
-taken back. Then it is not tried again until the measured times differ by OTHER.
+Prices and rules are those of the plan at the start (plan/decide.py, plan/cost/pipeline.py). Three
+thresholds prevent flapping: a change must be predicted to save GAIN of a step. If it does not save
+KEPT of a step, it is taken back. Then it is not tried again until the measured times differ by
+OTHER.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan import partition
 from holmes_ext.plan.cost.pipeline import SETTLED, WORTH_MORE, walked_ends
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.decide import Decisions, decisions
 from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.partition import partition
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile
 from holmes_ext.plan.workload import StageLoad, passes_s
@@ -30,7 +31,7 @@ from holmes_ext.plan.workload import StageLoad, passes_s
 # Shares of the step time.
 GAIN = 0.02  # that a change must be predicted to save
 KEPT = 0.005  # that a change must have saved to stay
-RESTART = 0.05  # that a restart must be predicted to save
+RESTART_GAIN = 0.05  # that a restart must be predicted to save
 # Shares of the longest pass or stage link.
 OTHER = 0.1  # least difference of times to try a rejected change again
 SAME = 0.01  # up to which times count as equal, so that no decision is needed
@@ -40,7 +41,10 @@ MEASURED = "measured"
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of the rank of a stage with the least free memory; zeros if it is not measured."""
+    """GPU memory of one rank, in bytes; all zeros if it is not measured.
+
+    It stands for a whole pipeline stage: the rank is the stage's rank with the least free memory.
+    """
 
     fixed_bytes: float = 0.0  # independent of the micro-batches in flight
     kept_bytes: float = 0.0  # for each micro-batch in flight
@@ -49,7 +53,10 @@ class Room:
 
 @dataclass(frozen=True)
 class Change:
-    """Change of the micro-batches in flight; () stands for the engine's own schedule."""
+    """Change of the numbers of micro-batches in flight.
+
+    An empty tuple of numbers stands for the training engine's own schedule, 1F1B.
+    """
 
     before: tuple[int, ...]  # micro-batches in flight before the change, by stage
     in_flight: tuple[int, ...]  # after the change
@@ -66,12 +73,18 @@ class Change:
 
     @property
     def text(self) -> str:
-        """Description for messages."""
+        """This change in words, such as "3+2+1 micro-batches in flight (were 2+2+1)"."""
         after = _counts_text(self.in_flight)
         return f"{after} micro-batches in flight (were {_counts_text(self.before)})"
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
-        """Return a plan with this change and the measured times of passes."""
+        """Return a plan with this change and the measured times of passes.
+
+        Args:
+            plan: Plan before the change.
+            network_api: Not used: the numbers of micro-batches are the same for NCCL and gloo.
+        """
+        # A plan of unknown times has no loads yet.
         old_loads = plan.loads or (StageLoad(0.0, 0.0),) * len(self.forward_s)
         loads = tuple(
             replace(load, forward_s=forward_s, backward_s=backward_s)
@@ -87,7 +100,7 @@ def _counts_text(counts: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Restart:
-    """Change of the layers of the stages, which needs a restart."""
+    """Change of the numbers of layers on the pipeline stages, which needs a restart of the job."""
 
     layers: tuple[int, ...]  # of each stage
     now_s: float  # measured seconds of a step
@@ -95,33 +108,34 @@ class Restart:
 
     @property
     def partition(self) -> str:
-        """Value of --holmes-partition."""
+        """Layers of the stages as the option --holmes-partition expects them, such as "5,3"."""
         return ",".join(map(str, self.layers))
 
     @property
     def text(self) -> str:
-        """Description for messages."""
+        """This restart in words, the subject of a sentence for the user."""
         return f"a restart with --holmes-partition {self.partition}"
 
     @property
-    def brings(self) -> str:
-        """Effect for messages, a predicate."""
+    def effect_text(self) -> str:
+        """Predicted effect of this restart, the predicate of a sentence that begins with `text`."""
         return f"would take {self.then_s / self.now_s:.2f} of a step"
 
 
 def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
-    """Return a plan with the measured times of its stages instead of the predicted ones.
+    """Return a plan with the measured times of its pipeline stages instead of the predicted ones.
 
     Args:
         plan: The plan.
-        profile: Measured times, for the same parallel sizes.
-        memory: Measured memory of each stage; empty if unknown.
+        profile: Measured times of the layers of each stage, for the same parallel sizes.
+        memory: Measured memory of each stage; empty if no memory was measured.
     """
     assert plan.sizes == profile.sizes
     loads = []
     for stage, room in zip(profile.stages, memory or [Room()] * len(profile.stages)):
-        forward_before_s, backward_before_s = stage.before_s  # of modules before the blocks
-        forward_after_s, backward_after_s = stage.after_s  # of modules after the blocks
+        # Layers outside the transformer blocks, such as embedding and output layer.
+        forward_before_s, backward_before_s = stage.before_s
+        forward_after_s, backward_after_s = stage.after_s
         load = StageLoad(
             forward_s=sum(stage.forward_s) + forward_before_s + forward_after_s,
             backward_s=sum(stage.backward_s) + backward_before_s + backward_after_s,
@@ -135,12 +149,14 @@ def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
 
 
 def pipeline_s(plan: Plan, stage_links: Sequence[float], in_flight: Sequence[int]) -> float:
-    """Return the seconds from the begin of a step to the end of its last backward pass.
+    """Return the seconds from the begin of a step to the last end of a backward pass on any stage.
+
+    The order of passes and messages is simulated.
 
     Args:
-        plan: Its loads have the times of passes.
-        stage_links: Seconds of a message on each stage link.
-        in_flight: Micro-batches in flight, by stage.
+        plan: Plan whose `loads` have the seconds of a forward and a backward pass of each stage.
+        stage_links: Seconds of a message to the next stage, for each stage but the last.
+        in_flight: Largest number of micro-batches in flight, by stage.
     """
     forward_s, backward_s = passes_s(plan.loads)
     micro_batches = plan.workload.micro_batches
@@ -150,28 +166,31 @@ def pipeline_s(plan: Plan, stage_links: Sequence[float], in_flight: Sequence[int
 def quickest(
     plan: Plan, stage_links: Sequence[float], in_flight: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return more micro-batches in flight as long as they shorten the step and fit the memory.
+    """Return the numbers of micro-batches in flight, raised as long as this shortens the step.
 
-    With few micro-batches in a step, faster stages can work ahead, so that messages have more time. With
-    many, `in_flight` is returned unchanged.
+    With few micro-batches in a step, faster stages can work ahead, so that messages have more time.
+    With many, the slowest stage alone decides the step, and `in_flight` is returned unchanged.
 
     Args:
         plan: Plan with measured times.
-        stage_links: Seconds of a message on each stage link.
+        stage_links: Seconds of a message to the next stage, for each stage but the last.
         in_flight: Micro-batches in flight, by stage; () for the engine's own schedule.
     """
     micro_batches = plan.workload.micro_batches
-    # With many micro-batches, the pipeline's beginning and end hardly matter.
+    # With many micro-batches, filling and draining the pipeline hardly matter.
     if not in_flight or micro_batches > SETTLED * in_flight[0]:
         return in_flight
     seconds = pipeline_s(plan, stage_links, in_flight)
     while True:
-        # One more on each stage but the last, as far as the stage's memory (load.most) allows.
-        deeper = []
-        for count, load in zip(in_flight[:-1], plan.loads):
-            allowed = int(min(count + 1, load.most, micro_batches))
-            deeper.append(max(count, allowed))
-        candidate = (*deeper, in_flight[-1])
+        # One more on each stage but the last, as far as its memory allows. The last stage needs no
+        # more, because no stage after it sends gradients that it could wait for.
+        *counts_before_last, count_of_last = in_flight
+        raised = []
+        for count, load in zip(counts_before_last, plan.loads):
+            count_in_memory = load.most
+            allowed = int(min(count + 1, count_in_memory, micro_batches))
+            raised.append(max(count, allowed))
+        candidate = (*raised, count_of_last)
         candidate_s = pipeline_s(plan, stage_links, candidate)
         if candidate_s >= seconds * (1 - WORTH_MORE):  # the gain is too small
             return in_flight
@@ -180,26 +199,36 @@ def quickest(
 
 
 def better_split(costs: StageCosts, layers: Sequence[int], step_s: float) -> Restart | None:
-    """Return the layers of the stages with the shortest step; None if they save less than RESTART.
+    """Return the best split of the layers into stages; None if it saves too little of a step.
+
+    A restart costs minutes, so it must be predicted to save the share RESTART_GAIN of a step.
 
     Args:
-        costs: Costs of the layers on each stage.
-        layers: Layers of each stage now.
+        costs: Seconds and bytes of each layer on each stage.
+        layers: Number of layers on each stage now.
         step_s: Measured seconds of a step.
     """
-    now_s = partition_s(costs, layers)  # of the pipeline's passes; step_s has more than them
     try:
-        split = partition.partition("balanced", costs)
-    except HolmesError:  # no split fits the memory
+        best_layers = partition("balanced", costs)
+    except HolmesError:  # no split fits the memory, where the costs have limits
         return None
-    then_s = step_s - now_s + partition_s(costs, split)
-    if split == tuple(layers) or then_s >= step_s * (1 - RESTART):
+    # A step also contains work outside the pipeline's passes, which does not depend on the split.
+    passes_now_s = seconds_of_passes(costs, layers)
+    passes_then_s = seconds_of_passes(costs, best_layers)
+    then_s = step_s - passes_now_s + passes_then_s
+    saves_enough = then_s < step_s * (1 - RESTART_GAIN)
+    if best_layers == tuple(layers) or not saves_enough:
         return None
-    return Restart(split, step_s, then_s)
+    return Restart(best_layers, now_s=step_s, then_s=then_s)
 
 
-def partition_s(costs: StageCosts, layers: Sequence[int]) -> float:
-    """Return the seconds of the pipeline's passes for a number of layers on each stage."""
+def seconds_of_passes(costs: StageCosts, layers: Sequence[int]) -> float:
+    """Return the seconds from the first forward to the last backward pass of a step, as simulated.
+
+    Args:
+        costs: Seconds and bytes of each layer on each stage.
+        layers: Number of layers on each stage.
+    """
     forward_s, backward_s = passes_s(costs.loads(layers))
     stage_link_s = costs.stage_links_s(layers)
     in_flight = costs.in_flight(layers)
@@ -208,15 +237,15 @@ def partition_s(costs: StageCosts, layers: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Change whose effect is measured."""
+    """Change that all ranks have adopted for a trial, to measure its effect on the step time."""
 
     change: Any
-    deciding_times: tuple[float, ...]  # seconds that the decision was based on
+    deciding_times: tuple[float, ...]  # measured seconds from which the change was chosen
     unchanged_times: tuple[float, ...]  # seconds that the change should not affect
 
 
 class EndedTrial(NamedTuple):
-    """Result of a trial."""
+    """Result of the trial of a change."""
 
     change: Any
     step_s: float  # measured seconds of a step with the change
@@ -224,15 +253,17 @@ class EndedTrial(NamedTuple):
 
 
 class Trials:
-    """Changes of one kind, of which one at a time is on trial.
+    """Trials of changes of one kind, one at a time, and the changes that have failed theirs.
 
-    A change has the attributes `key`, `now_s` and `back`.
+    A change is a Change or a SumChange. These attributes are used: `key` (equal for changes with
+    the same result), `now_s` (measured seconds of a step before it) and `back` (it takes back an
+    earlier change).
     """
 
     def __init__(self) -> None:
         self.running: _Trial | None = None
-        self.ended: EndedTrial | None = None  # by the last call of end()
-        self._rejected: list[_Trial] = []
+        self.ended: EndedTrial | None = None  # trial that the last call of end() has ended
+        self._rejected: list[_Trial] = []  # trials of changes that were taken back
 
     def begin(
         self, change: Any, deciding_times: tuple[float, ...], unchanged_times: tuple[float, ...]
@@ -241,21 +272,23 @@ class Trials:
 
         Args:
             change: The change.
-            deciding_times: Seconds that the decision was based on. If the change is taken back, it is not
-                tried again while these times stay similar.
+            deciding_times: Measured seconds from which the change was chosen. If the change is
+                taken back, it is not tried again while these times stay similar.
             unchanged_times: Seconds that the change should not affect.
         """
         self.running = _Trial(change, deciding_times, unchanged_times)
 
     def end(self, unchanged_times: tuple[float, ...], step_s: float) -> Any:
-        """End the trial; return its change if it must be taken back, else None.
+        """End the running trial, if any; return its change if it must be taken back, else None.
 
-        A change stays if it has shortened the step, if other times have changed meanwhile, which hides its
-        effect, or if it took back an earlier change.
+        A change stays if it has shortened the step by the share KEPT. It also stays if times that
+        it should not affect have changed meanwhile, because they hide its effect, or if it took
+        back an earlier change.
 
         Args:
-            unchanged_times: Measured seconds that the change should not affect.
-            step_s: Measured seconds of a step.
+            unchanged_times: Seconds that the change should not affect, as measured during the
+                trial.
+            step_s: Measured seconds of a step during the trial.
         """
         trial = self.running
         self.running = None
@@ -272,8 +305,13 @@ class Trials:
         self._rejected.append(trial)
         return change
 
-    def refused(self, key: Any, deciding_times: tuple[float, ...]) -> bool:
-        """Return whether a change was taken back before, when the measured times were similar."""
+    def was_rejected(self, key: Any, deciding_times: tuple[float, ...]) -> bool:
+        """Return whether the same change was taken back before, when measured times were similar.
+
+        Args:
+            key: Value that is equal for changes with the same result.
+            deciding_times: Measured seconds from which the change is chosen now.
+        """
         return any(
             trial.change.key == key and not differ(trial.deciding_times, deciding_times)
             for trial in self._rejected
@@ -281,10 +319,10 @@ class Trials:
 
 
 class PipelineEvaluator:
-    """Decisions on the micro-batches in flight of one job."""
+    """Chooses changes of a job's numbers of micro-batches in flight, and checks their effect."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        """Prepare to decide.
+        """Start without a trial.
 
         Args:
             network_api: VERBS for NCCL, SOCKETS for gloo, of the pipeline's groups.
@@ -295,13 +333,14 @@ class PipelineEvaluator:
         self.options = options
         self.engine = engine
         self.trials = Trials()
-        self._times_without_change: tuple[float, ...] = ()  # for which no change was found
+        #: Measured seconds for which next() found no change; () if it found one.
+        self._times_without_change: tuple[float, ...] = ()
 
     def next(self, plan: Plan, step_s: float) -> Change | None:
-        """Return the next change, or None.
+        """Return the next change of micro-batches in flight, or None to keep the plan.
 
         Args:
-            plan: Plan with measured times (measured()).
+            plan: Current plan, with the measured times of its stages.
             step_s: Measured seconds of a step.
         """
         times = _times_of(plan, [load.stage_link_s for load in plan.loads])
@@ -319,36 +358,42 @@ class PipelineEvaluator:
     def _decide(self, plan: Plan, step_s: float) -> Change | None:
         """End the running trial, if there is one, and return the next change, or None.
 
-        The next change takes back the one on trial if that has not saved time. Otherwise it is the one that
-        the rules of the plan choose from the measured times, if it is predicted to save GAIN of a step.
+        The next change takes back the one on trial if that has not saved time. Otherwise the
+        numbers of micro-batches in flight are chosen again, by the same rules as at the start of
+        the job, but from measured times. They become a change if they are predicted to save the
+        share GAIN of a step.
 
         Args:
-            plan: Plan with measured times.
+            plan: Current plan, with the measured times of its stages.
             step_s: Measured seconds of a step.
         """
-        decided = self._decisions(plan)  # by the rules that also made the plan at the start
-        stage_links, _ = decided.stage_link_seconds()
-        now = plan.traffic_of(
-            self.network_api
-        ).in_flight  # by stage; () for the engine's own schedule
+        decided = self._decisions(plan)
+        stage_links = decided.stage_link_seconds().transfer_s
+        now = plan.traffic_of(self.network_api).in_flight  # by stage; (): the engine's own schedule
         times = _times_of(plan, stage_links)
-        rejected = self.trials.end(times, step_s)  # the change to take back, or None
+        rejected = self.trials.end(times, step_s)  # change to take back, or None
         takes_back = rejected is not None
-        in_flight = rejected.before if takes_back else decided.in_flight()
-        if not takes_back and self.options.inflight == "auto":
-            in_flight = quickest(plan, stage_links, in_flight)
+        if takes_back:
+            in_flight = rejected.before
+        else:
+            in_flight = decided.in_flight()
+            if self.options.inflight == "auto":
+                in_flight = quickest(plan, stage_links, in_flight)
         if not in_flight and now and plan.sizes is not None:
-            # The engine's own schedule (1F1B) would do. A running job can only change the counts.
+            # The engine's own schedule (1F1B) is best. A running job cannot return to it, but it
+            # can have as many micro-batches in flight: one on the last stage, one more on each
+            # stage before.
             counts_of_1f1b = range(plan.sizes.pipeline, 0, -1)
             in_flight = tuple(min(count, plan.workload.micro_batches) for count in counts_of_1f1b)
         if in_flight == now:
             return None
+        # A step also contains work outside the pipeline's passes, which stays the same.
         pipeline_now_s = pipeline_s(plan, stage_links, now)
         pipeline_then_s = pipeline_s(plan, stage_links, in_flight)
         then_s = step_s + pipeline_then_s - pipeline_now_s
         if not takes_back:
             saves_enough = then_s <= step_s * (1 - GAIN)
-            if not saves_enough or self.trials.refused(in_flight, times):
+            if not saves_enough or self.trials.was_rejected(in_flight, times):
                 return None
         forward_s, backward_s = passes_s(plan.loads)
         return Change(
@@ -366,18 +411,22 @@ class PipelineEvaluator:
 
         Args:
             change: The change.
-            plan: Plan with measured times that the decision was based on.
+            plan: Plan with the measured times from which the change was chosen.
         """
-        stage_links, _ = self._decisions(plan).stage_link_seconds()
+        stage_links = self._decisions(plan).stage_link_seconds().transfer_s
         times = _times_of(plan, stage_links)
         self.trials.begin(change, deciding_times=times, unchanged_times=times)
 
     def _decisions(self, plan: Plan) -> Decisions:
+        """Return the decisions of the rules that also made the plan at the start of the job."""
         return decisions(plan, self.network_api, self.options, self.engine)
 
 
 def _times_of(plan: Plan, stage_links: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds of all stages' passes and of all stage links."""
+    """Return the seconds of each stage's passes, forward and backward, and of each stage link.
+
+    Two such tuples are compared by differ(), so all these times stand in one tuple.
+    """
     forward_s, backward_s = passes_s(plan.loads)
     return *forward_s, *backward_s, *stage_links
 

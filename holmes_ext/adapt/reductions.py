@@ -1,19 +1,22 @@
 """Decides again how each stage of a running job sums gradients, from measured times of the sums.
 
-The choice is between one ring and a hierarchical all-reduce, with sizes of buckets or chunks and the
-algorithm between clusters.
+The choice is between one ring and a hierarchical all-reduce, with sizes of buckets or chunks and
+the algorithm between clusters.
 
-    measured_networks()    returns the plan with the rates of networks that follow from the measured sums
+    measured_networks()    returns the plan with the rates of networks that measured sums show
     SumEvaluator           chooses a change after each window of steps, and checks its effect
 
-Prices and rules are those of the plan at the start (plan/decide.py). Flapping is prevented as in
-adapt/pipeline.py. Another algorithm adds in another order, so losses differ by rounding from then on.
+A sum is an all-reduce of gradients over a data-parallel group. Its price is its predicted time:
+seconds of latency, and seconds for each byte. Prices and rules are those of the plan at the start
+(plan/decide.py). Flapping is prevented as in adapt/pipeline.py. Another algorithm adds in another
+order, so losses differ by rounding from then on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, log2
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summed:
-    """Measurements of the sums of gradients of one stage in a step."""
+    """Measurements of the sums (all-reduces) of gradients of one pipeline stage in a step."""
 
-    reduction: ReductionSpec  # algorithm of the sums
+    reduction: ReductionSpec  # algorithm that summed the gradients
     size: float  # bytes of gradients of a rank
-    seconds: float  # while sums were under way
+    seconds: float  # while any sum was under way
     exposed_s: float  # seconds that the program waited for sums
     #: Network -> seconds of carrying sums.
     busy: Mapping[str, float] = field(default_factory=dict)
@@ -53,7 +56,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class SumChange:
-    """Change of the algorithms that sum gradients."""
+    """Change of the algorithms that sum gradients, on one or more pipeline stages."""
 
     before: tuple[ReductionSpec, ...]  # of each stage, before the change
     after: tuple[ReductionSpec, ...]  # of each stage, after the change
@@ -64,16 +67,22 @@ class SumChange:
 
     @property
     def key(self) -> tuple[_ReductionKey, ...]:
-        """Value that is equal for changes with a similar result: sizes are rounded to powers of two."""
+        """Value that is equal for changes with a similar result: sizes are rounded (log2)."""
         return tuple(map(self._key, self.after))
 
     def _key(self, reduction: ReductionSpec) -> _ReductionKey:
         if is_hierarchical(reduction, self.size):
-            return _ReductionKey(True, reduction.across, round(log2(reduction.chunk_bytes)))
-        return _ReductionKey(False, None, round(log2(reduction.bucket_bytes)))
+            return _ReductionKey(
+                is_hierarchical=True,
+                across=reduction.across,
+                log2_bytes=round(log2(reduction.chunk_bytes)),
+            )
+        return _ReductionKey(
+            is_hierarchical=False, across=None, log2_bytes=round(log2(reduction.bucket_bytes))
+        )
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
-        """Return a plan with this change, which is based on measurements instead of a nominal model."""
+        """Return a plan with this change, marked as based on measurements."""
         all_traffic = []
         for traffic in plan.traffic:
             if network_api in traffic.network_apis:
@@ -83,7 +92,7 @@ class SumChange:
 
     @property
     def text(self) -> str:
-        """Description of the first stage that changes, for messages."""
+        """This change in words, of the first stage that changes: how it sums gradients, and did."""
         stage = 0
         while self.after[stage] == self.before[stage]:
             stage += 1
@@ -94,7 +103,7 @@ class SumChange:
 
 
 class _ReductionKey(NamedTuple):
-    """Properties for the comparison of two algorithms."""
+    """Properties that are equal for two algorithms with a similar speed."""
 
     is_hierarchical: bool
     across: CrossClusterAlgorithm | None
@@ -102,12 +111,22 @@ class _ReductionKey(NamedTuple):
 
 
 def is_hierarchical(reduction: ReductionSpec, size: float) -> bool:
-    """Return whether gradients of so many bytes are summed hierarchically."""
+    """Return whether gradients are summed hierarchically, and not in one ring.
+
+    Args:
+        reduction: How the stage sums gradients. Small sums use one ring in any case.
+        size: Bytes of gradients.
+    """
     return bool(reduction.clusters) and size >= reduction.hierarchical_from
 
 
 def reduction_text(reduction: ReductionSpec, size: float) -> str:
-    """Return a description of how gradients of so many bytes are summed, for messages."""
+    """Return how gradients are summed, in words: "in one ring, in buckets of 25 MiB".
+
+    Args:
+        reduction: How the stage sums gradients.
+        size: Bytes of gradients.
+    """
     if not is_hierarchical(reduction, size):
         return f"in one ring, in buckets of {format_bytes(reduction.bucket_bytes)}"
     route = f" by {reduction.across.algorithm}" if reduction.across is not None else ""
@@ -117,23 +136,24 @@ def reduction_text(reduction: ReductionSpec, size: float) -> str:
 def measured_networks(
     plan: Plan, network_api: str, options: Options, engine: EngineTraits, summed: Sequence[Summed]
 ) -> Plan:
-    """Return a plan whose networks have the rates that follow from the measured sums.
+    """Return a plan whose networks have the rates that follow from the measured sums of gradients.
 
-    Networks without sums keep their rates. If a network carries the sums of several stages, the slowest one
-    counts.
+    If sums on a network took twice as long as predicted, its rate is halved. Networks without sums
+    keep their rates. If a network carries the sums of several stages, the largest slowdown counts.
 
     Args:
-        plan: The plan.
+        plan: The plan, from whose rates the times of sums are predicted.
         network_api: VERBS for NCCL, SOCKETS for gloo.
         options: Options of the job.
         engine: Abilities of the training framework.
-        summed: Measurements of each stage.
+        summed: Measurements of the sums of each stage.
     """
     slowdown: dict[str, float] = {}  # network -> measured time / predicted time
-    # Bytes of gradients -> decisions of the plan's rules, with the prices of sums.
-    decided = _decisions_by_size(plan, network_api, options, engine, summed)
+    # The predicted times depend on the bytes of gradients, which differ between stages.
+    decisions_for = _decisions_by_size(plan, network_api, options, engine, summed)
     for stage, stage_sums in enumerate(summed):
-        for name, price in _networks_with_prices(decided[stage_sums.size], stage, stage_sums):
+        decided = decisions_for[stage_sums.size]
+        for name, price in _networks_with_prices(decided, stage, stage_sums):
             # A price is a latency and seconds for each byte; only the latter depends on the rate.
             measured_s = stage_sums.busy.get(name, 0.0) - price.latency_s
             predicted_s = stage_sums.size * price.byte_s
@@ -150,47 +170,64 @@ def measured_networks(
 def _networks_with_prices(
     decided: Decisions, stage: int, summed: Summed
 ) -> Iterator[tuple[str, Price]]:
-    """Yield (network, price) of the networks that a stage's sums use, for each of its groups.
+    """Yield (network, price of the all-reduce on it) for each data-parallel group of a stage.
 
-    A ring uses one network. A hierarchical all-reduce uses one between clusters and others inside them; it is
-    left out if its algorithm between clusters is not the one that was priced.
+    A ring uses one network. A hierarchical all-reduce uses one between clusters and others inside
+    them; it is left out if its algorithm between clusters is not the one that was priced.
 
     Args:
-        decided: Decisions of the plan's rules, with the prices of sums.
+        decided: Knows the prices of the possible algorithms for each group.
         stage: Number of the stage.
-        summed: Measurements of the stage.
+        summed: Measurements of the stage, which say what algorithm was used.
     """
-    for sums in decided.prices.sums(decided.placement, stage):
+    groups = decided.prices.sums(decided.placement, stage)
+    for group in groups:
         if not summed.hierarchical:
-            if sums.flat.load.fabric is not None:
-                yield sums.flat.load.fabric.name, _ring_price(sums, summed.reduction, summed.size)
-        elif sums.hierarchical is not None and summed.reduction.across in (
-            None,
-            sums.hierarchical.route,
-        ):
-            hierarchical = replace(sums.hierarchical, chunk_bytes=summed.reduction.chunk_bytes)
-            assert hierarchical.reduce_across.fabric is not None
-            yield hierarchical.reduce_across.fabric.name, hierarchical.across
-            for load in hierarchical.inside_loads:
-                if load.fabric is not None:
-                    # Inside clusters: a reduce-scatter before, and an all-gather after.
-                    yield load.fabric.name, load.price.scaled(2)
+            network_of_ring = group.flat.load.fabric  # None: the group is inside one node
+            if network_of_ring is not None:
+                yield network_of_ring.name, _ring_price(group, summed.reduction, summed.size)
+            continue
+        used_across = summed.reduction.across  # algorithm between clusters; None: direct exchanges
+        priced = group.hierarchical
+        if priced is None or used_across not in (None, priced.route):
+            continue
+        priced = replace(priced, chunk_bytes=summed.reduction.chunk_bytes)
+        network_across = priced.reduce_across.fabric
+        assert network_across is not None
+        yield network_across.name, priced.across
+        for load in priced.inside_loads:
+            if load.fabric is not None:
+                # Inside clusters: a reduce-scatter before, and an all-gather after.
+                yield load.fabric.name, load.price.scaled(2)
 
 
-def _ring_price(sums: Sums, reduction: ReductionSpec, size: float) -> Price:
-    """Return the price of a ring all-reduce of gradients of so many bytes, bucket by bucket.
+def _ring_price(group: Sums, reduction: ReductionSpec, size: float) -> Price:
+    """Return the price of ring all-reduces of gradients, with the latency once for each bucket.
 
-    The latency counts once for each bucket.
+    Args:
+        group: Prices of the possible algorithms for a group.
+        reduction: Has the bytes of a bucket.
+        size: Bytes of all gradients.
     """
-    once = sums.flat.once
+    price = group.flat.once  # as if all gradients were in one bucket
     bucket_count = max(1, ceil(size / reduction.bucket_bytes))
-    return replace(once, latency_s=once.latency_s * bucket_count)
+    return replace(price, latency_s=price.latency_s * bucket_count)
 
 
 def _decisions_by_size(
     plan: Plan, network_api: str, options: Options, engine: EngineTraits, summed: Sequence[Summed]
 ) -> dict[float, Decisions]:
-    """Return the decisions of the plan's rules for each number of gradient bytes.
+    """Return how gradients would be summed best, for each number of gradient bytes of a stage.
+
+    Stages hold different layers, so they have different bytes of gradients, but a plan has one
+    number for all stages. So the plan's rules decide once for each number, with its prices of sums.
+
+    Args:
+        plan: The plan, with the rates of networks from which times of sums are predicted.
+        network_api: VERBS for NCCL, SOCKETS for gloo.
+        options: Options of the job.
+        engine: Abilities of the training framework.
+        summed: Measurements of each stage, of which only the bytes of gradients are used.
 
     Returns:
         Bytes of gradients of a stage -> decisions. Stages with the same number share them.
@@ -198,6 +235,7 @@ def _decisions_by_size(
     decided = {}
     for size in {stage_sums.size for stage_sums in summed}:
         workload = replace(plan.workload, gradient_bytes=size)
+        # MEASURED: without it, the rules would take the plan for one of an assumed model.
         plan_for_size = replace(plan, workload=workload, basis=MEASURED)
         decided[size] = decisions(plan_for_size, network_api, options, engine)
     return decided
@@ -211,10 +249,10 @@ class _Choice(NamedTuple):
 
 
 class SumEvaluator:
-    """Decisions on how one job sums gradients."""
+    """Chooses changes of the algorithms that sum a job's gradients, and checks their effect."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        """Prepare to decide.
+        """Start without a trial.
 
         Args:
             network_api: VERBS for NCCL, SOCKETS for gloo, of the data-parallel groups.
@@ -229,13 +267,13 @@ class SumEvaluator:
     def next(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
         """End the running trial, if there is one, and return the next change, or None.
 
-        The next change takes back the one on trial if that has not saved time. Otherwise each stage gets the
-        algorithm that is faster at the measured rates of the networks, if this is predicted to save GAIN of a
-        step.
+        The next change takes back the one on trial if that has not saved time. Otherwise each stage
+        gets the algorithm that is fastest at the measured rates of the networks, if this is
+        predicted to save the share GAIN of a step.
 
         Args:
             plan: Current plan of the job.
-            summed: Measurements of each stage.
+            summed: Measurements of the sums of each stage.
             step_s: Measured seconds of a step.
         """
         measured_plan = self._with_measured_networks(plan, summed)
@@ -251,20 +289,31 @@ class SumEvaluator:
                 then_s=rejected.now_s,
                 back=True,
             )
-        # Bytes of gradients of a stage -> decisions, with measured networks and for the current plan.
-        decided = _decisions_by_size(
-            measured_plan, self.network_api, self.options, self.engine, summed
+        # Bytes of gradients of a stage -> decisions, at the measured and at the planned rates.
+        by_size = partial(
+            _decisions_by_size,
+            network_api=self.network_api,
+            options=self.options,
+            engine=self.engine,
+            summed=summed,
         )
-        before = _decisions_by_size(plan, self.network_api, self.options, self.engine, summed)
+        decided_for = by_size(measured_plan)
+        planned_for = by_size(plan)
         choices = []  # by stage
         for stage, stage_sums in enumerate(summed):
-            size_of_stage = stage_sums.size
-            choice = self._fastest(decided[size_of_stage], before[size_of_stage], stage, stage_sums)
+            choice = self._fastest(
+                decided=decided_for[stage_sums.size],
+                planned=planned_for[stage_sums.size],
+                stage=stage,
+                stage_sums=stage_sums,
+            )
             choices.append(choice)
         after = tuple(choice.reduction for choice in choices)
         if after == current:
             return None
-        # The step ends when the last stage has its sums. Sums that take less time expose less of it.
+        # The step ends when the last stage has its sums. The seconds that sums save come off the
+        # program's wait for them (exposed_s), because the part of a sum that overlaps the backward
+        # pass stays the same.
         ends_now_s = []  # ends of the waits for sums, by stage
         ends_then_s = []
         for stage_sums, choice in zip(summed, choices):
@@ -272,37 +321,36 @@ class SumEvaluator:
             ends_now_s.append(stage_sums.end_s + stage_sums.exposed_s)
             ends_then_s.append(stage_sums.end_s + max(0.0, exposed_then_s))
         then_s = step_s + max(ends_then_s) - max(ends_now_s)
-        change = SumChange(current, after, size, step_s, then_s)
+        change = SumChange(before=current, after=after, size=size, now_s=step_s, then_s=then_s)
         saves_enough = then_s <= step_s * (1 - GAIN)
         times = _times_on_networks(measured_plan, summed)
-        if not saves_enough or self.trials.refused(change.key, times):
+        if not saves_enough or self.trials.was_rejected(change.key, times):
             return None
         return change
 
     def _fastest(
-        self, decided: Decisions, before: Decisions, stage: int, stage_sums: Summed
+        self, decided: Decisions, planned: Decisions, stage: int, stage_sums: Summed
     ) -> _Choice:
-        """Return the algorithm that the plan's rules choose for a stage, or the current one if it is faster.
-
-        A hierarchical all-reduce over other networks inside clusters than in the current plan is not chosen:
-        the process groups are made for those.
+        """Return the best algorithm for the sums of a stage: the one in use, or a faster one.
 
         Args:
-            decided: Decisions for the plan with measured networks.
-            before: Decisions for the current plan.
+            decided: Decisions at the measured rates of the networks.
+            planned: Decisions at the rates in the current plan.
             stage: Number of the stage.
-            stage_sums: Measurements of the stage.
+            stage_sums: Measurements of the algorithm in use.
         """
         size = stage_sums.size
         current = _Choice(stage_sums.reduction, stage_sums.seconds)
-        # Overlap and compression are those of the running job.
-        planned = decided.reduction(stage, current.reduction.overlap)
-        reduction = replace(planned, compress=current.reduction.compress)
-        groups = decided.prices.sums(decided.placement, stage)  # prices; the slowest group counts
+        # Overlap with the backward pass and compression stay as they are in the running job.
+        reduction = decided.reduction(stage, overlap=current.reduction.overlap)
+        reduction = replace(reduction, compress=current.reduction.compress)
+        # Prices of the stage's data-parallel groups. They sum at the same time: the slowest counts.
+        groups = decided.prices.sums(decided.placement, stage)
         if is_hierarchical(reduction, size):
-            groups_before = before.prices.sums(before.placement, stage)
+            # Inside clusters, process groups exist only for the networks of the current plan.
+            planned_groups = planned.prices.sums(planned.placement, stage)
             networks = [_networks_inside(group) for group in groups]
-            if networks != [_networks_inside(group) for group in groups_before]:
+            if networks != [_networks_inside(group) for group in planned_groups]:
                 return current
             seconds = max(
                 group.hierarchical.seconds(size)
@@ -321,7 +369,7 @@ class SumEvaluator:
         Args:
             change: The change.
             plan: Plan before the change.
-            summed: Measurements that the decision was based on.
+            summed: Measurements of each stage from which the change was chosen.
         """
         times = _times_on_networks(self._with_measured_networks(plan, summed), summed)
         unchanged_times = _times_without_sums(summed, change.now_s)
@@ -331,19 +379,29 @@ class SumEvaluator:
         return measured_networks(plan, self.network_api, self.options, self.engine, summed)
 
 
-def _networks_inside(sums: Sums) -> list[str]:
-    """Return the networks that a hierarchical all-reduce uses inside clusters; [] if there is none."""
-    if sums.hierarchical is None:
+def _networks_inside(group: Sums) -> list[str]:
+    """Return the networks that a hierarchical all-reduce of a group uses inside the clusters.
+
+    The result is [] if the group cannot reduce hierarchically.
+    """
+    if group.hierarchical is None:
         return []
-    return [load.fabric.name for load in sums.hierarchical.inside_loads if load.fabric is not None]
+    loads = group.hierarchical.inside_loads
+    return [load.fabric.name for load in loads if load.fabric is not None]
 
 
 def _times_without_sums(summed: Sequence[Summed], step_s: float) -> tuple[float]:
-    """Return the seconds of a step without the longest wait for sums."""
+    """Return the seconds of a step without the longest wait for sums, in a tuple for differ().
+
+    Another algorithm for the sums should not change this time.
+    """
     return (step_s - max(stage_sums.exposed_s for stage_sums in summed),)
 
 
 def _times_on_networks(plan: Plan, summed: Sequence[Summed]) -> tuple[float, ...]:
-    """Return the seconds that the bytes of the largest sum take on each network."""
+    """Return how long the largest gradients of a stage would take over each network, in seconds.
+
+    These times change when a network becomes faster or slower.
+    """
     size_bits = 8 * max(stage_sums.size for stage_sums in summed)
     return tuple(size_bits / fabric.rate_bps for fabric in plan.fabrics)

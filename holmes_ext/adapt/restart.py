@@ -2,10 +2,10 @@
 
 Layers can change only by a restart, which the launcher does:
 
-    1  training    all ranks vote for the restart (vote.py), and rank 0 puts the layers into the job's store
+    1  training    all ranks vote for the restart (vote.py), rank 0 puts the layers into the store
     2  saved()     a checkpoint is complete on this rank; the next step is not trained any more
-    3  leave()     at the beginning of that step, each rank waits for the others, because a rank may still
-                   write which checkpoint is the last, and ends with STATUS
+    3  leave()     at the beginning of that step, each rank waits for the others, because a rank may
+                   still write which checkpoint is the last, and ends with STATUS
     4  torchrun    its agents keep the store over restarts, and the job starts with the new layers
 
 No rank waits for ever: leave() waits for at most ALL_S.
@@ -21,20 +21,24 @@ from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.store import append_entry, wait_for_value
 
-#: Exit status "try again" (EX_TEMPFAIL of sysexits.h). torchrun restarts a job with any status but 0.
+#: Exit status "try again" (EX_TEMPFAIL of sysexits.h). torchrun restarts a job with any status but
+#: 0.
 STATUS = 75
 #: Longest wait for the other ranks before the end, in seconds.
 ALL_S = 60.0
 
 
 class _Saved:
-    """State of this process."""
+    """Number of checkpoints that the job has saved since this process started."""
 
-    checkpoints = 0  # complete checkpoints so far
+    checkpoints = 0
 
 
 def saved(*_: Any) -> None:
-    """Count a complete checkpoint, of which this rank has written its part."""
+    """Count a checkpoint. The framework's hook calls this when it is complete on this rank.
+
+    The hook's arguments are not used.
+    """
     _Saved.checkpoints += 1
 
 
@@ -71,11 +75,14 @@ def why_not(
 
 
 def leave(store: Any, prefix: str, world: int) -> NoReturn:
-    """End this rank when all ranks have called this function, or after ALL_S seconds.
+    """End this process, when all ranks are ready, with a status on which torchrun restarts the job.
+
+    A rank is ready when it has called this function. After ALL_S seconds, the others are not waited
+    for.
 
     Args:
         store: The job's store.
-        prefix: Prefix of the keys of this start of the job.
+        prefix: Prefix of the store's keys, another one at each start of the job.
         world: Number of ranks.
     """
     append_entry(store, f"{prefix}/leaves", b"", count=1, total=world)

@@ -3,10 +3,10 @@
     rank a   sent ----------------.                 received <-- gradient -.
                                    `-- activation --> received              `-- sent     rank b
 
-The clocks of the two nodes differ. The clock difference follows from the quickest message of each direction,
-which are assumed to take equally long. A message then takes from the moment when it was sent and its receive
-was posted until it arrived. Only receives for which the program waited have a known time of arrival
-(window.py).
+The clocks of the two nodes differ. The clock difference follows from the quickest message of each
+direction, which are assumed to take equally long. A message then takes from the moment when it was
+sent and its receive was posted until it arrived. Only receives for which the program waited have a
+known time of arrival (window.py).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Direction(NamedTuple):
 def stage_link_of(forward: Direction, backward: Direction) -> float | None:
     """Return the time of a message in seconds, as the mean of both directions.
 
-    The clocks of the two stages differ. The difference follows from the quickest message of each direction,
-    which are assumed to take equally long.
+    The clocks of the two stages differ. The difference follows from the quickest message of each
+    direction, which are assumed to take equally long.
 
     Args:
         forward: Activations.
@@ -66,7 +66,7 @@ def stage_link_of(forward: Direction, backward: Direction) -> float | None:
     raw_backward = backward.raw_seconds()
     if not raw_forward or not raw_backward:
         return None
-    # How far the clock of the later stage, which receives activations, is ahead of the earlier stage's.
+    # How far the clock of the later stage (which receives activations) is ahead of the other.
     ahead_s = (min(raw_forward) - min(raw_backward)) / 2
     forward_s = _median_seconds(forward, ahead_s)
     backward_s = _median_seconds(backward, -ahead_s)
@@ -100,16 +100,16 @@ def _median_seconds(direction: Direction, ahead_s: float) -> float:
 
 
 def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Return the transfer times of all stage links: stage -> seconds of an activation to the next stage.
+    """Return the transfer times of stage links: stage -> seconds of a message to the next stage.
 
-    The time of a pair of ranks is the median of the reported steps. The time of a stage link is that of its
-    slowest pair. Stage links for which no program waited are left out.
+    The time of a pair of ranks is the median of the reported steps. The time of a stage link is
+    that of its slowest pair. Stage links for which no program waited are left out.
 
     Args:
         reports: Reports of all ranks (Window.report).
     """
     stage_of_rank = {report["rank"]: report["stage"] for report in reports}
-    # (sending rank, receiving rank) -> messages of each step, as the sender and the receiver report them.
+    # (sending rank, receiving rank) -> messages of each step, by both ranks' reports.
     sent: _MessagesByRanks = {}
     received: _MessagesByRanks = {}
     for report in reports:

@@ -1,8 +1,8 @@
-"""Measures the sums of gradients on one rank in a window of steps, and checks memory before a change.
+"""Measures the sums of gradients on one rank in some steps, and checks memory before a change.
 
-The time of sums is measured for each network. It counts the operations of the process group that sums, and of
-the groups that carry its hierarchical all-reduce, which are recognized by their descriptions. Small sums of
-the same group (a loss, a norm) are left out.
+The time of sums is measured for each network. It counts the operations of the process group that
+sums, and of the groups that carry its hierarchical all-reduce, which are recognized by their
+descriptions. Small sums of the same group (a loss, a norm) are left out.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class _StepTimes(NamedTuple):
 
 
 class SumWindow:
-    """Measurements of the sums of gradients on one rank."""
+    """Times of the sums (all-reduces) of gradients on one rank, in a window of training steps."""
 
     def __init__(self, current: Session, recorder: Recorder):
         self.current = current
         self.recorder = recorder
         self._steps: list[_StepTimes] = []
-        self._done: DoneReduction | None = None
+        self._reduction: DoneReduction | None = None  # that was measured in the last step
 
     def step(
         self,
@@ -46,38 +46,44 @@ class SumWindow:
         spans: Sequence[tuple[str, float, float]],
         reduction: dict[str, Any] | None,
     ) -> None:
-        """Add a step.
+        """Add the sums of gradients of a training step.
 
-        Nothing is added if no reduction of this rank follows the plan, or if the end of the step's sums is
-        not measured.
+        Nothing is added if no change of the plan could change them, or if it is unknown for how
+        long the program waited: then there is neither a gradient reducer nor
+        DistributedDataParallel.
 
         Args:
-            done: The operations of the step.
+            done: Operations of the step: messages and collectives.
             spans: Parts of the step: (kind, begin, end in seconds).
             reduction: Measurements of the gradient reducer in the step; None without a reducer.
         """
-        # (ranks of the group, record) of the reductions whose algorithm is the planned one.
-        planned_reductions = [
-            (ranks, record)
+        # Reductions that change when the plan changes: ranks of the group -> how they reduced.
+        changeable = {
+            ranks: record
             for ranks, record in self.current.reductions.items()
             if record.follows_plan
-        ]
-        # When DistributedDataParallel had launched the sum of its last bucket.
+        }
+        # When DistributedDataParallel had launched the all-reduce of its last bucket.
         launch_ends = [end for kind, _, end in spans if kind == LAST_BUCKET]
-        if not planned_reductions or (reduction is None and not launch_ends):
+        if not changeable or (reduction is None and not launch_ends):
             return
-        # The largest one counts.
-        ranks, self._done = max(planned_reductions, key=lambda pair: pair[1].bytes)
+        # If this rank is in several groups that reduce, the one with the most bytes counts.
+        ranks = max(changeable, key=lambda group: changeable[group].bytes)
+        self._reduction = changeable[ranks]
         ops = _gradient_sums(done, ranks)
         intervals_on: dict[str, list[tuple[float, float]]] = {}  # network -> (start, end) of sums
         for op in ops:
             intervals_on.setdefault(op.group.transport.fabric, []).append((op.start, op.end))
         if reduction is None:
-            # DistributedDataParallel's own wait is not measured: it ends with the last sum.
-            last_end = max((op.end for op in ops), default=0.0)
-            exposed_s = max(0.0, last_end - launch_ends[-1])
+            # DistributedDataParallel waits inside of torch, where no wait is measured. It begins
+            # when the last bucket has been launched, and ends with the last all-reduce.
+            wait_begin = launch_ends[-1]
+            wait_end = max((op.end for op in ops), default=0.0)
+            exposed_s = max(0.0, wait_end - wait_begin)
+        elif "exposed" in reduction:  # the reducer itself measured how long the program waited
+            exposed_s = reduction["exposed"]
         else:
-            exposed_s = reduction.get("exposed", waited_s(ops, spans))
+            exposed_s = waited_s(ops, spans)
         times = _StepTimes(
             seconds=union_s([(op.start, op.end) for op in ops]),
             exposed_s=exposed_s,
@@ -86,14 +92,15 @@ class SumWindow:
         self._steps.append(times)
 
     def report(self) -> dict[str, Any] | None:
-        """Return the medians of the window, for Summed of adapt/reductions.py.
+        """Return the medians over the steps, as a JSON document for rank 0.
 
         Returns:
-            Algorithm ("way"), bytes of gradients, seconds under way, seconds that the program waited
-            ("exposed"), and seconds for each network ("busy"). None if no reduction of this rank follows the
-            plan.
+            None if no change of the plan could change the sums of this rank. Otherwise a dict:
+            "way": algorithm that summed the gradients (fields of ReductionSpec); "bytes": bytes of
+            gradients; "seconds": while sums were under way; "exposed": seconds that the program
+            waited for sums; "busy": network -> seconds while it carried sums.
         """
-        if self._done is None:
+        if self._reduction is None:
             return None
         last_step = self._steps[-1]
         busy_s = {}
@@ -102,8 +109,8 @@ class SumWindow:
                 step.busy_s.get(network, 0.0) for step in self._steps
             )
         return {
-            "way": asdict(self._done.planned),
-            "bytes": self._done.bytes,
+            "way": asdict(self._reduction.planned),
+            "bytes": self._reduction.bytes,
             "seconds": statistics.median(step.seconds for step in self._steps),
             "exposed": statistics.median(step.exposed_s for step in self._steps),
             "busy": busy_s,
@@ -111,7 +118,10 @@ class SumWindow:
 
 
 def _gradient_sums(done: Sequence[Op], ranks: tuple[int, ...]) -> list[Op]:
-    """Return the operations that sum gradients over a group: all-reduces, and parts of hierarchical ones.
+    """Return the operations that sum gradients over a group of ranks.
+
+    They are all-reduces of the group itself, or the steps of a hierarchical all-reduce, which run
+    in smaller groups inside and across clusters.
 
     Args:
         done: Operations of a step.
@@ -124,31 +134,36 @@ def _gradient_sums(done: Sequence[Op], ranks: tuple[int, ...]) -> list[Op]:
     least_bytes = SMALL * max((op.payload for op in all_reduces), default=0)
     sums = [op for op in all_reduces if op.payload >= least_bytes]
     for op in done:
-        # Holmes describes the groups that carry a hierarchical all-reduce with this word.
+        # When holmes makes such smaller groups, it writes this word into their descriptions.
         if "hierarchical" in op.group.description and set(op.group.ranks) <= set(ranks):
             sums.append(op)
     return sums
 
 
 def fits(change: SumChange, recorder: Recorder) -> bool:
-    """Return whether this rank's GPU has enough memory for the larger buckets and chunks of a change.
+    """Return whether this rank's GPU has the memory for the larger buckets and chunks of a change.
 
-    If torch reports enough free memory, it is allocated once as a test: it may be in pieces, or another
-    program may use the same GPU.
+    Even if torch reports enough free memory, it may be in pieces, or another program may use the
+    same GPU. So the memory that the change needs is allocated once as a test, and freed.
 
     Args:
-        change: Change of the algorithms that sum gradients.
+        change: Change of the algorithms that sum gradients, with one algorithm for each pipeline
+            stage.
         recorder: Telemetry of this rank, which has the GPU's index.
     """
     if not recorder.spans_on_device:  # the job runs on CPUs
         return True
     import torch
 
-    increases = []  # of each stage, for a bucket and a chunk
+    # Gradients travel in buckets (one ring) or in chunks (hierarchical): both sizes count.
+    increases = []  # in bytes, by stage
     for before, after in zip(change.before, change.after):
         bucket_increase = after.bucket_bytes - before.bucket_bytes
         chunk_increase = after.chunk_bytes - before.chunk_bytes
         increases.append(bucket_increase + chunk_increase)
+    # So many buckets exist at the same time. The largest increase of all stages counts on every
+    # rank. If this rank's stage needs less, the rank may refuse a change that it has memory for,
+    # which does no harm.
     extra_bytes: float = BUCKETS_IN_FLIGHT * max(increases)
     if extra_bytes <= 0:
         return True

@@ -4,20 +4,22 @@ A round of votes. A thread of each rank runs it beside the training thread (Vote
 
     1  every rank   stores its measurements of a window of steps                        key figures
     2  rank 0       stores a proposal: a change and the first step with it              key proposal
-    3  every rank   votes yes if it has not reached that step and has room (agree)      key votes, a counter
+    3  every rank   votes yes if it has not reached that step and has memory (agree)    key votes
     4  verdict      the rank with the last yes sets "take"; a rank that says no, or
                     rank 0 after a time limit, sets "keep". The first verdict stands
                     (compare_set).                                                      key verdict
     5  every rank   follows the verdict when its training reaches the step (Boundary.begin)
 
-Each rank sends seven messages in a round. The store answers as soon as a key exists, so no rank polls.
+Each rank sends seven messages in a round. The store answers as soon as a key exists, so no rank
+polls.
 
-Invariant: no two ranks train a step with different plans. A rank that voted yes reads the verdict when it
-reaches the step; if there is none yet, it sets "keep" itself, and the store lets the first verdict stand for
-all ranks. A rank that did not vote yes keeps the old plan, and then "take" is never set.
+Invariant: no two ranks train a step with different plans. A rank that voted yes reads the verdict
+when it reaches the step; if there is none yet, it sets "keep" itself, and the store lets the first
+verdict stand for all ranks. A rank that did not vote yes keeps the old plan, and then "take" is
+never set.
 
-No rank waits for ever: the training thread never waits for another rank, and rank 0 waits for the figures and
-votes of the others for at most PATIENCE_S.
+No rank waits for ever: the training thread never waits for another rank, and rank 0 waits for the
+figures and votes of the others for at most PATIENCE_S.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ class Boundary:
         """Make the state before the first step.
 
         Args:
-            verdict_of: Sets and returns the verdict of a round. The training thread calls it if it reaches
-                the step of a change before it knows the verdict.
+            verdict_of: Sets and returns the verdict of a round. The training thread calls it if it
+                reaches the step of a change before it knows the verdict.
         """
         self.step = 0  # the step that runs; the first one is 1
         self._pending: _Pending | None = None
@@ -91,7 +93,9 @@ class Boundary:
         return pending.change if verdict == TAKE else None
 
     def agree(self, number: int, at: int, change: Any) -> bool:
-        """Return whether this rank has not reached the step of a change yet; if so, bind it to the verdict.
+        """Bind this rank to the verdict on a change, and return True, if its step has not come yet.
+
+        False means that this rank already trains the step, or a later one, with the old plan.
 
         Args:
             number: Number of the round.
@@ -147,13 +151,13 @@ class Vote:
         propose: Callable[[list[Any]], dict[str, Any]],
         agree: Callable[[int, dict[str, Any]], bool],
     ) -> VoteResult:
-        """Run a round of votes: rank 0 proposes a change, and all ranks agree on it or keep the plan.
+        """Run a round of votes: rank 0 proposes a change, and all ranks adopt it or keep the plan.
 
         Args:
             number: Number of the round.
             figures: Measurements of this rank, as JSON can hold them.
-            propose: Returns the proposal, given the measurements of the ranks that answered. Its key "at" is
-                the step of the change, or 0 for no change. Only rank 0 calls it.
+            propose: Returns the proposal, given the measurements of the ranks that answered. Its
+                key "at" is the step of the change, or 0 for no change. Only rank 0 calls it.
             agree: Returns whether this rank can adopt the proposal of a round.
 
         Raises:
@@ -180,8 +184,8 @@ class Vote:
     def _vote_and_wait(self, number: int, says_yes: bool) -> str:
         """Vote in a round, and return its verdict, TAKE or KEEP.
 
-        The rank with the last yes sets TAKE. A rank that votes no sets KEEP, and so does rank 0 if votes are
-        missing after its patience. The first verdict stands (set_verdict).
+        The rank with the last yes sets TAKE. A rank that votes no sets KEEP, and so does rank 0 if
+        votes are missing after its patience. The first verdict stands (set_verdict).
 
         Args:
             number: Number of the round.
@@ -233,7 +237,8 @@ class Vote:
         """Delete keys of earlier rounds that no rank reads again; rank 0 calls this method."""
         if number == 0:
             return
-        # Figures and votes of the previous round are over. A late rank may still need a proposal or verdict.
+        # Figures and votes of the previous round are over. A late rank may still need a proposal or
+        # verdict.
         figures_key = self._key(number - 1, "figures")
         keys = [
             f"{figures_key}/entries",

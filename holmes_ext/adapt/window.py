@@ -1,11 +1,11 @@
 """Measures a window of training steps on one rank: its passes, messages, reductions and memory.
 
-    1  telemetry.Recorder.on_step   reports the operations of a step
+    1  telemetry.Recorder.on_step   reports the operations (sends, receives, collectives) of a step
     2  Window.step()                adds the step to the window
     3  Window.report()              returns the medians of the window, as a document for rank 0
 
-Each send and receive is reported by itself, with the times of this node's clock; stage_links.py compares the
-times of both ends.
+Each send and receive is reported by itself, with the times of this node's clock; stage_links.py
+compares the times of both ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.runtime.measure.stage import Stage
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
@@ -23,23 +23,34 @@ from holmes_ext.units import union_s
 WAITED_S = 2e-4
 #: Share of a device's memory that can be used; the rest is lost in pieces that are too small.
 MARGIN = 0.95
-_SPANS = "forward", "backward", "optimizer"
-#: [micro-batch, posted, received, was waited for] of a receive, or [micro-batch, sent] of a send. Times are
-#: seconds of this node's clock.
+#: Spans (parts of a step with begin and end) in which the program computes. The recorder reports
+#: others, too.
+_COMPUTING_SPANS = "forward", "backward", "optimizer"
+#: Kinds of operations for which the program may wait.
+_WAITS = "send", "receive", "reduce"
+#: [micro-batch, posted, received, was waited for] of a receive, or [micro-batch, sent] of a send.
+#: Times are seconds of this node's clock.
 Message = list[Any]
 
 
 def waited_s(sums: Sequence[Op], spans: Sequence[tuple[str, float, float]]) -> float:
-    """Return the time that the program waited for sums of gradients, in seconds.
+    """Return how long the training program waited for sums of gradients in a step, in seconds.
 
     Args:
         sums: Operations that sum gradients.
-        spans: (kind, begin, end in seconds) of the step. On a GPU, where a side stream launches the sums, the
-            waits of the compute stream are spans "reduce".
+        spans: (kind, begin, end in seconds) of the parts of the step. On a GPU, where a side stream
+            launches the sums, the waits of the compute stream are spans of the kind "reduce".
     """
     host_s = sum(op.waited for op in sums)
     device_s = sum(end - begin for kind, begin, end in spans if kind == "reduce")
     return host_s + device_s
+
+
+class _Reduced(NamedTuple):
+    """Gradient reductions of one step."""
+
+    size: float  # bytes of gradients
+    seconds: float  # while any reduction was under way
 
 
 @dataclass
@@ -55,8 +66,8 @@ class Window:
     totals: dict[str, list[float]] = field(default_factory=dict)
     #: "GROUP sender>receiver" -> messages of each step.
     messages: dict[str, list[list[Message]]] = field(default_factory=dict)
-    #: (bytes, seconds) of the gradient reductions of each step.
-    reduced: list[tuple[float, float]] = field(default_factory=list)
+    #: Bytes and seconds of the gradient reductions of each step.
+    reduced: list[_Reduced] = field(default_factory=list)
     activation_bytes: float = 0.0  # received for a micro-batch
 
     def step(
@@ -67,25 +78,31 @@ class Window:
         spans: Sequence[tuple[str, float, float]],
         reduction: dict[str, Any] | None,
     ) -> None:
-        """Add a step.
+        """Add the measurements of a training step.
+
+        The step's time is divided into computing (forward, backward, optimizer), waits for messages
+        and for reductions, and the remainder, "idle".
 
         Args:
             begin: Begin of the step, in seconds.
             end: End of the step, in seconds.
-            done: Operations of the step: messages and sums.
+            done: Operations of the step: messages and collectives.
             spans: (kind, begin, end in seconds) of the parts of the step.
             reduction: Measurements of the gradient reducer in the step; None without a reducer.
         """
-        # Kind of work or wait -> seconds in this step.
-        seconds_of = dict.fromkeys((*_SPANS, "send", "receive", "reduce", "tied"), 0.0)
+        # Kind of work or wait -> seconds in this step. Profiles also have the time of sums of tied
+        # weights, which is not measured here: their key "tied" stays 0.
+        seconds_of = dict.fromkeys((*_COMPUTING_SPANS, *_WAITS, "tied"), 0.0)
         for kind, start, stop in spans:
-            if kind in _SPANS:
+            if kind in _COMPUTING_SPANS:
                 seconds_of[kind] += stop - start
                 self.passes.setdefault(kind, []).append(stop - start)
         for op in done:
             if op.peer is not None:  # a message, not a collective
                 seconds_of["send" if op.name == "send" else "receive"] += op.waited
-        if reduction and "seconds" in reduction:  # a reducer also measures its threads
+        if reduction and "seconds" in reduction:
+            # A GradientReducer's threads wait for its operations, so only the reducer itself knows
+            # how long the program has waited ("exposed").
             reduced_bytes = reduction["bytes"]
             reduced_s = reduction["seconds"]
             seconds_of["reduce"] = reduction["exposed"]
@@ -94,7 +111,7 @@ class Window:
             reduced_bytes = sum(op.payload for op in sums)
             reduced_s = union_s([(op.start, op.end) for op in sums])
             seconds_of["reduce"] = waited_s(sums, spans)
-        self.reduced.append((reduced_bytes, reduced_s))
+        self.reduced.append(_Reduced(reduced_bytes, reduced_s))
         step_s = end - begin
         idle_s = max(0.0, step_s - sum(seconds_of.values()))
         for kind, seconds in {**seconds_of, "step": step_s, "idle": idle_s}.items():
@@ -102,7 +119,9 @@ class Window:
         self._add_messages(done)
 
     def _add_messages(self, done: Sequence[Op]) -> None:
-        """Add the messages of a step by direction. All sends of a micro-batch count as one message.
+        """Add the messages between neighbouring pipeline stages in a step, by direction.
+
+        A micro-batch may need several sends (slices of its activations). They count as one message.
 
         Args:
             done: Operations of the step.
@@ -120,6 +139,7 @@ class Window:
             ops_per_micro_batch, left_over = divmod(len(ops), self.stage.micro_batches)
             if left_over or not ops_per_micro_batch:  # they cannot be assigned to micro-batches
                 continue
+            # Operations of a direction come in the order of the micro-batches.
             messages: list[Message] = []
             for micro_batch in range(self.stage.micro_batches):
                 first = micro_batch * ops_per_micro_batch
@@ -136,11 +156,11 @@ class Window:
             self.messages.setdefault(direction, []).append(messages)
 
     def _memory(self) -> list[float]:
-        """Return the memory of the GPU in bytes, or zeros if it is not measured.
+        """Return the use of the GPU's memory (fields of pipeline.Room); zeros if not measured.
 
         Returns:
-            Bytes independent of the micro-batches in flight, bytes that each micro-batch keeps, and usable
-            bytes of the GPU.
+            Bytes used whatever the number of micro-batches in flight, bytes used by each
+            micro-batch in flight, and usable bytes of the GPU.
         """
         if not self.recorder.spans_on_device or not self.recorder.kept_bytes:
             return [0.0, 0.0, 0.0]
@@ -150,7 +170,8 @@ class Window:
         kept_bytes = max(0, self.recorder.kept_bytes)  # by each micro-batch
         free_bytes, _ = torch.cuda.mem_get_info(device)
         peak_bytes = torch.cuda.max_memory_allocated(device)
-        in_flight_of_1f1b = len(self.stage.stages) - self.stage.stage  # the engine's own schedule
+        # The engine's own schedule, 1F1B: one for this stage and one for each later stage.
+        in_flight_of_1f1b = len(self.stage.stages) - self.stage.stage
         in_flight = min(self.in_flight or in_flight_of_1f1b, self.stage.micro_batches)
         # At the peak, `in_flight` micro-batches are kept at the same time.
         fixed_bytes = max(0, peak_bytes - in_flight * kept_bytes)
@@ -158,9 +179,13 @@ class Window:
         return [float(fixed_bytes), float(kept_bytes), usable_bytes]
 
     def report(self) -> dict[str, Any]:
-        """Return the medians of the window, as runtime/measure/profile_file.py merges them.
+        """Return the medians over the steps, as a JSON document for rank 0.
 
-        The times of passes are left out if no pass was measured, or if the blocks of the stage are unknown.
+        Rank 0 merges those of all ranks into a profile of the job.
+
+        "totals" has the median seconds of each kind of work or wait in a step. The times of single
+        transformer blocks follow ("forward", "backward"), unless no pass was measured, or the
+        blocks of this rank's stage are unknown.
         """
         stage = self.stage
         blocks = stage.blocks
@@ -171,7 +196,10 @@ class Window:
         }
         if not (blocks and self.passes.get("forward") and self.passes.get("backward")):
             return common
-        reduced_bytes, reduced_s = max(self.reduced, default=(0.0, 0.0))
+        # A step may reduce only a part of the gradients: the one that reduced most counts.
+        largest = max(self.reduced, default=_Reduced(0.0, 0.0))
+        reduction_s_per_byte = largest.seconds / largest.size if largest.size else 0.0
+        reduction_latency_s = 0.0  # not measured: the seconds per byte contain it
         # Single blocks are not measured: each gets an equal share of a pass.
         seconds_per_block = {
             kind: statistics.median(self.passes[kind]) / len(blocks)
@@ -187,7 +215,7 @@ class Window:
             "gradient_bytes": [[label, size] for label, size in stage.gradient_bytes.items()],
             "forward": [[block, seconds_per_block["forward"]] for block in blocks],
             "backward": [[block, seconds_per_block["backward"]] for block in blocks],
-            "reduction": [reduced_s / reduced_bytes if reduced_bytes else 0.0, 0.0],
+            "reduction": [reduction_s_per_byte, reduction_latency_s],
             "messages": self.messages,
             "memory": self._memory(),
         }

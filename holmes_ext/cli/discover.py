@@ -154,6 +154,7 @@ def _show_nics(screen: Screen, nics: Sequence[Nic], node: str) -> None:
             "is the default; two clusters with this prefix cannot be told apart: say which nodes belong "
             "together in cluster.toml"
         )
+    # Inside `holmes lab`, which emulates clusters on one machine: that these NICs are not real.
     remark = lab_remark(os.environ)
     if remark:
         screen.line(f"note: {remark}")
@@ -256,10 +257,9 @@ def _remarks_about(nic: Nic, findings: Sequence[Finding]) -> list[str]:
 
 
 def _order_by_use(nic: Nic) -> tuple[bool, bool, int, bool, int]:
-    """Return a sort key that puts useful NICs first.
+    """Return a sort key that puts useful NICs first: usable ones, those that are down, unused ones.
 
-    The order: usable NICs, NICs that are down, NICs that no job uses; within these, fast kinds and
-    fast NICs first.
+    Within each of these three, fast kinds and fast NICs come first.
     """
     lacks_address = not nic.addresses and nic.kind == "ethernet"
     kind_rank = list(KINDS).index(nic.kind)  # KINDS has the fastest kind first

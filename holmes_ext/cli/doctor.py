@@ -140,16 +140,18 @@ def run(args: argparse.Namespace) -> int:
     """Check one node or several, and print the findings.
 
     Returns:
-        The exit status: 1 if a problem was found, otherwise 0.
+        The exit status: 1 if a problem was found, or if the preflight found a node's port
+            (connection to one
+        network) that cannot be used; otherwise 0.
 
     Raises:
         HolmesError: the input is bad, or a node did not report.
     """
-    words = args.words[1:] if args.words[:1] == ["--"] else args.words
-    if words and args.words[0] != "--":
+    if args.words and args.words[0] != "--":
         raise HolmesError(
-            f"{words[0]!r} is not an option of holmes doctor; write the command to check after --"
+            f"{args.words[0]!r} is not an option of holmes doctor; write the command to check after --"
         )
+    words = args.words[1:]  # the training command to check, after "--"; [] without one
     spec = load_spec(args.cluster) if args.cluster else None
     if args.slurm is not None:
         return _run_on_allocation(args, words, spec)
@@ -158,11 +160,11 @@ def run(args: argparse.Namespace) -> int:
         raise HolmesError(
             "--preflight tries the links between nodes: start it on several by a launcher, or --slurm"
         )
-    is_port_excluded = False
-    if process.world_size > 1:
+    has_unusable_port = False
+    if process.world_size > 1:  # started by a launcher on several nodes
         check = None if process.local_rank else check_node(args, words, spec)
         documents = _collect_checks(process, check, args.timeout)
-        is_port_excluded = args.preflight and _run_preflight(args, process)
+        has_unusable_port = args.preflight and _run_preflight(args, process)
         if process.rank:
             return 0
         checks = [NodeCheck.from_table(Table(doc, "a node's report")) for doc in documents]
@@ -179,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
         _print_report(checks, differences)
     findings = [*differences, *(finding for check in checks for finding in check.findings)]
     has_problem = any(finding.level == "problem" for finding in findings)
-    return 1 if is_port_excluded or has_problem else 0
+    return 1 if has_unusable_port or has_problem else 0
 
 
 def _check_distinct_names(checks: Sequence[NodeCheck]) -> None:
@@ -340,12 +342,13 @@ def _check_frameworks(imports: bool) -> list[Finding]:
     findings: list[Finding] = []
     # Frameworks print while they are imported.
     with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
-        fits = (frameworks.fit_of(patch, imports) for patch in all_patches())
+        # How each patch of holmes fits the framework: "fits", "off" with a reason, ...
+        fits = (frameworks.fit_of(patch, check=imports) for patch in all_patches())
         findings += frameworks.check_patches(fits)
         if imports:
-            findings += frameworks.check_replaced(all_patches())
-    findings += frameworks.check_stock_versions()
-    findings += frameworks.check_others()
+            findings += frameworks.check_replaced_functions(all_patches())
+    findings += frameworks.check_version_conflicts()
+    findings += frameworks.check_patching_libraries()
     return findings
 
 
@@ -405,7 +408,8 @@ def _print_report(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -
     first = checks[0]
     if len(checks) > 1:
         screen.table(COLUMNS, [_row_of_node(check) for check in checks])
-    # Equal findings of several nodes are printed once, with the names of the nodes.
+    # Equal findings of several nodes are printed once, with the names of the nodes. Differences
+    # between nodes are findings about no single one: "nodes compared" stands in place of a name.
     nodes_of_finding: dict[Finding, list[str]] = {
         finding: ["nodes compared"] for finding in differences
     }
@@ -421,7 +425,7 @@ def _print_report(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -
         screen.line(Text("NCCL settings of a job on this node:", "bold"))
         for line in first.nccl:
             screen.line(f"    {line}")
-    remark = lab_remark(os.environ)
+    remark = lab_remark(os.environ)  # in `holmes lab`, which emulates nodes: the NICs are not real
     if remark:
         screen.line(f"note: {remark}")
     levels: Counter[str] = Counter()

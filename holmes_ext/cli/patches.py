@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         The exit status: 1 if a patch does not fit an installed framework, otherwise 0.
     """
     with contextlib.redirect_stdout(sys.stderr):  # frameworks print while they are imported
-        fits = [fit_of(patch, args.check) for patch in all_patches()]
+        fits = [fit_of(patch, check=args.check) for patch in all_patches()]
     if args.json:
         print(json.dumps({"version": 1, "patches": [_json_of(fit) for fit in fits]}, indent=2))
     elif args.all:
@@ -156,12 +156,12 @@ def _json_of(fit: Fit) -> dict[str, Any]:
     feature = patch.feature
     return {
         "feature": feature.name,
-        "asked_by": feature.switch,
-        "target": patch.target,
-        "versions": feature.versions,
-        "tried": list(feature.tried),
-        "read": list(feature.read),
-        "only": patch.only,
+        "asked_by": feature.switch,  # option that switches the feature on
+        "target": patch.target,  # the function
+        "versions": feature.versions,  # supported range of the framework
+        "tried": list(feature.tried),  # versions that holmes was run with
+        "read": list(feature.read),  # versions of which only the source was compared
+        "only": patch.only,  # part of the range for which the patch is made
         "installed": fit.installed,
         "state": fit.state,
         "parameters": list(patch.parameters),

@@ -286,11 +286,11 @@ def given_sizes(args: argparse.Namespace, spec: SiteSpec, job: Training) -> Give
     costs = None
     step = None
     if plan.sizes is not None:
-        rules = rules_of(job.engine, job.options, job.direct)
+        rules = rules_of(job.engine, job.options, job.is_gloo)
         prices = Prices(network, RankModel.of_workload(plan.workload, plan.sizes), rules)
         placement = network.placement(plan.nodes, plan.sizes)
         if described_model is not None:
-            costs = costs_of(prices, placement, job.model, profile, job.overlap)
+            costs = costs_of(prices, placement, job.model, profile, overlap=job.overlap)
             step = predict(costs, plan.stage_layers or uniform(costs.blocks, costs.stages))
         else:
             nominal_costs = prices.costs(placement)
@@ -329,7 +329,7 @@ def show_table(given: GivenSizes) -> None:
 
 
 def status_of(plan: Plan) -> int:
-    """Return the exit status of a plan: 1 if a group spans networks, otherwise 0."""
+    """Return exit status 1 if nodes of a process group share no network but Ethernet, else 0."""
     return 1 if plan.spanning else 0
 
 
@@ -384,6 +384,7 @@ def _show_plan(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> 
     """
     screen = Screen()
     if plan.sizes is None or step is None:
+        # Without sizes, the plan only orders the ranks: cluster by cluster.
         clusters = ", ".join(dict.fromkeys(site.node_by_name[name].cluster for name in plan.nodes))
         screen.line(
             f"parallel sizes unknown: clusters as blocks, the fastest fabric first ({clusters})"
@@ -396,7 +397,7 @@ def _show_plan(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> 
         rows.append((str(stage), row.nodes, row.data_fabrics, row.link_fabrics, reduction))
     screen.table(_STAGE_COLUMNS, rows, _title_of_stages(plan, plan.sizes))
     _show_spanning(screen, plan)
-    # Of all links between neighbouring stages, the most ranks that share what one stage sends.
+    # Tensor-parallel ranks hold the same activations: each may send a slice to the next stage.
     slices = max((link.slices for link in plan.traffic_of().stage_links), default=1)
     if slices > 1:
         screen.line(
@@ -404,7 +405,7 @@ def _show_plan(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> 
             f"sequence parallelism splits it already"
         )
     predicted_s = plan.predicted["step_seconds"]
-    stock_s = plan.predicted["stock_step_seconds"]
+    stock_s = plan.predicted["stock_step_seconds"]  # of the same job without holmes
     screen.line(
         f"predicted step: {predicted_s:.4g} s; stock: {stock_s:.4g} s "
         f"({stock_s / predicted_s:.2f} times as long)",

@@ -28,15 +28,16 @@ _LARGEST_MIB = 1024
 _EPILOG = """\
 Start it on every node in the same way as the training. One process for each node is enough:
 
-  torchrun --nnodes 8 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python \\
+  torchrun --nnodes 8 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python
+  \\
       holmes probe --cluster cluster.toml
   srun --ntasks 8 --ntasks-per-node 1 holmes probe --cluster cluster.toml
   holmes lab run --cluster cluster.toml -- holmes probe --cluster cluster.toml      on emulated clusters
 
-Rank 0 replaces the file's [link.FABRIC] and [[measured]] tables and leaves the other lines as they are.
-Each pair of clusters has a [[measured]] table: rate of several nodes at once, rate of one stream, latency.
-If the file describes a flat network and the measurements agree, there are no such tables.
-Exit status: 0 if everything was measured, 2 on bad usage, bad input or a network error.
+Rank 0 replaces the file's [link.FABRIC] and [[measured]] tables and leaves the other lines as they
+are. Each pair of clusters has a [[measured]] table: rate of several nodes at once, rate of one
+stream, latency. If the file describes a flat network and the measurements agree, there are no such
+tables. Exit status: 0 if everything was measured, 2 on bad usage, bad input or a network error.
 """
 
 
@@ -82,31 +83,41 @@ def run(args: argparse.Namespace) -> int:
             "holmes probe: one process has no link to measure; start it on two nodes or more"
             " (holmes probe --help says how)"
         )
-    links, pairs = _measure_all(args, process)
+    fabrics, cluster_pairs = _measure_all(args, process)
     if process.rank != 0:
         return 0
     if args.json:
-        document: dict[str, Any] = {name: dataclasses.asdict(link) for name, link in links.items()}
-        document["measured"] = [dataclasses.asdict(pair) for pair in pairs]
+        document: dict[str, Any] = {}
+        for name, times in fabrics.items():
+            document[name] = dataclasses.asdict(times)
+        document["measured"] = [dataclasses.asdict(pair) for pair in cluster_pairs]
         print(json.dumps(document))
     else:
-        print(measured_tables(links, pairs), end="")
+        print(measured_tables(fabrics, cluster_pairs), end="")
     if not args.dry_run:
-        write_measured_values(args.cluster, links, pairs)
-        written = [*links, *("-".join(pair.clusters) for pair in pairs)]
+        write_measured_values(args.cluster, fabrics, cluster_pairs)
+        written = [*fabrics, *("-".join(pair.clusters) for pair in cluster_pairs)]
         print(f"holmes probe: wrote {', '.join(written)} to {args.cluster}", file=sys.stderr)
     return 0
 
 
 class _Measured(NamedTuple):
-    """Measured values of all fabrics and links between clusters."""
+    """Measured values of all fabrics, and of the network between each pair of clusters."""
 
-    links: dict[str, MeasuredLink]  # fabric -> times
-    pairs: tuple[MeasuredPair, ...]  # () on a flat network
+    fabrics: dict[str, MeasuredLink]  # name of a fabric -> times of messages on it
+    #: Rate and latency between each pair of clusters; () if nodes of different clusters are
+    #: connected as well as nodes of one.
+    cluster_pairs: tuple[MeasuredPair, ...]
 
 
 def _measure_all(args: argparse.Namespace, process: Process) -> _Measured:
-    """Measure all fabrics and links between clusters. All ranks must call this function.
+    """Measure all fabrics, and the network between each pair of clusters.
+
+    All ranks must call this function.
+
+    Args:
+        args: Arguments of `holmes probe`.
+        process: This process, with its rank.
 
     Raises:
         HolmesError: the measurement failed.
@@ -128,20 +139,22 @@ def _measure_all(args: argparse.Namespace, process: Process) -> _Measured:
     try:
         dist.init_process_group("nccl" if has_gpu else "gloo")
         current = session.require()
-        pairs = crossings.measure(current, print_progress)
-        # Flat: the file has no links between clusters, and the measured ones are as fast as the NICs.
-        is_flat = not current.site.wan and crossings.is_flat(current.site, pairs)
+        cluster_pairs = crossings.measure(current, print_progress)
+        # Flat: the clusters are connected as well as nodes of one cluster. The file describes no
+        # network between them, and the measured rates are those of the NICs. Then Ethernet is
+        # measured across clusters, too, otherwise only inside one.
+        is_flat = not current.site.wan and crossings.is_flat(current.site, cluster_pairs)
         largest_bytes = int(args.largest * 2**20)
-        links = probe.measure(current, largest_bytes, print_progress, is_flat)
+        fabrics = probe.measure(current, largest_bytes, tell=print_progress, flat=is_flat)
         dist.destroy_process_group()
     except (RuntimeError, ValueError, OSError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         rank = f"rank {process.rank} ({session.require().node.name})"
         raise HolmesError(f"holmes probe: {rank}: {reason:.200}; nothing was written") from None
-    if not links and not pairs:
+    if not fabrics and not cluster_pairs:
         raise HolmesError(
             "holmes probe: all processes are on one node, which has no link to measure;"
             " start one on every node"
         )
-    return _Measured(links, () if is_flat else pairs)
+    return _Measured(fabrics, () if is_flat else cluster_pairs)

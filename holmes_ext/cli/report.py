@@ -178,7 +178,15 @@ def headline(summary: Summary) -> str:
 
 
 def joined_line(row: JoinedRow) -> str:
-    """Return the line about the outer rounds of a job that trains with other jobs."""
+    """Return the line about a job's outer rounds.
+
+    Several jobs may train one model together (--holmes-join): at intervals of several steps, they
+    exchange pseudo-gradients in an outer round, as in DiLoCo.
+
+    Args:
+        row: Figures of the rounds. The drift is the distance of this job's pseudo-gradient from the
+            aggregate of all jobs, as a share of the aggregate's norm.
+    """
     line = (
         f"joined: {row.rounds} rounds, {row.counted} of them counted; {row.sent / 1e6:.3f} MB sent in a "
         f"round, {row.seconds:.3f} s under way, {row.exposed_s:.4f} s exposed (medians)"
@@ -262,26 +270,28 @@ def _plan_cells(summary: Summary) -> list[list[str]]:
 
 
 def _write_measured_model(job: Run, path: str) -> str:
-    """Write the last times that the job measured as a profile, and return a line about it.
+    """Write the last measured times of pipeline stages to a file, and return a line about the file.
 
     Args:
-        job: The job.
-        path: File for `holmes plan --profile`.
+        job: Telemetry of all ranks of the job.
+        path: The file. It has the format of a profile, for `holmes plan --profile`.
 
     Raises:
         HolmesError: the job has measured no times, or the file cannot be written.
     """
-    # A rank has a model if it has measured times; they are those of all stages.
-    with_model = [rank for rank in job.ranks if rank.model is not None]
-    if not with_model:
+    # `model` is such a profile of all stages, not the trained model. Only rank 0 writes one, and
+    # only if all ranks have measured times.
+    ranks_with_profile = [rank for rank in job.ranks if rank.model is not None]
+    if not ranks_with_profile:
         raise HolmesError(
             f"holmes report --write-model {path}: the job has measured none; it takes some "
             "steps of a pipeline of DeepSpeed or megatron-core with --holmes-adapt on (the "
             "default) or report"
         )
-    rank = with_model[0]
+    rank = ranks_with_profile[0]
     save(path, json.dumps(rank.model, indent=1) + "\n", "the model")
-    # Links are between neighbouring stages, so there is one less than stages.
+    # A stage link connects a stage with the next one, so there is one less than stages. The time of
+    # its messages could be measured if a rank had to wait for one of them.
     stage_link_count = len(load_profile(path).stages) - 1
     not_measured = sorted(set(range(stage_link_count)) - set(rank.stage_links))
     line = f"{path}: stages and stage links as measured"
@@ -304,22 +314,23 @@ def _rank_cells(summary: Summary) -> list[list[str]]:
 
 
 def verdict(summary: Summary) -> str:
-    """Return the last line of a report: the slowest rank, and the network that costs most.
+    """Return the last line of a report: the slowest rank, and the network that costs most time.
 
-    A network that is slower than its configured rate counts more than the rank for which other
-    ranks wait.
+    The network is one that is slower than its configured rate, if that costs more time than the
+    slowest rank, for which the others wait. Otherwise it is the one for which ranks waited longest.
     """
     rank = summary.slowest  # the rank whose own work takes longest
     line = (
         f"slowest: rank {rank.rank} on {rank.node} ({rank.cluster}): {rank.own_s:.4f} s of its step "
         f"are its own work"
     )
-    link = summary.slow_link  # None if no network is slow, or the slowest rank costs more
-    if link is not None:
+    slow = summary.slow_link  # None if no network is slow, or if the slowest rank costs more time
+    if slow is not None:
+        # slow.where: "inside" or "across" clusters.
         return (
-            f"{line}; a slow network costs more: {link.kind} groups {link.where} clusters on "
-            f"{link.fabric} carry {format_rate(link.achieved_bps)} of {format_rate(link.configured_bps)}, "
-            f"{link.exposed_s:.4f} s a step are waited for (rank {link.most_exposed} waits longest)"
+            f"{line}; a slow network costs more: {slow.kind} groups {slow.where} clusters on "
+            f"{slow.fabric} carry {format_rate(slow.achieved_bps)} of {format_rate(slow.configured_bps)}, "
+            f"{slow.exposed_s:.4f} s a step are waited for (rank {slow.most_exposed} waits longest)"
         )
     line += ", the others wait for it"
     if not summary.rows:

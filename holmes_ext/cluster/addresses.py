@@ -75,14 +75,14 @@ class TcpLimits:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """Link between two clusters that TCP cannot fill with the kernel's settings."""
+    """Link between two clusters that TCP cannot fill, because socket buffers are too small."""
 
     cluster: str  # cluster of the sender
     other: str  # cluster of the receiver
-    rate_bps: float  # rate of one node on the link
+    rate_bps: float  # rate that the link offers to one node, in bits/s
     trip_s: float  # round trip
     streams: int  # sockets of one connection
-    stream_bps: float  # rate that one socket reaches
+    stream_bps: float  # rate that one socket reaches with the kernel's buffers, in bits/s
     limits: TcpLimits
 
     @property
@@ -92,7 +92,10 @@ class Shortfall:
 
     @property
     def buffer(self) -> int:
-        """Socket buffer in bytes with which TCP would fill the link: a power of two."""
+        """Maximum socket buffer (tcp_wmem, tcp_rmem) in bytes with which TCP would fill the link.
+
+        It is rounded up to a power of two.
+        """
         in_flight_bytes = self.rate_bps * self.trip_s / 8
         # Less of the send buffer than of the receive buffer is data in flight, so it decides.
         needed_bytes = in_flight_bytes / WMEM_SHARE / self.streams
@@ -115,13 +118,18 @@ class Shortfall:
 
     @property
     def mend(self) -> str:
-        """Commands and variables that solve the problem."""
+        """Advice for the user: larger socket buffers in the kernel, or more sockets a connection.
+
+        Either lets the connection reach the link's rate (rate_bps), of which one socket reaches
+        only a part (stream_bps) with the present buffers.
+        """
         # Each of the two settings is three sizes: minimum, default, maximum.
         advice = (
             f'on all nodes: sysctl -w net.ipv4.tcp_wmem="4096 65536 {self.buffer}"'
             f' net.ipv4.tcp_rmem="4096 131072 {self.buffer}"'
         )
-        # More sockets carry more, each with its own window. NCCL's threads serve several sockets each.
+        # More sockets carry more, each with its own window, but NCCL opens at most MOST_SOCKETS. It
+        # divides them among helper threads, each of which serves several.
         sockets_needed = ceil(self.rate_bps / self.stream_bps)
         if 1 < sockets_needed <= MOST_SOCKETS:
             threads = ceil(sockets_needed / SOCKETS_PER_THREAD)

@@ -68,6 +68,9 @@ def network_name(fabric: Fabric) -> str:
     """Return the network that a communicator on a fabric requests from NCCL (config.net_name).
 
     An empty name lets NCCL choose.
+
+    Args:
+        fabric: The fabric. Its `net` is the user's choice in cluster.toml, "" without one.
     """
     if fabric.net == AUTO:
         return ""
@@ -100,17 +103,18 @@ def variables_of(node: Node) -> dict[str, str]:
 def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
     """Return the NCCL settings and libraries of this node.
 
-    NCCL_NET in `environ` is ignored: holmes unsets it, and then NCCL takes the value in a file.
-
     Args:
         environ: Environment of the process that uses NCCL.
         nics: All NICs of the node.
     """
+    # holmes unsets NCCL_NET in each job. NCCL then takes its value from a configuration file, if
+    # one has it.
     without_net = {name: value for name, value in environ.items() if name != "NCCL_NET"}
     forced = file_settings(without_net).get("NCCL_NET", FileSetting("", ""))
     has_fast_nic = any(nic.fast and nic.usable for nic in nics)
     plugin = net_plugin(environ)
-    # The lab's plugin provides "IB" itself, so it does not count as a plugin beside "IB".
+    # `holmes lab` emulates NICs on machines that have none. Its NCCL plugin takes the place of the
+    # built-in network "IB", so it is no other network that NCCL could prefer to "IB".
     if os.path.basename(plugin) == LAB_PLUGIN:
         plugin = ""
     return NcclOfNode(

@@ -64,21 +64,27 @@ def node_name(environ: Mapping[str, str]) -> str:
 def sysfs_root(environ: Mapping[str, str]) -> str:
     """Return the root of the /sys tree that describes the NICs.
 
-    HOLMES_SYSFS names the emulated NICs of `holmes lab` or a captured tree. The default is /sys.
+    The default is /sys. HOLMES_SYSFS names another tree: that of emulated NICs, which `holmes lab`
+    provides to try holmes on one machine, or one that was captured on another machine.
     """
     return environ.get("HOLMES_SYSFS") or "/sys"
 
 
 def lab_scale(environ: Mapping[str, str]) -> float:
-    """Return the factor by which emulated links are slower than the rates of their NICs.
+    """Return the part of its rate that an emulated NIC carries, such as 0.01; 1 for real NICs.
 
-    In `holmes lab` the factor is that of --scale. Elsewhere it is 1.
+    `holmes lab` emulates clusters on one machine, with slower links. Its option --scale sets the
+    factor.
     """
     return float(environ.get("HOLMES_LAB_SCALE") or 1)
 
 
 def lab_remark(environ: Mapping[str, str]) -> str:
-    """Return a remark for commands that show NICs inside `holmes lab`, "" elsewhere."""
+    """Return a remark that the NICs are emulated, and how slow they are; "" if the NICs are real.
+
+    `holmes lab` emulates clusters on one machine. Commands that run in it and show NICs print the
+    remark.
+    """
     if not environ.get("HOLMES_LAB_NODE"):
         return ""
     remark = "NICs are emulated (holmes lab)"
@@ -91,7 +97,8 @@ def lab_remark(environ: Mapping[str, str]) -> str:
 def node_identity() -> str:
     """Return a text that differs between any two nodes, even if they have the same name.
 
-    The boot id and the network namespace together differ between hosts, pods and nodes of the lab.
+    The boot id and the network namespace together differ between hosts, pods, and nodes that
+    `holmes lab` emulates on one machine.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     network_namespace = os.stat("/proc/self/ns/net").st_ino
@@ -144,10 +151,11 @@ def _nccl_remarks_of_port(port: Port, fabric: Fabric, report: NodeReport) -> lis
 
     Args:
         port: The node's connection to one fabric, over one or several NICs.
-        fabric: The fabric.
+        fabric: The fabric. Its `net` names the NCCL plugin that the user wants there, "" for none.
         report: Report of the node.
     """
     remarks = []
+    # GIDs matter only if NCCL uses the HCAs of the port (verbs).
     roce_nics = [nic for nic in report.nics if nic.name in port.hcas and nic.kind == "roce"]
     if port.no_verbs:
         remarks.append(
@@ -160,6 +168,8 @@ def _nccl_remarks_of_port(port: Port, fabric: Fabric, report: NodeReport) -> lis
             f"the RoCE v2 GIDs of its ports stand at different indices ({indices}): "
             "NCCL finds them by itself from 2.21 on"
         )
+    # Without a plugin named by the user, holmes makes NCCL's groups on a fast fabric use the
+    # built-in "IB".
     if report.nccl.plugin and fabric.name != ETHERNET and not fabric.net:
         remarks.append(
             f'NCCL would load {report.nccl.plugin}, but "IB" is asked for on fabric {fabric.name!r}; '

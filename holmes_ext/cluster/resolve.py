@@ -36,11 +36,9 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of
 
-#: Ethernet rate in bits/s of a node whose NICs state no speed (virtual machines). Only predictions
-#: use it.
+#: Ethernet rate in bits/s, for predictions, of a node whose NICs state no speed (virtual machines).
 UNKNOWN_ETHERNET_BPS = 10 * 10**9
-#: The NICs must state this share of the declared rate. Nominal rates are rounded (56 Gb/s for
-#: 54.5).
+#: Share of the declared rate that NICs must state. Nominal rates are rounded (56 Gb/s for 54.5).
 ENOUGH = 0.95
 #: Items that an error message lists.
 _MOST_NAMED = 4
@@ -87,8 +85,7 @@ def resolve_site(
     Args:
         reports: Reports of all nodes.
         spec: Content of cluster.toml, which may describe more nodes; None without one.
-        fallback: Accept a node whose fast NICs are down: its Port gets a fault, and the node uses
-            Ethernet.
+        fallback: Accept a node whose fast NICs are down: its Port gets a fault, it uses Ethernet.
         counted: Require that each node has started as many processes as cluster.toml says.
 
     Raises:
@@ -152,10 +149,7 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
         if len(rates) <= 1:
             continue
         # Within ENOUGH, the declared rate is that of the slowest and of the fastest NIC alone.
-        is_about_one_nic = (
-            min(rates) <= port.rate_bps / ENOUGH and max(rates) >= port.rate_bps * ENOUGH
-        )
-        if is_about_one_nic:
+        if min(rates) <= port.rate_bps / ENOUGH and max(rates) >= port.rate_bps * ENOUGH:
             sentences.append(
                 f"its {len(rates)} fast NICs run at {format_rate(sum(rates))} together, but the "
                 f"rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}, "
@@ -165,12 +159,9 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
 
 
 def apart_by_subnet(site: Site) -> list[str]:
-    """Return a remark if IP subnets alone divide RoCE NICs into several fabrics.
+    """Return [one sentence] if IP subnets alone divide RoCE NICs into several fabrics, else [].
 
     If RoCE is routed between the subnets, they would be one fabric, which the reports cannot show.
-
-    Returns:
-        A list with one sentence, or an empty one.
     """
     roce = [fabric.name for fabric in site.fabrics if fabric.kind == "roce"]
     if site.source != REPORTS or len(roce) <= 1:
@@ -354,8 +345,10 @@ def _one_rdma_fabric(ports: Sequence[Port], nodes_on: Mapping[str, int]) -> list
 def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
     """Return the site of the nodes that reported, without a cluster.toml.
 
+    Nodes whose fast NICs are in the same InfiniBand or IP subnet are on one fabric.
+
     Raises:
-        HolmesError: the NICs do not show which nodes are on the same fabric.
+        HolmesError: subnets do not show which nodes are on the same fabric.
     """
     by_subnet: dict[_Subnet, _NicsOfNodes] = {}
     for report in reports:
@@ -363,10 +356,13 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
             if nic.fast and nic.usable:
                 nics_of_nodes = by_subnet.setdefault(_subnet_of(report, nic), {})
                 nics_of_nodes.setdefault(report.name, []).append(nic)
+    # Both raise HolmesError. Separate InfiniBand fabrics often have the same default prefix, and
+    # with routed RoCE each port of one fabric has a subnet of its own.
     _check_default_prefix(by_subnet.get(_Subnet("ib", DEFAULT_SUBNET_PREFIX), {}))
     _check_routed_roce(
         {subnet.prefix: set(nodes) for subnet, nodes in by_subnet.items() if subnet.kind == "roce"}
     )
+    # Nodes with several NICs often have a subnet for each NIC (rails). Together they are a fabric.
     fast_fabrics = _merge_rails(by_subnet)
     # Fabric -> number of its nodes.
     nodes_on = Counter(port.fabric for ports in fast_fabrics.ports.values() for port in ports)
@@ -377,6 +373,7 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
         if report.nccl.no_verbs:
             ports = [replace(port, no_verbs=report.nccl.no_verbs) for port in ports]
         elif len(ports) > 1:
+            # NCCL takes any RDMA NIC of a node for any group, so it may use only one fabric.
             ports = _one_rdma_fabric(ports, nodes_on)
         ethernet = _ethernet_port(report)
         ethernet_rates.append(ethernet.rate_bps)
@@ -474,7 +471,9 @@ class _FastFabrics:
 
 
 def _merge_rails(by_subnet: Mapping[_Subnet, _NicsOfNodes]) -> _FastFabrics:
-    """Return the fast fabrics: subnets of one kind with the same nodes form one fabric.
+    """Return the fast fabrics and the ports of the nodes on them.
+
+    Subnets of one kind (InfiniBand or RoCE) with the same nodes form one fabric (its rails).
 
     Args:
         by_subnet: Subnet -> node -> NICs of the node on the subnet.

@@ -133,7 +133,8 @@ class ClusterSpec:
     accelerator: Accelerator = Accelerator()
     net: str = ""  # see Fabric.net
     uplink_bps: int = 0  # all nodes together to other clusters, bits/s each way; 0 for no limit
-    rails: Annotated[int, InRange(1, MAX_RAILS)] = 1  # fast NICs of each node in `holmes lab`
+    #: Fast NICs of each node that `holmes lab` emulates; jobs on real nodes do not use the number.
+    rails: Annotated[int, InRange(1, MAX_RAILS)] = 1
 
     def __post_init__(self) -> None:
         check_fields(self, f"cluster {self.name!r}")
@@ -165,16 +166,17 @@ class SiteSpec:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the content that jobs must agree on.
+        """SHA-256 (hex) of the content that is the same in the cluster.toml of all nodes of a job.
 
-        Comments, the name, measured values and values that only predictions or the lab use do not
-        count.
+        Other content does not count: comments, the name, measured values, and the keys below.
         """
         content: list[object] = [
             self.ethernet_rate_bps,
             self.ethernet_latency_s,
             self.ethernet_interface,
         ]
+        # They do not change a job's plan: accelerator and uplink_bps are for predictions, net is a
+        # name for NCCL, and rails is for `holmes lab`, which emulates nodes.
         ignored_keys = ("accelerator", "uplink_bps", "net", "rails")
         for cluster in self.clusters:
             values = vars(cluster).items()

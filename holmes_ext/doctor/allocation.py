@@ -47,7 +47,10 @@ def srun(environ: Mapping[str, str], options: str, program: Sequence[str]) -> li
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for srun, without variables that make it ignore --ntasks-per-node.
 
-    These variables have the number of processes of the surrounding job.
+    Inside a job, Slurm sets these variables to the job's number of processes.
+
+    Args:
+        environ: Environment variables of this process.
     """
     return {
         name: value
@@ -57,7 +60,13 @@ def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def allocated(environ: Mapping[str, str]) -> list[str]:
-    """Return the nodes of the Slurm allocation with those of all its components; empty outside of one."""
+    """Return the nodes of the surrounding Slurm allocation; [] outside of one.
+
+    A heterogeneous job has several components, each with its own nodes: all of them count.
+
+    Args:
+        environ: Environment variables, among them Slurm's.
+    """
     components = int(environ.get("SLURM_HET_SIZE", "0"))
     variables = ["SLURM_JOB_NODELIST"]
     variables += [f"SLURM_JOB_NODELIST_HET_GROUP_{component}" for component in range(components)]

@@ -18,7 +18,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import PREFIX, Options, meant, parse_flags
+from holmes_ext.options import PREFIX, Options, misspelt_flag, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron.command_line.describe import describe, sizes_from_arguments
 from holmes_ext.patches.megatron.command_line.refusals import refusals
@@ -48,11 +48,12 @@ def split_command(words: Sequence[str]) -> Command:
     """
     for number, word in enumerate(words):
         if word.endswith(".py") and not word.startswith("-"):
-            return Command(tuple(words[:number]), word, tuple(words[number + 1 :]))
+            return Command(tuple(words[:number]), script=word, arguments=tuple(words[number + 1 :]))
     if "-m" in words:
         # The last -m: the launcher itself may have been started with python -m.
-        number = len(words) - list(words)[::-1].index("-m") + 1  # position after the module's name
-        return Command(tuple(words[:number]), "", tuple(words[number:]))
+        last_option = max(number for number, word in enumerate(words) if word == "-m")
+        end = last_option + 2  # position after -m and the module's name
+        return Command(tuple(words[:end]), script="", arguments=tuple(words[end:]))
     raise HolmesError(
         f"holmes doctor -- {' '.join(words)[:80]}: no training script (FILE.py, or -m MODULE) "
         "in the command; give the whole command"
@@ -180,7 +181,7 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
     """
     described = describe(rest)
     for word in described.unknown:
-        similar = meant(word)
+        similar = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
         if similar:
             yield problem(
                 word,

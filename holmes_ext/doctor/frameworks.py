@@ -26,7 +26,8 @@ from holmes_ext.patches.engine.location import find_module, source_misfit
 from holmes_ext.patches.engine.patch import Feature, Patch
 from holmes_ext.patches.megatron.unused import UNUSED
 
-#: Distributions that change torch, DeepSpeed or Megatron when they are imported: name -> what they do.
+#: Distributions that change torch, DeepSpeed or Megatron when they are imported: name -> what they
+#: do.
 PATCHING = {
     "mindspeed": "replaces functions of megatron.core when mindspeed.megatron_adaptor is imported",
     "torch_npu": "replaces parts of torch and torch.distributed",
@@ -56,46 +57,49 @@ class Fit:
 
     patch: Patch
     installed: str | None  # version of the framework; None: it is not installed
-    state: str  # "fits", "off" (it does not), "other version" (made for another one) or "unknown"
+    #: "fits"; "off": it does not fit; "other version": it is made for another one, and the
+    #: installed version does not need it; "unknown": only an import of the framework would show it.
+    state: str
     reason: str | None  # why the state is not "fits"
 
 
 def fit_of(patch: Patch, check: bool) -> Fit:
-    """Return whether a patch (a change of holmes to a function of a framework) fits the installed framework.
+    """Return whether a patch (a change of a framework's function) fits the installed framework.
 
     Args:
         patch: The patch.
-        check: Import the framework and look at the function. Otherwise the framework's source is read, and
-            the result may be "unknown".
+        check: Import the framework and look at the function. Otherwise the framework's source is
+            read, and the result may be "unknown".
     """
     feature = patch.feature
     version = feature.installed()  # from the metadata of the package
-    # Some frameworks have no reliable metadata: their version is known only after the import.
-    is_version_known_by_import = feature.version_of is not None
-    is_version_read_later = is_version_known_by_import and check  # by _fit_of_imported()
-    if not is_version_read_later and not patch.is_for_version(version):
-        return _fit_of_other_version(patch, version)
+    # A framework may run from a checkout without metadata, or beside an installed package with
+    # other metadata. Then only the imported framework can tell its version (version_of).
+    needs_import_for_version = feature.version_of is not None
+    if needs_import_for_version and check:
+        if find_module(patch.module) is None:
+            return Fit(patch, version, "off", f"there is no module {patch.module}")
+        return _fit_of_imported(patch, version)
 
-    if not is_version_known_by_import:
-        is_version_certain = True
-    elif check or version is None:
-        is_version_certain = False
-    else:
-        is_version_certain = not _is_vendored(patch)
+    if not patch.is_for_version(version):
+        return _fit_of_other_version(patch, version)
+    is_version_certain = not needs_import_for_version or (
+        version is not None and not _is_vendored(patch)
+    )
     if is_version_certain:
         reason = feature.version_misfit(version)
         if reason:
             return Fit(patch, version, "off", reason)
-    if is_version_known_by_import and find_module(patch.module) is None:
+    if needs_import_for_version and find_module(patch.module) is None:
         return Fit(patch, version, "off", f"there is no module {patch.module}")
     if check:
         return _fit_of_imported(patch, version)
 
-    # It reads the framework's source, and returns None if the patch fits or may fit.
+    # source_misfit() reads the framework's source. None: nothing speaks against the patch.
     reason = source_misfit(patch)
     if reason:
         return Fit(patch, version, "off", reason)
-    if is_version_known_by_import:
+    if needs_import_for_version:
         return Fit(
             patch, version, "unknown", "the version is known only when it is imported: use --check"
         )
@@ -151,8 +155,8 @@ class _Cause(NamedTuple):
 def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
     """Yield findings about features of holmes that are off although their framework is installed.
 
-    Patches with the same framework and reason are combined. A framework that cannot be imported gets a
-    finding of its own.
+    Patches with the same framework and reason are combined. A framework that cannot be imported
+    gets a finding of its own.
     """
     off: dict[_Cause, dict[str, Feature]] = {}  # cause -> name of a feature -> feature
     for fit in fits:
@@ -207,7 +211,8 @@ def _finding_on_features(cause: _Cause, features: Mapping[str, Feature]) -> Find
 def _is_vendored(patch: Patch) -> bool:
     """Return whether the framework that a patch changes comes from a checkout, not from an installed package.
 
-    Patches for such a copy stay off without a finding.
+    Training scripts may bring such a copy of the framework (vendored), whose version no package
+    states. Patches for it stay off without a finding.
     """
     if not patch.feature.version_of:
         return False
@@ -219,7 +224,7 @@ def _is_vendored(patch: Patch) -> bool:
     return "site-packages" not in folders and "dist-packages" not in folders
 
 
-def check_others(folders: Iterable[str] | None = None) -> Iterator[Finding]:
+def check_patching_libraries(folders: Iterable[str] | None = None) -> Iterator[Finding]:
     """Yield findings about libraries that patch the same frameworks, and about Python's start-up code.
 
     Args:
@@ -249,9 +254,13 @@ def check_others(folders: Iterable[str] | None = None) -> Iterator[Finding]:
 
 
 def check_compilers(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield findings about lock files that torch's compiler of extensions has left.
+    """Yield findings about lock files that torch's compiler of C++ extensions has left.
 
-    See torch/utils/cpp_extension.py and file_baton.py.
+    A job that needs the extension waits until the file is gone (torch/utils/cpp_extension.py,
+    file_baton.py).
+
+    Args:
+        environ: Environment variables, which name the folder of compiled extensions.
     """
     folder = environ.get("TORCH_EXTENSIONS_DIR")
     if folder:
@@ -281,8 +290,12 @@ def _start_up_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
                 yield str(folder / name), "the module is imported"
 
 
-def check_replaced(patches: Iterable[Patch]) -> Iterator[Finding]:
-    """Yield findings about functions of imported frameworks that another library has replaced."""
+def check_replaced_functions(patches: Iterable[Patch]) -> Iterator[Finding]:
+    """Yield findings about functions of imported frameworks that another library has replaced.
+
+    Args:
+        patches: Patches of holmes. Only the functions that they change are checked.
+    """
     patch_of_target = {patch.target: patch for patch in patches}
     for patch in patch_of_target.values():
         try:
@@ -292,7 +305,8 @@ def check_replaced(patches: Iterable[Patch]) -> Iterator[Finding]:
         # Package in which the function is defined now.
         owner = (getattr(value, "__module__", None) or "").partition(".")[0]
         expected_owners = {"", patch.module.partition(".")[0], "holmes_ext", "builtins", "torch"}
-        # A wrapper made with functools.wraps has __wrapped__ and still calls the framework's function.
+        # A wrapper made with functools.wraps has __wrapped__ and still calls the framework's
+        # function.
         if owner not in expected_owners and not hasattr(value, "__wrapped__"):
             yield problem(
                 patch.target,
@@ -360,7 +374,7 @@ def check_megatron_deepspeed(folder: Path) -> Iterator[Finding]:
             )
 
 
-def check_stock_versions() -> Iterator[Finding]:
+def check_version_conflicts() -> Iterator[Finding]:
     """Yield findings about versions of packages that do not work together, and about a Python without GIL."""
     gil_problem = without_gil()
     if gil_problem:

@@ -15,7 +15,14 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from holmes_ext.cluster.fabric import ETHERNET
-from holmes_ext.cluster.nccl import SHARED, NcclOfNode, file_settings, network_name, variables_of
+from holmes_ext.cluster.nccl import (
+    SHARED,
+    FileSetting,
+    NcclOfNode,
+    file_settings,
+    network_name,
+    variables_of,
+)
 from holmes_ext.cluster.node_report import NodeReport, nccl_remarks
 from holmes_ext.cluster.resolve import resolve_site
 from holmes_ext.cluster.site import Site
@@ -117,9 +124,10 @@ def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator
 
 
 def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, str]) -> list[str]:
-    """Return lines about the settings that holmes passes to NCCL on a node.
+    """Return lines for the user about the settings that holmes would pass to NCCL on a node.
 
-    They are variables, the network of process groups on each fabric, and how the installed NCCL handles them.
+    They are environment variables, the network of the process groups on each fabric, and how the
+    installed NCCL handles them.
 
     Args:
         node: The node and its NICs.
@@ -131,11 +139,12 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
     except HolmesError as error:
         return [f"not known: {error}"]
     site_node = site.nodes[0]
-    in_files = file_settings(environ)  # variable -> (value, NCCL's configuration file)
+    in_files = file_settings(environ)  # variable -> its value in NCCL's configuration files
+    no_setting = FileSetting("", "")
     lines = []
     # A value that the user has set counts, in the environment or in one of these files.
     for name, value in variables_of(site_node).items():
-        users_value = environ.get(name) or in_files.get(name, ("",))[0]
+        users_value = environ.get(name) or in_files.get(name, no_setting).value
         if users_value:
             lines.append(f"{name}={users_value} (yours)")
         elif value:
@@ -143,7 +152,7 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
     for port in site_node.ports:
         fabric = site.fabric_by_name[port.fabric]
         if port.fabric != ETHERNET and (not port.hcas or port.no_verbs or not port.usable):
-            continue  # NCCL cannot use RDMA there, so groups go over Ethernet
+            continue  # NCCL cannot use RDMA on this fabric, so its groups go over Ethernet
         network = network_name(fabric)
         choice = f"network {network!r}" if network else "NCCL chooses"
         lines.append(f"groups on {fabric.name} ({fabric.kind}): {choice}")

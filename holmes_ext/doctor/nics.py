@@ -47,7 +47,11 @@ _MOST_READ = 200  # characters of a file
 
 
 def check_nics(nics: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield findings about the NICs of one node."""
+    """Yield findings about the NICs of one node.
+
+    Args:
+        nics: All NICs of the node. Those that a job does not use (`skipped`) get few checks.
+    """
     in_use = [nic for nic in nics if not nic.skipped]
     for nic in in_use:
         yield from _check_state(nic)
@@ -243,7 +247,8 @@ def check_hcas(root: str | Path) -> Iterator[Finding]:
         if rate_match is None or not state.endswith("ACTIVE"):
             continue
         rate_gbps = float(rate_match[0])
-        if lanes and lanes[1] == "1":  # two lanes may be meant: HDR100 and NDR200 are 2X
+        # A link has four lanes. One is a fault; two may be meant (HDR100 and NDR200 are 2X).
+        if lanes and lanes[1] == "1":
             yield problem(
                 name,
                 what=f"the link runs on one lane ({rate})",

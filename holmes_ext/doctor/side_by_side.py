@@ -250,7 +250,7 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
                 mend="run `holmes doctor` on the nodes too",
             )
             continue
-        # As many as the file says, because no job runs here whose processes could be counted.
+        # No job runs here that has started processes, so the file's number of them is taken.
         processes = cluster.processes if cluster else 1
         node = replace(check.node, processes=processes)
         try:

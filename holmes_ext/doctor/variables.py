@@ -238,7 +238,7 @@ def _check_switches(environ: Mapping[str, str], rdma_nics: Sequence[str]) -> Ite
         )
 
 
-#: Prefixes of variables that only tests and the lab of holmes read.
+#: Prefixes of variables that only holmes's tests and `holmes lab` (emulated clusters) read.
 _INTERNAL_PREFIXES = ("HOLMES_TEST", "HOLMES_LAB", "HOLMES_GPU_", "HOLMES_NCCL_SOURCE")
 
 

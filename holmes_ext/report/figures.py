@@ -25,6 +25,7 @@ SLOW = 0.25
 #: Position of the exposed seconds in a row of a step's "groups": kind of group, fabric, "inside" or "across"
 #: clusters, operations, payload bytes, bytes sent, busy seconds, exposed seconds.
 _EXPOSED = 7
+_KIND, _WHERE = 0, 2  # positions of the kind of group, and of "inside" or "across", in such a row
 
 
 class _Participant(NamedTuple):
@@ -200,8 +201,9 @@ def summarize(run: Run) -> Summary:
 def _plan_rows(run: Run) -> tuple[PlanRow, ...]:
     """Return the plans that a run used, in order, each with the steps that it was used for.
 
-    The result is empty if the plan never changed.
+    A running job may change its plan (--holmes-adapt). The result is empty if the plan never changed.
     """
+    # Only rank 0 records the changes in its file, so there are no duplicates.
     changes = [change for rank in run.ranks for change in rank.plans]
     if not changes:
         return ()
@@ -212,14 +214,15 @@ def _plan_rows(run: Run) -> tuple[PlanRow, ...]:
     ends = [*(change["step"] for change in changes), run.steps[-1] + 1]
     rows = []
     for plan, end in zip(plans, ends):
-        # The step of the change itself is left out, because it contains the change.
-        steps = [step for step in run.steps if plan["step"] < step < end]
+        # The step of the change itself belongs to the plan, but it also contains the time of the change. So
+        # it counts in the number of steps, but not in their median time.
+        timed_steps = [step for step in run.steps if plan["step"] < step < end]
         row = PlanRow(
             step=max(plan["step"], 0),
             in_flight=tuple(plan["in_flight"]),
             predicted_s=plan["then_s"],
             steps=end - plan["step"],
-            step_s=statistics.median(run.took(steps) or [0.0]),
+            step_s=statistics.median(run.took(timed_steps) or [0.0]),
             sums=plan.get("sums", ""),
         )
         rows.append(row)
@@ -227,11 +230,17 @@ def _plan_rows(run: Run) -> tuple[PlanRow, ...]:
 
 
 def _joined_row(run: Run) -> JoinedRow | None:
-    """Return the figures of outer rounds with other jobs; None if there were no rounds."""
+    """Return the figures of a run's outer rounds; None if it had none.
+
+    Several jobs may train one model together (--holmes-join). At intervals of several steps they exchange
+    pseudo-gradients in an outer round, as in DiLoCo. The drift of a round is the distance of this job's
+    pseudo-gradient from the aggregate of all jobs, as a share of the aggregate's norm.
+    """
     rounds = list(run.rounds.values())  # of each round the figures of each rank
     if not rounds:
         return None
-    # Verdict and drift of a round are taken from the first rank.
+    # All ranks have the same verdict and drift, so the first rank's are taken. With the verdict "commit" a
+    # round counts: all jobs apply its aggregate.
     first_reports = [reports[0] for reports in rounds]
     drifts = []
     for report in first_reports:
@@ -280,12 +289,12 @@ def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
 
 
 def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
-    """Return the "groups" of a step, with the time for which the program waited for a GradientReducer.
+    """Return the "groups" of a step, with the seconds that the program waited for a GradientReducer.
 
-    A GradientReducer runs its all-reduces in threads. The threads wait for the operations, so the operations
-    themselves have no exposed time in the telemetry. The time for which the program waited for the reducer is
-    recorded apart. It is added to the data groups across clusters, or to those inside a cluster if there are
-    no others.
+    A GradientReducer runs its all-reduces in threads, which wait for them instead of the program. So these
+    all-reduces have no exposed seconds in the telemetry. The seconds that the program waited for the reducer
+    are recorded apart. What of them the rows do not have already is added to the data groups across clusters,
+    or to those inside a cluster if there are no others.
 
     Args:
         step: Line of a step in the telemetry of one rank.
@@ -294,13 +303,12 @@ def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
         Copies of the rows, whose columns are listed at _EXPOSED.
     """
     rows = [list(row) for row in step["groups"]]
-    data_rows = [row for row in rows if row[0] == "data"]  # column 0: kind of group
-    data_rows.sort(
-        key=lambda row: row[2] != "across"
-    )  # column 2; groups across clusters come first
+    data_rows = [row for row in rows if row[_KIND] == "data"]
+    data_rows.sort(key=lambda row: row[_WHERE] != "across")  # groups across clusters come first
     if data_rows and "exposed" in step.get("reduction", ()):
+        waited_for_reducer_s = step["reduction"]["exposed"]
         recorded_s = sum(row[_EXPOSED] for row in data_rows)
-        data_rows[0][_EXPOSED] += max(0.0, step["reduction"]["exposed"] - recorded_s)
+        data_rows[0][_EXPOSED] += max(0.0, waited_for_reducer_s - recorded_s)
     return rows
 
 
@@ -324,11 +332,16 @@ def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
     for rank_file in run.ranks:
         rank = rank_file.rank
         for step in steps:
-            for kind, fabric, where, operations, _, *values in exposed_rows(rank_file.steps[step]):
+            for row in exposed_rows(rank_file.steps[step]):
+                kind, fabric, where, operations, _payload, sent_bytes, busy_s, exposed_s = row
                 rank_sums = sums_of[kind, fabric, where]
                 old = rank_sums.get(rank, _Sums())
-                added = (operations, *values)
-                rank_sums[rank] = _Sums(*(total + value for total, value in zip(old, added)))
+                rank_sums[rank] = _Sums(
+                    operations=old.operations + operations,
+                    sent_bytes=old.sent_bytes + sent_bytes,
+                    busy_s=old.busy_s + busy_s,
+                    exposed_s=old.exposed_s + exposed_s,
+                )
     rates_bps = achieved(run)
     rows = []
     for key, rank_sums in sums_of.items():
@@ -340,7 +353,7 @@ def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
         _, configured_bps = run.head["fabrics"].get(fabric, ["", 0])
         # The lower rank, if two have the same exposed time.
         most_exposed = max(rank_sums, key=lambda rank: (rank_sums[rank].exposed_s, -rank))
-        row = GroupRow(
+        group_row = GroupRow(
             kind=kind,
             fabric=fabric,
             where=where,
@@ -353,7 +366,7 @@ def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
             configured_bps=configured_bps,
             most_exposed=most_exposed,
         )
-        rows.append(row)
+        rows.append(group_row)
     return tuple(sorted(rows, key=lambda row: -row.exposed_s))
 
 
@@ -474,7 +487,7 @@ def _operations_with_ranks(run: Run, step: int) -> dict[_OperationKey, list[_Par
         rank = rank_file.rank
         offset = run.offset(rank_file)  # from the clock of the rank's node to rank 0's
         for row in rank_file.steps[step]["ops"]:
-            kind, fabric, name, group, number, peer, start, end, _, sent_bytes = row
+            kind, fabric, name, group, number, peer, start, end, _waited, sent_bytes = row
             if not end:  # 0: not over when the step ended
                 continue
             # A send and its receive are one operation, with the same (sender, receiver) on both ranks.

@@ -19,7 +19,8 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.words import grouped, some_of
 
 VERSION = 1
-#: Steps at the start that do not count, because they load modules, connect ranks and fill allocators.
+#: Steps at the start that do not count, because they load modules, connect ranks and fill
+#: allocators.
 WARM_UP = 2
 _MOST_RANKS = 1 << 20
 _MOST_SHOWN = 60  # characters of a bad line
@@ -30,7 +31,8 @@ _LARGEST_NUMBER = 1e300
 class FollowedPlan:
     """How a job has followed its plan in its first steps (runtime/watch/as_planned.py)."""
 
-    #: (pipeline stage, whether its reduction was hierarchical, whether it overlapped the backward pass).
+    #: (pipeline stage, whether its reduction was hierarchical, whether it overlapped the backward
+    #: pass).
     reductions: tuple[tuple[int, bool, bool], ...] = ()
     #: Micro-batches in flight of each stage; () if the framework used its own schedule.
     in_flight: tuple[int, ...] = ()
@@ -137,7 +139,8 @@ def load(directory: str | Path) -> Run:
         directory: Folder of a run, or a folder of several runs, of which the newest is read.
 
     Raises:
-        HolmesError: There is no telemetry, or a file is bad. The message names the file and the line.
+        HolmesError: There is no telemetry, or a file is bad. The message names the file and the
+            line.
     """
     folder = Path(directory)
     notes: list[str] = []
@@ -196,6 +199,8 @@ def _notes_on(ranks: list[RankFile]) -> list[str]:
         notes.append(
             f"clocks of {', '.join(unaligned)} were not compared with rank 0's: their times are not aligned"
         )
+    # `holmes lab` runs a job on emulated NICs. They may carry only a part (--scale) of the rates
+    # that they announce. The column "of" of the report's tables has the rates that they carried.
     scale = Table(head, f"{ranks[0].path}: line 1").take("scale", float, 1.0)
     if scale != 1:
         notes.append(
@@ -376,8 +381,8 @@ def _add_followed_plan(file: RankFile, document: dict[str, Any], where: str) -> 
 def _add_outer_round(file: RankFile, document: dict[str, Any], where: str) -> None:
     """Check the figures of an outer round, and add them to the RankFile.
 
-    In an outer round, jobs that train one model together exchange pseudo-gradients. See _add_line() for the
-    arguments and the error.
+    In an outer round, jobs that train one model together exchange pseudo-gradients. See _add_line()
+    for the arguments and the error.
     """
     table = Table(document, where).table("outer")
     table.take("round", int)
@@ -434,8 +439,8 @@ def _is_row(row: Any, types: str) -> bool:
 
     Args:
         row: The JSON value.
-        types: One letter for each value: "n" a finite number, "s" a text, "p" a number or null, "b" a
-            boolean.
+        types: One letter for each value: "n" a finite number, "s" a text, "p" a number or null, "b"
+            a boolean.
     """
     if not isinstance(row, list) or len(row) != len(types):
         return False
@@ -457,7 +462,8 @@ def _check_one_run(ranks: list[RankFile]) -> None:
     """Raise HolmesError if files belong to different runs, or two files to the same rank.
 
     Args:
-        ranks: The files of the ranks, sorted by rank, so that files of the same rank are neighbours.
+        ranks: The files of the ranks, sorted by rank, so that files of the same rank are
+            neighbours.
     """
     for first, second in zip(ranks, ranks[1:]):
         first_run = _run_in_words(first)

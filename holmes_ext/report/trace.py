@@ -178,7 +178,8 @@ def pictured(run: Run, step: int) -> list[dict[str, Any]]:
         for kind, span_start, span_end in line.get("spans", ()):  # spans of computation
             if kind in ("forward", "backward", "optimizer"):
                 events.append([kind, span_start + offset, span_end + offset, 0])
-        for _, _, name, _, _, _, op_start, op_end, _, sent in line["ops"]:
+        for op in line["ops"]:
+            _kind, _fabric, name, _group, _number, _peer, op_start, op_end, _waited, sent = op
             if op_end:  # 0: not over when the step ended
                 kind = _PICTURED.get(name, "collective")
                 events.append([kind, op_start + offset, op_end + offset, sent])

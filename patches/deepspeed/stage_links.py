@@ -80,7 +80,7 @@ def unsupported(engine: Any, order: PipelineOrder | None = None) -> str | None:
 
     Args:
         order: The planned order of forward and backward passes. If it is None, only the engine is checked.
-            A ListedOrder lists every pass of each stage. A ReceiveOrder has only the number of
+            A ListedOrder lists every pass of each stage. An Order1F1B has only the number of
             micro-batches in flight of each stage, and any engine that passes the first checks can
             run it.
     """

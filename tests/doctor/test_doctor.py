@@ -184,7 +184,7 @@ def test_code_that_runs_at_every_start_is_told(tmp_path):
     (tmp_path / "plain.pth").write_text("/some/folder\n")
     (tmp_path / "holmes_ext.pth").write_text("import holmes_ext\n")
     (tmp_path / "sitecustomize.py").write_text("")
-    told = [f.about for f in health.check_others([str(tmp_path)])]
+    told = [f.about for f in health.check_patching_libraries([str(tmp_path)])]
     assert told == [str(tmp_path / "odd.pth"), str(tmp_path / "sitecustomize.py")]
 
 
@@ -220,7 +220,7 @@ def test_a_target_that_another_library_replaced_is_told(monkeypatch):
         Patch(feature, f"frame.work:{name}", "test", lambda w, i, a, k: w(*a, **k))
         for name in ("kept", "lost")
     ]
-    assert [(f.about, f.what) for f in health.check_replaced(patches)] == [
+    assert [(f.about, f.what) for f in health.check_replaced_functions(patches)] == [
         ("frame.work:lost", "was replaced by odd_patcher.core")
     ]
 

@@ -51,7 +51,7 @@ def test_the_doctor_names_both_and_not_holmes(stated, monkeypatch):
         "conflicts",
         lambda: rules.conflicts({"deepspeed": "0.14.0", "torch": "2.6"}.get),
     )
-    (finding,) = frameworks.check_stock_versions()
+    (finding,) = frameworks.check_version_conflicts()
     assert finding.level == "problem" and "deepspeed 0.14.0 with torch 2.6" in str(finding)
     assert "with or without holmes" in str(finding) and "deepspeed>=0.14.4" in str(finding)
 
@@ -63,7 +63,7 @@ def test_a_free_threaded_python_is_refused_in_one_line(monkeypatch, capsys):
         job.activate(["--holmes"])
     told = capsys.readouterr().err
     assert ended.value.code == 2 and told.count("\n") == 1 and "PYTHON_GIL=1" in told
-    assert "PYTHON_GIL=1" in next(frameworks.check_stock_versions()).mend
+    assert "PYTHON_GIL=1" in next(frameworks.check_version_conflicts()).mend
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True)
     assert not rules.without_gil()
 

@@ -11,9 +11,10 @@ from holmes_ext.units import format_rate, format_seconds
 
 
 def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
-    """Print the rate and latency between every two clusters, and notes.
+    """Print a table of the rate and latency from each cluster to each other one, and notes.
 
-    The table has a row and a column for each cluster. There is none for a flat network.
+    The table has a row and a column for each cluster. There is no table if cluster.toml describes
+    no network between the clusters.
 
     Args:
         site: The clusters and the network between them.
@@ -22,8 +23,11 @@ def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
     screen = Screen()
     if site.wan:
         columns = [Column("cluster"), Column("uplink", right=True)]
+        # If the terminal is too narrow, the cells of a column may be wrapped to 8 characters. If it
+        # is still too narrow, columns are left out, the last cluster first (the largest `drop`).
         for number, name in enumerate(site.clusters, start=1):
             columns.append(Column(name, right=True, wrap=8, drop=number))
+        # A cell has the rate that all traffic between two clusters shares, and the latency.
         screen.table(
             columns,
             [_row(site, source) for source in site.clusters],

@@ -208,7 +208,7 @@ def _missing_values(
         missing: Kinds and rates that clusters lack.
         needs_ethernet_rate: Whether the rate of the network that reaches every node is missing,
             too.
-        source_name: Name of the program or file that lists the nodes, such as "Slurm".
+        source_name: Name of the source of the nodes, such as "Slurm".
     """
     values = [f"{value.name} of cluster {value.cluster!r}" for value in missing]
     options = [f"--{value.name} {value.cluster}=..." for value in missing]

@@ -16,7 +16,7 @@ from holmes_ext.cli.show.table import Screen
 from holmes_ext.cluster.spec import KNOWN_GPUS, SiteSpec, accelerator_of
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import Options, meant, parse_flags
+from holmes_ext.options import Options, misspelt_flag, parse_flags
 from holmes_ext.patches import features
 from holmes_ext.patches.engine.registry import disabled_features
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
@@ -40,26 +40,28 @@ class Training:
 
     model: Model | None  # None if nothing names the model
     sizes: Sizes | None  # the user's layout, not completed; None if nothing names sizes
-    said: CommandLine = CommandLine()  # the training command, an empty one without a command
+    command_line: CommandLine = CommandLine()  # what the training command sets; empty without one
     lines: tuple[str, ...] = ()  # assumptions and arguments that were not read, for the user
     options: Options = Options()  # holmes's flags in the command, and HOLMES_DISABLE
     engine: EngineTraits = EngineTraits()  # capabilities of the framework
-    direct: bool = False  # gloo runs the groups, not NCCL
+    is_gloo: bool = False  # gloo runs the process groups, not NCCL
     overlap: bool = False  # gradients are reduced under the last backward pass
 
     @property
     def known_model(self) -> Model:
-        """Model of a job for which it was checked that there is a model."""
+        """The model, in code that runs only for jobs with a model; AssertionError without one."""
         assert self.model is not None
         return self.model
 
     @property
     def zero_and_chunks(self) -> tuple[int, ...]:
         """ZeRO stage and virtual pipeline chunks of the command, () if it names no model."""
-        return (self.said.zero, self.said.virtual) if self.said.model else ()
+        if not self.command_line.model:
+            return ()
+        return (self.command_line.zero, self.command_line.virtual)
 
     def show(self, screen: Screen) -> None:
-        """Print the lines for the user."""
+        """Print what was read from the training command, assumed, and not counted."""
         for line in self.lines:
             if line.startswith(LEAVE_OUT):
                 style = "bold"
@@ -91,29 +93,31 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     if args.command:
         lines = _lines_about_command(command_line, args.model or "")
     if model is not None:
+        # How fast the GPUs are comes from the model's file or from cluster.toml.
         lines = [
             *_line_about_assumed_speed(args, model, spec),
             *_lines_about_unknown_gpus(spec),
             *lines,
         ]
-        model = on_clusters(model, spec)
+        model = on_clusters(model, spec)  # with the GPU of each cluster
     sizes = _sizes_of_job(args, command_line)
     if sizes and command_line.sizes and sizes.pipeline != command_line.sizes.pipeline:
-        # Options give another number of stages, and the command's layers and chunks are for its own.
+        # Options give another number of stages than the command. Its layers of each stage, and its
+        # virtual chunks of a stage, fit only its own number.
         command_line = replace(command_line, stage_layers=(), virtual=1)
     for word in command_line.unknown:
-        near = meant(word)
+        near = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
         if near:
             raise HolmesError(f"{word}: did you mean {near}?")
     options = _options_of_job(args)
     return Training(
         model=model,
         sizes=sizes,
-        said=command_line,
+        command_line=command_line,
         lines=tuple(lines),
         options=options,
         engine=engine_of(args.framework or command_line.framework, args.command or ()),
-        direct=command_line.backend == "gloo",
+        is_gloo=command_line.backend == "gloo",
         overlap=args.overlap == "on" and options.overlap != "off",
     )
 
@@ -146,19 +150,17 @@ def _line_about_assumed_speed(
 ) -> Iterator[str]:
     """Yield a line with the assumed speed of GPUs of which nothing is known.
 
-    A model file (--model) states the speed itself, so there is no line.
-
     Args:
         args: Arguments of `holmes plan`.
-        model: The model, with the GPU that is assumed, and the GPUs that its file gives to clusters.
-        spec: The clusters.
+        model: The model of the training command, with the GPU that is assumed.
+        spec: The clusters, some of which may state how fast their GPUs are.
     """
-    if args.model:
+    if args.model:  # a model file states the speed itself
         return
-    unknown = []
+    unknown = []  # names of clusters
     for cluster in spec.clusters:
         has_flops = bool(cluster.accelerator.flops or accelerator_of(cluster.gpu))
-        if not has_flops and cluster.name not in model.gpus:
+        if not has_flops:
             unknown.append(cluster.name)
     if unknown:
         yield (

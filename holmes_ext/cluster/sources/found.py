@@ -1,10 +1,10 @@
-"""Nodes that another program lists, grouped into clusters with the same hardware and fabric.
+"""Nodes that Slurm, Kubernetes or a hostfile lists, grouped into clusters with the same hardware.
 
     listed nodes   a0 ib h100 x 8 fabric "spine"     ->   cluster "ib": a0 a1
                    a1 ib h100 x 8 fabric "spine"          cluster "roce": b0
                    b0 roce h100 x 8 fabric "spine"
 
-The program may have no rates, or no labels that name the kind of NIC. Those values come from the
+Such a source may have no rates, or no labels that name the kind of NIC. Those values come from the
 user.
 """
 
@@ -43,7 +43,8 @@ class FoundNode:
     gpu: str = ""
     fabric: str = ""  # name of the network that the node shares with other nodes
     rate_bps: int = 0  # all fast NICs together
-    group: tuple[str, ...] = ()  # groups of the node in the program: partitions, features, pools
+    #: Names that the source gives to sets of nodes with this node: partitions, features, pools.
+    labels: tuple[str, ...] = ()
     why_not: str = ""  # reason why no job can use the node now, "" if one can
 
     @property
@@ -126,8 +127,8 @@ def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
 def _shares_fabric(hardware: _Hardware, all_hardware: Iterable[_Hardware]) -> bool:
     """Return whether a cluster shares its fabric with others of the same kind of NIC.
 
-    Clusters of different kinds cannot communicate over a fabric, even if the program says that they
-    share it.
+    Clusters of different kinds cannot communicate over a fabric, even if Slurm's topology, say,
+    states that they share it.
 
     Args:
         hardware: Hardware of one cluster.
@@ -139,19 +140,22 @@ def _shares_fabric(hardware: _Hardware, all_hardware: Iterable[_Hardware]) -> bo
 
 
 def _cluster_names(groups: Sequence[Sequence[FoundNode]]) -> list[str]:
-    """Return a name for each group of nodes with the same hardware.
+    """Return a name for each group of nodes with the same hardware, which becomes a cluster.
 
     A group gets the first of these names that no earlier group has:
 
-        1. the program's name for exactly these nodes, such as that of a partition
+        1. a label that exactly these nodes have, such as the name of their Slurm partition
         2. the kind of NIC and the GPU ("ib-h100"), if no other group has the same
         3. the fabric
         4. "cluster" and a number
+
+    Args:
+        groups: Nodes of each future cluster.
     """
-    nodes_of_label: dict[str, set[str]] = {}  # the program's group -> names of its nodes
+    nodes_of_label: dict[str, set[str]] = {}  # label -> names of the nodes that have it
     for group in groups:
         for node in group:
-            for label in node.group:
+            for label in node.labels:
                 nodes_of_label.setdefault(label, set()).add(node.name)
     descriptions = [_description(group[0]) for group in groups]
     taken = {"ethernet"}  # name of the network that reaches every node
@@ -159,7 +163,7 @@ def _cluster_names(groups: Sequence[Sequence[FoundNode]]) -> list[str]:
     for number, (group, description) in enumerate(zip(groups, descriptions), start=1):
         first = group[0]
         members = {node.name for node in group}
-        candidates = [label for label in first.group if nodes_of_label[label] == members]
+        candidates = [label for label in first.labels if nodes_of_label[label] == members]
         if descriptions.count(description) == 1:
             candidates.append(description)
         candidates.append(first.fabric)
@@ -199,10 +203,10 @@ def completed(
 ) -> Completed:
     """Return clusters with the kinds and rates that the user gave, and the missing values.
 
-    A value of the user replaces that of the program that lists the nodes.
+    A value of the user replaces that of the source of the nodes (Slurm, Kubernetes or a hostfile).
 
     Args:
-        clusters: Clusters of the nodes that the program lists.
+        clusters: Clusters of the nodes that the source lists.
         kinds: Name of a cluster -> kind of its fast NICs.
         rates: Name of a cluster -> bits/s of all fast NICs of one node.
 

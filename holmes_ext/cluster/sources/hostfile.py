@@ -5,8 +5,8 @@
     gpu01:8                      MPICH, Intel MPI
     gpu01                        a slot for each line with the host
 
-A hostfile says nothing about NICs. Hosts form a cluster if they have as many slots and the same
-name up to the last number.
+A hostfile says nothing about NICs. Hosts form a cluster if they have the same number of slots and
+the same name up to the last number: such hosts mostly were bought and cabled together.
 """
 
 from __future__ import annotations
@@ -52,15 +52,13 @@ def read_hostfile(path: str) -> list[FoundNode]:
         slots[host] = int(stated)
     if not slots:
         raise HolmesError(f"{path}: no host is named; lines are like `gpu01 slots=8`")
-    return [
-        FoundNode(
-            host,
-            processes=count,
-            fabric=_name_without_number(host),
-            group=(_name_without_number(host),),
-        )
-        for host, count in slots.items()
-    ]
+    nodes = []
+    for host, slot_count in slots.items():
+        # A hostfile says nothing about networks. But hosts that were cabled together are mostly
+        # numbered in one series (gpu01, gpu02, ...): its name stands for their fabric.
+        series = _name_without_number(host)
+        nodes.append(FoundNode(host, processes=slot_count, fabric=series, labels=(series,)))
+    return nodes
 
 
 def _value_among(words: Sequence[str], name: str) -> str:

@@ -99,7 +99,8 @@ def folded(names: Iterable[str]) -> str:
 def runs(names: Iterable[str]) -> list[str]:
     """Return the hosts as host lists of at most one range each: "a[0-2]", "a5", "b1".
 
-    The order is the same as in `folded()`.
+    Names that differ only in the last number stand together, by rising number. The order is
+    otherwise that of the first host of each such group.
     """
     texts = []
     for group in _group_hosts(names):
@@ -111,12 +112,12 @@ def runs(names: Iterable[str]) -> list[str]:
 
 
 class _HostGroup(NamedTuple):
-    """Hosts whose names differ only in their last number."""
+    """Hosts whose names differ only in their last number, such as "gpu01.lan" and "gpu02.lan"."""
 
-    prefix: str
-    suffix: str
+    prefix: str  # text before the number: "gpu"
+    suffix: str  # text after the number: ".lan"
     ranges: list[str]  # their numbers: "0-2", "5"; [""] for a host without a number
-    hosts: int
+    hosts: int  # how many
 
 
 def _group_hosts(names: Iterable[str]) -> Iterator[_HostGroup]:

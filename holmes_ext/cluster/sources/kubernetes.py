@@ -120,7 +120,7 @@ def _parse_node(item: Mapping[str, Any], path: str) -> FoundNode | None:
         gpu=gpu_name(product),
         fabric=next((labels[label] for label in FABRICS if labels.get(label)), ""),
         rate_bps=_rate_bps(labels),
-        group=tuple(labels[label] for label in _GROUPS if label in labels),
+        labels=tuple(labels[label] for label in _GROUPS if label in labels),
         why_not=_reason_unusable(spec, status),
     )
 

@@ -83,7 +83,7 @@ def _feature_of_cluster(part: ChosenNodes, features: Features | None) -> str:
     features = features or {}
     members = set(part.all_nodes)
     for name in features.get(part.nodes[0], ()):
-        nodes_with_feature = {node for node, of_node in features.items() if name in of_node}
+        nodes_with_feature = {node for node, names in features.items() if name in names}
         if nodes_with_feature == members:
             return name
     return ""

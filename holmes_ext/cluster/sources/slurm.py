@@ -3,8 +3,9 @@
 kind of NIC    a feature names it (ib, hdr, roce, ...); otherwise it comes from the user
 processes      one for each GPU of the node's generic resources (gres)
 GPU            type of the gres; otherwise a feature (h100)
-fabric         the topmost switch above the node in the topology. If that switch connects nodes of
-               different kinds, it is a switch that the site invented for Slurm
+fabric         the topmost switch above the node in the topology. If nodes below that switch have
+               different kinds of NICs, it is no real switch (sites invent one above all nodes, so
+               that Slurm has one tree), and it is not taken for a fabric
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _GPU = re.compile(r"gpu(?::([A-Za-z][^:(),]*))?(?::(\d+))?(?:\([^)]*\))?")
 
 
 class NodeStates(NamedTuple):
-    """Nodes of a Slurm cluster."""
+    """Nodes of a Slurm cluster that are idle now, and the features of all nodes."""
 
     idle: list[str]  # names of the nodes on which a job could start now
     features: dict[str, list[str]]  # every node -> its features
@@ -183,7 +184,7 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
                 kind=kind_of(features),
                 gpu=gpu_name(gpu),
                 fabric=fabric_of.get(name, ""),
-                group=(*node_partitions, *features),
+                labels=(*node_partitions, *features),
                 why_not=_reason_unusable(record.get("State", "")),
             )
         )

@@ -2,7 +2,8 @@
 
 There are three formats:
 
-    scontrol show topology     SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu[01-16]
+    scontrol show topology     one line for each switch or block:
+                               SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu[01-16]
                                SwitchName=spine Level=1 LinkSpeed=1 Nodes=gpu[01-32]
                                Switches=leaf[1-2] BlockName=b1 BlockIndex=0 Nodes=gpu[01-18]
                                BlockSize=18
@@ -10,7 +11,8 @@ There are three formats:
     topology.yaml              a list of topologies, each a tree or blocks (Slurm 25.05 and newer)
 
 Two nodes are on the same fabric if some switch is above both. All nodes in blocks are on one
-fabric.
+fabric: a block is a group of nodes with short paths inside of one network (such as an NVLink
+domain), and Slurm also gives one job nodes of several blocks.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class Topology:
 
     @cached_property
     def fabric_of(self) -> dict[str, str]:
-        """Fabrics by the names of their nodes: the topmost switch, or BLOCKS for a block."""
+        """Name of the fabric of each node: its topmost switch, or BLOCKS for a node in a block."""
         # Union-find: each switch points to a switch of the same fabric, the root of a fabric to
         # itself.
         parents = {unit.name: unit.name for unit in self.units}
@@ -105,6 +107,7 @@ class Topology:
         fabrics = {}
         for unit in self.units:
             for node in unit.nodes:
+                # Blocks are parts of one network, of which Slurm describes no switches.
                 fabrics[node] = BLOCKS if unit.block else root(unit.name)
         return fabrics
 

@@ -1,4 +1,4 @@
-"""Writer of cluster.toml files from nodes that another program lists.
+"""Writer of cluster.toml files from nodes that Slurm, Kubernetes or a hostfile lists.
 
 The text of an existing file stays byte for byte. New nodes are added to the cluster that already
 has nodes of the same kind, or form new clusters at the end of the file.
@@ -39,7 +39,7 @@ def new_file(clusters: Sequence[FoundCluster], ethernet_bps: int, source: str) -
     Args:
         clusters: Clusters with known kinds and rates.
         ethernet_bps: Rate of one node on the network that reaches every node, in bits/s.
-        source: Name of the program that lists the nodes, such as "Slurm".
+        source: Name of the source of the nodes, such as "Slurm".
     """
     lines = [
         f"# from {source} by `holmes discover`; what is changed here stays when it is run again",
@@ -73,7 +73,7 @@ def _toml_items(nodes: Sequence[str]) -> str:
 
 def _rate_text(bits_per_second: int) -> str:
     """Return a rate as cluster.toml has it, with all significant digits."""
-    return format_rate(bits_per_second, 12).replace(" ", "")
+    return format_rate(bits_per_second, digits=12).replace(" ", "")
 
 
 def split(spec: SiteSpec, clusters: Sequence[FoundCluster]) -> Additions:
@@ -85,7 +85,7 @@ def split(spec: SiteSpec, clusters: Sequence[FoundCluster]) -> Additions:
 
     Args:
         spec: Content of the file.
-        clusters: All clusters that the other program lists.
+        clusters: All clusters of the nodes that Slurm, Kubernetes or a hostfile lists.
     """
     added: dict[str, tuple[str, ...]] = {}
     new_clusters: list[FoundCluster] = []
@@ -189,9 +189,10 @@ def _end_of_list(text: str, name: str) -> int | None:
 
 
 def _end_of_items(text: str, start: int) -> int | None:
-    """Return the position after the last item of a TOML list, None if the list does not end.
+    """Return the position after the last item of a TOML list of hosts, None if it does not end.
 
-    Strings and comments in the list may have brackets, too.
+    Strings and comments in the list may have brackets, too. Backslash escapes and triple quotes are
+    not understood: host names need none, and the caller parses the edited file to check the result.
 
     Args:
         text: Content of a TOML file.

@@ -187,9 +187,10 @@ def _category_without_device_link(
         masters = [tree.link_name(f"class/net/{lower}/master", "INTERFACE") for lower in lowers]
         return "team" if name in masters else "macvlan"
     if not devtype and "tun_flags" not in names:
-        # /sys does not mark a veth. Its peer is another device (iflink). If both happen to have the
-        # same number in two namespaces, the veth still has a speed, which dummy and ifb devices do
-        # not have.
+        # A veth is one end of a virtual cable, whose other end is in another network namespace.
+        # /sys does not mark it, but `iflink` is then the number of the other end. Numbers are
+        # unique only within a namespace, so both ends may have the same. A veth also has a speed;
+        # dummy and ifb devices do not.
         peer = tree.needed_number(f"{path}/iflink")
         if peer != tree.needed_number(f"{path}/ifindex") or speed is not None:
             return "veth"
@@ -263,10 +264,11 @@ def _port_index(tree: Tree, path: str) -> int:
 
 
 def top_device(name: str, devices: dict[str, NetDevice]) -> str:
-    """Return the network device to which sockets bind.
+    """Return the network device above a device, or the device itself, to which sockets bind.
 
-    It is the topmost bond or bridge above a device, or the device itself. A virtual switch (Open
-    vSwitch) does not count: it has no address.
+    That device has the IP address. It is the topmost of the masters: a bond, team or bridge that
+    has the device as a member. Masters without an address of their own do not count: a virtual
+    switch (Open vSwitch) or a routing table (vrf).
 
     Args:
         name: Name of the device.
@@ -276,6 +278,7 @@ def top_device(name: str, devices: dict[str, NetDevice]) -> str:
     while name not in visited:
         visited.add(name)
         master = devices.get(devices[name].master)
+        # On Azure, a physical master is a synthetic NIC (hv_netvsc) above a virtual function.
         if master is not None and master.category in ("bond", "team", "bridge", "physical"):
             name = master.name
     return name

@@ -43,8 +43,9 @@ from holmes_ext.errors import HolmesError
 def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> tuple[Nic, ...]:
     """Return all NIC ports of a tree: InfiniBand, then RoCE, then Ethernet, each sorted by name.
 
-    If a captured tree has no addresses, the GIDs of RoCE ports give theirs. Their prefix length is
-    unknown: /32 and /128 claim the least, because no other node is in such a subnet.
+    If a captured tree has no file with IP addresses, those of RoCE ports come from their GIDs. GIDs
+    have no prefix length, so these addresses get /32 or /128. A shorter prefix could wrongly put
+    two nodes in one subnet, and so on one fabric.
 
     Args:
         root: Root of the /sys tree.
@@ -90,9 +91,8 @@ def _read_rdma_ports(
         addresses: Network device -> its addresses; None if unknown.
     """
     ports = [_with_addresses(port, addresses, devices) for port in read_rdma_ports(tree, devices)]
-    # PCI address -> HCA.
+    # A virtual function's `parent` is a PCI address here. If an HCA is there, its name is better.
     hca_at: dict[str, str] = {port.pci: port.device for port in ports if port.pci}
-    # `parent` is a PCI address until here.
     return [replace(port, parent=hca_at.get(port.parent, port.parent)) for port in ports]
 
 
@@ -142,8 +142,11 @@ def _with_addresses(port: Nic, addresses: Addresses | None, devices: dict[str, N
     port_addresses: list[str] = []
     for netdev in netdevs:
         port_addresses += address_of.get(netdev, ())
-    # Each RoCE v2 GID stands for an IP address.
-    if not port_addresses and port.kind == "roce" and (addresses is None or not netdevs):
+    # Each RoCE v2 GID stands for an IP address. GIDs are only used if the addresses of the port's
+    # network devices cannot be read: none were captured, or the devices are in another network
+    # namespace (a container). Otherwise a port without an address has really none.
+    is_unreadable = addresses is None or not netdevs
+    if not port_addresses and port.kind == "roce" and is_unreadable:
         port_addresses = _gid_addresses(port)
     return replace(
         port,
@@ -184,6 +187,7 @@ def _ethernet_nic(
         rdma_port: RoCE port that has the network device, None without one.
     """
     device_addresses: tuple[str, ...] = ()
+    # None: unknown. GIDs do not settle it, because they show only some of a device's addresses.
     has_address = None
     if addresses is not None:
         device_addresses = tuple(addresses.get(device.name, ()))
@@ -191,6 +195,8 @@ def _ethernet_nic(
     elif rdma_port is not None:
         device_addresses = tuple(_gid_addresses(rdma_port, device.name))
     has_members = device.category in ("bond", "team", "bridge")
+    # PCI address -> network device. A representor has the PCI address of its NIC, but stands for a
+    # virtual function in the NIC's switch, so it is not the device at that address.
     device_at = {
         other.pci: other.name for other in devices.values() if other.pci and not other.representor
     }
@@ -208,6 +214,7 @@ def _ethernet_nic(
         numa=numa_nodes.pop() if len(numa_nodes) == 1 else -1,
         pci=device.pci,
         driver=device.driver,
+        # Of a virtual function: device of its physical function, or the PCI address if it has none.
         parent=device_at.get(device.parent, device.parent),
         members=device.lowers if has_members else (),
         rdma=rdma_port.name if rdma_port else "",

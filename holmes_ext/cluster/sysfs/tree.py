@@ -228,10 +228,13 @@ class Tree:
         return self.checked_names(path, [name])[0]
 
     def _name_in_uevent(self, path: str, key: str) -> str:
-        """Return the value of a key in the uevent of a folder.
+        """Return the value of a key in the uevent of a folder, which stands in place of a link.
+
+        link_name() calls this after reading the link has failed. `from None` keeps that error out
+        of the user's message.
 
         Args:
-            path: The folder.
+            path: The folder. The caller knows that it is no link.
             key: The key, such as INTERFACE.
 
         Raises:

@@ -271,7 +271,7 @@ def asked_for(
         batch: Sequences of a step.
         limits: Limits of the search space.
     """
-    rules = rules_of(job.engine, job.options, job.direct, overlap=job.overlap)
+    rules = rules_of(job.engine, job.options, job.is_gloo, overlap=job.overlap)
     if job.engine.hierarchical_zero is not None:
         # The framework has hierarchical reductions of its own, so its flags can name any kind of reduction.
         rules = replace(rules, reductions=REDUCTIONS)
@@ -284,7 +284,7 @@ def asked_for(
         engine=job.engine,
         stock_overlap=job.engine.overlaps,
     )
-    command_line = job.said  # what the job's command line sets; framework "" without one
+    command_line = job.command_line  # what the job's command line sets; framework "" without one
     if not command_line.framework:
         return request
     return replace(
@@ -297,7 +297,7 @@ def asked_for(
 def limits_of(args: argparse.Namespace, job: Training) -> Limits:
     """Return the limits of the search: those of --limit and those of the framework, if one is named."""
     limits = parse_limits(args.limit)
-    framework = args.framework or job.said.framework
+    framework = args.framework or job.command_line.framework
     return limited(limits, job.engine, framework) if framework else limits
 
 
@@ -388,7 +388,7 @@ def _candidate_of_layout(
         sizes: Complete parallel sizes.
         plan: Plan with the order of nodes and the layers of the stages, if there is one.
     """
-    command = job.said
+    command = job.command_line
     options = job.options
     is_partitioned = bool(options.plan) or options.partition != "uniform"
     # refusals() yields the reasons why Megatron cannot run the command line; the first ends the planning.
@@ -419,7 +419,7 @@ def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
         return given
     if model.global_batch:
         return model.global_batch
-    if job.said.model is not None and job.sizes is not None:
+    if job.command_line.model is not None and job.sizes is not None:
         sizes = job.sizes.complete(site.world_size, site.processes)
         return model.micro_batches * model.micro_batch * sizes.data
     needed = "a search needs it, or --global-batch N (sequences of a step)"

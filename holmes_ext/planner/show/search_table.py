@@ -411,7 +411,7 @@ def launches_of(
     Args:
         plan: Plan file that the commands load; "" for none; None for the file of --output, if given.
     """
-    framework = args.framework or job.said.framework
+    framework = args.framework or job.command_line.framework
     if plan is None:
         plan = args.output or ""
     by_framework = launches(
