@@ -9,7 +9,7 @@ harness.Runs. The cases, where ENGINE is "deepspeed" or "megatron":
                             emulated nodes, with DeepSpeed's pipeline engine or megatron-core's 1F1B schedule.
                             An activation takes half of a stage's time over the slow Ethernet, and next to
                             nothing over the fast one (1 Gb/s). Layers sleep as long as an accelerator would
-                            compute. The steps from number FIRST on are timed.
+                            compute. The first WARM_UP_STEPS steps are not timed.
     "ENGINE issue"          The same with 6 layers of width 192, 8 micro-batches and 6 Mb/s. "stays" is a job
                             with --holmes-adapt off.
     "ENGINE n over NCCL"    The same on emulated GPUs, on whose clock matrix products and attention take as
@@ -56,14 +56,15 @@ from carriers import LESS_MEMORY  # noqa: E402
 
 #: Function that measures a case. It takes the name of the case, the repetitions and the runs of a file.
 Rows = Callable[[str, int, Runs], list[Row]]
-FIRST = 8  # step from which on steps are timed: the plan must have adapted before
+WARM_UP_STEPS = 8  # first steps, which are not timed: the plan must have adapted before
 STEPS = 14
 SEQUENCE = 128  # tokens
 DRAWN = 12  # random jobs
-HOURS = adapt_hours.PIPELINES + adapt_hours.SUMS
+HOURS = adapt_hours.PIPELINES + adapt_hours.DATA_PARALLEL
 VOCABULARY = 256
 FLOAT32_BYTES = 4
 GIGAFLOPS = 1e9
+UNLIMITED_BPS = 1e9  # rate at which a message between stages takes next to no time
 #: Engine -> part of the attention's forward pass that the backward pass computes again.
 RECOMPUTED_ATTENTION = {"deepspeed": 0.5, "megatron": 0.0}
 
@@ -155,14 +156,14 @@ def _accelerator(engine: str, case: Case) -> dict[str, Any]:
     return {"flops": case.flops, **ENGINES.get(engine, PLAIN)[2]}
 
 
-def _file(folder: Path, rate_bps: float) -> Path:
+def _write_cluster_file(folder: Path, rate_bps: float) -> Path:
     """Write a cluster file of 2 + 2 nodes whose Ethernet has a rate in bits/s, and return its path."""
     file = folder / f"{rate_bps:.0f}.toml"
     file.write_text(two(f"{rate_bps / 1e6:.3f}Mb/s"))
     return file
 
 
-def _variant(name: str, file: Path, *flags: str) -> Variant:
+def _holmes_variant(name: str, file: Path, *flags: str) -> Variant:
     """Return a job under holmes on the clusters of a file, with nodes of both clusters in turn."""
     spec = load_spec(file)
     return Variant(
@@ -184,12 +185,14 @@ def half_a_stage(
         over_nccl: Whether the job uses emulated GPUs and NCCL.
     """
     with tempfile.TemporaryDirectory() as directory:
-        slow, free = (_file(Path(directory), rate) for rate in (case.half_bps, 1e9))
+        slow, free = (
+            _write_cluster_file(Path(directory), rate) for rate in (case.half_bps, UNLIMITED_BPS)
+        )
         off = ("--holmes-adapt", "off")
         variants = [
-            _variant("learns, slow", slow),
-            _variant("free", free, *off),
-            *([_variant("stays, slow", slow, *off)] if case == ISSUE else []),
+            _holmes_variant("learns, slow", slow),
+            _holmes_variant("free", free, *off),
+            *([_holmes_variant("stays, slow", slow, *off)] if case == ISSUE else []),
         ]
         hardware: dict[str, Any] = {"accelerator": _accelerator(engine, case)}
         if over_nccl:
@@ -201,7 +204,7 @@ def half_a_stage(
             _script(engine, case),
             repetitions=repetitions,
             steps=STEPS,
-            skip=FIRST,
+            skip=WARM_UP_STEPS,
             on_run=lambda variant, _: tell(f"{name}: {variant}"),
             **hardware,
         )
@@ -237,10 +240,11 @@ def steps_of(name: str, by_variant: dict[str, Series]) -> list[Row]:
 
 
 def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
-    """Measure what the measuring itself costs, in a job whose plan cannot be improved.
+    """Measure what --holmes-adapt adds to a step of a job whose plan cannot be improved.
 
-    Each repetition runs the job with --holmes-adapt off, on, and off again. The difference of the two
-    runs without it is the noise.
+    The network is so fast that no other plan is better. Each repetition runs the job with
+    --holmes-adapt off, on, and off again ("again"). The difference of the two runs without it is
+    the noise.
 
     Args:
         engine: "deepspeed", "megatron", or "plain" for the data-parallel loop.
@@ -252,17 +256,17 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
     def run_off_on_off() -> list[tuple[float, float]]:
         """Return (seconds of a step, busy share of the cores) of three runs: off, on, off again."""
         with tempfile.TemporaryDirectory() as directory:
-            free = _file(Path(directory), 1e9)
+            fast_network = _write_cluster_file(Path(directory), UNLIMITED_BPS)
             variants = [
-                _variant(how, free, "--holmes-adapt", flag)
-                for how, flag in (("off", "off"), ("on", "on"), ("again", "off"))
+                _holmes_variant(run_name, fast_network, "--holmes-adapt", flag)
+                for run_name, flag in (("off", "off"), ("on", "on"), ("again", "off"))
             ]
             series = compare(
                 variants,
                 _script(engine, case),
                 repetitions=1,
                 steps=60,
-                skip=FIRST,
+                skip=WARM_UP_STEPS,
                 accelerator=_accelerator(engine, case),
             )
         return [(measured.median, measured.busy) for measured in series.values()]
@@ -296,19 +300,21 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
 
 
 def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
-    """Count the steps of a job while the rates of the network change (adapt_trace.py).
+    """Count the steps of a job while the rates of the network change.
 
-    The number of repetitions is not used: one run of the trace is long enough.
+    adapt_trace.rows() runs the job once with a plan that adapts and once with each fixed plan, on
+    emulated clusters whose Ethernet changes its rate by a list of times (the trace). `repetitions`
+    is not used: one run is long enough.
     """
     case = Case(layers=6, hidden=64, micro_batches=8, stage_s=0.05)
     return adapt_trace.rows(
         name,
-        _script(engine, case),
-        _accelerator(engine, case),
-        case.half_bps,
-        _file,
-        _variant,
-        runs,
+        script=_script(engine, case),
+        accelerator=_accelerator(engine, case),
+        half_bps=case.half_bps,  # rate 1 of the trace: an activation takes half of a stage's time
+        write=_write_cluster_file,
+        variant=_holmes_variant,
+        runs=runs,
     )
 
 
@@ -327,15 +333,23 @@ def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]
             _script(engine, varied),
             repetitions=1,
             steps=STEPS,
-            skip=FIRST,
+            skip=WARM_UP_STEPS,
             accelerator=_accelerator(engine, case),
         ).values()
         return series.median
 
-    return adapt_prediction.rows(name, engine, case.half_bps, _file, _variant, run, runs)
+    return adapt_prediction.rows(
+        name,
+        engine,
+        half_bps=case.half_bps,
+        write=_write_cluster_file,
+        variant=_holmes_variant,
+        run=run,
+        runs=runs,
+    )
 
 
-def whole(measure: Callable[[str, int], list[Row]]) -> Rows:
+def kept_as_one_run(measure: Callable[[str, int], list[Row]]) -> Rows:
     """Return a function that measures the rows of a case, or takes them from the file of earlier runs.
 
     All rows of a case are kept as one run.
@@ -351,43 +365,47 @@ def whole(measure: Callable[[str, int], list[Row]]) -> Rows:
     return rows
 
 
-def once(measure: Callable[[str, int], list[Row]], number: int) -> Rows:
+def without_repetition(measure: Callable[[str, int], list[Row]], number: int) -> Rows:
     """Return a function that measures the rows of a case without repetition.
 
     Args:
         measure: Called with the name of the case and `number`.
         number: Number of the random job.
     """
-    return whole(lambda name, _: measure(name, number))
+    return kept_as_one_run(lambda name, _: measure(name, number))
 
 
 #: Name of a case -> function that measures it.
 CASES_BY_NAME: dict[str, Rows] = {
     **{
-        f"{engine} {number}": whole(partial(half_a_stage, engine, case))
+        f"{engine} {number}": kept_as_one_run(partial(half_a_stage, engine, case))
         for engine in ENGINES
         for number, case in enumerate(CASES, start=1)
     },
     **{
-        f"{engine} {number} over NCCL": whole(
+        f"{engine} {number} over NCCL": kept_as_one_run(
             partial(half_a_stage, engine, case.slower(2), over_nccl=True)
         )
         for engine in ENGINES
         for number, case in enumerate(CASES, start=1)
         if torch.version.cuda
     },
-    **{f"{engine} issue": whole(partial(half_a_stage, engine, ISSUE)) for engine in ENGINES},
+    **{
+        f"{engine} issue": kept_as_one_run(partial(half_a_stage, engine, ISSUE))
+        for engine in ENGINES
+    },
     **{f"{engine} trace": partial(trace, engine) for engine in ENGINES},
     **{f"{engine} prediction": partial(predicted, engine) for engine in ENGINES},
     "nothing to gain": partial(nothing_to_gain, "deepspeed"),
     "nothing to gain plain": partial(nothing_to_gain, "plain"),
-    "vote": whole(adapt_vote.rows),
+    "vote": kept_as_one_run(adapt_vote.rows),
     **{
-        f"simulated {number}": once(adapt_simulated.drawn, number)
+        f"simulated {number}": without_repetition(adapt_simulated.drawn, number)
         for number in range(1, adapt_simulated.DRAWN + 1)
     },
     **{
-        f"simulated hour {number}": once(adapt_hours.rows, number) for number in range(1, HOURS + 1)
+        f"simulated hour {number}": without_repetition(adapt_hours.rows, number)
+        for number in range(1, HOURS + 1)
     },
 }
 

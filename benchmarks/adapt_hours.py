@@ -3,10 +3,10 @@
 These are the cases "simulated hour n" of adapt.py. Threads and votes of the ranks are real, and steps are
 simulated, as in adapt_simulated.py.
 
-The first PIPELINES jobs have two pipeline stages and adapt the number of micro-batches in flight. The
-next SUMS jobs are data-parallel over two clusters, where the ranks of a node share its NICs. They choose
-between a single ring, which is faster over a fast Ethernet, and a hierarchical all-reduce, which is
-faster over a slow one.
+The first PIPELINES jobs have two pipeline stages and adapt the number of micro-batches in flight.
+The next DATA_PARALLEL jobs are data-parallel over two clusters, where the ranks of a node share its
+NICs. They choose between a single ring, which is faster over a fast Ethernet, and a hierarchical
+all-reduce, which is faster over a slow one.
 
 Each hour begins at a random rate of Ethernet, and consists of parts that begin with a random event: the rate
 halves or doubles, a backup takes 7/8 of it, the link fails for 30 s, or a GPU becomes half as fast.
@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from adapt_simulated import FIXED, half_mbps, step_of
+from adapt_simulated import FIXED, PipelineCase, half_mbps, step_of
 from harness import Row
 
 from holmes_ext.adapt.reductions import is_hierarchical
@@ -48,7 +48,7 @@ from clusters import site  # noqa: E402
 from learning_job import LearningJob, SimulatedJob, step_s  # noqa: E402
 
 PIPELINES = 4  # hours with pipelines
-SUMS = 6  # hours with data-parallel jobs
+DATA_PARALLEL = 6  # hours with data-parallel jobs
 HOUR_S = 3600.0
 GONE_S = 30.0  # seconds for which a failed link is away
 #: Events that begin a part of an hour. Those that are named twice are twice as likely.
@@ -120,80 +120,103 @@ class PipelineHour:
         self.half_mbps = half_mbps(self.layer_s)  # an activation takes half of a stage's time
         self.fixed = list(FIXED)
 
-    def case(self, part: Part) -> tuple[Any, ...]:
-        """Return (layers of each stage, seconds of a layer, rate in Mb/s) for a part of the hour."""
-        return (3, 3), self.layer_s, round(part.rate * self.half_mbps, 4)
+    def pipeline_case(self, part: Part) -> PipelineCase:
+        """Return the job with the rate that the stage link has in a part of the hour."""
+        rate_mbps = round(part.rate * self.half_mbps, 4)
+        return PipelineCase(stage_layers=(3, 3), layer_s=self.layer_s, rate_mbps=rate_mbps)
 
     def start(self, part: Part) -> SimulatedJob:
-        """Return a job that simulates its steps and adapts."""
-        return LearningJob(self.case(part), self.micro_batches, patient=True)
+        """Return a job that adapts, with simulated steps and real threads of its ranks.
+
+        Args:
+            part: First part of the hour: its network rate is that of the job's start.
+        """
+        # patient: after each step, wait until the ranks' threads are idle.
+        return LearningJob(self.pipeline_case(part), self.micro_batches, patient=True)
 
     def change(self, job: Any, part: Part) -> None:
         """Set the rate of Ethernet and the speed of the ranks to those of a part of the hour."""
-        job.case = self.case(part)
+        job.case = self.pipeline_case(part)
         job.slower = part.slower / RANK_SPEED
 
     def step_s(self, part: Part, in_flight: int) -> float:
         """Return the step time with a fixed number of micro-batches in flight, in seconds."""
         slower = part.slower / RANK_SPEED
         # The last stage has one micro-batch in flight.
-        return step_s(step_of(self.case(part), (in_flight, 1), self.micro_batches, slower))
+        return step_s(step_of(self.pipeline_case(part), (in_flight, 1), self.micro_batches, slower))
 
 
-class SummingJob(SimulatedJob):
-    """Data-parallel job with simulated steps, whose gradients are reduced as its current plan says."""
+class DataParallelJob(SimulatedJob):
+    """Data-parallel job that adapts how it reduces gradients. Its steps are simulated.
 
-    def __init__(self, hour: SumsHour, part: Part):
+    The base class has a thread for each rank, which measures, votes and changes the plan as in a
+    real job. After each step it calls step_told() of this class for the times that the ranks
+    measure.
+    """
+
+    def __init__(self, hour: DataParallelHour, part: Part):
+        """Start the ranks.
+
+        Args:
+            hour: The model, the clusters, and the function that simulates a step.
+            part: Conditions (network rate, speed of the GPUs) at the start. They may be replaced
+                later.
+        """
         self.hour = hour
-        self.part = part  # the current part of the hour
-        super().__init__(
-            hour.site(part.rate),
-            Sizes(),
-            lambda rank: Stage(
+        self.part = part
+
+        def stage_of(rank: int) -> Stage:
+            """Return what a rank holds: the whole model. Its gradients are not counted by layer."""
+            return Stage(
                 framework="torch",
                 stage=0,
                 tensor=1,
                 micro_batches=1,
                 gradient_bytes={},
-                stages={rank: 0},
-            ),
-            patient=True,
-        )
+                stages={rank: 0},  # the ranks of its pipeline -> their stages
+            )
+
+        # Sizes(): all ranks are data-parallel.
+        # patient: after each step, wait until the ranks' threads are idle.
+        super().__init__(hour.site(part.rate), Sizes(), stage_of, patient=True)
 
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
-        """Return the seconds of the next step, and a function that returns what a rank measures of it.
+        """Simulate the next step, in which gradients are reduced by the ranks' current plan.
 
-        The function returns (operations, no messages of a pipeline, figures of the gradient reduction).
+        Returns:
+            The seconds of the step. SimulatedJob adds `self.gone` to them: seconds for which the
+            Ethernet link is down in this step, while the operations over Ethernet wait. And a
+            function that returns what a rank measures in the step: a tuple of the operations of its
+            gradient reduction, its pipeline messages (none: ()), and figures of the reduction.
         """
-        # The way in which all ranks now reduce gradients.
         reduction: ReductionSpec = self.each(lambda traffic: traffic.reductions[0])
         step = self.hour.simulated(self.part, reduction)
-        gone = self.gone  # seconds for which the Ethernet link is down in this step
+        link_down_s = self.gone
         hierarchical = is_hierarchical(reduction, self.hour.bytes)
         ranks = tuple(range(len(self.ranks)))
         group_fields = {"ranks": ranks, "description": "hierarchical" if hierarchical else ""}
 
         def measurements_of(rank: Any) -> tuple[Any, ...]:
-            """Return the operations of the step and their sums, as a rank records them."""
-            done = DoneReduction(
+            """Return a rank's measurements: operations, pipeline messages (none), and figures.
+
+            The reduction is also noted in the rank's session, as the reducer of a real job does.
+            """
+            rank.current.reductions[ranks] = DoneReduction(
                 planned=reduction,
                 bytes=self.hour.bytes,
                 hierarchical=hierarchical,
                 overlap=reduction.overlap,
-                follows_plan=True,
+                follows_plan=True,  # the reducer changes when the plan does
             )
-            rank.current.reductions[ranks] = done
-            ops = [
-                Op(
-                    Group(transport=Transport(name), **group_fields),
-                    end=seconds + gone * (name == ETHERNET),  # only Ethernet fails
-                )
-                for name, seconds in step.busy.items()
-            ]
+            ops = []
+            for network, seconds in step.busy.items():
+                delay_s = link_down_s if network == ETHERNET else 0.0  # only Ethernet fails
+                group = Group(transport=Transport(network), **group_fields)
+                ops.append(Op(group, end=seconds + delay_s))
             figures = {
                 "bytes": self.hour.bytes,
                 "seconds": max(op.end for op in ops),
-                "exposed": step.exposed_s + gone,
+                "exposed": step.exposed_s + link_down_s,
             }
             return ops, (), figures
 
@@ -229,15 +252,15 @@ class Op:
 
 
 @dataclass(frozen=True)
-class SumStep:
-    """Simulated step of a data-parallel job."""
+class DataParallelStep:
+    """Simulated step of a data-parallel job, with the times of its gradient reduction."""
 
     seconds: float
     exposed_s: float  # seconds for which a rank waits for its gradient reduction
     busy: dict[str, float]  # network -> seconds for which it carries gradients
 
 
-class SumsHour:
+class DataParallelHour:
     """Data-parallel job on two clusters, for one simulated hour.
 
     Its possible fixed plans are ways to reduce gradients: a single ring, or hierarchically.
@@ -257,8 +280,10 @@ class SumsHour:
             micro_batches=1,
         )
         self.bytes = float(self.model.gradient_width * self.model.parameters)  # gradients of a rank
-        self.fixed: list[Any] = []
-        self.simulated = cache(self._simulated)
+        self.fixed: list[
+            Any
+        ] = []  # plans that could stay for the whole hour; prepare() collects them
+        self.simulated = cache(self._simulated)  # the same conditions come again and again
 
     def site(self, rate: float) -> Site:
         """Return the two clusters, with Ethernet at `rate` times the rate of their fast networks."""
@@ -278,8 +303,13 @@ class SumsHour:
         self.fixed = list(distinct)
 
     def start(self, part: Part) -> SimulatedJob:
-        """Return a job that simulates its steps and adapts."""
-        return SummingJob(self, part)
+        """Return a job that adapts, with simulated steps and real threads of its ranks.
+
+        Args:
+            part: First part of the hour: the network rate and the speed of the GPUs at the job's
+                start.
+        """
+        return DataParallelJob(self, part)
 
     def change(self, job: Any, part: Part) -> None:
         """Set the rate of Ethernet and the speed of the ranks to those of a part of the hour."""
@@ -289,8 +319,8 @@ class SumsHour:
         """Return the step time with a fixed plan, in seconds."""
         return self.simulated(part, fixed).seconds
 
-    def _simulated(self, part: Part, reduction: ReductionSpec) -> SumStep:
-        """Simulate a step in a part of the hour with one way to reduce gradients.
+    def _simulated(self, part: Part, reduction: ReductionSpec) -> DataParallelStep:
+        """Simulate a step of the data-parallel job.
 
         Args:
             part: The rate of Ethernet, and how much longer a slow GPU computes.
@@ -312,27 +342,28 @@ class SumsHour:
             micro_batches=1,
         )
         run = Execution(
-            EngineTraits(),
+            EngineTraits(),  # a plain loop without a pipeline
             overlap="on" if reduction.overlap else "off",
             hierarchical=hierarchical,
-            direct=True,
+            direct=True,  # inside clusters, gloo exchanges directly and not in a ring
+            # The hierarchical all-reduce is pipelined in chunks, and a ring reduces whole buckets.
             bucket_bytes=reduction.chunk_bytes if hierarchical else reduction.bucket_bytes,
         )
         order = [node.name for node in hour_site.nodes]
         step = simulate(hour_site, order, Sizes(), self.model, run, costs=costs)
+        # Bytes of each NIC. Nodes with the same traffic are simulated as one, and share the first
+        # key. The NIC with most bytes decides how long its network is busy.
         busy: dict[str, float] = {}
-        # `carried`: NIC, as (class of node, network, direction) -> bytes. The NIC that carries most bytes
-        # decides how long its network is busy.
-        for (_, name, _), carried in step.carried.items():
-            rate = hour_site.fabric_by_name[name].rate_bps
-            busy[name] = max(busy.get(name, 0.0), 8 * carried / rate)
+        for (_equal_nodes, network, _direction), nic_bytes in step.carried.items():
+            rate_bps = hour_site.fabric_by_name[network].rate_bps
+            busy[network] = max(busy.get(network, 0.0), 8 * nic_bytes / rate_bps)
         # The rank that waits longest for its gradient reductions.
         exposed = max(
             sum(span.end - span.start for span in line.spans if span.kind == "reduce")
             for line in step.ranks
         )
         assert ETHERNET in busy
-        return SumStep(step.step_s, exposed, busy)
+        return DataParallelStep(step.step_s, exposed_s=exposed, busy=busy)
 
 
 def rows(name: str, number: int) -> list[Row]:
@@ -343,9 +374,11 @@ def rows(name: str, number: int) -> list[Row]:
     """
     pipeline = number <= PIPELINES
     draw = random.Random(2000 + number)
-    hour: PipelineHour | SumsHour = PipelineHour(draw) if pipeline else SumsHour(draw)
+    hour: PipelineHour | DataParallelHour = (
+        PipelineHour(draw) if pipeline else DataParallelHour(draw)
+    )
     parts = drawn(draw, pipeline)
-    if isinstance(hour, SumsHour):
+    if isinstance(hour, DataParallelHour):
         hour.prepare(parts)
     learned = [0] * len(parts)  # number of steps that the adapting job makes in each part
     end = 0.0  # of the current part, in simulated seconds

@@ -69,19 +69,22 @@ UNSEEN = (
 def pipeline_of(
     profile: Profile, files: dict[float, Path], engine: str, other: Configuration
 ) -> float:
-    """Return the predicted seconds of a pipeline step, without the work outside of its passes.
+    """Return the predicted seconds of the passes and messages of a pipeline step.
 
-    The measured time of each stage link is changed by the difference that the network rates make.
+    The optimizer and all other work outside of the passes is not counted. Times of passes are those
+    of the profile. The time of a message between stages is that of the profile, plus the computed
+    difference between the network rates of the two configurations.
 
     Args:
-        profile: Measured in the configuration SEEN.
+        profile: Measured in the configuration SEEN (the only one that has run before).
         files: Rate of the network -> cluster file with this rate.
         engine: "deepspeed" or "megatron".
         other: The configuration that is predicted.
     """
     options = Options()
-    rules = rules_of(TRAITS[engine], Options(), True)
+    rules = rules_of(TRAITS[engine], Options(), direct=True)  # gloo's collectives
     job = RankModel.of_workload(profile.workload(), profile.sizes)
+    # The profile's network, and that of the predicted configuration.
     networks = [Network(site_from_spec(load_spec(files[rate]))) for rate in (SEEN.rate, other.rate)]
     plan = build_plan(site_from_spec(load_spec(files[other.rate])), profile.sizes, options=options)
     link_seconds = []  # for each network: seconds of an activation on each stage link
@@ -96,12 +99,12 @@ def pipeline_of(
         stage_link_s = max(0.0, stage.stage_link_s + after_s - before_s)
         stages.append(replace(stage, stage_link_s=stage_link_s))
     other_profile = replace(profile, stages=tuple(stages), micro_batches=other.micro_batches)
-    network = networks[1]
+    _, other_network = networks
     costs = costs_of(
-        Prices(network, job, rules),
-        network.placement(plan.nodes, profile.sizes),
-        None,
-        other_profile,
+        Prices(other_network, job, rules),
+        other_network.placement(plan.nodes, profile.sizes),
+        model=None,  # all times come from the profile
+        profile=other_profile,
         overlap=False,
     )
     return seconds_of_passes(costs, other.layers)

@@ -12,6 +12,7 @@ import random
 import sys
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from harness import Row
 
@@ -23,7 +24,7 @@ from simulated_steps import step_of  # noqa: E402
 ACTIVATION_BITS = 8 * 32768
 FREE_MBPS = 1000.0  # rate at which a message takes next to no time
 DRAWN = 12  # random jobs
-FIRST = 8  # step from which on steps are timed: the plan must have adapted before
+WARM_UP_STEPS = 8  # first steps, which are not timed: the plan must have adapted before
 STEPS = 18
 
 learning_job.step_of = step_of = cache(step_of)
@@ -31,6 +32,14 @@ learning_job.step_of = step_of = cache(step_of)
 
 #: Numbers of micro-batches in flight on the first stage that a fixed plan can have.
 FIXED = range(2, 9)
+
+
+class PipelineCase(NamedTuple):
+    """Job of two pipeline stages, in the form that tests/simulated_steps.py simulates."""
+
+    stage_layers: tuple[int, int]
+    layer_s: float  # seconds of the forward pass of a layer on the first stage
+    rate_mbps: float  # of the link between the stages, in Mb/s
 
 
 def half_mbps(layer_s: float) -> float:
@@ -45,7 +54,10 @@ def half_mbps(layer_s: float) -> float:
 
 
 def drawn(name: str, number: int) -> list[Row]:
-    """Simulate a random job, and compare its step over a slow stage link with that over a free one.
+    """Simulate a random job over a slow and a fast link between its stages, and compare its steps.
+
+    Over the slow link, an activation takes half of a stage's time. Over the fast one ("free" in the
+    names of metrics) it takes next to no time.
 
     Args:
         number: Number of the random job.
@@ -55,9 +67,8 @@ def drawn(name: str, number: int) -> list[Row]:
     micro_batches = draw.choice((6, 8, 12, 16))
     slower = draw.choice((0.8, 1.0, 1.2)) / 1.3
     layers = (3, 3)  # of each stage
-    # Layers of each stage, seconds of a layer, and rate of the link in Mb/s.
-    case = (layers, layer_s, round(half_mbps(layer_s), 3))
-    free_case = (layers, layer_s, FREE_MBPS)
+    case = PipelineCase(layers, layer_s, rate_mbps=round(half_mbps(layer_s), 3))
+    free_case = PipelineCase(layers, layer_s, rate_mbps=FREE_MBPS)
     job = LearningJob(case, micro_batches, patient=True)
     job.slower = slower  # factor of the seconds of all passes
     # The step with the plan at the start, and the best step over the free link with a fixed plan.
@@ -66,12 +77,12 @@ def drawn(name: str, number: int) -> list[Row]:
         step_s(step_of(free_case, (in_flight, 1), micro_batches, slower)) for in_flight in FIXED
     )
     try:
-        for _ in range(FIRST):
+        for _ in range(WARM_UP_STEPS):
             job.step()
         begun = job.clock
-        for _ in range(STEPS - FIRST):
+        for _ in range(STEPS - WARM_UP_STEPS):
             job.step()
-        learns = (job.clock - begun) / (STEPS - FIRST)
+        learns = (job.clock - begun) / (STEPS - WARM_UP_STEPS)
     finally:
         job.end()
     return [

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from adapt_simulated import PipelineCase
 from harness import Row
 from holmes_lab import Lab
 
@@ -42,12 +43,22 @@ STEP = 5  # steps that rank 0 has begun when it decides
 
 
 def measured() -> list[dict[str, Any]]:
-    """Return what a rank of each pipeline stage reports after it has measured some steps."""
-    job = LearningJob(((3, 3), 0.02, 5), patient=True)
+    """Return a real report of each pipeline stage: the measurements that a rank sends to rank 0.
+
+    A job of two stages with simulated steps makes them. main() copies them for all ranks of the
+    vote.
+    """
+    # A message of 262 kb takes 52 ms at 5 Mb/s, so that reports contain times of messages, too.
+    case = PipelineCase(stage_layers=(3, 3), layer_s=0.02, rate_mbps=5)
+    job = LearningJob(case, patient=True)
     seen: list[dict[str, Any]] = []
 
     def keep_reports(step: int, reports: list[dict[str, Any]]) -> dict[str, int]:
-        """Keep the reports, and propose no change."""
+        """Keep the reports, and propose no change of the plan.
+
+        In a proposal, "at" is the first step with a new plan (0: no change), and "next" is the
+        first step of the next measurements.
+        """
         seen.extend(reports)
         return {"at": 0, "next": step + 1}
 
@@ -81,14 +92,18 @@ def report(stages: list[dict[str, Any]], rank: int) -> dict[str, Any]:
 
 
 def _deciding() -> Deciding:
-    """Return the object by which rank 0 decides about changes of the plan."""
+    """Return the object by which rank 0 decides about changes of the plan.
+
+    It has the plan of a job of WORLD ranks in two clusters. It prints and stores nothing.
+    """
     nodes = [
         f"{name} {kind} 100Gb/s {name}[0-{WORLD // NODE // 2 - 1}]"
         for name, kind in (("a", "ib"), ("b", "roce"))
     ]
+    # Ethernet is as slow as in measured(), so that a change of the plan is worth it.
     clusters = site(*nodes, ethernet="5Mb/s", processes=NODE)
     options = Options()
-    plan = build_plan(clusters, Sizes(2), options=options)
+    plan = build_plan(clusters, Sizes(pipeline=2), options=options)
     assert plan.world_size == WORLD and plan.sizes is not None
     process = Process(
         rank=0,
@@ -106,8 +121,8 @@ def _deciding() -> Deciding:
         current,
         plan.sizes,
         network_api="sockets",
-        tell=lambda line: None,
-        put=lambda document: None,
+        tell=lambda line: None,  # would print a line
+        put=lambda document: None,  # would store a document in the telemetry
     )
 
 
@@ -129,24 +144,32 @@ def main() -> None:
     def run_rank(rank: int) -> None:
         """Vote as one rank, and append its times and its verdict to `outcomes`.
 
-        The vote begins when all ranks have connected to the store.
+        A vote: all ranks send their report to rank 0, rank 0 proposes a change of the plan, each
+        rank agrees or not, and the verdict is TAKE if all agree. It begins when all ranks have
+        connected to the store.
         """
         store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
         vote = Vote(
             store, "adapt", rank=rank, world=WORLD, stopped=threading.Event(), patience_s=PATIENCE_S
         )
-        boundary = Boundary(lambda number: "")
+        # Binds this rank to a change at a step. No steps run here, so no rank asks for a verdict
+        # ("").
+        boundary = Boundary(verdict_of=lambda number: "")
         figures = report(stages, rank)
         if store.add("ready", 1) == WORLD:
             store.set("go", "")
         store.wait(["go"])
         start = time.monotonic()
-        _, verdict = vote.round(
-            0,
-            figures,
-            lambda reports: deciding.propose(STEP, reports),
-            lambda number, proposal: boundary.agree(number, proposal["at"], change_of(proposal)),
-        )
+
+        def propose(reports: list[dict[str, Any]]) -> dict[str, Any]:
+            """Return the proposal of rank 0; only rank 0 calls this."""
+            return deciding.propose(STEP, reports)
+
+        def agree(number: int, proposal: dict[str, Any]) -> bool:
+            """Return whether this rank can still change its plan at the proposed step ("at")."""
+            return boundary.agree(number, at=proposal["at"], change=change_of(proposal))
+
+        _, verdict = vote.round(0, figures, propose=propose, agree=agree)
         outcomes.append((start, time.monotonic(), verdict))
 
     count = WORLD // PROCESSES
@@ -167,16 +190,21 @@ def main() -> None:
 
 
 def rows(name: str, repetitions: int) -> list[Row]:
-    """Measure the vote on an emulated node, and return a row with the seconds of a repetition."""
+    """Measure the vote of WORLD simulated ranks, and return a row with its seconds.
+
+    The ranks are threads of PROCESSES processes on one emulated node (see main()).
+    """
     seconds = []
-    command = [sys.executable, __file__, json.dumps(measured())]
+    command = [sys.executable, __file__, json.dumps(measured())]  # the reports of the two stages
     with Lab(spec("a ib 10Gb/s a0", ethernet="10Gb/s")) as lab:
         for _ in range(repetitions):
             result = lab.run(command, processes=PROCESSES, preload=("torch",), timeout=120)
             assert result.returncode == 0, result.outputs
             outcomes = [json.loads(lines[-1][1]) for _, lines in sorted(result.lines.items())]
-            starts, ends, verdicts = zip(*outcomes)
-            assert all(distinct == [TAKE] for distinct in verdicts), verdicts
+            starts, ends, verdicts_of_processes = zip(*outcomes)
+            # All ranks must have received the verdict to change the plan.
+            assert all(verdicts == [TAKE] for verdicts in verdicts_of_processes)
+            # From the last rank's report, for which all others wait, to the last rank's verdict.
             seconds.append(max(ends) - max(starts))
     return [
         Row.median(

@@ -42,6 +42,7 @@ from holmes_ext.planner.search.result import SearchResult
 #: Name in --cases -> name of the checkout.
 CASES = {"megatron-lm": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
 ROOT = Path(__file__).resolve().parents[1]
+MAX_REPLICAS = 400  # data-parallel sizes below this are tried; all scripts need far less
 #: A script that gets its micro-batch and all other sizes from the script that calls it. There is nothing in
 #: it for which a time could be predicted.
 FROM_ITS_CALLER = "ds_pretrain_gpt_1.3B_dense_base_script.sh"
@@ -64,7 +65,7 @@ def checkout(case: str) -> Path:
     return folder
 
 
-def site(world: int) -> Site:
+def two_clusters(world: int) -> Site:
     """Return an InfiniBand and a RoCE cluster with nodes for `world` ranks, connected by Ethernet.
 
     Nodes have 8 GPUs if there are enough ranks for one such node in each cluster.
@@ -85,9 +86,12 @@ def site(world: int) -> Site:
 
 
 def priced(description: CommandLine) -> float:
-    """Return the predicted seconds of a training step, or 0.0 if the layout cannot be predicted.
+    """Return the predicted seconds of a training step, or 0.0 if there is no prediction for it.
 
-    The job runs on two clusters (see site()) with the smallest data-parallel size that fills them.
+    The formula of the planner is used, not its simulation. The command line does not say on how
+    many GPUs it runs. Therefore the smallest data-parallel size is tried with which the job fills
+    the nodes of two equal clusters (two_clusters()), then the next one, until there is a
+    prediction.
 
     Args:
         description: What holmes has read from a command line: the model, its parallel sizes and its flags.
@@ -95,19 +99,29 @@ def priced(description: CommandLine) -> float:
     assert description.model is not None
     sizes = description.sizes or Sizes()
     ranks_of_replica = sizes.pipeline * sizes.tensor * sizes.context
-    for replicas in range(1, 400):
+    for replicas in range(1, MAX_REPLICAS):
         world = ranks_of_replica * replicas
-        fills_nodes = world % (16 if world > 16 else 2) == 0  # the same number in both clusters
+        # Both clusters have equally many ranks, and whole nodes of 8 GPUs if there are more than
+        # 16.
+        fills_nodes = world % (2 * 8 if world > 2 * 8 else 2) == 0
         has_expert_groups = replicas * sizes.context * sizes.tensor % sizes.expert == 0
         if not (fills_nodes and has_expert_groups):
             continue
         try:
             complete = sizes.complete(world)
-            result = SearchResult(
-                Network(site(world)), description.model, global_batch=0, rules=Rules(overlap=True)
+            # The planning problem. The batch size stays that of the command line (0: not given
+            # here).
+            problem = SearchResult(
+                Network(two_clusters(world)),
+                description.model,
+                global_batch=0,
+                rules=Rules(overlap=True),
             )
-            shape = shape_of(description.model, complete, description.zero, description.virtual)
-            return layout_candidate(result, complete, shape, description.stage_layers).formula_s
+            shape = shape_of(
+                description.model, complete, zero=description.zero, virtual=description.virtual
+            )
+            planned = layout_candidate(problem, complete, shape, description.stage_layers)
+            return planned.formula_s
         except HolmesError as error:
             trouble = error
     tell(f"not priced: {trouble}")
@@ -115,9 +129,14 @@ def priced(description: CommandLine) -> float:
 
 
 def measure(case: str) -> list[Row]:
-    """Count the command lines and flags of one repository, and return the rows of results.
+    """Count the command lines and flags of the example scripts of one repository.
 
-    Unknown flags, and scripts whose model holmes does not understand, are printed on stderr.
+    A flag is of one of four kinds. holmes uses it ("with an effect": it is in READ), or prints that
+    it does not use it ("named as not read": in NOT_READ), or has it in a list of flags that change
+    neither the step time nor the memory ("change nothing": all others), or has never heard of it
+    ("unknown").
+
+    Unknown flags, and scripts without a model that holmes understands, are printed on stderr.
 
     Args:
         case: "megatron-lm" or "megatron-deepspeed".
@@ -141,6 +160,7 @@ def measure(case: str) -> list[Row]:
     steps = [seconds for seconds in step_seconds if seconds]
     effect = [flag for flag in flags if flag in SETTING_OF_FLAG]
     named = [flag for flag in flags if flag in REASON_NOT_COUNTED]
+    # The script FROM_ITS_CALLER has no sizes of its own, so that no model can be read from it.
     wanted = len([name for name, _ in lines if Path(name).name != FROM_ITS_CALLER])
     counts = {
         "command lines found": (len(lines), ""),

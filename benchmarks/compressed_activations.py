@@ -29,6 +29,7 @@ KINDS = ("off", "nudged", "bf16", "int8")
 #: 0.23 M parameters; 1024 bytes of text in a step.
 MODEL = "--layers 4 --hidden 64 --heads 4 --sequence 64 --micro-batch 8 --micro-batches 2 --stages 2".split()
 LEARNING_RATE = 3e-3
+BF16_ERROR = 2**-9  # largest relative error of a number that is rounded to bf16
 
 
 def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[float], float]:
@@ -36,7 +37,10 @@ def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[
 
     Args:
         file: The cluster file of the emulated nodes.
-        kind: One of KINDS. "nudged" does not compress, and has a slightly larger learning rate.
+        kind: One of KINDS: a value of --holmes-compress-activations. Or "nudged", the control:
+            without compression, but with a learning rate that is 2^-9 (0.2 %) larger. This is the
+            largest relative error of rounding to bf16, so that the control shows how far so small a
+            change carries.
         steps: Number of training steps.
         seed: Seed of the weights and of the order of the text.
 
@@ -48,7 +52,7 @@ def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[
         script = str(examples() / "deepspeed_pipeline" / "train.py")
         rate = LEARNING_RATE
         if kind == "nudged":
-            rate = LEARNING_RATE * (1 + 2**-9)
+            rate = LEARNING_RATE * (1 + BF16_ERROR)
         length = ["--lr", str(rate), "--seed", str(seed), "--steps", str(steps)]
         command = [sys.executable, script, *MODEL, *length, "--log", str(log)]
         stage_links = "off" if kind == "nudged" else kind

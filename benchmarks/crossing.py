@@ -259,7 +259,7 @@ def main() -> int:
     """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
-    # start-up, whose bytes count too, is little beside them
+    # Bytes include those of the job's start. In 24 steps they are a small part.
     arguments.add_argument("--steps", type=int, default=24)
     args = arguments.parse_args()
     makers = {"slices": lambda: slices(args.repetitions, args.steps)}
@@ -267,7 +267,7 @@ def main() -> int:
         makers[f"tied {engine}"] = lambda engine=engine: tied(engine, args.repetitions, args.steps)
     names = chosen(args.cases, makers)
     rows = [row for name in names for row in makers[name]()]
-    title = "What crosses between clusters, cut (emulated accelerator)"
+    title = "Less traffic between clusters (emulated accelerator)"
     return finish([*kept(args.json, names), *rows], args.json, title)
 
 

@@ -191,29 +191,42 @@ def _launched_trainings(
 
 
 def _trainings(call: list[str]) -> Iterator[list[str]]:
-    """Yield the arguments of a training script in one call of a launcher.
+    """Yield the arguments of the training script in one call of a launcher: once, or not at all.
+
+    There are two forms of such a call:
+
+        torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24         the script is a word
+        srun bash -c "cd /work; python pretrain_gpt.py --num-layers 24"     it is inside of a word
+
+    Only the first script counts: a launcher starts one program.
 
     Args:
-        call: Words of the launcher's command line, and its input. The name of the training script is a
-            word, or is in a text that the launcher would run.
+        call: Words of the launcher's command line, and then its input (a here-document).
     """
     for number, word in enumerate(call):
         if TRAINS.search(word.strip()):
             if any(call[number + 1 :]):
                 yield [text for text in call[number + 1 :] if text.strip()]
             return
-        if any(TRAINS.search(part) for part in word.split()):  # a text with a command line in it
-            joined = word.replace("\\\n", " ")
-            line = next(
-                line
-                for line in joined.splitlines()
-                if any(TRAINS.search(part) for part in line.split())
-            )
-            try:
-                parts = shlex.split(line.strip().strip('"'))
-            except ValueError:
-                parts = line.split()
-            start = next(i for i, part in enumerate(parts) if TRAINS.search(part))
-            if parts[start + 1 :]:
-                yield parts[start + 1 :]
+        if _names_training_script(word):
+            arguments = _arguments_in_text(word)
+            if arguments:
+                yield arguments
             return
+
+
+def _names_training_script(text: str) -> bool:
+    """Return whether one of the words of a text is the path of a training script."""
+    return any(TRAINS.search(word) for word in text.split())
+
+
+def _arguments_in_text(text: str) -> list[str]:
+    """Return the arguments of the first training script in the lines of a shell command."""
+    lines = text.replace("\\\n", " ").splitlines()  # joined where a backslash continues a line
+    line = next(line for line in lines if _names_training_script(line))
+    try:
+        words = shlex.split(line.strip().strip('"'))
+    except ValueError:  # a quotation that ends on another line
+        words = line.split()
+    start = next(index for index, word in enumerate(words) if TRAINS.search(word))
+    return words[start + 1 :]

@@ -88,9 +88,15 @@ def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
         """Return the placement with this name."""
         return next(placement for placement in answer.placements if placement.name == name)
 
-    def parts(name: str) -> list[float]:
-        """Return for each answer the tokens across clusters, as a part of those of another placement."""
-        pairs = [(answer.best.crossing, placed(answer, name).crossing) for answer, _ in answers]
+    def crossing_ratios(baseline: str) -> list[float]:
+        """Return for each problem the tokens that cross clusters, divided by those of a baseline.
+
+        Problems in which no token crosses clusters under the baseline are left out.
+
+        Args:
+            baseline: Name of another placement of the same experts (EPLB or IDENTITY).
+        """
+        pairs = [(answer.best.crossing, placed(answer, baseline).crossing) for answer, _ in answers]
         return [best / other for best, other in pairs if other]
 
     costs = [answer.best.cost / placed(answer, EPLB).cost for answer, _ in answers]
@@ -104,12 +110,16 @@ def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
             target="<= 1",
         ),
         Row.median(
-            case, "tokens across clusters, placed : EPLB", parts(EPLB), unit="x", emulated=False
+            case,
+            "tokens across clusters, placed : EPLB",
+            crossing_ratios(EPLB),
+            unit="x",
+            emulated=False,
         ),
         Row.median(
             case,
             "tokens across clusters, placed : identity",
-            parts(IDENTITY),
+            crossing_ratios(IDENTITY),
             unit="x",
             emulated=False,
         ),

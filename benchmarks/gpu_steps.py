@@ -175,7 +175,7 @@ def command_of(name: str, folder: Path, source: Path, batch: int, steps: int) ->
     return commands.megatron_deepspeed(
         folder,
         source,
-        0,
+        0,  # ZeRO stage
         *model,
         "--deepspeed_config",
         str(config),

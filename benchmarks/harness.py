@@ -5,7 +5,7 @@ file, which the option --json names, has this form:
 
     {"machine": ..., "versions": ..., "rows": [ROW, ...]}
 
-    ROW: {"scene", "metric", "value", "unit", "spread": [min, max],
+    ROW: {"scene": name of the case, "metric", "value", "unit", "spread": [min, max],
           "emulated": whether the compute was emulated,
           "target": a bound such as ">= 1.6", "met": whether the value keeps the bound}
 """
@@ -111,7 +111,7 @@ class Row:
             del document["met"]
         if self.busy is None:
             del document["busy"]
-        if self.bound:
+        if self.machine_was_busy:
             document["note"] = BOUND_TEXT
         return document
 
@@ -129,8 +129,11 @@ class Row:
         return cls(**values)
 
     @property
-    def bound(self) -> bool:
-        """True if this machine was too busy for the value to describe the measured program."""
+    def machine_was_busy(self) -> bool:
+        """Whether this machine was so busy that the value may show the machine's limit.
+
+        Such a value neither meets nor misses its target.
+        """
         return self.busy is not None and self.busy > BOUND
 
 
@@ -278,7 +281,7 @@ def write(rows: list[Row], path: Path | None) -> None:
 
 def _target_text(row: Row) -> str:
     """Return the cell of the table that says whether a row meets its target."""
-    if row.bound:
+    if row.machine_was_busy:
         return BOUND_TEXT
     if row.met is None:
         return ""

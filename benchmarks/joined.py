@@ -73,7 +73,12 @@ class Case:
 
     @property
     def clusters(self) -> str:
-        """The text of the cluster.toml."""
+        """The text of the cluster.toml.
+
+        With `jobs` (each of one node), every node is a cluster behind an uplink of the case's rate.
+        Else the text is CLUSTERS: two clusters of 2 nodes, with `rate = "20Mb/s"` for the link
+        between them, which is replaced.
+        """
         if not self.jobs:
             return CLUSTERS.replace("20Mb/s", self.rate)
         clusters = "".join(
@@ -83,7 +88,7 @@ kind = "ethernet"
 nodes = ["{nodes[0]}"]
 uplink = "{self.rate}"
 """
-            for name, nodes in self.nodes.items()
+            for name, nodes in self.nodes.items()  # each job has a single node
         )
         return 'version = 2\n[ethernet]\nrate = "1Gb/s"\nlatency = "20ms"\n' + clusters
 
@@ -153,6 +158,29 @@ def run(
     return total
 
 
+def jobs_of(
+    case: Case, mode: str, coordinator_address: str, file: Path
+) -> dict[str, tuple[list[str], list[str]]]:
+    """Return the jobs of a mode: name of a job -> (its nodes, its flags).
+
+    Args:
+        mode: "apart": jobs that do not communicate. "joined": the same jobs, which exchange weights
+            through the coordinator. "synchronous": a single job on all nodes.
+        coordinator_address: Where the joined jobs find the coordinator.
+        file: The cluster file of the case.
+    """
+    if mode == "apart":
+        alone = ["--holmes", "--holmes-preflight", "off"]
+        return {job: (nodes, alone) for job, nodes in case.nodes.items()}
+    if mode == "joined":
+        return {
+            job: (nodes, join_flags(job, coordinator_address, case.outer))
+            for job, nodes in case.nodes.items()
+        }
+    all_nodes = [node for nodes in case.nodes.values() for node in nodes]
+    return {"all": (all_nodes, ["--holmes", "--holmes-cluster", str(file)])}
+
+
 def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
     """Measure a case in turn with separate jobs, joined jobs and a single synchronous job.
 
@@ -166,32 +194,21 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
     """
     case = CASES[name]
     modes = ("apart", "joined", "synchronous") if case.synchronous else ("apart", "joined")
-    rates: dict[str, list[float]] = {mode: [] for mode in modes}
-    alone = ["--holmes", "--holmes-preflight", "off"]
-    together = [node for nodes in case.nodes.values() for node in nodes]
+    rates: dict[str, list[float]] = {mode: [] for mode in modes}  # tokens per second of each run
     with Lab(load_spec(file)) as lab, tempfile.TemporaryDirectory() as directory:
         for repetition in range(repetitions):
             for mode in rates:
 
-                def once(mode: str = mode) -> float:
+                def run_jobs(mode: str = mode) -> float:
                     """Run the jobs in one mode, and return their tokens per second."""
                     with coordinator(lab) as (address, _):
-                        jobs = {
-                            "apart": {job: (nodes, alone) for job, nodes in case.nodes.items()},
-                            "joined": {
-                                job: (nodes, join_flags(job, address, case.outer))
-                                for job, nodes in case.nodes.items()
-                            },
-                            "synchronous": {
-                                "all": (together, ["--holmes", "--holmes-cluster", str(file)])
-                            },
-                        }[mode]
+                        jobs = jobs_of(case, mode, address, file)
                         skip, steps = (case.skip, case.steps)
                         if mode == "synchronous" and case.synchronous:
-                            skip, steps = case.synchronous
-                        return run(lab, jobs, case, Path(directory), skip, steps)
+                            skip, steps = case.synchronous  # its steps take far longer
+                        return run(lab, jobs, case, Path(directory), skip=skip, steps=steps)
 
-                rate = runs.of(f"{name}, {mode}, repetition {repetition + 1}", once)
+                rate = runs.of(f"{name}, {mode}, repetition {repetition + 1}", run_jobs)
                 rates[mode] += [rate] if rate else []
     if not all(rates.values()):
         return []

@@ -23,6 +23,7 @@ import statistics
 import sys
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import NamedTuple
 
 import harness
 import outer_steps  # noqa: F401
@@ -79,13 +80,34 @@ WAYS = {
     "2bit, every 208": "compress=2bit,every=208",
     "co2": "algorithm=co2,every=30,fragments=1,compress=off",
 }
-#: (a way, the way whose loss is subtracted, the way whose spread over seeds is the limit, the comparison)
+
+
+class Comparison(NamedTuple):
+    """Target: the evaluation loss of a way, less that of a baseline, is below or above the noise.
+
+    The noise is the difference between the largest and the smallest loss of one way over the seeds.
+    """
+
+    way: str
+    baseline: str
+    noise_of: str  # the way that shows the noise
+    sign: str  # "<=": the difference must not exceed the noise; ">=": it must exceed it
+
+
 COMPARED = (
-    ("default", "synchronous", "synchronous", "<="),
-    ("alone", "default", "synchronous", ">="),
-    ("muon", "synchronous", "synchronous", "<="),
-    ("2bit, every 208", "default", "default", "<="),
+    Comparison("default", "synchronous", noise_of="synchronous", sign="<="),
+    Comparison("alone", "default", noise_of="synchronous", sign=">="),
+    Comparison("muon", "synchronous", noise_of="synchronous", sign="<="),
+    Comparison("2bit, every 208", "default", noise_of="default", sign="<="),
 )
+
+
+class Losses(NamedTuple):
+    """Losses of a training, in nats for each byte of text, in the order of MEASURED."""
+
+    evaluation: float  # of the mean weights of all jobs, on text that no job has read
+    evaluation_of_one_job: float  # of the first job's weights, on the same text
+    training: float  # mean over the jobs and the last 50 steps
 
 
 class Copy:
@@ -129,6 +151,13 @@ class Copy:
         self.inner.zero_grad()
         self.schedule.step()
         return loss.item()
+
+
+class Captured(NamedTuple):
+    """Pseudo-gradient of a fragment, between its computation and the outer step that applies it."""
+
+    gradient: torch.Tensor  # mean over the jobs
+    weights: list[torch.Tensor]  # of each job, copied when the pseudo-gradient was computed
 
 
 class OuterLoop:
@@ -183,9 +212,9 @@ class OuterLoop:
             ]
             for _ in copies
         ]
-        # Fragment -> (mean pseudo-gradient, weights of each job when it was captured).
-        self.captured: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        self.in_flight: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        # By fragment: pseudo-gradients that are computed, and those that are on their way.
+        self.captured: dict[int, Captured] = {}
+        self.in_flight: dict[int, Captured] = {}
         self.round = 0
 
     def after_step(self) -> None:
@@ -196,17 +225,20 @@ class OuterLoop:
     def capture(self) -> int:
         """Compute the mean pseudo-gradient of the next fragment, and return the fragment's number.
 
-        A pseudo-gradient is the difference of the weights since the last outer step. It passes the codec,
-        as if it were sent.
+        A job's pseudo-gradient is the anchor (its weights after the last outer step) less its
+        weights now. Each is encoded and decoded as if it were sent to the other jobs. The mean is
+        kept in `captured`, with copies of the weights that it was computed from.
         """
-        fragment = self.round % len(self.ranges)
+        fragment = self.round % len(self.ranges)  # fragments take turns
         self.round += 1
-        sent = [copy.flat[self.ranges[fragment]].clone() for copy in self.copies]
-        gradients = [
-            self.cross(self.anchors[fragment] - weights, self.residuals[k][fragment])
-            for k, weights in enumerate(sent)
+        weights_now = [copy.flat[self.ranges[fragment]].clone() for copy in self.copies]
+        received = [
+            self.encode_and_decode(
+                self.anchors[fragment] - weights, residual=self.residuals[job][fragment]
+            )
+            for job, weights in enumerate(weights_now)
         ]
-        self.captured[fragment] = torch.stack(gradients).mean(0), sent
+        self.captured[fragment] = Captured(torch.stack(received).mean(0), weights_now)
         return fragment
 
     def submit(self, fragment: int) -> None:
@@ -216,32 +248,52 @@ class OuterLoop:
         return list(self.in_flight)
 
     def new_period(self) -> None:
-        """Begin a period of outer rounds."""
+        """Set the number of training steps since the last exchange of all fragments to 0.
+
+        The outer algorithm calls this. After `period` steps, all fragments have been exchanged
+        once.
+        """
         self.in_period = 0
 
     def settle(self, fragment: int) -> None:
-        """Apply the outer step of a fragment, and give all jobs the new weights.
+        """Take the outer step of a fragment, and update the weights of all jobs.
 
-        The outer step uses the pseudo-gradient that has travelled since the last call for this fragment,
-        if there is one.
+        The outer step moves the anchor (the weights after the last outer step, equal in all jobs)
+        by the pseudo-gradient that was submitted since the last call. If there is none, the anchor
+        stays. Then the algorithm mixes the anchor with the weights of each job, which has trained
+        on meanwhile.
         """
         momentum = self.momenta[fragment]
         anchor = self.anchors[fragment]
-        sent = None  # weights of each job when its pseudo-gradient was captured
-        if fragment in self.in_flight:
-            gradient, sent = self.in_flight.pop(fragment)
-            before = float(momentum.float().square().sum()) if momentum is not None else 0.0
-            gap = 1.0
+        submitted = self.in_flight.pop(fragment, None)
+        if submitted is not None:
+            gradient = submitted.gradient
+            gap = 1.0  # divisor for an outdated pseudo-gradient (CO2); 1: it counts in full
             if self.algorithm.needs_gap:
-                gap = self.algorithm.gap_of(before, float(gradient.square().sum()))
-            mu = self.algorithm.momentum_of([1.0] * len(self.copies))
-            self.algorithm.step(anchor, momentum, gradient, mu, gap, self.matrices[fragment])
-        for k, copy in enumerate(self.copies):
+                momentum_square = 0.0
+                if momentum is not None:
+                    momentum_square = float(momentum.float().square().sum())
+                gap = self.algorithm.gap_of(momentum_square, float(gradient.square().sum()))
+            equal_shares = [1.0] * len(self.copies)  # all jobs read equally many tokens
+            self.algorithm.step(
+                anchor,
+                momentum,
+                gradient,
+                mu=self.algorithm.momentum_of(equal_shares),
+                gap=gap,
+                matrices=self.matrices[fragment],
+            )
+        for job, copy in enumerate(self.copies):
             local = copy.flat[self.ranges[fragment]]
-            then = sent[k] if sent is not None and self.algorithm.keeps_progress else None
-            local.copy_(self.algorithm.mixed(local, then, anchor))
+            # Some algorithms keep the progress since the pseudo-gradient was computed.
+            weights_then = None
+            if submitted is not None and self.algorithm.keeps_progress:
+                weights_then = submitted.weights[job]
+            local.copy_(self.algorithm.mixed(local, weights_then, anchor))
 
-    def cross(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def encode_and_decode(
+        self, gradient: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return a pseudo-gradient as the receiver decodes it, and keep the rounding error.
 
         Args:
@@ -287,8 +339,8 @@ def train(
     steps: int,
     training: torch.Tensor,
     held_out: torch.Tensor,
-) -> tuple[float, ...]:
-    """Train the jobs in one way, and return the three losses of MEASURED.
+) -> Losses:
+    """Train the jobs in one way, and return their losses on unread and on training text.
 
     Args:
         case: A key of CASES.
@@ -309,37 +361,49 @@ def train(
         losses.append(statistics.fmean(copy.step(rows) for copy, rows in zip(copies, batches)))
         if joined:
             joined.after_step()
-    of_one = evaluate(copies[0].model, held_out)
-    copies[0].flat.copy_(torch.stack([copy.flat for copy in copies]).mean(0))
-    return evaluate(copies[0].model, held_out), of_one, statistics.fmean(losses[-50:])
+    first = copies[0]
+    evaluation_of_one_job = evaluate(first.model, held_out)
+    # The first job's model gets the mean weights. Its own were evaluated above.
+    first.flat.copy_(torch.stack([copy.flat for copy in copies]).mean(0))
+    return Losses(
+        evaluation=evaluate(first.model, held_out),
+        evaluation_of_one_job=evaluation_of_one_job,
+        training=statistics.fmean(losses[-50:]),  # single steps have the noise of small batches
+    )
 
 
 def differences(rows: list[Row]) -> list[Row]:
-    """Return rows that compare the losses of two ways with the spread over the seeds.
+    """Return rows with the difference of two ways' evaluation losses, and the noise as target.
+
+    The pairs of ways are those of COMPARED.
 
     Args:
-        rows: All rows. A case with a single seed has no spread, and is left out.
+        rows: All rows. A case with a single seed shows no noise, and is left out.
     """
-    compared, row_of = (
-        [],
-        {(row.case, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows},
-    )
-    for case, (way, less, seeds, sign) in product(
-        dict.fromkeys(row.case for row in rows), COMPARED
-    ):
-        row, base, seeds_row = (row_of.get((case, name)) for name in (way, less, seeds))
-        if row and base and seeds_row and (limit := seeds_row.spread[1] - seeds_row.spread[0]):
-            value = row.value - base.value
-            compared.append(
-                Row.median(
-                    case,
-                    f"{way} - {less}",
-                    [value],
-                    unit="nats",
-                    emulated=False,
-                    target=f"{sign} {limit:.3f}",
-                )
+    evaluation, *_ = MEASURED  # the metric is "evaluation loss, WAY"
+    row_of = {(row.case, row.metric.removeprefix(f"{evaluation}, ")): row for row in rows}
+    cases = dict.fromkeys(row.case for row in rows)
+    compared = []
+    for case, comparison in product(cases, COMPARED):
+        row = row_of.get((case, comparison.way))
+        baseline = row_of.get((case, comparison.baseline))
+        noise_row = row_of.get((case, comparison.noise_of))
+        if row is None or baseline is None or noise_row is None:
+            continue
+        smallest, largest = noise_row.spread  # over the seeds
+        noise = largest - smallest
+        if not noise:
+            continue
+        compared.append(
+            Row.median(
+                case,
+                f"{comparison.way} - {comparison.baseline}",
+                [row.value - baseline.value],
+                unit="nats",
+                emulated=False,
+                target=f"{comparison.sign} {noise:.3f}",
             )
+        )
     return compared
 
 
@@ -389,7 +453,7 @@ def main() -> int:
         losses = []
         for seed in range(args.first_seed, args.first_seed + args.seeds):
 
-            def once(case: str = case, way: str = way, seed: int = seed) -> tuple[float, ...]:
+            def once(case: str = case, way: str = way, seed: int = seed) -> Losses:
                 return train(case, way, seed, args.jobs, args.steps, training, held_out)
 
             if values := runs.of(f"{case}{beside}, {way}, seed {seed}", once):

@@ -30,12 +30,15 @@ from holmes_lab.network.inter_cluster import TUNED
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
 
-#: Rates in Mb/s, latencies in ms: unequal, one uplink that several links share.
+#: Pair of clusters -> (rate in Mb/s, latency in one direction in ms): unequal links.
 SITE = {("a", "b"): (500, 10), ("a", "c"): (200, 40), ("b", "c"): (100, 2)}
 FOUR = {**SITE, ("a", "d"): (150, 20), ("b", "d"): (80, 5), ("c", "d"): (120, 80)}
 
 
-def site(
+LIMITED_MBPS = 500  # rate of the link whose delay costs CPU time in the case "delay line"
+
+
+def cluster_toml(
     links: Mapping[tuple[str, str], tuple[float, float]],
     nodes: int,
     ethernet: str = "250Mb/s",
@@ -44,7 +47,7 @@ def site(
     """Return the text of a cluster.toml.
 
     Args:
-        links: Pair of clusters -> (rate in Mb/s, latency in ms).
+        links: Pair of clusters -> (rate in Mb/s, latency in one direction in ms).
         nodes: Nodes of each cluster.
         ethernet: Rate of the NICs.
         uplinks: Cluster -> rate of the uplink that its links share.
@@ -69,16 +72,21 @@ def site(
 
 
 def lab(repetitions: int) -> list[Row]:
-    """Measure how exactly the lab emulates rates and latencies."""
-    spec = parse_spec(site(SITE, 4, uplinks={"a": "400Mb/s"}))
-    runs = [measure(spec)[1] for _ in range(repetitions)]
-    kinds = {
+    """Measure how exactly the lab emulates rates and round trips of links between clusters."""
+    # The links of cluster a also share an uplink, which is slower than their sum.
+    spec = parse_spec(cluster_toml(SITE, nodes=4, uplinks={"a": "400Mb/s"}))
+    runs = []  # rows of the links between clusters, for each repetition
+    for _ in range(repetitions):
+        _, between_clusters = measure(spec)
+        runs.append(between_clusters)
+    # Name in the results -> end of CrossingRow.what ("512 KiB", "1 pair", "4 pairs at once").
+    endings = {
         "message from 128 KiB on": "KiB",
         "one pair": "1 pair",
         "4 pairs at once": "4 pairs at once",
     }
     rows = []
-    for name, ending in kinds.items():
+    for name, ending in endings.items():
         chosen_rows = [[row for row in run if row.what.endswith(ending)] for run in runs]
         errors = [max(abs(row.achieved / row.configured - 1) for row in run) for run in chosen_rows]
         rows.append(
@@ -92,12 +100,12 @@ def lab(repetitions: int) -> list[Row]:
             )
         )
     trips = [[row for row in run if row.what == "round trip"] for run in runs]
-    over = [max(map(_latency_error, run)) for run in trips]
+    errors = [max(map(_round_trip_error, run)) for run in trips]
     rows.append(
         Row.median(
             "lab",
             "largest error of a round trip",
-            over,
+            errors,
             unit="of max(1 ms, 5 %)",
             emulated=True,
             target="<= 1",
@@ -107,16 +115,20 @@ def lab(repetitions: int) -> list[Row]:
 
 
 def _latency_error(row: BetweenClustersRow) -> float:
-    """Return the error of a latency in units of its tolerance, which is 1 ms or 5 %."""
+    """Return the error of a latency in units of its tolerance: 1 ms or 5 %, whichever is larger."""
     return abs(row.achieved - row.configured) / max(1e-3, 0.05 * row.configured)
 
 
 def delay_line(repetitions: int) -> list[Row]:
-    """Measure the CPU time of the process that delays messages between clusters."""
+    """Measure the share of a core that the process uses which delays messages between clusters.
+
+    One node, or two, of cluster a send as fast as they can to cluster b over a link of 500 Mb/s and
+    10 ms.
+    """
     rows = []
     for nodes, ethernet, target in ((1, "2Gb/s", "<= 0.1"), (2, "250Mb/s", "")):
         name = f"NICs of {ethernet}: {nodes}"
-        spec = parse_spec(site({("a", "b"): (500, 10)}, nodes, ethernet))
+        spec = parse_spec(cluster_toml({("a", "b"): (LIMITED_MBPS, 10)}, nodes, ethernet))
         shares = []  # of a core, used by the delay line
         rates = []  # in bits/s
         with Lab(spec, realtime=True, sysctl=TUNED) as emulated:
@@ -127,9 +139,12 @@ def delay_line(repetitions: int) -> list[Row]:
             for _ in range(repetitions):
                 cpu_before = _cpu_s(emulated.delay_line)
                 sent_before = _sent(emulated)
-                rates.append(sum(sender["flood"] for sender in flood(emulated, sides, nodes, [])))
+                # flood() sends from `nodes` nodes at once. Its value "flood" is a sender's rate in
+                # bits/s.
+                senders = flood(emulated, sides, count=nodes, sizes=[])
+                rates.append(sum(sender["flood"] for sender in senders))
                 sent_bits = 8 * (_sent(emulated) - sent_before)
-                busy_s = sent_bits / 500e6  # of the link
+                busy_s = sent_bits / (LIMITED_MBPS * 1e6)  # for which the link carried data
                 shares.append((_cpu_s(emulated.delay_line) - cpu_before) / busy_s)
         rows.append(
             Row.median(
@@ -161,17 +176,22 @@ def _sent(emulated: Lab) -> int:
 
 
 def probe(repetitions: int) -> list[Row]:
-    """Measure how exactly `holmes probe` finds the rates and latencies of 4 clusters."""
-    rates, trips = [], []
+    """Measure how exactly `holmes probe` finds rates and latencies between 4 clusters.
+
+    The probe measures a round trip, and half of it is the latency in its cluster file. Their
+    relative errors are the same, and the row is named after the measured round trip.
+    """
+    rate_errors, latency_errors = [], []  # relative
     for _ in range(repetitions):
-        spec, _ = _probe(site(FOUR, 2))
+        spec, _ = _probe(cluster_toml(FOUR, nodes=2))  # with NICs of 250 Mb/s
         pairs = {frozenset(pair.clusters): pair for pair in spec.pairs}
-        for (first, second), (rate, latency) in FOUR.items():
+        for (first, second), (rate_mbps, latency_ms) in FOUR.items():
             link = pairs[frozenset((first, second))]
             # Two nodes of 250 Mb/s in a cluster cannot send faster than 500 Mb/s.
-            rates.append(abs(link.rate_bps / min(rate * 1e6, 2 * 250e6) - 1))
-            trips.append(abs(link.latency_s / (latency * 1e-3) - 1))
-    worst = (("rate", rates), ("round trip", trips))
+            possible_bps = min(rate_mbps * 1e6, 2 * 250e6)
+            rate_errors.append(abs(link.rate_bps / possible_bps - 1))
+            latency_errors.append(abs(link.latency_s / (latency_ms * 1e-3) - 1))
+    worst = (("rate", rate_errors), ("round trip", latency_errors))
     return [
         Row.of(
             "probe",
@@ -192,7 +212,11 @@ def probe_eight(repetitions: int) -> list[Row]:
         pair: (100, 2 + 10 * number / 4)
         for number, pair in enumerate(itertools.combinations("abcdefgh", 2))
     }
-    seconds = [_probe(site(links, 2, "100Mb/s"))[1] for _ in range(repetitions)]
+    text = cluster_toml(links, nodes=2, ethernet="100Mb/s")
+    seconds = []
+    for _ in range(repetitions):
+        _, probe_s = _probe(text)
+        seconds.append(probe_s)
     return [
         Row.median(
             "probe 8",

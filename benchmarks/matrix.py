@@ -302,37 +302,41 @@ def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
 def check(row: Row, python: Path, record: dict[str, Any]) -> list[Figure]:
     """Count the features of holmes that are on and off with the versions of a row.
 
-    A further number is that of the features which are off and for which `holmes doctor` does not name a
-    remedy.
+    `holmes patches` prints for each patch whether it can be applied to the installed framework. A
+    feature is off if one of its patches cannot. `holmes doctor` should then name the versions with
+    which it is on; the third result counts the features for which it does not.
 
     Args:
         row: The combination of versions.
         python: The interpreter of its environment.
-        record: Gets feature -> reason for the features that are off, under the key "off".
+        record: Its key "off" is set: feature -> reason, for the features that are off.
     """
-    fits = [
-        fit
-        for fit in holmes(row, python, "patches")["patches"]
-        if re.split(r"[^\w-]", fit["versions"])[0] in row.features
-    ]
-    assert fits, row.name
+    patches = []  # those of the row's frameworks
+    for patch in holmes(row, python, "patches")["patches"]:
+        framework = re.split(r"[^\w-]", patch["versions"])[0]  # "versions" is such as "torch>=2.6"
+        if framework in row.features:
+            patches.append(patch)
+    assert patches, row.name
+    # "other version": the patch is for another version, and another patch has the feature here.
     off = {
-        fit["feature"]: fit["reason"]
-        for fit in fits
-        if fit["state"] not in ("fits", "other version")
+        patch["feature"]: patch["reason"]
+        for patch in patches
+        if patch["state"] not in ("fits", "other version")
     }
+    features_on = len({patch["feature"] for patch in patches}) - len(off)
     findings = holmes(row, python, "doctor")["findings"]
-    advice = " ".join(f"{finding['what']} {finding['mend']}" for finding in findings)
+    advice = " ".join(f"{finding['what']} {finding['mend']}" for finding in findings)  # the remedy
     record["off"] = off
     for feature, reason in off.items():
         tell(f"{row.name}: {feature} is off: {reason}")
+    # The doctor's remedy ends with "VERSIONS have them: pip install 'VERSIONS'; or train without".
     silent = [
         feature
         for feature in off
         if not re.search(rf"\b{feature}\b.* have them: pip install", advice)
     ]
     return [
-        figure(row, "features on", len({fit["feature"] for fit in fits}) - len(off), "features"),
+        figure(row, "features on", features_on, "features"),
         figure(row, "features off", len(off), "features"),
         figure(row, "features off that doctor does not name", len(silent), "features", "<= 0"),
     ]
@@ -434,23 +438,27 @@ def figure(row: Row, metric: str, value: float, unit: str, target: str = "") -> 
 
 
 def next_versions(pip: list[str], slim: bool) -> int:
-    """Install the newest version of everything, and print what fails.
+    """Test holmes with the newest versions of torch and all frameworks, and print what fails.
+
+    The versions are those of NEXT, and are installed into an environment.
 
     Args:
         pip: Further arguments of pip for the installation of torch.
         slim: Whether torch is installed without CUDA's libraries.
 
     Returns:
-        The exit status: 1 if something fails, else 0.
+        The exit status: 1 if a feature of holmes is off or a test fails, else 0.
     """
-    shutil.rmtree(environment_folder(NEXT), ignore_errors=True)  # what was newest when it was made
+    # An earlier environment has the versions that were the newest then.
+    shutil.rmtree(environment_folder(NEXT), ignore_errors=True)
     python = create_environment(NEXT, pip, slim)
     record: dict[str, Any] = {}
     listed = run(NEXT, python, "-m", "pip", "list", "--format", "freeze").stdout
     installed = [line for line in listed.split() if re.split("==", line)[0] in NEXT.features]
     tell(f"installed: {', '.join(installed)}")
-    figures = [*check(NEXT, python, record), *tests(NEXT, python, NEXT.tests)]
-    return 1 if record["off"] or any(fig.met is False for fig in figures) else 0
+    results = [*check(NEXT, python, record), *tests(NEXT, python, NEXT.tests)]
+    features_off = record["off"]  # set by check()
+    return 1 if features_off or any(result.met is False for result in results) else 0
 
 
 def main() -> int:

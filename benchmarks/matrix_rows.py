@@ -20,7 +20,10 @@ CASES = ("deepspeed", "megatron-core", "Trainer", "FSDP2", "Megatron-DeepSpeed")
 
 @dataclass(frozen=True)
 class Row:
-    """A combination of versions that matrix.py installs, and the tests and measurements that it then runs."""
+    """Combination of versions that matrix.py installs, and the tests that it then runs.
+
+    It is one row of a table in docs/versions.md, and not harness.Row, which is one measured value.
+    """
 
     name: str
     kind: str  # the table that shows the row
@@ -34,7 +37,8 @@ class Row:
     )
     features: tuple[str, ...] = ("torch",)  # packages; the features of holmes for them are counted
     tests: tuple[str, ...] = ()  # files and options of pytest
-    few: tuple[str, ...] = ()  # the same for `make old-versions`: some tests that take minutes
+    #: The same for `make old-versions`, which runs often: a few tests that take minutes.
+    few: tuple[str, ...] = ()
     lab: tuple[str, ...] = ()  # names from CASES
     nccl: tuple[
         str, ...
@@ -123,7 +127,18 @@ ALL = ("torch", "deepspeed", "megatron-core", "transformers", "lightning")
 
 
 def _pair(name: str, torch: str, *packages: str, **more) -> Row:
-    """Return a row with a version of torch and several frameworks."""
+    """Return a row with a version of torch and several frameworks that were released at that time.
+
+    Such a row tests what one framework can break in another: `tests` are PAIR_TESTS. `few` are a
+    few tests (FEW_PAIR) that also run in `make old-versions`. `lab` names the jobs that are
+    measured on emulated clusters.
+
+    Args:
+        name: Name of the row.
+        torch: Version of torch.
+        packages: Requirements of the frameworks, such as "deepspeed==0.18.1".
+        more: Further fields of Row, also in place of the default ones.
+    """
     features = tuple(
         project
         for project in ALL
@@ -139,7 +154,16 @@ def _pair(name: str, torch: str, *packages: str, **more) -> Row:
 
 
 def _torch(version: str, packages: tuple[str, ...]) -> Row:
-    """Return a row with a version of torch."""
+    """Return a row with a version of torch.
+
+    All versions run the tests. Jobs on emulated clusters (`lab`) take long, and run only with the
+    oldest, a middle and the newest version. Tests over NCCL use emulated GPUs, which have the
+    runtime of CUDA 13. One version of torch with CUDA 13 runs them.
+
+    Args:
+        version: Version of torch.
+        packages: Requirements of transformers and accelerate that fit it.
+    """
     lab = ("Trainer", "FSDP2") if version in ("2.6.0", "2.9.1", "2.15.0") else ()
     return Row(
         f"torch {version}",
@@ -154,7 +178,11 @@ def _torch(version: str, packages: tuple[str, ...]) -> Row:
 
 
 def _deepspeed(version: str) -> Row:
-    """Return a row with a version of DeepSpeed."""
+    """Return a row with a version of DeepSpeed.
+
+    `few` are a few tests that also run in `make old-versions`. `lab` names the job that is measured
+    on emulated clusters.
+    """
     return Row(
         f"deepspeed {version}",
         "deepspeed",
@@ -169,7 +197,11 @@ def _deepspeed(version: str) -> Row:
 def _megatron(version: str, source: str = "") -> Row:
     """Return a row with a version of megatron-core.
 
+    `few` are a few tests that also run in `make old-versions`. `lab` names the job that is measured
+    on emulated clusters.
+
     Args:
+        version: Version of megatron-core.
         source: A tag or branch of Megatron-LM; "": the package from PyPI.
     """
     packages = () if source else (f"megatron-core=={version}",)

@@ -89,7 +89,8 @@ def _cells(figures: dict[str, Figure]) -> list[str]:
 
     named = {case: f"{case}, holmes : stock" for case in CASES}
     ratios = [
-        f"{case} {figures[metric].value:.2f} x{' (cores busy)' if figures[metric].bound else ''}"
+        f"{case} {figures[metric].value:.2f} x"
+        f"{' (cores busy)' if figures[metric].machine_was_busy else ''}"
         for case, metric in named.items()
         if metric in figures
     ]

@@ -20,9 +20,11 @@ CUDA = re.compile(r"_*(p?nccl|cu|nv)")
 
 
 def install(python: Path, torch: str, more: list[str]) -> None:
-    """Install torch into an environment, with small libraries in place of those of CUDA.
+    """Install torch into an environment, with small stub libraries in place of those of CUDA.
 
-    Other requirements of torch are installed later, with the packages of the row.
+    Only the CUDA runtime and CUPTI (the profiler's library) are real: torch calls them also without
+    a GPU. The functions of the stubs abort. Other requirements of torch are installed later, with
+    the packages of the row.
 
     Args:
         python: The interpreter of the environment.
@@ -35,12 +37,15 @@ def install(python: Path, torch: str, more: list[str]) -> None:
     (metadata,) = site.glob("torch-*.dist-info/METADATA")
     text = metadata.read_text()
     real = re.findall(r"^Requires-Dist: (nvidia-cuda-(?:runtime|cupti)[^;]*)", text, re.MULTILINE)
-    for version in re.findall(
-        r"^Requires-Dist: cuda-toolkit\[[^]]*\]\s*([^;]*)", text, re.MULTILINE
-    )[:1]:
+    # Newer torches require one package with all libraries as extras, such as
+    # cuda-toolkit[cublas,...]==13.0.
+    toolkit = re.search(r"^Requires-Dist: cuda-toolkit\[[^]]*\]\s*([^;]*)", text, re.MULTILINE)
+    if toolkit:
+        version = toolkit[1]
         real = [f"cuda-toolkit[cudart,cupti]{version}"]
+    # Without this, later installations would bring the libraries that are left out.
     metadata.write_text(LEFT_OUT.sub("", text))
-    if real:  # a CPU build asks for none
+    if real:  # a torch for CPUs requires none
         subprocess.run([*pip, *map(str.strip, real)], check=True)
     write_stub_libraries(site)
 

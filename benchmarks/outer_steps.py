@@ -73,12 +73,15 @@ class Warm(DiLoCo):
     ) -> None:
         """Update the anchor weights (those after the last outer step) of a fragment in place.
 
-        The arguments are those of DiLoCo.step(). The setting `clip` is the number of rounds in which the
-        momentum grows.
+        The arguments are those of DiLoCo.step(). The momentum grows linearly from 0 to mu. The
+        number of rounds that this takes is the setting `clip`: DiLoCo has no other use for it, and
+        an algorithm of this file cannot add a setting to --holmes-outer.
         """
-        self.rounds[anchor.data_ptr()] += 1  # the address identifies the fragment
-        share = min(1.0, self.rounds[anchor.data_ptr()] / max(1.0, self.clip))
-        super().step(anchor, momentum, gradient, mu * share, gap, matrices)
+        address = anchor.data_ptr()  # identifies the fragment
+        self.rounds[address] += 1
+        warm_up_rounds = max(1.0, self.clip)
+        share = min(1.0, self.rounds[address] / warm_up_rounds)
+        super().step(anchor, momentum, gradient, mu=mu * share, gap=gap, matrices=matrices)
 
 
 ALGORITHMS |= {"adamw": OuterAdamW, "warm": Warm}

@@ -34,6 +34,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import prediction
 from emulated import forward_s
@@ -60,7 +61,7 @@ from holmes_ext.samples import examples
 FLOPS = 1.43e9  # a block of hidden 192 on 16 tokens: 10 ms forward
 MODELS = {"8 layers": (8, 192), "12 layers": (12, 192), "16 layers": (16, 160)}  # layers, hidden
 SEQUENCE, HEADS = 16, 4
-PROFILED = 3  # steps
+PROFILED = 3  # steps of which `--holmes-profile 3,FILE` measures the times
 NOISE = 0.03  # two runs of the same job differ by less (the A/A rows say by how much)
 
 
@@ -70,13 +71,16 @@ class Case:
 
     name: str
     rates: tuple[int, int]  # Mb/s inside the clusters a and b
-    micro_batches: tuple[int, ...] = (
-        2,
-        4,
-        8,
-    )  # the second number also runs twice, to measure the noise
+    #: Numbers of micro-batches in a step. A profile is measured with the middle one, and the noise,
+    #: too.
+    micro_batches: tuple[int, int, int] = (2, 4, 8)
     overlap: bool = False  # value of --holmes-overlap
     speed: float = 1.0  # of the GPUs of b, in units of those of a
+
+    @property
+    def middle(self) -> int:
+        """The middle number of micro-batches."""
+        return self.micro_batches[1]
 
 
 CASES = (
@@ -117,19 +121,31 @@ def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
     )
 
 
-@dataclass
-class Cell:
-    """One model and number of micro-batches of a case, with its plans and runs."""
+class PartitionPlan(NamedTuple):
+    """Plan of a method of partitioning, and the layers of each of its two stages."""
 
-    title: str
-    plans: dict[str, tuple[Plan, tuple[int, ...]]]  # method -> its plan and layers of each stage
+    plan: Plan
+    stage_layers: tuple[int, ...]
+
+
+@dataclass
+class Configuration:
+    """One model and number of micro-batches of a case, with the plan and the run of each method.
+
+    Methods that find the same layers of the stages share a run.
+    """
+
+    title: str  # its name in the results
+    plans: dict[str, PartitionPlan]  # by method of partitioning
     variants: dict[tuple[int, ...], Variant]  # layers of each stage -> the run
-    again: Variant | None  # a second run of the first variant, to measure the noise
+    again: (
+        Variant | None
+    )  # a second run of the first variant, to measure the noise; None: no such run
     model: Model
 
 
-def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> tuple[Plan, tuple[int, ...]]:
-    """Return the plan by one method of partitioning, and the layers of its stages.
+def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> PartitionPlan:
+    """Return the plan by one method of partitioning.
 
     Args:
         method: "uniform", "speed" or "balanced".
@@ -141,13 +157,18 @@ def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> tuple[Plan
         model=model,
         overlap=case.overlap,
     )
-    return plan, plan.stage_layers or (model.layers // 2,) * 2
+    # A plan without layers of the stages divides the layers evenly.
+    return PartitionPlan(plan, plan.stage_layers or (model.layers // 2,) * 2)
 
 
-def cell_of(case: Case, name: str, micro_batches: int, spec: SiteSpec, directory: Path) -> Cell:
-    """Make the plans of all methods for a model, write them, and return them with the variants to run.
+def configuration_of(
+    case: Case, name: str, micro_batches: int, spec: SiteSpec, directory: Path
+) -> Configuration:
+    """Make and write the plan of each method of partitioning, and return the plans with their runs.
 
-    Methods with the same layers of the stages share a variant.
+    Methods with the same layers of the stages share a run. With the middle number of micro-batches,
+    the first run is made twice, which shows the noise of the measurements. Once for each model is
+    enough.
 
     Args:
         name: Name of the model, a key of MODELS.
@@ -159,23 +180,22 @@ def cell_of(case: Case, name: str, micro_batches: int, spec: SiteSpec, directory
     flags = flags_of(case, name, micro_batches, directory)
     plans, variants = {}, {}
     for method in METHODS:
-        plan, split = plans[method] = plan_of(case, model, method, spec)
-        if split not in variants:
+        planned = plan_of(case, model, method, spec)
+        plans[method] = planned
+        if planned.stage_layers not in variants:
             file = directory / f"{name}-{micro_batches}-{method}.json"
-            plan.save(file)
-            variants[split] = Variant(
+            planned.plan.save(file)
+            variants[planned.stage_layers] = Variant(
                 f"{title} {method}",
                 spec,
                 interleave(spec),
                 flags=(*flags, "--holmes-plan", str(file)),
             )
     first = next(iter(variants.values()))
-    again = (
-        Variant(f"{title} again", spec, first.order, flags=first.flags)
-        if micro_batches == case.micro_batches[1]
-        else None
-    )
-    return Cell(title, plans=plans, variants=variants, again=again, model=model)
+    again = None
+    if micro_batches == case.middle:
+        again = Variant(f"{title} again", spec, first.order, flags=first.flags)
+    return Configuration(title, plans=plans, variants=variants, again=again, model=model)
 
 
 def flags_of(case: Case, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
@@ -202,22 +222,26 @@ def flags_of(case: Case, name: str, micro_batches: int, directory: Path) -> tupl
 
 
 def profiled(case: Case, name: str, spec: SiteSpec, directory: Path) -> Variant:
-    """Return the run that measures a profile, without overlap as in `holmes tune`.
+    """Return the run that measures the times of the layers (a profile).
 
-    The profile is written to profile_file(directory, name).
+    Reductions do not overlap, as in `holmes tune`.
+    It uses the even partition and the middle number of micro-batches. The job writes the profile to
+    profile_file(directory, name).
 
     Args:
         name: Name of the model, a key of MODELS.
         spec: The clusters of the case.
     """
-    flags = flags_of(replace(case, overlap=False), name, case.micro_batches[1], directory)
-    more = (
+    flags = flags_of(replace(case, overlap=False), name, case.middle, directory)
+    profile_flags = (
         "--holmes-sizes",
         "pipeline=2",
         "--holmes-profile",
-        f"{PROFILED},{profile_file(directory, name)}",
+        f"{PROFILED},{profile_file(directory, name)}",  # number of steps, file
     )
-    return Variant(f"{case.name}/{name} profiled", spec, interleave(spec), flags=(*flags, *more))
+    return Variant(
+        f"{case.name}/{name} profiled", spec, interleave(spec), flags=(*flags, *profile_flags)
+    )
 
 
 def profile_file(directory: Path, name: str) -> Path:
@@ -229,30 +253,36 @@ def title_of(case: Case, name: str, micro_batches: int) -> str:
 
 
 def run_case(case: Case, wanted: list[tuple[str, int]], steps: int, skip: int) -> list[Row]:
-    """Run some cells of one case in a single lab, because starting a lab takes long.
+    """Measure some configurations of a case, and return the rows of results.
+
+    For each model, a further run measures the times of its layers (a profile), from which steps are
+    also predicted. All runs use a single lab, because starting a lab takes long.
 
     Args:
-        wanted: Pairs (name of a model, number of micro-batches).
+        wanted: The configurations, as pairs (name of a model, number of micro-batches).
+        steps: Training steps of a run.
         skip: First steps that are not measured.
     """
     with tempfile.TemporaryDirectory() as text:
         directory = Path(text)
         spec = case_spec(case, directory)
         names = list(dict.fromkeys(name for name, _ in wanted))
-        cells = [cell_of(case, name, count, spec, directory) for name, count in wanted]
+        configurations = [
+            configuration_of(case, name, count, spec, directory) for name, count in wanted
+        ]
         runs = [profiled(case, name, spec, directory) for name in names]
-        runs += [
-            variant
-            for cell in cells
-            for variant in (*cell.variants.values(), *filter(None, [cell.again]))
-        ]
+        for configuration in configurations:
+            runs += configuration.variants.values()
+            if configuration.again is not None:
+                runs.append(configuration.again)
         series = measure(case, runs, steps, skip)
+        # The files that the profiled runs have written.
         profiles = {name: load_profile(profile_file(directory, name)) for name in names}
-        return [
-            row
-            for cell, (name, count) in zip(cells, wanted)
-            for row in rows_of(case, cell, series, replace(profiles[name], micro_batches=count))
-        ]
+        rows: list[Row] = []
+        for configuration, (name, count) in zip(configurations, wanted):
+            profile = replace(profiles[name], micro_batches=count)
+            rows += rows_of(case, configuration, series, profile)
+        return rows
 
 
 def measure(case: Case, runs: list[Variant], steps: int, skip: int) -> dict[str, Series]:
@@ -286,37 +316,44 @@ def measure(case: Case, runs: list[Variant], steps: int, skip: int) -> dict[str,
     )
 
 
-def rows_of(case: Case, cell: Cell, series: dict[str, Series], profile: Profile) -> list[Row]:
-    """Return the rows of results of a cell (one model and number of micro-batches).
+def rows_of(
+    case: Case, configuration: Configuration, series: dict[str, Series], profile: Profile
+) -> list[Row]:
+    """Return the rows of results of a configuration (one model and number of micro-batches).
 
     Args:
         series: Measurements by the name of the variant.
-        profile: Of the uniform partition, with the cell's number of micro-batches.
+        profile: Of the uniform partition, with the configuration's number of micro-batches.
     """
     by_method = {
-        method: series[cell.variants[split].name] for method, (_, split) in cell.plans.items()
+        method: series[configuration.variants[planned.stage_layers].name]
+        for method, planned in configuration.plans.items()
     }
     rows = []
-    for method, (plan, split) in cell.plans.items():
+    for method, (plan, split) in configuration.plans.items():
         rows += _measured_rows(
-            cell.title, method, split=split, series=by_method[method], uniform=by_method["uniform"]
+            configuration.title,
+            method,
+            split=split,
+            series=by_method[method],
+            uniform=by_method["uniform"],
         )
         rows += error_rows(
-            cell.title,
+            configuration.title,
             method,
             measured=by_method[method].median,
             predictions={
-                "": with_software(case, cell.model, plan, split),
+                "": with_software(case, configuration.model, plan, split),
                 ", numbers alone": plan.predicted["step_seconds"],
                 " by profile": by_profile(case, plan, split, profile),
             },
         )
-    rows += _comparisons(cell.title, case, by_method)
-    if cell.again is not None:
-        noise = abs(series[cell.again.name].median / by_method["uniform"].median - 1)
+    rows += _comparisons(configuration.title, case, by_method)
+    if configuration.again is not None:
+        noise = abs(series[configuration.again.name].median / by_method["uniform"].median - 1)
         rows.append(
             Row.median(
-                cell.title,
+                configuration.title,
                 "A/A difference (noise)",
                 [noise],
                 unit="of a step",
@@ -327,7 +364,7 @@ def rows_of(case: Case, cell: Cell, series: dict[str, Series], profile: Profile)
 
 
 @cache
-def _overheads() -> tuple[float, float, float]:
+def _overheads() -> prediction.Overheads:
     """Return the CPU seconds of a block's pass, of a parameter and of a step, fitted for DeepSpeed."""
     return prediction.calibrate("deepspeed", Measured.load(prediction.STORE))
 
@@ -335,24 +372,28 @@ def _overheads() -> tuple[float, float, float]:
 def with_software(case: Case, model: Model, plan: Plan, split: tuple[int, ...]) -> float:
     """Return the simulated seconds of a step, including the CPU work of the software.
 
+    The CPU work was fitted to other runs of DeepSpeed on the same kind of machine (_overheads()).
+
     Args:
-        split: Layers of each stage.
+        case: The networks, and the speed of the GPUs of cluster b relative to those of cluster a.
+        plan: The order of the nodes, and the micro-batches in flight.
+        split: Transformer blocks of each stage.
     """
     block_s, parameter_s, step_s = _overheads()
     forward = forward_s(model.hidden, SEQUENCE, FLOPS)
-    # Factor of the pass times of the two stages. The first node is in stage 0, the last one in stage 1.
-    slower = [
-        1 / case.speed if node.startswith("b") else 1.0 for node in (plan.nodes[0], plan.nodes[-1])
-    ]
+    # By stage: seconds of the embedding (0), of each block, and of the output layer (0).
+    forward_rows, backward_rows = [], []
+    for node in (plan.nodes[0], plan.nodes[-1]):  # one of stage 0, and one of stage 1
+        in_cluster_b = node.startswith("b")
+        block_forward_s = forward / case.speed if in_cluster_b else forward
+        forward_rows.append((0.0, *[block_forward_s] * model.layers, 0.0))
+        # A backward pass takes twice as long as a forward pass.
+        backward_rows.append((0.0, *[2 * block_forward_s] * model.layers, 0.0))
+    # The simulation takes the times of messages and reductions from the networks.
     nothing = ((0.0,) * (model.layers + 2),) * 2
-    # By stage: seconds of the embedding, of each block, and of the output layer.
-    forward_rows, backward_rows = (
-        tuple((0.0, *[passes * forward * times] * model.layers, 0.0) for times in slower)
-        for passes in (1, 2)  # a backward pass takes twice as long as a forward pass
-    )
     costs = StageCosts(
-        forward_s=forward_rows,
-        backward_s=backward_rows,
+        forward_s=tuple(forward_rows),
+        backward_s=tuple(backward_rows),
         reduction_s=nothing,
         transfer_s=nothing,
         micro_batches=model.micro_batches,
@@ -360,14 +401,14 @@ def with_software(case: Case, model: Model, plan: Plan, split: tuple[int, ...]) 
     run = Execution(
         TRAITS["deepspeed"],
         stage_layers=split,
-        in_flight=plan.traffic_of("sockets").in_flight,
+        in_flight=plan.traffic_of("sockets").in_flight,  # gloo uses sockets
         overlap="on" if case.overlap else "off",
         block_s=block_s,
         parameter_s=parameter_s,
         step_s=step_s,
-        cores=CORES,
+        cores=CORES,  # which all nodes of the lab share
         buffer_bytes=BUFFER_BYTES,
-        notices=True,
+        notices=True,  # gloo: a receiver announces itself behind its own last message
     )
     return simulate(case_site(case), plan.nodes, plan.sizes, model, run, costs=costs).step_s
 
@@ -385,9 +426,11 @@ def case_site(case: Case) -> Site:
 
 
 def predicted_anew(file: Path) -> list[Row]:
-    """Return the rows of a file with new predictions.
+    """Return the rows of a results file, with new predictions behind each measured step.
 
-    Predictions by profile stay as they are, because they need the profile.
+    The new ones are the simulation with the software's CPU work (""), and the plan's own prediction
+    from FLOP/s and network rates without that work (", numbers alone"). Predictions from a profile
+    stay as they are, because the profile is not in the file.
     """
     rows = [
         row
@@ -398,7 +441,7 @@ def predicted_anew(file: Path) -> list[Row]:
     measured = {
         (row.case, row.metric.split()[1]): row for row in rows if row.metric.startswith("step ")
     }
-    more: dict[Row, list[Row]] = {}  # row of a measured step -> rows of its predictions
+    new_rows: dict[Row, list[Row]] = {}  # row of a measured step -> rows of its predictions
     for case in CASES:
         with tempfile.TemporaryDirectory() as directory:
             spec = case_spec(case, Path(directory))
@@ -407,9 +450,10 @@ def predicted_anew(file: Path) -> list[Row]:
                     title, model = title_of(case, name, count), model_of(case, *size, count)
                     for method in METHODS:
                         row = measured[title, method]
-                        plan, _ = plan_of(case, model, method, spec)
-                        split = tuple(map(int, row.metric.split()[2].split("+")))
-                        more[row] = error_rows(
+                        plan = plan_of(case, model, method, spec).plan
+                        _, _, layers = row.metric.split()  # "step", the method, "5+3"
+                        split = tuple(map(int, layers.split("+")))
+                        new_rows[row] = error_rows(
                             title,
                             method,
                             measured=row.value,
@@ -418,7 +462,11 @@ def predicted_anew(file: Path) -> list[Row]:
                                 ", numbers alone": plan.predicted["step_seconds"],
                             },
                         )
-    return [shown for row in rows for shown in (row, *more.get(row, ()))]
+    all_rows = []
+    for row in rows:
+        all_rows.append(row)
+        all_rows += new_rows.get(row, [])
+    return all_rows
 
 
 def by_profile(case: Case, plan: Plan, split: tuple[int, ...], profile: Profile) -> float:
@@ -472,13 +520,15 @@ def error_rows(
 ) -> list[Row]:
     """Return rows with predicted steps and their errors.
 
-    Predictions from numbers alone have no target, because they do not contain the CPU work of the software.
+    Predictions without the CPU work of the software ("numbers alone") have no target.
 
     Args:
         title: Name of the case in the results.
         method: The method of partitioning.
         measured: The measured step, in seconds.
-        predictions: Kind of prediction (see the module docstring) -> seconds.
+        predictions: Predicted seconds. The key is the end of the metric's name: "" with the CPU
+            work of the software, ", numbers alone" without it, " by profile" from measured times of
+            the layers.
     """
     rows = []
     for what, predicted in predictions.items():
@@ -537,7 +587,7 @@ def main() -> int:
     """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
-        "--cells", default="", metavar="TEXT;...", help="only cells whose name begins so"
+        "--cells", default="", metavar="TEXT;...", help="only configurations whose name begins so"
     )
     arguments.add_argument(
         "--merge",
@@ -559,14 +609,14 @@ def main() -> int:
     wanted = [text for text in args.cells.split(";") if text]
     rows: list[Row] = []
     for case in CASES:
-        cells = [(name, count) for name in MODELS for count in case.micro_batches]
-        cells = [
-            cell
-            for cell in cells
-            if not wanted or any(title_of(case, *cell).startswith(text) for text in wanted)
+        configurations = [(name, count) for name in MODELS for count in case.micro_batches]
+        configurations = [
+            configuration
+            for configuration in configurations
+            if not wanted or any(title_of(case, *configuration).startswith(text) for text in wanted)
         ]
-        if cells:
-            rows += run_case(case, cells, args.steps, args.skip)
+        if configurations:
+            rows += run_case(case, configurations, args.steps, args.skip)
     done = {row.case for row in rows}
     if args.merge and args.merge.exists():
         earlier = json.loads(args.merge.read_text())["rows"]

@@ -37,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ from peers_job import BATCH, SIZE, evaluate
 from holmes_ext.cluster.spec import parse_spec
 
 JOB = str(Path(__file__).with_name("peers_job.py"))
-NODES = {"east": "a0", "west": "b0"}
+NODES = {"east": "a0", "west": "b0"}  # job -> its node
+PORT = 29510  # of the server through which the jobs of a library find each other
 TOKENS = BATCH * SIZE["sequence"]
 TOKEN = {"HOLMES_JOIN_TOKEN": "the token of joined jobs in a lab", "OMP_NUM_THREADS": "1"}
 CASES = ("train", "killed")
@@ -94,8 +96,8 @@ def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
         yield ""
     else:
         lines: list[str] = []
-        address = lab.nodes[0].address
-        command = [python, JOB, "--library", library, "--serve", "--where", f"{address}:29510"]
+        address = lab.nodes[0].address  # of the node of the job "east", on which the server runs
+        command = [python, JOB, "--library", library, "--serve", "--where", f"{address}:{PORT}"]
         job = lab.start(
             command,
             order=[NODES["east"]],
@@ -109,7 +111,10 @@ def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
                 f"{library}'s meeting place",
             )
             announced = next(line for line in lines if "jobs meet at" in line).split()[-1]
-            yield f"{address}:29510" if library == "torchft" else announced
+            # torchft listens at the address that it was given, but announces a URL with a host
+            # name. hivemind chooses its address itself: only the announced one is known to be
+            # right.
+            yield f"{address}:{PORT}" if library == "torchft" else announced
         finally:
             job.kill()
             job.wait()
@@ -122,8 +127,8 @@ class Run:
     lab: Lab
     python: str  # interpreter that has the library
     way: Way
-    where: str  # address at which the jobs meet
-    place: Path  # folder of their files
+    server: str  # address of the server through which the jobs find each other
+    folder: Path  # for the files of the jobs
     args: Any  # options of this program
     seed: int
 
@@ -147,7 +152,7 @@ class Run:
             "--name",
             name,
             "--where",
-            self.where,
+            self.server,
             "--settings",
             settings,
             "--seed",
@@ -159,7 +164,7 @@ class Run:
             "--log",
             str(self.log(name)),
             "--weights",
-            str(self.place / f"{name}.pt"),
+            str(self.folder / f"{name}.pt"),
         ]
         address = next(node.address for node in self.lab.nodes if node.name == NODES[name])
         env = {**TOKEN, "PEERS_ADDRESS": address, "GLOO_SOCKET_IFNAME": "eth0"}
@@ -167,7 +172,7 @@ class Run:
 
     def log(self, name: str) -> Path:
         """Return the path of the log of a job."""
-        return self.place / f"{name}.jsonl"
+        return self.folder / f"{name}.jsonl"
 
     def steps(self, name: str) -> list[dict[str, float]]:
         """Return the lines that a job has logged, one for each finished step."""
@@ -196,11 +201,12 @@ def wait(jobs: dict[str, Job]) -> None:
 
 
 def trained(run: Run) -> dict[str, float]:
-    """Run both jobs to their end, and return the measurements by name (see the module docstring).
+    """Run both jobs to their end, and return the measurements by name.
 
     Returns:
         "bytes": sent in a step. "exposed": mean seconds of a step in optimizer.step() beyond its median.
-        "rate": tokens per second of both jobs. "loss": in nats, of the jobs' mean weights.
+        "rate": tokens per second of both jobs. "loss": in nats, of the jobs' mean weights; of jobs
+        that do not join, the loss of the first one.
     """
     steps = run.args.steps
     sent_before = run.sent()
@@ -210,13 +216,15 @@ def trained(run: Run) -> dict[str, float]:
     exposed = []  # mean seconds in optimizer.step() beyond its median, of each job
     rates = []  # tokens per second of each job
     for name in NODES:
-        lines = run.steps(name)[SKIP - 1 :]  # the first of them only marks the beginning
+        # The step before the first measured one marks the beginning of the measured time.
+        lines = run.steps(name)[SKIP - 1 :]
         updates = [line["update_s"] for line in lines[1:]]
         usual = statistics.median(updates)
         exposed.append(statistics.fmean(max(0.0, update - usual) for update in updates))
         rates.append(len(updates) * TOKENS / (lines[-1]["at"] - lines[0]["at"]))
-    weights = [torch.load(run.place / f"{name}.pt") for name in NODES]
+    weights = [torch.load(run.folder / f"{name}.pt") for name in NODES]
     mean = {key: sum(state[key] for state in weights) / len(weights) for key in weights[0]}
+    # Jobs that do not join have nothing in common: their mean weights are no model.
     loss = evaluate(weights[0] if run.way.library == "none" else mean)
     return {
         "bytes": sent / steps,
@@ -257,6 +265,31 @@ def killed(run: Run) -> dict[str, float]:
             job.wait()
 
 
+def run_once(case: str, lab: Lab, python: str, way: Way, seed: int, args: Any) -> dict[str, float]:
+    """Run both jobs of a case once, with their server, and return the measurements by name.
+
+    Args:
+        case: "train" (see trained()) or "killed" (see killed()).
+        python: Interpreter that has the library.
+        way: The library and its settings.
+        args: Options of this program.
+    """
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        server_of(lab, way.library, python) as server,
+    ):
+        run = Run(
+            lab,
+            python=python,
+            way=way,
+            server=server,
+            folder=Path(directory),
+            args=args,
+            seed=seed,
+        )
+        return trained(run) if case == "train" else killed(run)
+
+
 def measure(case: str, args: Any, runs: Runs) -> list[Row]:
     """Measure a case with each way to join, and return the rows of results.
 
@@ -280,25 +313,16 @@ def measure(case: str, args: Any, runs: Runs) -> list[Row]:
     with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab:
         for seed in map(int, args.seeds.split(",")):
             for name, way in ways.items():
-
-                def once(name: str = name, way: Way = way, seed: int = seed) -> dict[str, float]:
-                    python = pythons[way.library]
-                    with (
-                        tempfile.TemporaryDirectory() as directory,
-                        server_of(lab, way.library, python) as where,
-                    ):
-                        run = Run(
-                            lab,
-                            python=python,
-                            way=way,
-                            where=where,
-                            place=Path(directory),
-                            args=args,
-                            seed=seed,
-                        )
-                        return trained(run) if case == "train" else killed(run)
-
-                values = runs.of(f"{case}, {name}, seed {seed}, {args.steps} steps", once)
+                run_both_jobs = partial(
+                    run_once,
+                    case,
+                    lab=lab,
+                    python=pythons[way.library],
+                    way=way,
+                    seed=seed,
+                    args=args,
+                )
+                values = runs.of(f"{case}, {name}, seed {seed}, {args.steps} steps", run_both_jobs)
                 results[name] += [values] if values else []
     metrics = {
         "bytes": ("sent in a step", "B"),

@@ -33,6 +33,7 @@ from functools import cached_property
 from itertools import combinations_with_replacement
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 from harness import Row, chosen, finish, parser, tell
 
@@ -60,12 +61,20 @@ CASES = {
 }
 STAGES = 8
 DATA = 8  # GPUs of a stage
+MICRO_BATCHES = 61  # of a pipeline, one sequence each: 1.25e5 / 2048, as in ACTIVATIONS
 TRIES = 10_000  # of the search
-#: Sizes in gigabytes, as in DT-FM's scheduler.py: gradients of a stage, and all activations of a pipeline
-#: step.
+#: Sizes in gigabytes, as in DT-FM's scheduler.py: gradients of a stage, and all activations that a
+#: stage sends in a step.
 GRADIENTS = 1.3 * 4 * 3 / 24
 ACTIVATIONS = 2024 * 2048 * 2 * (1.25e5 / 2048) / 2**30
 THEIRS = Path(__file__).with_name("placement_dtfm.py")
+
+
+class SlowLinkBound(NamedTuple):
+    """Lower bound on the slowest data-parallel group, if so many links between stages are slow."""
+
+    group_s: float
+    slow_links: int
 
 
 @dataclass(frozen=True)
@@ -131,16 +140,22 @@ class Matrix:
     def data(self, stage: Sequence[int]) -> float:
         """Return the seconds of the gradient reduction in a data-parallel group.
 
+        In DT-FM's model, every GPU exchanges its part of the gradients with each other GPU, one
+        after the other, to reduce them and again to gather them. The slowest GPU decides the time.
+
         Args:
-            stage: Places of the group's GPUs, ascending.
+            stage: Places of the group's GPUs, ascending. The group has all GPUs of a pipeline
+                stage.
         """
         if stage not in self._memo:
-            # For two places: the gradients are exchanged twice, in parts of 1 / (GPUs of the group).
+            # Between GPUs of two places: both exchanges of a part of 1 / (GPUs of the group), in
+            # seconds.
             seconds = {
                 (u, v): 2 * (self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage)))
                 for u in set(stage)
                 for v in set(stage)
             }
+            # A GPU does not send to itself: the sum has one exchange too many inside its place.
             self._memo[stage] = max(
                 sum(seconds[u, v] for v in stage) - seconds[u, u] for u in set(stage)
             )
@@ -198,50 +213,58 @@ class Matrix:
     def least(self) -> float:
         """Return a lower bound on the cost of every placement, in seconds.
 
-        For each limit c of a stage link, consider the connected components of the places whose links take
-        at most c. A stage link within c joins two stages that have equally many GPUs in each component.
-        If k stage links exceed c, at least m >= stages / (k + 1) consecutive stages have equal counts,
-        and therefore at most 1/m of each component. The fastest data-parallel group of such a stage is a
-        lower bound for the slowest group D.
-
-        In reverse, each value of D allows only some k for each limit. The path is at least the sum, over
-        all limits, of the stage links that exceed them. The result is the minimum over all D. A place
-        without any link within c cannot be in a stage at such a stage link.
+        The cost has two parts: the slowest data-parallel group, and twice the sum of the links
+        between stages. Few slow links between stages force a slow group, and vice versa. So the
+        function tries each possible time of the slowest group, computes the smallest sum of links
+        that goes with it, and returns the smallest cost. slow_link_bounds() has the reason.
         """
-        size = sum(self.units) // STAGES
-        indices = range(len(self.units))
-        kinds = [
-            kind
-            for kind in combinations_with_replacement(indices, size)
-            if all(kind.count(u) <= self.units[u] for u in set(kind))
+        gpus_of_stage = sum(self.units) // STAGES
+        places = range(len(self.units))
+        # All ways to fill a stage: the places of its GPUs, ascending.
+        fillings = [
+            filling
+            for filling in combinations_with_replacement(places, gpus_of_stage)
+            if all(filling.count(place) <= self.units[place] for place in set(filling))
         ]
-        seconds = {kind: self.data(kind) for kind in kinds}
-        start = max(min(seconds[kind] for kind in kinds if u in kind) for u in indices)
-        limits = sorted({self.pair[u][v] for u in indices for v in indices})
-        least_of = [self._stage_links_beyond(limit, kinds, seconds) for limit in limits[:-1]]
-        starts = sorted(
-            {start, *(most for bounds in least_of for most, _ in bounds if most > start)}
+        group_s = {filling: self.data(filling) for filling in fillings}
+        # Every place is used by some stage, at best in its fastest group.
+        least_group_s = max(
+            min(group_s[filling] for filling in fillings if place in filling) for place in places
         )
+        # Possible times of a link between stages.
+        link_times = sorted({self.pair[u][v] for u in places for v in places})
+        bounds_of = [self.slow_link_bounds(limit, fillings, group_s) for limit in link_times[:-1]]
+        candidates = {least_group_s}
+        for bounds in bounds_of:
+            candidates |= {bound.group_s for bound in bounds if bound.group_s > least_group_s}
         best = inf
-        for slowest in starts:
-            path = limits[0] * (STAGES - 1)
-            for low, high, bounds in zip(limits, limits[1:], least_of):
-                path += (high - low) * min(k for most, k in bounds if most <= slowest)
-            best = min(best, slowest + 2 * path)
+        for slowest_group_s in sorted(candidates):
+            # All links take at least the shortest time. Each link that is slower than a time takes
+            # at least the next longer one.
+            links_s = link_times[0] * (STAGES - 1)
+            for limit, longer, bounds in zip(link_times, link_times[1:], bounds_of):
+                slow_links = min(
+                    bound.slow_links for bound in bounds if bound.group_s <= slowest_group_s
+                )
+                links_s += (longer - limit) * slow_links
+            best = min(best, slowest_group_s + 2 * links_s)
         return best
 
-    def _stage_links_beyond(
-        self, limit: float, kinds: list[Sequence[int]], seconds: dict
-    ) -> list[tuple[float, int]]:
-        """Return what numbers of stage links beyond a limit are possible, and their slowest groups.
+    def slow_link_bounds(
+        self, limit: float, fillings: list[Sequence[int]], group_s: dict
+    ) -> list[SlowLinkBound]:
+        """Return how fast the slowest group can be, by the number of slow links between stages.
+
+        A link between stages is slow if it takes more than `limit`. Places with fast links form
+        connected components. A fast link joins two stages with equally many GPUs in each component.
+        If k links are slow, at least STAGES / (k + 1) consecutive stages have only fast links
+        between them, and so share each component evenly. The fastest group of such a stage bounds
+        the slowest group from below.
 
         Args:
             limit: In seconds.
-            kinds: All combinations of places that a stage can have.
-            seconds: Combination -> seconds of its data-parallel group.
-
-        Returns:
-            Pairs (lower bound for the slowest group in seconds, number of stage links that exceed the limit).
+            fillings: All ways to fill a stage: the places of its GPUs.
+            group_s: Filling -> seconds of its data-parallel group.
         """
         indices = range(len(self.units))
         component = list(indices)  # place -> representative of its connected component
@@ -261,37 +284,51 @@ class Matrix:
             root: sum(self.units[u] for u in indices if component[u] == root)
             for root in set(component)
         }
+        # For each filling: seconds of its group, and pairs (component, number of its GPUs).
         counted = [
-            (seconds[kind], [(root, sum(component[u] == root for u in kind)) for root in total])
-            for kind in kinds
+            (
+                group_s[filling],
+                [(root, sum(component[u] == root for u in filling)) for root in total],
+            )
+            for filling in fillings
         ]
         bounds = []
-        for beyond in range(STAGES):
-            if beyond < forced:
-                continue
-            run = -(-STAGES // (beyond + 1))  # consecutive stages that no such stage link divides
-            fits = [
-                cost
-                for cost, counts in counted
-                if all(n <= total[root] // run for root, n in counts)
+        for slow_links in range(forced, STAGES):
+            run = -(
+                -STAGES // (slow_links + 1)
+            )  # consecutive stages without a slow link between them
+            possible = [
+                seconds
+                for seconds, counts in counted
+                if all(count <= total[root] // run for root, count in counts)
             ]
-            if fits or forced:
-                bounds.append((min(fits) if fits and not forced else 0.0, beyond))
+            if forced:  # the bound on the group is left at 0, which is always true
+                bounds.append(SlowLinkBound(0.0, slow_links))
+            elif possible:
+                bounds.append(SlowLinkBound(min(possible), slow_links))
         return bounds
 
 
 def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
     """Return what `holmes plan` finds for 8 stages of 8 GPUs, and the CPU seconds of the search.
 
-    The sizes are fixed. The search decides which GPUs each stage has.
+    The sizes are fixed. The search decides which GPUs each stage has. First it looks for a good
+    plan without a proof, then with_spread() adds placements that spread a stage over clusters, and
+    proven() examines the rest for 30 s, to prove how far the best plan is from the optimum.
     """
     begin = sum(os.times()[:4])  # CPU seconds, including those of processes that the search starts
     limits = Limits(
         {"pipeline": (STAGES,), "data": (DATA,), "virtual": (1,), "micro_batch": (1,), "zero": (0,)}
     )
     model = load_model(examples() / "models" / "gpt3_xl.toml")
-    asked = SearchResult(Network(site, links), model, STAGES * 61, limits, Rules(overlap=True))
-    result = with_spread(search(asked, prove=False))
+    problem = SearchResult(
+        Network(site, links),
+        model,
+        global_batch=DATA * MICRO_BATCHES,
+        limits=limits,
+        rules=Rules(overlap=True),
+    )
+    result = with_spread(search(problem, prove=False))
     return proven(result, time.monotonic() + 30.0), sum(os.times()[:4]) - begin
 
 

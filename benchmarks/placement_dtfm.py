@@ -2,9 +2,10 @@
 
     python benchmarks/placement_dtfm.py FOLDER CASE SEED [TRIALS]
 
-This is a process of its own, which imports DT-FM's scheduler.py unchanged. FOLDER has scheduler.py and
-config.py of its scheduler/heuristic_evolutionary_solver. CASE is 0 to 4, as in its config.py. DT-FM's own
-seeds have no effect (`np.random.seed = ...` replaces a function), so they are set here.
+This is a process of its own, which imports DT-FM's scheduler.py unchanged. FOLDER has scheduler.py
+and config.py of its scheduler/heuristic_evolutionary_solver. CASE is 0 to 4, as in its config.py.
+TRIALS is 4900 unless it is given. DT-FM's own seeds have no effect (`np.random.seed = ...` replaces
+a function), so they are set here.
 
 With `check` in place of SEED, groups are read from stdin (a list of 8 lists of GPUs), and their cost by
 DT-FM's objective is printed.
@@ -19,9 +20,16 @@ import random
 import sys
 import time
 
+DTFM_TRIALS = 4900  # as in DT-FM's scheduler.py
+
 
 def main() -> None:
-    """Search, or compute the cost of given groups, and print the result as JSON."""
+    """Search, or compute the cost of given groups, and print the result as JSON.
+
+    The command line is FOLDER CASE SEED [TRIALS] for a search. With "check" in place of SEED, the
+    groups are read from stdin. `config` and `scheduler` are modules of DT-FM, whose functions and
+    arguments are named by it (`trails` are trials).
+    """
     folder, case = sys.argv[1], int(sys.argv[2])
     sys.path.insert(0, folder)
     import config
@@ -34,14 +42,16 @@ def main() -> None:
         if name.startswith(f"simulate_{case}_")
     ]
     with contextlib.redirect_stdout(io.StringIO()):
+        # The function prints, and returns the links and the region of each GPU of the case.
         scheduler.peer_delay, scheduler.peer_bandwidth, scheduler.regions = simulate[0]()
     if sys.argv[3] == "check":
         groups, answer = json.loads(sys.stdin.read()), {}
     else:
         random.seed(int(sys.argv[3]))
         numpy.random.seed(int(sys.argv[3]))
-        trials = int(sys.argv[4]) if len(sys.argv) > 4 else 4900
+        trials = int(sys.argv[4]) if len(sys.argv) > 4 else DTFM_TRIALS
         begin, cpu = time.monotonic(), time.process_time()
+        # The genetic algorithm of DT-FM. An individual lists all GPUs, stage after stage.
         population, costs, _ = scheduler.GCMA(
             list(range(scheduler.num_devices)), population_size=100, trails=trials, mode="default"
         )
@@ -53,6 +63,7 @@ def main() -> None:
         best, size = population[int(numpy.argmin(costs))], scheduler.partition_size
         groups = [[int(gpu) for gpu in best[at : at + size]] for at in range(0, len(best), size)]
     data = float(scheduler.compute_data_parallel_cost(groups))
+    # `path`: the order of the stages in the pipeline.
     pipeline, path, _ = scheduler.compute_pipeline_parallel_cost(groups)
     cost = {"cost": data + 2 * float(pipeline), "data": data, "pipeline": 2 * float(pipeline)}
     print(json.dumps({**answer, **cost, "groups": [groups[stage] for stage in path]}))

@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 from harness import chosen, finish, parser, tell
 from referee import dtfm, judge, lab, sailor
@@ -57,38 +58,47 @@ from referee.table import (
 
 from holmes_ext.errors import HolmesError
 
-#: Random plans of a case.
-DICE = 10
+#: Number of random plans of a case.
+RANDOM_PLANS = 10
 #: A planner that finds nothing in time on this number of cases is not run on the others.
 CUT = 3
 
 
-def plans_of(
-    case: Case, planner: str, args
-) -> tuple[list[tuple[Grid, judge.Verdict]], float, int, float]:
-    """Return the plans that a planner finds for a case.
+class FoundPlans(NamedTuple):
+    """Plans of a planner for a case, each with its simulated step."""
+
+    plans: list[tuple[Grid, judge.Verdict]]  # one, or all random plans
+    search_s: float  # CPU seconds of the search
+    misfits: int = (
+        0  # plans that the planner prefers, but that do not fit the memory or do not start
+    )
+    gap: float | None = (
+        None  # relative gap to a lower bound, proven by the planner; None: it proves none
+    )
+
+
+def plans_of(case: Case, planner: str, args) -> FoundPlans:
+    """Return the best plan of a planner for a case that fits the memory, with its simulated step.
+
+    Most planners run now. Two need no search: TYPED is the plan that a careful person would choose
+    by the advice of Megatron and DeepSpeed, and RANDOM are RANDOM_PLANS random plans (those that
+    fit).
 
     Args:
         planner: One of PLANNERS.
         args: Options of this program.
-
-    Returns:
-        The plan that is judged (or all random plans) with its verdict; the seconds of the search; the
-        number of better plans that do not fit the memory or do not start; and the optimality gap, or -1
-        if it is not known.
 
     Raises:
         HolmesError: The planner finds no plan that fits and starts.
     """
     if planner == OURS:
         grid, seconds, gap = judge.holmes_plan(case, args.limit)
-        return [(grid, judge.judged(case, grid))], seconds, 0, gap
+        return FoundPlans([(grid, judge.judged(case, grid))], search_s=seconds, gap=gap)
     if planner == TYPED:
-        grid = judge.typed(case)
-        return _fitting([grid], case), 0.0, 0, -1.0
+        return FoundPlans(_fitting([judge.typed(case)], case), search_s=0.0)
     if planner == RANDOM:
-        plans = judge.random_plans(case, DICE)
-        return _fitting(plans, case, skip_misfits=True), 0.0, 0, -1.0
+        plans = judge.random_plans(case, RANDOM_PLANS)
+        return FoundPlans(_fitting(plans, case, skip_misfits=True), search_s=0.0)
     if planner == dtfm.NAME:
         answer = dtfm.ask(case, args.dtfm, args.python, args.limit)
     else:
@@ -96,9 +106,10 @@ def plans_of(
     reasons = []  # why the better plans do not start or fit
     for plan in answer.plans:  # the best first
         try:
+            # The engine needs equal parallel sizes on all stages, and whole nodes.
             grid = gridded(plan, case.site, case.model.layers, case.batch)
             fitting = _fitting([grid], case)
-            return fitting, answer.seconds, len(reasons), -1.0
+            return FoundPlans(fitting, search_s=answer.seconds, misfits=len(reasons))
         except HolmesError as error:
             reasons.append(str(error))
     raise HolmesError(f"none of its first {len(answer.plans)} plans starts and fits: {reasons[0]}")
@@ -149,7 +160,7 @@ def ask(table: Table, case: Case, planner: str, args) -> None:
         table.save()
         return
     try:
-        plans, seconds, misfits, gap = plans_of(case, planner, args)
+        found = plans_of(case, planner, args)
     except HolmesError as error:
         table.forget(case.name, planner)
         notes[planner] = {NONE: str(error), "limit": args.limit}
@@ -158,7 +169,7 @@ def ask(table: Table, case: Case, planner: str, args) -> None:
         return
     before = notes.get(planner, {})
     # The plan with the median step; only "random" has several.
-    grid, verdict = sorted(plans, key=lambda plan: plan[1].step_s)[len(plans) // 2]
+    grid, verdict = sorted(found.plans, key=lambda plan: plan[1].step_s)[len(found.plans) // 2]
     note = {
         "plan": str(grid),
         "nodes": list(grid.nodes),
@@ -171,13 +182,13 @@ def ask(table: Table, case: Case, planner: str, args) -> None:
     if {**before, **note} != before:  # the plan has changed: results of the lab are of the old one
         table.forget(case.name, planner)
     notes[planner] = {**notes.get(planner, {}), **note}
-    table.add(case.name, planner, STEP, [judged.step_s for _, judged in plans], "s")
-    table.add(case.name, planner, SEARCH, [seconds], "s")
-    table.add(case.name, planner, MISFITS, [misfits], "")
+    table.add(case.name, planner, STEP, [judged.step_s for _, judged in found.plans], "s")
+    table.add(case.name, planner, SEARCH, [found.search_s], "s")
+    table.add(case.name, planner, MISFITS, [found.misfits], "")
     if grid.predicted_s:
         table.add(case.name, planner, PREDICTED, [grid.predicted_s], "s")
-    if gap >= 0:
-        table.add(case.name, planner, GAP, [gap], "fraction")
+    if found.gap is not None:
+        table.add(case.name, planner, GAP, [found.gap], "fraction")
     tell(
         f"{case.name}: {planner}: {verdict.step_s:.4g} s, {grid}; {time.monotonic() - begin:.0f} s"
     )
@@ -190,7 +201,7 @@ def judge_again(table: Table, case: Case) -> None:
         if NONE not in note:
             steps = [judge.judged(case, judge.grid_of(note)).step_s]
             if planner == RANDOM:
-                plans = _fitting(judge.random_plans(case, DICE), case, skip_misfits=True)
+                plans = _fitting(judge.random_plans(case, RANDOM_PLANS), case, skip_misfits=True)
                 steps = [verdict.step_s for _, verdict in plans]
             table.add(case.name, planner, STEP, steps, "s")
     table.save()
@@ -216,41 +227,59 @@ def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]
             yield case, [[OURS], best[:1], [TYPED], [*best[1:], RANDOM]][turn]
 
 
+def _finished_runs(table: Table, case: Case, grids: dict[str, Grid]) -> dict[Grid, lab.Run]:
+    """Return plan -> its run in the lab, for the plans of a case whose results are in the table.
+
+    The table has only the smallest, the median and the largest step of a run. They stand for all
+    its steps.
+
+    Args:
+        grids: Planner -> its plan.
+    """
+    finished: dict[Grid, lab.Run] = {}
+    for name, grid in grids.items():
+        row = table.row(case.name, name, MEASURED)
+        losses = table.value(case.name, name, LOSSES)
+        if row is not None and losses is not None:
+            smallest_s, largest_s = row.spread
+            finished[grid] = lab.Run(
+                [smallest_s, row.value, largest_s], loss_difference=losses, busy=row.busy
+            )
+    return finished
+
+
 def run_in_lab(table: Table, case: Case, named: list[str], end: float = inf) -> None:
     """Run the plans of some planners in the lab, and add the measured steps to the table.
 
-    Planners with the same plan share its run.
+    Planners with the same plan share its run, also with a run of an earlier call. A plan that has
+    been measured, or that could not start (key "lab" of its note), does not run again.
 
     Args:
         named: The planners.
         end: No run begins after this time (time.monotonic).
     """
+    # Planner -> note about its plan. A note with the key NONE says why there is no plan.
     notes = {
         name: note for name, note in table.notes.get(case.name, {}).items() if NONE not in note
     }
     grids = {name: judge.grid_of(note) for name, note in notes.items()}
-    done: dict[Grid, lab.Run] = {}  # plans that have run in the lab
-    for name, grid in grids.items():
-        row, losses = table.row(case.name, name, MEASURED), table.value(case.name, name, LOSSES)
-        if row is not None and losses is not None:
-            done[grid] = lab.Run([row.spread[0], row.value, row.spread[1]], losses, row.busy)
+    finished = _finished_runs(table, case, grids)
     for name in named:
-        if (
-            name not in notes
-            or "lab" in notes[name]
-            or table.row(case.name, name, MEASURED) is not None
-        ):
+        if name not in notes:
             continue
-        if grids[name] not in done and time.monotonic() > end:
+        has_run = table.row(case.name, name, MEASURED) is not None
+        if has_run or "lab" in notes[name]:
+            continue
+        if grids[name] not in finished and time.monotonic() > end:
             continue
         try:
-            run = done.get(grids[name]) or lab.run(case, grids[name])
+            run = finished.get(grids[name]) or lab.run(case, grids[name])
         except HolmesError as error:
             notes[name]["lab"] = f"did not start: {error}"
             tell(f"{case.name}: {name}: {error}")
             table.save()
             continue
-        done[grids[name]] = run
+        finished[grids[name]] = run
         table.add(case.name, name, MEASURED, run.steps, "s", True, run.busy)
         table.add(case.name, name, LOSSES, [run.loss_difference], "", True)
         tell(f"{case.name}: {name}: measured {statistics.median(run.steps):.4g} s")

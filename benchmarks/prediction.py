@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 from emulated import even_costs, forward_s
 from harness import Row, finish, parser, tell
@@ -179,7 +180,12 @@ CASES = _cases()
 
 
 def _calibration() -> tuple[Case, ...]:
-    """Return the runs to which the CPU seconds of each engine are fitted."""
+    """Return the runs to which the three CPU times of each engine are fitted.
+
+    The times are those of a block's pass, of a parameter and of a step. The runs of an engine
+    differ from a base run in what multiplies them: few or many micro-batches (passes), small layers
+    (parameters), and fast GPUs and many stages (ranks that wait for a core of this machine).
+    """
     cases = []
     for engine, stages in (("deepspeed", 2), ("megatron", 2), ("plain", 1)):
         base = Case(
@@ -188,11 +194,12 @@ def _calibration() -> tuple[Case, ...]:
             "one_cluster",
             "rdma",
             stages=stages,
-            flops=2.3e9,
+            flops=2.3e9,  # as in the cases on 4 + 4 nodes
             overlap="off",
             flags=("--no-overlap",) if engine == "plain" else (),
         )
-        last = (
+        # A plain loop has no stages; twice the layers have as much software.
+        more_software = (
             dict(micro_batches=4, layers=12)
             if engine == "plain"
             else dict(micro_batches=6, layers=8, stages=4)
@@ -201,8 +208,8 @@ def _calibration() -> tuple[Case, ...]:
             dict(micro_batches=2),
             dict(micro_batches=10),
             dict(micro_batches=2, hidden=96),
-            dict(micro_batches=8, flops=6.7e9),
-            last,
+            dict(micro_batches=8, flops=6.7e9),  # as in the cases on 2 + 2 nodes
+            more_software,
         )
         for number, change in enumerate(changes):
             cases.append(replace(base, name=f"calibration {engine} {number}", **change))
@@ -210,6 +217,14 @@ def _calibration() -> tuple[Case, ...]:
 
 
 CALIBRATION = _calibration()
+
+
+class Overheads(NamedTuple):
+    """CPU seconds of an engine's software."""
+
+    block_s: float  # of a forward or backward pass of a block
+    parameter_s: float  # of a parameter, in a step
+    step_s: float  # of a step
 
 
 @dataclass
@@ -399,11 +414,8 @@ def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> f
     ).step_s
 
 
-def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
-    """Return the three CPU seconds of an engine, fitted to its calibration runs.
-
-    They are those of a block's pass, of a parameter and of a step (see overheads()).
-    """
+def calibrate(engine: str, measured: Measured) -> Overheads:
+    """Return the CPU seconds of an engine's software, fitted to its calibration runs."""
     cases = [case for case in CALIBRATION if case.engine == engine]
     return overheads(
         cases,
@@ -412,9 +424,7 @@ def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
     )
 
 
-def overheads(
-    cases: Sequence[Case], seconds: Sequence[float], links: Links = Links()
-) -> tuple[float, float, float]:
+def overheads(cases: Sequence[Case], seconds: Sequence[float], links: Links = Links()) -> Overheads:
     """Return the CPU seconds of the software with which predicted steps are closest to measured ones.
 
     They are three numbers, none below 0: for a block's forward or backward pass, for a parameter, and for
@@ -448,7 +458,7 @@ def overheads(
             wanted.append((measured - predicted + at_current_costs) / measured)
         parts, _ = nnls(rows, wanted)
         costs = tuple(float(part * unit) for part, unit in zip(parts, units))
-    return costs
+    return Overheads(*costs)
 
 
 def measure_missing(

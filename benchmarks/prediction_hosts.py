@@ -28,8 +28,9 @@ from holmes_ext.cluster.spec import SiteSpec
 SIZE = 4 * 2**20  # bytes of an all-reduce
 SECONDS = 0.8  # of a measurement
 REPETITIONS = 7
-#: Operations of a measurement; of large operations, a fifth of this number.
-SUMS = 100
+#: Operations of a measurement: many small ones, fewer of SIZE bytes, and steps of the optimizer,
+#: which take longest.
+SUMS, LARGE_SUMS, OPTIMIZER_STEPS = 100, 20, 5
 
 
 def measure_hosts(spec: SiteSpec) -> dict[str, float]:
@@ -52,9 +53,14 @@ def measure_hosts(spec: SiteSpec) -> dict[str, float]:
 
 
 def measure_software(spec: SiteSpec) -> dict[str, float]:
-    """Return the CPU seconds of messages and collectives, as fields of Links (plan/cost/links.py).
+    """Measure the CPU costs of messages and collectives on this machine.
 
-    The fields are host_message_s (with two clusters or more), host_gather and host_scatter.
+    Returns:
+        Fields of Links (plan/cost/links.py):
+        "host_message_s": CPU seconds of a message of a hierarchical all-reduce; only with two
+            clusters or more.
+        "host_gather", "host_scatter": CPU time of a byte that an all-gather or a reduce-scatter
+            sends, relative to a byte of an all-reduce.
     """
     order = list(interleave(spec))
     clusters = [
@@ -107,10 +113,14 @@ def rank_main(what: str, argument: list) -> None:
 
 
 def of_software(clusters: list) -> dict[str, float]:
-    """Return the result of measure_software() on one rank.
+    """Measure the CPU costs of messages and collectives as one rank (see measure_software()).
 
     Args:
-        clusters: Pairs [NIC, ranks].
+        clusters: For each cluster, the name of its fast NIC and its ranks.
+
+    Returns:
+        "host_message_s" in CPU seconds of a message, and "host_gather" and "host_scatter" as ratios
+        to an all-reduce, for bytes that are sent.
     """
     import torch
     import torch.distributed as dist
@@ -118,35 +128,42 @@ def of_software(clusters: list) -> dict[str, float]:
     from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
 
     costs, groups = {}, [ranks for _, ranks in clusters]
-    if len(groups) > 1:  # sums of so little that bytes do not count
-        reduction, few = HierarchicalAllReduce(groups), torch.ones(64 * dist.get_world_size())
+    if len(groups) > 1:
+        reduction = HierarchicalAllReduce(groups)
+        small = torch.ones(64 * dist.get_world_size())  # so small that its bytes cost nothing
         # Messages of a hierarchical all-reduce. Its groups are the clusters, and the ranks with the same
         # position in their clusters. In a group of n ranks, reduce-scatter and all-gather have n (n - 1)
         # messages each.
         sent = 2 * sum(n * (n - 1) for n in map(len, [*groups, *zip(*groups)]))
-        costs["host_message_s"] = (
-            cpu_s(lambda: reduction.all_reduce(few).wait(), SUMS) / SUMS / sent
-        )
+        all_reduces_s = cpu_s(lambda: reduction.all_reduce(small).wait(), SUMS)
+        costs["host_message_s"] = all_reduces_s / SUMS / sent
     os.environ["GLOO_SOCKET_IFNAME"], ranks = next(
         pair for pair in clusters if dist.get_rank() in pair[1]
     )
     group, flat = dist.new_group(ranks, use_local_synchronization=True), torch.ones(SIZE // 4)
     shard = torch.empty(len(flat) // len(ranks))
     reduced, gathered, scattered = (
-        cpu_s(partial(run, *tensors, group=group), SUMS // 5)
+        cpu_s(partial(run, *tensors, group=group), LARGE_SUMS)
         for run, *tensors in (
             (dist.all_reduce, flat),
             (dist.all_gather_into_tensor, flat, shard),
             (dist.reduce_scatter_tensor, shard, flat),
         )
     )
-    # An all-gather sends half as many bytes as an all-reduce.
+    # An all-gather sends half as many bytes as an all-reduce, and gloo's reduce-scatter as many.
     costs |= {"host_gather": 2 * gathered / reduced, "host_scatter": scattered / reduced}
     return costs
 
 
-def of_optimizer(_: list) -> float:
-    """Return the result of measure_optimizer() on one rank."""
+def of_optimizer(_unused: list) -> float:
+    """Return the CPU seconds of a parameter in a step of AdamW, with the norm of its gradient.
+
+    All ranks run the steps at the same time, and cpu_s() returns the CPU time of the whole machine.
+    It is therefore divided by the number of ranks.
+
+    Args:
+        _unused: rank_main() calls all measurements with one argument.
+    """
     import torch
     import torch.distributed as dist
 
@@ -157,7 +174,8 @@ def of_optimizer(_: list) -> float:
         torch.nn.utils.clip_grad_norm_([parameter], 1.0)
         optimizer.step()
 
-    return cpu_s(step, SUMS // 20) / (SUMS // 20) / parameter.numel() / dist.get_world_size()
+    steps_s = cpu_s(step, OPTIMIZER_STEPS)
+    return steps_s / OPTIMIZER_STEPS / parameter.numel() / dist.get_world_size()
 
 
 def cpu_s(run: Callable[[], object], times: int) -> float:
@@ -182,28 +200,32 @@ def cpu_s(run: Callable[[], object], times: int) -> float:
 
 
 def of_bytes(phases: list[dict]) -> dict[str, float]:
-    """Return the CPU seconds of a byte by network, measured by all-reduces.
+    """Return the CPU seconds of a sent byte by network, measured by all-reduces.
+
+    All groups of a phase run at the same time, and cpu_s() returns the CPU time of the whole
+    machine. Their networks therefore share one number: this CPU time, divided by the bytes that all
+    groups have sent.
 
     Args:
-        phases: Groups that run at the same time: network -> [NIC, ranks, rate in bits/s].
+        phases: Each phase is network -> [NIC, ranks of the group, rate in bits/s]. A rank in no
+            group of a phase sends nothing.
     """
     import torch
     import torch.distributed as dist
 
     costs, flat = {}, torch.ones(SIZE // 4)
     for phase in phases:
-        total, group, times = 0.0, None, 0
+        total_bytes, group, times = 0.0, None, 0  # of all groups; this rank's group and all-reduces
         for interface, ranks, rate_bps in phase.values():
             sent_bytes = 2 * (len(ranks) - 1) * SIZE  # of all ranks in one all-reduce
             # All-reduces that take SECONDS at this rate.
             count = ceil(SECONDS * rate_bps * len(ranks) / (8 * sent_bytes))
-            total += count * sent_bytes
+            total_bytes += count * sent_bytes
             if dist.get_rank() in ranks:
                 os.environ["GLOO_SOCKET_IFNAME"], times = interface, count
                 group = dist.new_group(ranks, use_local_synchronization=True)
-        costs.update(
-            dict.fromkeys(phase, cpu_s(partial(dist.all_reduce, flat, group=group), times) / total)
-        )
+        byte_s = cpu_s(partial(dist.all_reduce, flat, group=group), times) / total_bytes
+        costs.update(dict.fromkeys(phase, byte_s))
     return costs
 
 

@@ -32,10 +32,14 @@ class Recorded:
 def _recorded() -> tuple[Recorded, ...]:
     """Return the measured steps.
 
-    holmes overlaps only those reductions that a rank would wait for, and the simulation overlaps all.
-    Both take equally long.
+    A step is one case under one of these ways: "stock" (without holmes), "holmes" with or without
+    overlap of the gradient reductions, or "rdma" (without holmes, all nodes in one fast cluster).
+
+    With overlap, holmes overlaps only the reductions that a rank would wait for. The simulation
+    overlaps all of them, which takes equally long.
     """
     results = []
+    # Name in prediction.py -> name in the results of two_clusters.py.
     for case, recorded in (
         ("4+4", "4+4"),
         ("4+4 slow RoCE", "4+4 slow RoCE"),

@@ -70,11 +70,13 @@ def rank_main(cluster: str, flag: str) -> None:
 
 
 def preflights(per_node: int, runs: int) -> list:
-    """Measure the start of 64 ranks with and without the preflight.
+    """Measure the start of 64 ranks with and without the preflight, and return the rows of results.
+
+    The ranks are on 64 / `per_node` nodes in two emulated clusters, with InfiniBand and with RoCE.
 
     Args:
         per_node: Ranks on a node.
-        runs: Number of runs.
+        runs: Starts with the preflight, and as many without it.
     """
     from harness import tell, toml
     from holmes_lab import Lab
@@ -84,10 +86,10 @@ def preflights(per_node: int, runs: int) -> list:
     case, times = f"{64 // per_node} nodes x {per_node}", {"on": [], "off": [], "preflight": []}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c.toml"
-        two = (
-            f"{cluster}[0-{32 // per_node - 1}]" for cluster in ("a ib 2Gb/s a", "b roce 2Gb/s b")
-        )
-        path.write_text(toml(*two, ethernet="1Gb/s", processes=per_node))
+        last = 32 // per_node - 1  # number of the last node of a cluster
+        # A cluster: its name, the type and the rate of its fast network, and its nodes.
+        clusters = (f"a ib 2Gb/s a[0-{last}]", f"b roce 2Gb/s b[0-{last}]")
+        path.write_text(toml(*clusters, ethernet="1Gb/s", processes=per_node))
         with Lab(load_spec(path)) as lab:
             command = [sys.executable, __file__, "--rank", str(path)]
             modules = (
@@ -99,6 +101,7 @@ def preflights(per_node: int, runs: int) -> list:
                     result = lab.run([*command, flag], preload=modules, timeout=120)
                     assert result.returncode == 0, result.outputs
                     ranks = [json.loads(text.splitlines()[-1]) for text in result.stdout.values()]
+                    # No rank may have a message for the user: nothing is wrong with the networks.
                     assert not any(rank["lines"] for rank in ranks), ranks[0]
                     times[flag].append(max(rank["start_s"] for rank in ranks))
                     if flag == "on":
@@ -169,7 +172,11 @@ def healthy_main(out: str, *command: str) -> None:
     timings = []  # (number of the block, "on" or "off" or "off again", seconds of a step)
 
     def timed(engine, *args, **kwargs):
-        """Train one step with the checks on or off, as its block has it, and store its seconds."""
+        """Train one step with the checks on or off, and store its seconds.
+
+        Steps form blocks of BLOCK steps: with the checks on, off, and off again, in the order of
+        ORDERS.
+        """
         block, step = divmod(engine.global_steps, BLOCK)
         which = ORDERS[block // 3 % len(ORDERS)][block % 3]  # three blocks are a cycle
         checks.switch(which == "on")
@@ -183,8 +190,12 @@ def healthy_main(out: str, *command: str) -> None:
     PipelineEngine.train_batch = timed
     end = dist.destroy_process_group
 
-    def write(*args):
-        """Time the look at the NICs, write all times, and destroy the process groups."""
+    def measure_nic_watch_and_end(*args):
+        """Measure one look at the NICs, write all times to `out`, and destroy the process groups.
+
+        It replaces deepspeed.comm.destroy_process_group, whose arguments it passes on: the script
+        calls it after its last step. The look is stored as block -1.
+        """
         watch, begin = failure.NicWatch(20.0), time.thread_time()
         for number in range(500):
             watch.poll(float(number))
@@ -195,7 +206,7 @@ def healthy_main(out: str, *command: str) -> None:
 
     import deepspeed.comm
 
-    deepspeed.comm.destroy_process_group = write
+    deepspeed.comm.destroy_process_group = measure_nic_watch_and_end
     sys.path.insert(0, str(Path(command[0]).parent))
     sys.argv = list(command)
     runpy.run_path(command[0], run_name="__main__")
@@ -304,12 +315,14 @@ def main() -> int:
     )
     arguments.add_argument("--cycles", type=int, default=16, help="of three blocks of steps")
     args = arguments.parse_args()
+    # "8": 8 nodes of 8 ranks. "64": 64 nodes of one rank. "step": the checks that run beside
+    # training.
     chosen = [name for name in args.cases.split(",") if name] or ["8", "64", "step"]
     rows = []
     if "8" in chosen:
-        rows += preflights(8, args.runs)
+        rows += preflights(per_node=8, runs=args.runs)
     if "64" in chosen:
-        rows += preflights(1, args.runs)
+        rows += preflights(per_node=1, runs=args.runs)
     if "step" in chosen:
         rows += healthy_steps(args.cycles)
     return harness.finish(rows, args.json, "Preflight, and a healthy step with everything on")

@@ -39,7 +39,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import Row, chosen, finish, parser, tell
 from holmes_lab import Lab, interleave
@@ -51,8 +51,9 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.samples import examples
 
 CLUSTERS = examples() / "clusters" / "two_clusters_8.toml"
-#: How much slower than the sample cluster a case's networks are; its FLOP/s below are made slower by the
-#: same.
+#: Case -> factor by which its networks are slower than those of the sample cluster file, and its
+#: emulated GPUs slower than the FLOP/s below. The ratio of communication to compute stays the same.
+#: The CPU work of eight nodes on the two cores of this machine becomes a smaller part of a step.
 SLOWER = {"overlap": 2, "pipeline": 4, "step": 4, "gather": 4}
 #: 3.1 M parameters, 6.2 MB of gradients in each of two stages. At 3e9 FLOP/s a stage computes 16 ms forward,
 #: 32 ms backward (SLOWER times as long), and its reduction takes 37 ms on InfiniBand, 46 on RoCE, 0.3 s on
@@ -74,8 +75,11 @@ GATHER_MICRO_BATCHES = {"gather": 2, "gather 6": 6}
 
 
 @contextmanager
-def slower(case: str) -> Iterator[tuple[Path, SiteSpec]]:
-    """Write the sample cluster's file with the rates of a case, and yield its path and its content."""
+def slower_clusters(case: str) -> Iterator[tuple[Path, SiteSpec]]:
+    """Write a cluster file with slower networks, and yield its path and its content.
+
+    All rates of the sample file two_clusters_8.toml (CLUSTERS) are divided by SLOWER[case].
+    """
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "clusters.toml")
 
@@ -87,9 +91,14 @@ def slower(case: str) -> Iterator[tuple[Path, SiteSpec]]:
 
 
 def overlap(repetitions: int) -> list[Row]:
-    """Measure the exposed seconds of a reduction that fits under the last backward pass."""
+    """Measure how long a job waits for a reduction that takes less than the last backward pass.
+
+    Four nodes of one cluster train with and without overlap. Networks and GPUs are
+    SLOWER["overlap"] times slower than in the sample cluster, so that the CPU work of this machine
+    counts less.
+    """
     rows, exposed, reductions = [], {}, {}
-    with slower("overlap") as (_, spec), Lab(spec, realtime=True) as lab:
+    with slower_clusters("overlap") as (_, spec), Lab(spec, realtime=True) as lab:
         nodes = spec.clusters[0].nodes
         for _ in range(repetitions):
             for name, flags in (("after the backward", ["--no-overlap"]), ("overlapped", [])):
@@ -111,14 +120,20 @@ def overlap(repetitions: int) -> list[Row]:
 
 
 def step(repetitions: int) -> list[Row]:
-    """Compare a flat ring with a hierarchical all-reduce in a data-parallel job over both clusters."""
+    """Compare a flat ring with a hierarchical all-reduce in a data-parallel job over both clusters.
+
+    Networks and GPUs are SLOWER["step"] times slower than in the sample cluster, so that the CPU
+    work of this machine counts less.
+    """
     seconds: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
     exposed: dict[str, list[float]] = {}
-    with slower("step") as (file, spec), Lab(spec, realtime=True) as lab:
+    with slower_clusters("step") as (file, spec), Lab(spec, realtime=True) as lab:
         for _ in range(repetitions):
             hierarchical = ["--holmes", "--holmes-cluster", str(file)]
             for name, flags in (
+                # Without holmes, all 10.7 MB would be one bucket (of 25 MiB), and nothing would
+                # overlap.
                 ("flat ring", ["--bucket-mb", "1"]),
                 ("hierarchical", hierarchical),
             ):
@@ -185,32 +200,33 @@ def _plain(lab: Lab, nodes: Any, flags: list[str], flops: float) -> list[dict[st
 
 def pipeline(repetitions: int, case: str = "pipeline") -> list[Row]:
     """Measure DeepSpeed's pipeline engine on both clusters, without and with holmes."""
-    with slower("pipeline") as (file, spec):
+    with slower_clusters("pipeline") as (file, spec):
         return _pipeline(case, file, spec, repetitions)
 
 
 def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[Row]:
-    """Run DeepSpeed's pipeline engine in its variants, and return the rows of results.
+    """Run DeepSpeed's pipeline engine without and with holmes, and return the rows of results.
+
+    The variants are stock, holmes without and with overlap of the gradient reductions, and all
+    nodes in one fast cluster ("all-RDMA"), without and with overlap.
 
     Args:
-        case: "pipeline" or "pipeline 8".
+        case: "pipeline" (6 micro-batches) or "pipeline 8".
         file: Cluster file of `spec`.
         spec: Two clusters of 4 nodes.
     """
     order = interleave(spec)
-    bound = all_rdma(spec)
+    one_fast_cluster = all_rdma(spec)
     holmes = ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap")
     variants = [
         Variant("stock", spec, order),
         Variant("holmes, not overlapped", spec, order, flags=(*holmes, "off")),
         Variant("holmes", spec, order, flags=(*holmes, "on")),
-        bound,
-        Variant(
-            "all-RDMA, overlapped",
-            bound.spec,
-            bound.order,
+        one_fast_cluster,
+        replace(
+            one_fast_cluster,
+            name="all-RDMA, overlapped",
             flags=("--holmes", "--holmes-overlap", "on"),
-            env=bound.env,
         ),
     ]
     series = compare(
@@ -256,7 +272,7 @@ def gather(repetitions: int, case: str = "gather") -> list[Row]:
 
     The job uses the distributed optimizer of megatron-core, with --holmes-overlap on.
     """
-    with slower("gather") as (file, spec):
+    with slower_clusters("gather") as (file, spec):
         flags = (
             "--holmes",
             "--holmes-cluster",
@@ -314,16 +330,20 @@ def ring(repetitions: int) -> list[Row]:
         for cluster in spec.clusters:
             for node in cluster.nodes:
                 lab.set_rate(node, f"{cluster.kind}0", 8 * spec.ethernet_rate_bps)
-        clusters = [list(range(4)), list(range(4, 8))]
-        counted = spec.clusters[0].nodes
         seconds, sent = _time_reductions(
-            lab, ("flat ring", "hierarchical"), order, clusters, counted, repetitions
+            lab,
+            ("flat ring", "hierarchical"),
+            order,
+            clusters=[list(range(4)), list(range(4, 8))],
+            counted=spec.clusters[0].nodes,
+            repetitions=repetitions,
         )
     rows = [_row("ring", f"10 MiB, {name}", values, "s") for name, values in seconds.items()]
     metric = "sent by one cluster's Ethernet NICs / gradient"
-    rows += [_row("ring", f"{metric}, {name}", values, "x") for name, values in sent.items()]
-    # 2 (C-1)/C = 1, plus headers
-    rows[-1] = _row("ring", rows[-1].metric, sent["hierarchical"], "x", "<= 1.05")
+    # Between C = 2 clusters, a hierarchical all-reduce sends 2 (C - 1) / C = 1 times the gradients,
+    # as a ring of the clusters would. The target has room for headers.
+    for name, target in (("flat ring", ""), ("hierarchical", "<= 1.05")):
+        rows.append(_row("ring", f"{metric}, {name}", sent[name], "x", target))
     rows.append(
         _row(
             "ring",
@@ -337,14 +357,24 @@ def ring(repetitions: int) -> list[Row]:
 
 
 def owners(repetitions: int) -> list[Row]:
-    """Compare an all-reduce of 10 MiB with chains that send each part to the rank that needs it."""
+    """Compare an all-reduce with chains that reduce each part to the one rank that needs it.
+
+    There are 10 MiB of gradients. Under ZeRO 1, a rank (the owner of a part) needs only the sum of
+    its part of the gradients. In a chain, the partial sum goes from rank to rank, and ends at the
+    owner.
+    """
     spec: SiteSpec = load_spec(CLUSTERS)
     rows = []
     with Lab(spec, realtime=True) as lab:
         for count in (4, 2):
             order, size = spec.clusters[0].nodes[:count], f"{count} nodes"
             seconds, sent = _time_reductions(
-                lab, ("all-reduce", "to owners"), order, [], order, repetitions
+                lab,
+                ("all-reduce", "to owners"),
+                order,
+                clusters=[],  # neither way is hierarchical
+                counted=order,
+                repetitions=repetitions,
             )
             rows += [
                 _row("owners", f"{size}, 10 MiB, {name}", values, "s")
@@ -360,6 +390,13 @@ def owners(repetitions: int) -> list[Row]:
     return rows
 
 
+class TimedReductions(NamedTuple):
+    """Measurements of several ways to reduce, by way: one number for each job."""
+
+    seconds: dict[str, list[float]]
+    sent: dict[str, list[float]]  # bytes over Ethernet in one reduction, in units of the gradients
+
+
 def _time_reductions(
     lab: Lab,
     names: Sequence[str],
@@ -367,19 +404,17 @@ def _time_reductions(
     clusters: list,
     counted: Sequence[str],
     repetitions: int,
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+) -> TimedReductions:
     """Run each way to reduce 10 MiB in turn, as jobs of ring_rank().
 
     Args:
         names: The ways.
         order: Nodes in the order of their ranks.
-        clusters: Ranks of each cluster.
+        clusters: Ranks of each cluster; [] if no way is hierarchical.
         counted: Nodes whose Ethernet bytes are counted.
-
-    Returns:
-        By way, the seconds and the sent bytes in units of the gradients.
+        repetitions: Jobs of each way.
     """
-    times = 4
+    times = 4  # timed reductions of a job; a first one is not timed, but its bytes are counted
     seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(repetitions):
@@ -390,18 +425,20 @@ def _time_reductions(
             if result.returncode:
                 raise SystemExit(result.outputs[result.first_failed])
             after = lab.counters()
-            seconds[name].append(float(result.stdout[0].split()[-1]))
-            crossed = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in counted)
-            sent[name].append(crossed / (times + 1) / RING_BYTES)
-    return seconds, sent
+            printed_by_rank_0 = result.stdout[0].split()
+            seconds[name].append(float(printed_by_rank_0[-1]))
+            # Counters of a NIC are (received, sent).
+            sent_bytes = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in counted)
+            sent[name].append(sent_bytes / (times + 1) / RING_BYTES)
+    return TimedReductions(seconds, sent)
 
 
 def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
     """Run one rank of the case "ring" or "owners", and print the median seconds on rank 0.
 
     Args:
-        name: "hierarchical", "to owners" (each rank gets the sum of one part only), or any other name for an
-            all-reduce of torch.
+        name: "hierarchical", "to owners" (each rank gets the sum of its own part only), or any
+            other name for an all-reduce of torch.
         clusters: Ranks of each cluster, for "hierarchical".
         times: Number of measurements.
     """
@@ -415,12 +452,13 @@ def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
         time_sums(HierarchicalAllReduce(clusters).all_reduce, RING_BYTES, times)
     elif name == "to owners":
         world, reduction = dist.get_world_size(), ReduceToOwners(dist.group.WORLD)
-        spans = [(RING_BYTES // 4 // world, owner) for owner in range(world)]
+        elements = RING_BYTES // 4 // world  # float32 elements of a rank's part
+        parts = [(elements, owner) for owner in range(world)]
         time_sums(
-            lambda flat: reduction.reduce(flat, spans),
+            lambda flat: reduction.reduce(flat, parts),
             RING_BYTES,
             times,
-            lambda flat: flat.chunk(world)[dist.get_rank()],
+            summed=lambda flat: flat.chunk(world)[dist.get_rank()],  # this rank's part is checked
         )
     else:
         time_sums(lambda flat: dist.all_reduce(flat, async_op=True), RING_BYTES, times)
@@ -447,14 +485,14 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     args = arguments.parse_args()
-    # megatron-core on machines without CUDA
+    # megatron-core imports a shim from there on machines without CUDA.
     shim = str(Path(__file__).resolve().parents[1] / "examples" / "megatron_core" / "on_cpu")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [shim, os.environ.get("PYTHONPATH", "")])
     )
     rows = [row for name in chosen(args.cases, CASES) for row in CASES[name](args.repetitions)]
     return finish(
-        rows, args.json, "Gradient reduction: overlapped, and in hierarchical (compute emulated)"
+        rows, args.json, "Gradient reduction: overlapped, and hierarchical (compute emulated)"
     )
 
 

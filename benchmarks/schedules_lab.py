@@ -83,7 +83,7 @@ ENGINES_OF = {
 }
 
 
-def question(framework: str) -> SearchResult:
+def planning_problem(framework: str) -> SearchResult:
     """Return the planning problem: a model whose stages take FORWARD_S for the forward pass of a sequence."""
     plain = Model(
         layers=LAYERS,
@@ -112,8 +112,13 @@ def question(framework: str) -> SearchResult:
 
 
 def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
-    """Return the planning problem, and the plans with 1F1B and with listed passes."""
-    asked = question(framework)
+    """Return the planning problem, and its plans by name of the schedule.
+
+    The first plan has 1F1B. It is named IN_FLIGHT if the engine can have more micro-batches in
+    flight than 1F1B, else "1F1B". The second one (LISTED) lists the order of the forward and
+    backward passes on every stage, which the planner has found by simulation.
+    """
+    problem = planning_problem(framework)
     shape = Shape(
         pipeline=STAGES,
         tensor=1,
@@ -126,12 +131,15 @@ def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
         recompute="none",
         zero=0,
     )
-    nodes = [node.name for node in asked.network.site.nodes]
-    placement = asked.network.placement(nodes, shape.sizes().complete(asked.network.world))
-    baseline = timed(asked, asked.candidate(shape, placement, (LAYERS // STAGES,) * STAGES))
-    listed = in_passes(asked, baseline)
+    network = problem.network
+    nodes = [node.name for node in network.site.nodes]
+    placement = network.placement(nodes, shape.sizes().complete(network.world))
+    even_split = (LAYERS // STAGES,) * STAGES
+    baseline = timed(problem, problem.candidate(shape, placement, even_split))  # simulated
+    listed = in_passes(problem, baseline)  # None if no order of passes is faster
     assert listed is not None, "listed passes are faster here"
-    return asked, {IN_FLIGHT if baseline.in_flight else "1F1B": baseline, LISTED: listed}
+    baseline_name = IN_FLIGHT if baseline.in_flight else "1F1B"
+    return problem, {baseline_name: baseline, LISTED: listed}
 
 
 def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, Series]]:
@@ -143,13 +151,13 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
     Returns:
         The plans of the schedules of holmes, and the measurements of all schedules, by name.
     """
-    asked, candidates = plans(engine.framework)
-    spec, model, variants = parse_spec(SITE), asked.model, []
+    problem, candidates = plans(engine.framework)
+    spec, model, variants = parse_spec(SITE), problem.model, []
     cluster, config, stock_flags = folder / "cluster.toml", folder / "ds_config.json", engine.flags
     cluster.write_text(SITE)
     for name, candidate in candidates.items():
         plan = folder / f"{len(variants)}.json"
-        plan_of(asked, candidate, Options(schedule="auto")).save(str(plan))
+        plan_of(problem, candidate, Options(schedule="auto")).save(str(plan))
         launch = launches(
             candidate,
             model,
@@ -163,7 +171,9 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
             stock_flags = ("--deepspeed_config", str(config))
         flags = (str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
         variants.append(Variant(name, spec, interleave(spec), flags=(*engine.flags, *flags)))
-    nodes = tuple(node.name for node in asked.network.site.nodes)  # stock's are in the plan's order
+    nodes = tuple(
+        node.name for node in problem.network.site.nodes
+    )  # stock's are in the plan's order
     variants.append(Variant(STOCK, spec, nodes, flags=stock_flags))
     size = [
         "--layers",

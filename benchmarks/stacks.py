@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import stacks_prediction as prediction
 from emulated import even_costs, forward_s
@@ -40,8 +41,9 @@ JOB = Path(__file__).with_name("stacks_job.py")
 FSDP2 = examples() / "fsdp2" / "train.py"
 #: FLOP/s of the emulated GPU at which stock's flat reduction takes half of its step.
 DDP_FLOPS, FSDP_FLOPS = 4.3e8, 2e9
-#: The variant that predictions are fitted to: stock, all nodes on one fast network.
-ONE = "one cluster"
+#: Variant to which one number of each prediction is fitted: the script without holmes, with all
+#: nodes in a single cluster on the fast network.
+ONE_CLUSTER = "one cluster"
 PIPELINE = examples() / "torch_pipelining" / "train.py"
 #: 2.1 MB of gradients and 10 ms of forward pass a layer: a stage's sum takes 0.27 s.
 PIPELINE_HIDDEN, PIPELINE_FLOPS = 208, 1.7e9
@@ -50,10 +52,19 @@ PIPELINE_MODEL += "--layers 16 --heads 4 --sequence 16 --micro-batch 1 --micro-b
 PRELOAD = ("torch", "transformers.trainer", "lightning")
 
 
-def of_clusters() -> tuple[SiteSpec, tuple[str, ...], tuple[str, ...]]:
-    """Return the clusters, their nodes in turn, and the flags of holmes."""
+class Clusters(NamedTuple):
+    """The two emulated clusters on which all cases run."""
+
+    spec: SiteSpec
+    launch_order: tuple[str, ...]  # nodes of both clusters in turn, in the order of their ranks
+    holmes_flags: tuple[str, ...]  # flags of a script that switch holmes on
+
+
+def emulated_clusters() -> Clusters:
+    """Return the clusters, the launcher's order of their nodes, and the flags of holmes."""
     spec = load_spec(CLUSTERS)
-    return spec, interleave(spec), ("--holmes", "--holmes-cluster", str(CLUSTERS))
+    holmes_flags = ("--holmes", "--holmes-cluster", str(CLUSTERS))
+    return Clusters(spec, interleave(spec), holmes_flags)
 
 
 def run(
@@ -107,10 +118,10 @@ def data_parallel(stack: str, args) -> list[Row]:
         stack: "trainer" (of transformers) or "lightning".
         args: Options of this program.
     """
-    spec, order, flags = of_clusters()
+    spec, order, flags = emulated_clusters()
     with_stack, with_reducer = (["--stack", name] for name in (stack, "reducer"))
     variants = [
-        replace(all_rdma(spec), name=ONE, flags=tuple(with_stack)),
+        replace(all_rdma(spec), name=ONE_CLUSTER, flags=tuple(with_stack)),
         Variant("stock", spec, order, flags=tuple(with_stack)),
         Variant("holmes", spec, order, flags=(*with_stack, *flags)),
         Variant("GradientReducer", spec, order, flags=(*with_reducer, *flags)),
@@ -129,48 +140,62 @@ def data_parallel(stack: str, args) -> list[Row]:
         ),
         loss_row(stack, series, "holmes"),
         *step_rows(stack, series),
-        *predicted(stack, series, prediction.data_parallel, DDP_FLOPS, {"stock": {}, "holmes": {}}),
+        *predicted_step_rows(
+            stack,
+            series,
+            step=prediction.data_parallel,
+            flops=DDP_FLOPS,
+            options_of={"stock": {}, "holmes": {}},
+        ),
     ]
 
 
-def predicted(
+def predicted_step_rows(
     case: str, series: dict[str, Series], step: Callable[..., float], flops: float, options_of
 ) -> list[Row]:
-    """Return rows with predicted steps, and their errors.
+    """Return rows with the simulated steps of some variants, and their errors.
+
+    One number is fitted: the CPU seconds that the software (DDP or FSDP) takes. It is chosen so
+    that the simulated step of the variant ONE_CLUSTER, where the network is fast, equals the
+    measured one. The steps of the other variants are then predicted with it.
 
     Args:
         case: Name of the case in the results.
-        series: Variant -> measurements. The CPU seconds of the software are fitted to the variant ONE.
-        step: A function of benchmarks/stacks_prediction.py.
+        series: Variant -> measurements.
+        step: prediction.data_parallel or prediction.sharded, which simulate a step. Its fourth
+            argument is the fitted number.
         flops: FLOP/s of an emulated GPU.
-        options_of: Variant -> keyword arguments of `step`.
+        options_of: Variant to predict -> further keyword arguments of `step`.
     """
     stack_site = prediction.StackSite.of(CLUSTERS)
     software_s = prediction.fitted(
-        lambda seconds: step(stack_site, ONE, flops, seconds), series[ONE].median
+        lambda seconds: step(stack_site, ONE_CLUSTER, flops, seconds), series[ONE_CLUSTER].median
     )
-    seconds = {
-        name: step(
-            stack_site, "stock" if name == "stock" else "holmes", flops, software_s, **options
-        )
-        for name, options in options_of.items()
-    }
+    seconds = {}
+    for name, options in options_of.items():
+        way = "stock" if name == "stock" else "holmes"
+        seconds[name] = step(stack_site, way, flops, software_s, **options)
     return prediction.rows(case, seconds, {name: series[name].median for name in seconds})
 
 
 def one_cluster(args) -> list[Row]:
-    """Measure DistributedDataParallel inside one cluster, where holmes must not cost anything."""
-    case, bound = "one cluster", all_rdma(load_spec(CLUSTERS))
+    """Measure DistributedDataParallel inside one cluster, where holmes must not cost anything.
+
+    The cluster has the eight nodes of both clusters on the fast network (all_rdma()). Without
+    holmes, gloo needs an environment variable to use that network.
+    """
+    case, fast_cluster = "one cluster", all_rdma(load_spec(CLUSTERS))
+    order, use_fast_nic = fast_cluster.order, fast_cluster.env
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "one.toml")
-        file.write_text(one_cluster_toml(bound.spec))
+        file.write_text(one_cluster_toml(fast_cluster.spec))
         spec, ddp = load_spec(file), ("--stack", "ddp")
         flags = (*ddp, "--holmes", "--holmes-cluster", str(file))
         stock, again = (
-            Variant(name, spec, bound.order, flags=ddp, env=bound.env)
+            Variant(name, spec, order, flags=ddp, env=use_fast_nic)
             for name in ("stock", "stock again")
         )
-        variants = [stock, Variant("holmes", spec, bound.order, flags=flags), again]
+        variants = [stock, Variant("holmes", spec, order, flags=flags), again]
         series = run(
             case, variants, [str(JOB), *MODEL], classes="GPT2Block", flops=DDP_FLOPS, args=args
         )
@@ -193,14 +218,18 @@ def one_cluster(args) -> list[Row]:
 
 
 def sharded(args) -> list[Row]:
-    """Measure FSDP2 on one dimension, without holmes and with --holmes-fsdp hybrid."""
+    """Measure FSDP2, without holmes and with --holmes-fsdp hybrid.
+
+    The script shards weights over all ranks. With "hybrid", holmes shards them inside each cluster
+    and replicates the shards between clusters, so that weights are not gathered over Ethernet.
+    """
     case = "fsdp2"
-    spec, order, flags = of_clusters()
+    spec, order, flags = emulated_clusters()
     variants = [
         Variant("stock", spec, order),
         Variant("hybrid", spec, order, flags=(*flags, "--holmes-fsdp", "hybrid")),
         Variant("holmes", spec, order, flags=flags),
-        replace(all_rdma(spec), name=ONE),
+        replace(all_rdma(spec), name=ONE_CLUSTER),
     ]
     series = run(case, variants, [str(FSDP2), *MODEL], classes="Block", flops=FSDP_FLOPS, args=args)
     return [
@@ -210,26 +239,35 @@ def sharded(args) -> list[Row]:
         ),
         loss_row(case, series, "hybrid"),
         loss_row(case, series, "holmes"),
-        *predictions(case, series),
-        *predicted(
-            case, series, prediction.sharded, FSDP_FLOPS, {"stock": {}, "hybrid": {"hybrid": True}}
+        *predicted_collective_rows(case, series),
+        *predicted_step_rows(
+            case,
+            series,
+            step=prediction.sharded,
+            flops=FSDP_FLOPS,
+            options_of={"stock": {}, "hybrid": {"hybrid": True}},
         ),
         *step_rows(case, series),
     ]
 
 
-def predictions(case: str, series: dict[str, Series]) -> list[Row]:
-    """Return rows with the seconds of collectives that holmes's messages about FSDP predict."""
+def predicted_collective_rows(case: str, series: dict[str, Series]) -> list[Row]:
+    """Return rows with the seconds of collectives in a step that holmes predicts for FSDP2.
+
+    holmes prints two messages at the start. Without --holmes-fsdp hybrid, it leaves the script's
+    sharding as it is, so its message is about stock. With it, its message is about hybrid sharding.
+    """
+    # Predicted way to shard -> (variant that prints the message, words that the message contains).
     sources = {"stock": ("holmes", "of weights across"), "hybrid": ("hybrid", "FSDP hybrid")}
     return [
         Row.median(
             case,
             f"predicted collectives {name}",
-            [_seconds(series[run], words)],
+            [_seconds(series[variant], words)],
             unit="s",
             emulated=False,
         )
-        for name, (run, words) in sources.items()
+        for name, (variant, words) in sources.items()
     ]
 
 
@@ -240,12 +278,13 @@ def _seconds(series: Series, words: str) -> float:
 
 
 def placed(args) -> list[Row]:
-    """Measure HSDP with 2 replicas, as the script shapes it.
+    """Measure HSDP (hybrid sharding) with 2 replicas, a device mesh that the script makes itself.
 
-    The nodes are ordered by the launcher or by the plan.
+    Without holmes, ranks are in the order of the launcher, and each replica spans both clusters.
+    With holmes, they are in the order of the plan, and each replica is inside a cluster.
     """
     case = "hsdp"
-    spec, order, flags = of_clusters()
+    spec, order, flags = emulated_clusters()
     variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags=flags)]
     series = run(
         case,
@@ -269,15 +308,16 @@ def placed(args) -> list[Row]:
 
 
 def breadth_first(args) -> list[Row]:
-    """Measure what gradient reductions add to a step of torch.distributed.pipelining.
+    """Measure how many seconds gradient reductions add to a step of torch.distributed.pipelining.
 
-    Pipelines are inside clusters, and the gradients of each stage travel between them. The schedules are
-    1F1B, breadth-first (LoopedBFS), and 1F1B with reductions as torch waits for them. In the variants
-    without reductions, stages are still in DistributedDataParallel, of one rank each, so that its other
+    Pipelines are inside clusters, and the gradients of each stage travel between them. The
+    schedules are 1F1B, breadth-first (LoopedBFS), and 1F1B in which torch waits for each reduction
+    as it does without holmes ("torch's waits"). In the variants without reductions ("nothing
+    reduced"), stages are still in DistributedDataParallel, of one rank each, so that its other
     costs are the same.
     """
     case = "breadth first"
-    spec, order, flags = of_clusters()
+    spec, order, flags = emulated_clusters()
     flags = (
         *flags,
         "--mesh",
@@ -348,18 +388,25 @@ def breadth_first(args) -> list[Row]:
 
 
 def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
-    """Return the simulated exposed seconds of both schedules, with the rates of the cluster file."""
-    site, sizes = site_from_spec(spec), Sizes(pipeline=4, order=PIPELINES_FIRST).complete(8)
-    order, endless = [node.name for node in site.nodes], 1e15  # a rate in bits/s
-    # The same clusters, where reductions take no time. The difference of the steps is exposed.
-    free = replace(
+    """Return the simulated seconds that gradient reductions add to a step, by schedule.
+
+    A step is simulated twice: with the networks of the cluster file, and with an Ethernet on which
+    messages take no time. Pipelines are inside clusters, so that only gradient reductions use
+    Ethernet, and the difference is what they add.
+    """
+    stages = 4
+    site = site_from_spec(spec)
+    sizes = Sizes(pipeline=stages, order=PIPELINES_FIRST).complete(site.world_size)
+    order = [node.name for node in site.nodes]
+    unlimited_bps = 1e15
+    site_without_reduction_time = replace(
         site,
-        fabrics=tuple(  # pipelines inside clusters: only sums are on Ethernet
-            replace(fabric, rate_bps=endless) if fabric.name == ETHERNET else fabric
+        fabrics=tuple(
+            replace(fabric, rate_bps=unlimited_bps) if fabric.name == ETHERNET else fabric
             for fabric in site.fabrics
         ),
     )
-    layers, hidden, micro_batches = 16, PIPELINE_HIDDEN, 8
+    layers, hidden, micro_batches = 16, PIPELINE_HIDDEN, 8  # as in PIPELINE_MODEL
     gpt = Model(
         layers=layers,
         hidden=hidden,
@@ -371,16 +418,24 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
         tied=False,
     )
     costs = even_costs(
-        forward_s(hidden, 16, PIPELINE_FLOPS), layers=layers, stages=4, micro_batches=micro_batches
+        forward_s(hidden, tokens=16, flops=PIPELINE_FLOPS),
+        layers=layers,
+        stages=stages,
+        micro_batches=micro_batches,
     )
+    plain_run = Execution(DDP, overlap="on", **prediction.DDP_BUCKETS)
+    runs = {
+        "1F1B": plain_run,
+        # Four chunks of layers on each stage, as in the lab.
+        "breadth first": replace(plain_run, virtual=4, breadth_first=True),
+    }
     exposed = {}
-    for name, more in {"1F1B": {}, "breadth first": {"virtual": 4, "breadth_first": True}}.items():
-        run = Execution(DDP, overlap="on", **prediction.DDP_BUCKETS, **more)
-        with_sums, least = (
+    for name, run in runs.items():
+        with_reductions_s, without_s = (
             simulate(used_site, order, sizes, gpt, run, costs=costs).step_s
-            for used_site in (site, free)
+            for used_site in (site, site_without_reduction_time)
         )
-        exposed[name] = with_sums - least
+        exposed[name] = with_reductions_s - without_s
     return exposed
 
 

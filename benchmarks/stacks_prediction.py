@@ -37,8 +37,8 @@ LAYERS, HIDDEN, SEQUENCE, BYTES = 6, 272, 16, 256
 #: DistributedDataParallel's bucket_cap_mb where none is given, and the limit of its first bucket then.
 DDP_BUCKETS = {"bucket_bytes": 25 * 2**20, "first_bucket_bytes": 2**20}
 STORE = Path(__file__).parent / "results" / "stacks_measured.json"
-ONE = "one network"
-#: Of plan/cost/links.py's Links.
+ONE_NETWORK = "one network"  # all nodes in a single cluster on the fast network
+#: Fields of Links (plan/cost/links.py) -> name and unit in the results.
 COSTS = {
     "host_message_s": ("CPU time of a message of hierarchical", "s"),
     "host_gather": ("CPU time of a gathered byte, of an all-reduced one's", "x"),
@@ -48,12 +48,17 @@ COSTS = {
 
 @dataclass
 class Networks:
-    """Measurements of the networks of a cluster file, and of its nodes on a single fast network (ONE)."""
+    """Measurements of the networks of a cluster file, and of its nodes on a single fast network.
+
+    The key of the latter is ONE_NETWORK.
+    """
 
     #: Name of a network -> cluster file with the networks as `holmes probe` measured them.
     probes: dict[str, str] = field(default_factory=dict)
     parameter_s: float = 0.0  # CPU seconds of a parameter (measure_optimizer)
-    #: For each turn: name of a network -> results of measure_hosts() and measure_software().
+    #: For each repetition: name of a network -> CPU costs of two kinds. For the CPU seconds of a
+    #: byte, the key is a fabric ("ethernet" or a cluster; measure_hosts()). For other costs, it is
+    #: a field of Links that begins with "host_" (measure_software()).
     turns: list[dict[str, dict[str, float]]] = field(default_factory=list)
 
     @classmethod
@@ -62,17 +67,23 @@ class Networks:
         return cls(**json.loads(STORE.read_text())) if STORE.exists() else cls()
 
     def links(self, name: str) -> Links:
-        """Return the links of a network, with the CPU seconds of bytes and messages."""
+        """Return the probed links of a network, with the medians of the measured CPU costs.
+
+        Args:
+            name: Name of the cluster file, or ONE_NETWORK.
+        """
         costs = {
             key: statistics.median(turn[name][key] for turn in self.turns)
             for key in self.turns[0][name]
         }
         links = Links.of_spec(parse_spec(self.probes[name]))
+        # CPU seconds of a byte on each fabric.
         measured = {
             fabric: replace(link, host_s=costs[fabric]) for fabric, link in links.measured.items()
         }
-        host_costs = {key: costs[key] for key in costs if key.startswith("host_")}
-        return replace(links, measured=measured, **host_costs)
+        # CPU costs of messages and collectives, which are the same on all fabrics.
+        fields_of_links = {key: costs[key] for key in costs if key.startswith("host_")}
+        return replace(links, measured=measured, **fields_of_links)
 
     def measure(self, file: Path, turns: int = 3) -> None:
         """Measure what the store does not have.
@@ -88,7 +99,7 @@ class Networks:
         with tempfile.TemporaryDirectory() as directory:
             single = Path(directory, "cluster.toml")
             single.write_text(one_cluster_toml(all_rdma(spec).spec))
-            networks = {file.stem: (spec, file), ONE: (load_spec(single), single)}
+            networks = {file.stem: (spec, file), ONE_NETWORK: (load_spec(single), single)}
             for name in networks.keys() - self.probes.keys():
                 self.probes[name] = probe(*networks[name])
                 self._save()
@@ -144,7 +155,10 @@ class StackSite:
         """Return the nodes of a cluster file, with the measurements of its networks in the store."""
         networks = Networks.load()
         return cls(
-            load_spec(file), networks.links(file.stem), networks.links(ONE), networks.parameter_s
+            load_spec(file),
+            networks.links(file.stem),
+            networks.links(ONE_NETWORK),
+            networks.parameter_s,
         )
 
     def placed(self, way: str) -> tuple[Site, tuple[str, ...], Links]:
@@ -163,34 +177,47 @@ def data_parallel(stack_site: StackSite, way: str, flops: float, parameter_s: fl
     """Return the predicted seconds of a step of DistributedDataParallel.
 
     Args:
-        way: "stock" (one ring over Ethernet), "holmes" (hierarchical) or "one cluster".
+        stack_site: The nodes and their networks.
+        way: "stock" (one ring over Ethernet), "holmes" (hierarchical all-reduce) or "one cluster".
         flops: FLOP/s of an emulated GPU.
-        parameter_s: CPU seconds of a parameter, mainly for the norm and the optimizer. Computing a block
-            is inside its emulated time.
+        parameter_s: CPU seconds of a parameter, mainly for the gradient norm and the optimizer. The
+            CPU time of a block's passes needs no number: the emulated GPU sleeps for the rest of a
+            pass.
     """
-    buckets = {"hierarchical": True, "direct": True} if way == "holmes" else DDP_BUCKETS
-    run = Execution(DDP, overlap="on", parameter_s=parameter_s, sums=1, cores=CORES, **buckets)
+    run = Execution(
+        DDP,
+        overlap="on",
+        parameter_s=parameter_s,
+        sums=1,  # all-reduces of a single number by the script, at the end of a step
+        cores=CORES,  # which all nodes share
+    )
+    if way == "holmes":
+        # direct: inside clusters, gloo's ranks exchange directly and not in a ring.
+        run = replace(run, hierarchical=True, direct=True)
+    else:
+        run = replace(run, **DDP_BUCKETS)
     return _step(stack_site, way, flops, run, tied=True)
 
 
 def sharded(
     stack_site: StackSite, way: str, flops: float, block_s: float, hybrid: bool = False
 ) -> float:
-    """Return the predicted seconds of a step of examples/fsdp2.
-
-    On CPUs torch waits for each collective, and gloo's reduce-scatter is an all-reduce.
+    """Return the predicted seconds of a step of examples/fsdp2 (FSDP2 over gloo on CPUs).
 
     Args:
+        stack_site: The nodes and their networks.
+        way: "stock", "holmes" or "one cluster": the order of the ranks, and the networks.
+        flops: FLOP/s of an emulated GPU.
         block_s: CPU seconds of FSDP in the forward or the backward pass of a block.
         hybrid: Whether weights are sharded inside clusters only.
     """
     run = Execution(
-        LOOP,
-        zero=3,
-        scatter=1.0,
-        replicas="clusters" if hybrid else "",
+        LOOP,  # a plain loop: on CPUs, torch waits for each collective
+        zero=3,  # weights, gradients and optimizer are sharded
+        scatter=1.0,  # gloo's reduce-scatter sends as much as an all-reduce
+        replicas="clusters" if hybrid else "",  # "": one replica on all ranks
         block_s=block_s,
-        sums=1,
+        sums=1,  # all-reduces of a single number by the script, at the end of a step
         parameter_s=stack_site.parameter_s,
         cores=CORES,
     )
@@ -201,7 +228,10 @@ def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: b
     """Return the simulated seconds of a step of the model.
 
     Args:
-        way: "stock", "holmes" or "one cluster".
+        stack_site: The nodes and their networks.
+        way: "stock": without holmes, ranks of both clusters in turn, all messages over Ethernet.
+            "holmes": in the plan's order, each group on the fastest network of its ranks. "one
+            cluster": without holmes, all nodes in one cluster on the fast network.
         flops: FLOP/s of an emulated GPU.
         run: How the stack communicates, and its CPU seconds.
         tied: Whether the output layer shares the weights of the embedding.
@@ -218,6 +248,7 @@ def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: b
         tied=tied,
     )
     costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops), layers=LAYERS, stages=1, micro_batches=1)
+    # Without holmes, all messages use one network: the one that reaches all nodes.
     only = stock_fabric(site) if way == "stock" else None
     return simulate(
         site,

@@ -6,14 +6,15 @@ DeepSpeed's pipeline engine and megatron-core's 1F1B run on 2 + 2 emulated nodes
 64 ms for a micro-batch: layers sleep as long as an accelerator of 2.4 GFLOP/s would compute. The cases,
 where ENGINE is "deepspeed" or "megatron":
 
-    ENGINE 8, ENGINE 16    8 or 16 micro-batches. Ethernet takes 32 ms for an activation of 32 KiB (7.4
-                           Mb/s), or next to nothing (1 Gb/s).
+    ENGINE 8, ENGINE 16    8 or 16 micro-batches. Ethernet takes 35 ms for an activation of 32 KiB
+                           (7.4 Mb/s), or next to nothing (1 Gb/s).
     deepspeed latency      60 ms for a micro-batch. The link has 20 ms in each direction, or none.
     ENGINE one cluster     a stage link inside a cluster, which need not be hidden
-    ENGINE unequal         Four stages of 2, 2, 1 and 1 layers, with a third of the speed, six micro-batches
-                           and 20 ms. The step is so short that the micro-batches in flight that the mean
-                           stage needs are faster than those of the slowest stage. Here these are the
-                           numbers of 1F1B.
+    ENGINE unequal         Four stages of 2, 2, 1 and 1 layers, GPUs with a third of the speed, six
+                           micro-batches, and a link of 20 ms. holmes can choose the number of
+                           micro-batches in flight by the slowest stage, which gives those of 1F1B,
+                           or by the mean stage, which gives more. In so short a step, more are
+                           faster.
 
 The variants run in turn, and the results are medians of the repetitions' medians:
 
@@ -84,11 +85,15 @@ clusters = ["a", "b"]
 rate = "100Mb/s"
 latency = "{latency}"
 """
-ONE = toml("a ib 1Gb/s a[0-3]", ethernet="1Gb/s")
-FLOPS = 2.39e9
+ONE_CLUSTER = toml("a ib 1Gb/s a[0-3]", ethernet="1Gb/s")
+FLOPS = (
+    2.39e9  # of an emulated GPU; three layers take 64 ms for a micro-batch, forward and backward
+)
 #: What a TCP connection keeps of a message whose sender goes on (gloo's send ends when the kernel has all of
 #: it).
 BUFFER_BYTES = 64 * 2**10
+#: Schedule -> value of --holmes-inflight. "engine" is the engine's own schedule, whose sends block.
+#: "own" is 1F1B in holmes's stage links, whose sends do not block.
 INFLIGHT = {"holmes": "auto", "engine": "off", "own": "0"}
 #: Engine -> its example, the flag for stages, what the emulated accelerator paces.
 ENGINES = {
@@ -99,11 +104,13 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Case:
-    """Pipeline job that runs over a slow and over a free stage link."""
+    """Pipeline job that runs over a slow and over a fast ("free") link between its stages."""
 
     engine: str
     micro_batches: int
-    stage_links: dict[str, str]  # name of a stage link -> cluster.toml; the free one is the first
+    #: Link between the clusters -> cluster.toml. "free": messages take next to no time. "slow": see
+    #: the case. Or "as it is": a single cluster.
+    stage_links: dict[str, str]
     target: str = ""  # of a step with the slow stage link : one with the free stage link
     flops: float = FLOPS
     steps: int = 10
@@ -117,30 +124,46 @@ def two(ethernet: str) -> str:
 
 
 def _cases() -> dict[str, Case]:
-    """Return the cases by name."""
-    half = {"free": two("1Gb/s"), "slow": two("7.4Mb/s")}
-    far = {
+    """Return the cases by name. The module docstring describes them.
+
+    At FLOPS, a stage takes 64 ms for a micro-batch. At 7.4 Mb/s, an activation of 32 KiB takes
+    about half as long. The more micro-batches there are, the better a slow link can be hidden
+    (targets).
+    """
+    # By name of the link: its rate, or its latency.
+    links_of_two_rates = {"free": two("1Gb/s"), "slow": two("7.4Mb/s")}
+    links_of_two_latencies = {
         name: two("250Mb/s") + LINK.format(latency=latency)
         for name, latency in (("free", "0.1ms"), ("slow", "20ms"))
     }
     cases = {}
     for engine in ENGINES:
+        # Megatron's syntax for stages of 2, 2, 1 and 1 transformer layers (t), with the embedding
+        # (E) and the output layer (L). DeepSpeed divides six layers so by itself.
         layout = ("--layout", "Ett|tt|t|tL") if engine == "megatron" else ()
         cases[f"{engine} unequal"] = Case(
-            engine, micro_batches=6, stage_links=far, flops=FLOPS / 3, stages=4, layout=layout
+            engine,
+            micro_batches=6,
+            stage_links=links_of_two_latencies,
+            flops=FLOPS / 3,
+            stages=4,
+            layout=layout,
         )
-        cases |= {
-            f"{engine} 8": Case(engine, micro_batches=8, stage_links=half, target="<= 1.15"),
-            f"{engine} 16": Case(engine, micro_batches=16, stage_links=half, target="<= 1.08"),
-        }
+        for micro_batches, target in ((8, "<= 1.15"), (16, "<= 1.08")):
+            cases[f"{engine} {micro_batches}"] = Case(
+                engine, micro_batches, stage_links=links_of_two_rates, target=target
+            )
         cases[f"{engine} one cluster"] = Case(
-            engine, micro_batches=8, stage_links={"as it is": ONE}, steps=24
+            engine, micro_batches=8, stage_links={"as it is": ONE_CLUSTER}, steps=24
         )
-    return cases | {
-        "deepspeed latency": Case(
-            "deepspeed", micro_batches=16, stage_links=far, target="<= 1.15", flops=FLOPS * 64 / 60
-        )
-    }
+    cases["deepspeed latency"] = Case(
+        "deepspeed",
+        micro_batches=16,
+        stage_links=links_of_two_latencies,
+        target="<= 1.15",
+        flops=FLOPS * 64 / 60,  # a stage takes 60 ms for a micro-batch
+    )
+    return cases
 
 
 CASES = _cases()
@@ -151,7 +174,7 @@ class Run:
     """One run of a case."""
 
     variant: Variant
-    how: str  # a key of INFLIGHT
+    schedule: str  # a key of INFLIGHT
     file: Path  # cluster.toml
     telemetry: Path  # folder
 
@@ -159,9 +182,12 @@ class Run:
 def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
     """Write the files of a case, and return the model's file and the runs to make.
 
-    Each stage link has a run with holmes and one with the engine's own schedule. A case with a single stage
-    link also runs the latter again ("again"), to measure the noise. A case with more than two stages also
-    runs 1F1B ("own").
+    For each link between stages there are these runs:
+
+        holmes    as many micro-batches in flight as hide the link
+        engine    the engine's own schedule, whose sends block
+        again     "engine" again, which shows the noise; only in cases with a single link
+        own       1F1B with sends that do not block; only in cases with more than two stages
 
     Args:
         folder: For the model's file and the cluster files.
@@ -172,10 +198,12 @@ def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
         file = folder / f"{stage_link}.toml"
         file.write_text(text)
         spec = load_spec(file)
-        names = {"holmes": "holmes", "engine": "engine"}
-        names |= {} if len(case.stage_links) > 1 else {"again": "engine"}
-        names |= {"own": "own"} if case.stages > 2 else {}
-        for label, how in names.items():
+        schedules = {"holmes": "holmes", "engine": "engine"}  # name of the run -> key of INFLIGHT
+        if len(case.stage_links) == 1:
+            schedules["again"] = "engine"
+        if case.stages > 2:
+            schedules["own"] = "own"
+        for label, schedule in schedules.items():
             name, telemetry = f"{label}, {stage_link}", folder / f"telemetry {label} {stage_link}"
             flags = (
                 "--holmes",
@@ -188,9 +216,9 @@ def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
                 "--holmes-telemetry",
                 str(telemetry),
             )
-            flags += ("--holmes-inflight", INFLIGHT[how])
+            flags += ("--holmes-inflight", INFLIGHT[schedule])
             runs.append(
-                Run(Variant(name, spec, interleave(spec), flags=flags), how, file, telemetry)
+                Run(Variant(name, spec, interleave(spec), flags=flags), schedule, file, telemetry)
             )
     return model, runs
 
@@ -360,7 +388,7 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
 
 def predict(case: Case, run: Run, model_file: Path) -> float:
     """Return the predicted seconds of a step."""
-    options, model = Options(inflight=INFLIGHT[run.how]), load_model(str(model_file))
+    options, model = Options(inflight=INFLIGHT[run.schedule]), load_model(str(model_file))
     return predicted_step(
         case.engine,
         run.variant.spec,
@@ -383,16 +411,21 @@ def predicted_step(
 ) -> float:
     """Return the predicted seconds of a step under holmes.
 
+    The step is simulated for the plan that holmes makes, with the networks of the cluster file and
+    the CPU seconds of the engine's software, which were fitted to other runs.
+
     Args:
         engine: "deepspeed" or "megatron".
+        spec: The clusters.
         block_forward_s: Seconds of the forward pass of a block.
         options: Options of holmes, such as the micro-batches in flight.
         cut: Whether each tensor-parallel rank sends only a slice of an activation between clusters.
         tied: Whether gradients of tied weights are reduced hierarchically.
     """
     site = site_from_spec(spec)
-    launched = replace(site, nodes=tuple(site.node_by_name[name] for name in interleave(spec)))
-    plan = build_plan(launched, sizes, model=model, options=options)
+    # The lab starts nodes of both clusters in turn, and a plan depends on that order.
+    launch_order = tuple(site.node_by_name[name] for name in interleave(spec))
+    plan = build_plan(replace(site, nodes=launch_order), sizes, model=model, options=options)
     costs = even_costs(
         block_forward_s,
         layers=model.layers,
@@ -400,7 +433,7 @@ def predicted_step(
         micro_batches=model.micro_batches,
     )
     block_s, parameter_s, step_s = _overheads(engine)
-    traffic = plan.traffic_of("sockets")
+    traffic = plan.traffic_of("sockets")  # gloo uses sockets
     overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
     execution = Execution(
         TRAITS[engine],
@@ -411,9 +444,9 @@ def predicted_step(
         tied=tied,
         parameter_s=parameter_s,
         step_s=step_s,
-        cores=CORES,
+        cores=CORES,  # which all nodes of the lab share
         buffer_bytes=BUFFER_BYTES,
-        notices=True,
+        notices=True,  # gloo: a receiver announces itself behind its own last message
     )
     return simulate(site, plan.nodes, plan.sizes, model, execution, costs=costs).step_s
 

@@ -22,37 +22,50 @@ from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.partition import partition
 
 LAYERS, STAGES = 128, 64
+COLUMNS = LAYERS + 2  # of a row of costs: the embedding, the blocks and the output layer
 
 
 def case(seed: int) -> StageCosts:
-    """Return the random costs of a case; the seconds have an arbitrary unit."""
+    """Return the random costs of a case.
+
+    The unit of time is the forward pass of a mean block on the fastest GPU, and the unit of memory
+    is the state (weights, gradients, optimizer) of a block. A row of costs has COLUMNS values:
+    embedding, blocks, output layer.
+    """
     rng = random.Random(seed)
-    # Clusters, which differ in the speed of their GPUs, and how much layers differ from each other.
-    kinds, spread = rng.choice((1, 2, 2, 4, 8)), rng.choice((0.0, 0.1, 0.1, 0.5))
-    factors = [rng.choice((1.0, 1.2, 1.5, 2.0)) for _ in range(kinds)]
-    blocks = [rng.uniform(1 - spread, 1 + spread) for _ in range(LAYERS)]
+    clusters = rng.choice((1, 2, 2, 4, 8))
+    block_spread = rng.choice((0.0, 0.1, 0.1, 0.5))  # by which blocks differ from the mean
+    slowness = [rng.choice((1.0, 1.2, 1.5, 2.0)) for _ in range(clusters)]  # of a cluster's GPUs
+    blocks = [rng.uniform(1 - block_spread, 1 + block_spread) for _ in range(LAYERS)]
+    # Slowness -> seconds of the forward passes: a short embedding, and an output layer of up to two
+    # blocks.
     rows = {
         factor: (0.1 * factor, *(factor * block for block in blocks), rng.uniform(0, 2) * factor)
-        for factor in set(factors)
+        for factor in set(slowness)
     }
-    factor_of = [factors[stage * kinds // STAGES] for stage in range(STAGES)]  # by stage
-    if rng.random() < 0.3:  # stages of a cluster are no block
-        rng.shuffle(factor_of)
-    slow = rng.choice((0.01, 0.1, 0.5, 2.0, 5.0))
-    stage_links = [rng.choice((0.01, slow)) if rng.random() < 0.5 else 0.01 for _ in range(STAGES)]
-    reduction = [rng.choice((0.1, 2.0, 10.0)) for _ in range(kinds)]
+    cluster_of = [stage * clusters // STAGES for stage in range(STAGES)]  # by stage
+    slowness_of = [slowness[cluster] for cluster in cluster_of]
+    if rng.random() < 0.3:  # neighbouring stages are in any clusters
+        rng.shuffle(slowness_of)
+    fast_link, slow_link = 0.01, rng.choice((0.01, 0.1, 0.5, 2.0, 5.0))
+    # To the next stage. About a quarter of the links are slow.
+    stage_links = [
+        rng.choice((fast_link, slow_link)) if rng.random() < 0.5 else fast_link
+        for _ in range(STAGES)
+    ]
+    reduction = [rng.choice((0.1, 2.0, 10.0)) for _ in range(clusters)]  # of a layer's gradients
     return StageCosts(
-        forward_s=tuple(rows[factor] for factor in factor_of),
-        backward_s=tuple(tuple(2 * seconds for seconds in rows[factor]) for factor in factor_of),
-        reduction_s=tuple(
-            (reduction[stage * kinds // STAGES],) * (LAYERS + 2) for stage in range(STAGES)
-        ),
-        transfer_s=tuple((stage_link,) * (LAYERS + 2) for stage_link in stage_links),
+        forward_s=tuple(rows[factor] for factor in slowness_of),
+        backward_s=tuple(tuple(2 * seconds for seconds in rows[factor]) for factor in slowness_of),
+        reduction_s=tuple((reduction[cluster],) * COLUMNS for cluster in cluster_of),
+        transfer_s=tuple((stage_link,) * COLUMNS for stage_link in stage_links),
         micro_batches=rng.choice((8, 64, 128, 512)),
         tied_s=rng.choice((0.0, 0.0, 1.0)),
         overlap=rng.random() < 0.5,
-        state_bytes=(1.0,) * (LAYERS + 2),
-        kept_bytes=(0.02,) * (LAYERS + 2),
+        state_bytes=(1.0,) * COLUMNS,
+        kept_bytes=(0.02,) * COLUMNS,  # activations of a micro-batch
+        # A fifth of the cases has a limit of memory: a stage of two blocks on average may have up
+        # to six.
         limit_bytes=(7.0,) * STAGES if rng.random() < 0.2 else (),
     )
 

@@ -36,12 +36,17 @@ CASES = {"1024 ranks": 1024, "4096 ranks": 4096, "16384 ranks": 16384}
 #: Number of ranks -> target for the seconds to the verdict.
 TARGETS = {4096: "<= 3", 16384: "<= 20"}
 PER_NODE = 8  # ranks of a node
-CLIENTS = 64  # processes with ranks
+PROCESSES = 64  # each with a part of the ranks as threads
 TIMEOUT_S = 300.0
 
 
 def report(rank: int, world: int) -> dict:
-    """Return the report of a rank, as in runtime/start/rank.py. The first rank of a node adds its NICs.
+    """Return what a rank tells rank 0 at the start of a job, of the size of a real report.
+
+    Returns:
+        "node", "identity" (of its boot), "local_rank", and "agreed": settings that must be the same
+        on all ranks. The first rank of a node adds "nics_of_node": an Ethernet NIC and 8 InfiniBand
+        or RoCE NICs.
 
     Args:
         rank: The rank.
@@ -114,27 +119,32 @@ def process(rank: int, world: int, port: int):
 
 
 @dataclass(frozen=True)
-class Clients:
-    """Process whose threads are ranks, with the pipes to and from it."""
+class RankProcess:
+    """Process with some ranks as threads, and its pipes to and from rank 0's process."""
 
-    said: TextIO  # output of the process
-    told: TextIO  # input of the process
+    output: TextIO  # lines that the process prints
+    commands: TextIO  # a line goes on with the next part of the measurement
 
     @classmethod
-    def forked(cls, first: int, last: int, world: int, port: int) -> Clients:
-        """Fork a process with the ranks from `first` to `last` - 1."""
+    def forked(cls, first: int, last: int, world: int, port: int) -> RankProcess:
+        """Fork a process with the ranks from `first` to `last` - 1.
+
+        Args:
+            world: Number of all ranks.
+            port: Of the store in rank 0's process.
+        """
         out_read, out_write = os.pipe()
         in_read, in_write = os.pipe()
         if os.fork() == 0:
             commands = open(in_read)  # noqa: SIM115 - until the process ends
             results = open(out_write, "w")  # noqa: SIM115
-            clients_main(first, last, world, port, commands, results)
+            run_ranks(first, last, world, port, commands, results)
         os.close(out_write)
         os.close(in_read)
         return cls(open(out_read), open(in_write, "w"))
 
 
-def clients_main(
+def run_ranks(
     first: int, last: int, world: int, port: int, commands: TextIO, results: TextIO
 ) -> None:
     """Run the ranks of a process as threads.
@@ -209,16 +219,20 @@ def rank0_main(world: int) -> None:
         site, plan = request.make_plan(nodes)
         return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": []}
 
-    bounds = [1, *(world * number // CLIENTS for number in range(1, CLIENTS + 1))]
-    clients = [Clients.forked(*part, world, port) for part in zip(bounds, bounds[1:])]
+    # Rank 0 is this process. The others have about equally many ranks.
+    borders = [1, *(world * number // PROCESSES for number in range(1, PROCESSES + 1))]
+    processes = [
+        RankProcess.forked(first, last, world, port) for first, last in zip(borders, borders[1:])
+    ]
     store = connect(process(0, world, port), TIMEOUT_S, is_host=True)
-    for client in clients:
-        assert client.said.readline() == "ready\n"
+    for ranks in processes:
+        assert ranks.output.readline() == "ready\n"
     before, begin = loopback_bytes(), time.monotonic()
-    for client in clients:
-        print(file=client.told, flush=True)
+    for ranks in processes:
+        print(file=ranks.commands, flush=True)  # they exchange their reports now
     verdict = exchange(store, process(0, world, port), report(0, world), decide, TIMEOUT_S)
-    lines = [client.said.readline().split() for client in clients]
+    # Of each process: the time at which its last rank had the verdict, and the number of its ranks.
+    lines = [ranks.output.readline().split() for ranks in processes]
     assert sum(int(count) for _, count in lines) == world - 1
     took, crossed = max(float(end) for end, _ in lines) - begin, loopback_bytes() - before
     begin = time.monotonic()
@@ -227,9 +241,9 @@ def rank0_main(world: int) -> None:
     parse_plan(content["plan"], "")
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(took, crossed, memory, time.monotonic() - begin, flush=True)
-    for client in clients:
-        print(file=client.told, flush=True)
-    for _ in clients:
+    for ranks in processes:
+        print(file=ranks.commands, flush=True)  # they end now
+    for _ in processes:
         os.wait()
     os._exit(0)
 

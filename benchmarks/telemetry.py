@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from harness import Row, chosen, finish, parser, tell
 from holmes_lab import interleave
@@ -29,7 +30,10 @@ from two_clusters import CASES, Case, loss_row, run, script
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.samples import examples
 
-SMALL = """
+#: Prints the median seconds of an all-reduce of 16 bytes in a group of one process. Arguments: the
+#: options of holmes_ext.enable() as a Python expression, and "watched" for a recorder that keeps no
+#: times (which the watchdog needs) or "no".
+SMALL_ALL_REDUCE = """
 import sys, time, torch, torch.distributed as dist
 import holmes_ext
 holmes_ext.enable(**eval(sys.argv[1]))
@@ -164,24 +168,39 @@ def turns(repetitions: int, count: int) -> list[Row]:
     ]
 
 
-def operation(repetitions: int) -> list[Row]:
-    """Measure an all-reduce of 16 bytes in one process.
+class SmallJob(NamedTuple):
+    """Settings of a run of SMALL_ALL_REDUCE."""
 
-    The variants are: without patches, with patches but without a recorder, with the watchdog, and with
-    telemetry.
+    options: str  # options of holmes_ext.enable(), as a Python expression
+    recorder: str = "no"  # "watched": with a recorder that keeps no times
+    disabled: str = ""  # features of holmes that are off (HOLMES_DISABLE)
+
+
+def operation(repetitions: int) -> list[Row]:
+    """Measure what holmes adds to a small operation: an all-reduce of 16 bytes in one process.
+
+    holmes patches the methods of torch's process groups, so that a recorder can time them. The
+    variants:
+
+        patches off     the methods are not patched (the feature "telemetry" is disabled)
+        nobody looks    they are patched, but there is no recorder
+        watchdog        a recorder keeps only the operation that runs, as the watchdog needs it
+        telemetry       a recorder keeps the times of all operations
     """
     with tempfile.TemporaryDirectory() as directory:
-        settings = {
-            "patches off": ("dict(watchdog='off')", "no", "telemetry"),
-            "nobody looks": ("dict(watchdog='off')", "no", ""),
-            "watchdog": ("dict(watchdog='off')", "watched", ""),
-            "telemetry": (f"dict(watchdog='off', telemetry={directory!r})", "no", ""),
+        no_watchdog = "dict(watchdog='off')"
+        # No thread of the watchdog runs in any variant: the cost of the recorder is measured.
+        variants = {
+            "patches off": SmallJob(no_watchdog, disabled="telemetry"),
+            "nobody looks": SmallJob(no_watchdog),
+            "watchdog": SmallJob(no_watchdog, recorder="watched"),
+            "telemetry": SmallJob(f"dict(watchdog='off', telemetry={directory!r})"),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in settings}
+        seconds: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(repetitions):
-            for name, (options, watched, off) in settings.items():
-                env = {**os.environ, "HOLMES_DISABLE": off}
-                command = [sys.executable, "-c", SMALL, options, watched]
+            for name, job in variants.items():
+                env = {**os.environ, "HOLMES_DISABLE": job.disabled}
+                command = [sys.executable, "-c", SMALL_ALL_REDUCE, job.options, job.recorder]
                 result = subprocess.run(
                     command, capture_output=True, text=True, env=env, check=True
                 )

@@ -9,14 +9,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import adapt_hours  # noqa: E402
-from adapt_hours import Part, SumsHour  # noqa: E402
+from adapt_hours import DataParallelHour, Part  # noqa: E402
 
 GOOD, BAD = Part(0, 0.75), Part(0, 0.0625)
 
 
 @pytest.fixture
 def hour():
-    one = SumsHour(random.Random(2006))
+    one = DataParallelHour(random.Random(2006))
     one.prepare([GOOD, BAD])
     return one
 

@@ -18,8 +18,8 @@ from holmes_ext.plan.sizes import divisors
 from referee.cases import Case
 from referee.limited import run
 from referee.plans import PlannedJob, Stage
-from referee.sailor import Answer, put
-from referee.sailor_files import View
+from referee.sailor import Answer, write_json
+from referee.sailor_files import NVLINK_BPS, View
 
 NAME, STAGES = "DT-FM (its own)", 8
 PROCESS = Path(__file__).with_name("dtfm_process.py")
@@ -46,7 +46,7 @@ def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
         root = Path(directory)
         answer, request = (
             root / "answer.json",
-            put(root / "request.json", asked(case) | {"limit": limit}),
+            write_json(root / "request.json", asked(case) | {"limit": limit}),
         )
         command = [python, PROCESS, folder.resolve(), request, answer]
         run(command, limit, root, root / "log.txt")
@@ -55,10 +55,13 @@ def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
 
 
 def asked(case: Case) -> dict:
-    """Return a case in the form of the global variables of DT-FM's module.
+    """Return a case in the form of the global variables of DT-FM's scheduler.py.
 
-    Sizes are in gigabytes: the gradients of a stage on a GPU, and all activations that a GPU sends in a
-    step. Links between every two GPUs are in milliseconds and Gb/s.
+    Returns:
+        "num_devices": GPUs. "way": pipeline stages. "partition_size": GPUs of a stage.
+        "send_gradient_size", "send_activation_size": gigabytes; the gradients of a stage on a GPU,
+        and all activations that a GPU sends in a step. "delay_ms", "rate_gbps": matrices with the
+        latency and the rate (Gb/s) between every two GPUs.
     """
     model, world = case.model, case.site.world_size
     fitting = [
@@ -67,14 +70,15 @@ def asked(case: Case) -> dict:
         if 1 < size <= min(model.layers, world // 2) and case.batch % (world // size) == 0
     ]
     pipeline = min(fitting, key=lambda size: abs(size - STAGES))  # number of stages nearest to 8
+    # The view of Sailor has the links of every pair of clusters: each group is a single cluster.
     view, gpus = View.of(case, "SAILOR"), clusters_of(case)
     processes, link = case.site.processes, {}  # pair of clusters -> (bytes/s, seconds of latency)
     for first in view.groups:
         for second in view.groups:
-            (a,), (b,) = view.groups[first], view.groups[second]
-            link[a, b] = view.link(first, second)
-    # Inside a node. 2,400 Gb/s (NVLink of an A100) stands for links that the case does not name.
-    inside = (case.gpu(gpus[0]).link_bps or 2400e9) / 8, 0.0
+            (first_cluster,), (second_cluster,) = view.groups[first], view.groups[second]
+            link[first_cluster, second_cluster] = view.link(first, second)
+    # Between GPUs of a node.
+    inside = (case.gpu(gpus[0]).link_bps or NVLINK_BPS) / 8, 0.0
     pairs = [
         [inside if i // processes == j // processes else link[a, b] for j, b in enumerate(gpus)]
         for i, a in enumerate(gpus)

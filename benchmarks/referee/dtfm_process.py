@@ -13,12 +13,19 @@ import time
 from pathlib import Path
 
 TRIALS = 4900  # the default of DT-FM
-PROBE = 2  # first trials, which show how long a trial takes
-PART = 0.7  # part of the limit that the trials may take
+PROBE = 2  # trials of a first, short search, which shows how long a trial takes
+SEARCH_SHARE = (
+    0.7  # part of the limit that the trials may take; the rest is for the start and the probe
+)
 
 
 def main():
-    """Search, and write the plan as JSON."""
+    """Search with DT-FM's genetic algorithm, and write the plan as JSON.
+
+    The command line is FOLDER (DT-FM's code) REQUEST.json ANSWER.json. The request has DT-FM's
+    global variables, and "limit": CPU seconds of the search. Plan: "stages", each the numbers of
+    its GPUs.
+    """
     folder, request = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
     sys.path[:1] = [folder]
     import numpy
@@ -40,16 +47,21 @@ def main():
     devices = list(range(scheduler.num_devices))
 
     def searched(trials):
+        """Search (`trails` are trials); return DT-FM's result and the CPU seconds."""
         begin = time.process_time()
         outcome = scheduler.GCMA(devices, population_size=100, trails=trials, mode="default")
         return outcome, time.process_time() - begin
 
     _, probe_s = searched(PROBE)
-    trials = max(PROBE, min(TRIALS, int(PART * request["limit"] / probe_s * PROBE)))
+    trial_s = probe_s / PROBE
+    affordable = int(SEARCH_SHARE * request["limit"] / trial_s)
+    trials = max(PROBE, min(TRIALS, affordable))
     (population, costs, _), seconds = searched(trials)
+    # An individual of the population lists all GPUs, stage after stage.
     best, size = population[int(numpy.argmin(costs))], scheduler.partition_size
     groups = [[int(gpu) for gpu in best[at : at + size]] for at in range(0, len(best), size)]
     data = float(scheduler.compute_data_parallel_cost(groups))
+    # `path`: order of the stages. `match`: pairs of GPUs of neighbouring stages.
     pipeline, path, match = scheduler.compute_pipeline_parallel_cost(groups)
     stages = scheduler.get_pipelines(groups, path, match).tolist()
     answer = {

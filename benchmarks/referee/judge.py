@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.errors import HolmesError
@@ -47,7 +47,11 @@ class Verdict:
 def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
     """Return a case as a planning problem for holmes, with the limits that hold for all planners.
 
+    No plan may use interleaved stages, context parallelism or ZeRO, since not all planners know
+    them.
+
     Args:
+        case: Clusters, model and batch size.
         nodes: Only these nodes are used; (): all.
     """
     spec = case.spec.only(set(nodes)) if nodes else case.spec
@@ -59,8 +63,12 @@ def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
         "recompute": (case.model.recompute,),
     }
     limits = limited(Limits({**allowed, **tensor}), engine, case.framework)
+    # The lab uses gloo, whose hierarchical all-reduce exchanges directly inside clusters. Else it
+    # is NCCL.
     rules = rules_of(engine, Options(), direct=case.run == LAB, overlap=True)
     if engine.hierarchical_zero is not None:
+        # The engine has a hierarchical all-reduce of its own, which the rules leave out. Plans may
+        # use it.
         rules = replace(rules, reductions=REDUCTIONS)
     network = Network(site_from_spec(spec), Links.of_spec(spec))
     return SearchResult(
@@ -70,7 +78,7 @@ def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
         limits=limits,
         rules=rules,
         engine=engine,
-        stock_overlap=engine.overlaps,
+        stock_overlap=engine.overlaps,  # whether the engine without holmes overlaps reductions
     )
 
 
@@ -136,16 +144,28 @@ def grid_of(note: Mapping[str, Any]) -> Grid:
     )
 
 
-def holmes_plan(case: Case, seconds: float) -> tuple[Grid, float, float]:
-    """Return the plan of `holmes plan --rows 1`, the CPU seconds of its search, and its optimality gap.
+class HolmesPlan(NamedTuple):
+    """Plan of `holmes plan`."""
+
+    grid: Grid
+    search_s: float  # CPU seconds of the search
+    gap: float  # proven optimality gap, relative
+
+
+def holmes_plan(case: Case, seconds: float) -> HolmesPlan:
+    """Return the plan of `holmes plan --rows 1`.
+
+    As in that command, search() first finds a good plan on all nodes without a proof. Then
+    best_use() proves how good it is, and examines whether fewer nodes are faster.
 
     Args:
-        seconds: Limit of the search.
+        seconds: Limit of the search, by the clock. The result has the CPU seconds, which are what
+            planners are compared by: other programs on this machine do not change them.
     """
-    # CPU seconds, including those of processes that the search starts.
-    begin, until = sum(os.times()[:4]), time.monotonic() + seconds
-    result = best_use(search(asked(case), seconds, rows=1, prove=False), case.spec, until, rows=1)
-    spent, best = sum(os.times()[:4]) - begin, result.best
+    begin, until = _cpu_s(), time.monotonic() + seconds
+    first_look = search(asked(case), seconds, rows=1, prove=False)
+    result = best_use(first_look, case.spec, until, rows=1)
+    spent_s, best = _cpu_s() - begin, result.best
     nodes, shape = result.network.nodes(best.placement), best.shape
     grid = Grid(
         best.placement.sizes,
@@ -155,7 +175,13 @@ def holmes_plan(case: Case, seconds: float) -> tuple[Grid, float, float]:
         predicted_s=best.step_s,
     )
     assert result.optimality_gap is not None
-    return grid, spent, result.optimality_gap.gap
+    return HolmesPlan(grid, search_s=spent_s, gap=result.optimality_gap.gap)
+
+
+def _cpu_s() -> float:
+    """Return the CPU seconds of this process and of the processes that it has started."""
+    user, system, children_user, children_system, _elapsed = os.times()
+    return user + system + children_user + children_system
 
 
 def typed(case: Case) -> Grid:

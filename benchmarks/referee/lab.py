@@ -40,13 +40,18 @@ class Run:
 
 
 def run(case: Case, grid: Grid) -> Run:
-    """Run a plan in the lab.
+    """Run a plan in the lab, and return its steps, and how far its losses are from those of stock.
+
+    Networks and GPUs are SLOWER times slower than in the case, so that the CPU work of this machine
+    counts less. The steps of the result are divided by SLOWER.
 
     Raises:
         HolmesError: The job did not start, or ended with an error.
     """
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
+        # The case as holmes's planning problem, and the plan as its solution, from which files are
+        # made.
         result, simulated = candidate(case, grid)
         cluster, plan, config = (
             folder / "cluster.toml",
@@ -63,11 +68,13 @@ def run(case: Case, grid: Grid) -> Run:
             cluster=str(cluster),
             plan=str(plan),
         )["deepspeed"]
-        if launch.lacks:
+        if launch.lacks:  # what the plan needs and DeepSpeed does not have
             raise HolmesError(f"DeepSpeed cannot: {', '.join(launch.lacks)}")
         config.write_text(json.dumps(launch.config))
         flags = tuple(str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
         spec = case.spec.only(set(grid.nodes))
+        # _run() scales the rates of all networks, and the accelerator its FLOP/s; only latencies
+        # are left.
         slow = replace(spec, wan=spec.wan.scaled(1.0, SLOWER))
         variant = Variant("plan", slow, interleave(spec), flags=flags)
         series = _run(
@@ -78,8 +85,9 @@ def run(case: Case, grid: Grid) -> Run:
             scale=1 / SLOWER,
         )
         stock = _stock_losses(case, grid.sizes.data, grid.micro_batch)
-        apart = max(abs(a - b) for a, b in zip(series.losses, stock, strict=True))
-        return Run([seconds / SLOWER for seconds in series.steps[0]], apart, series.busy)
+        difference = max(abs(a - b) for a, b in zip(series.losses, stock, strict=True))
+        (step_seconds,) = series.steps  # of the only run
+        return Run([seconds / SLOWER for seconds in step_seconds], difference, series.busy)
 
 
 def case_accelerator(case: Case) -> dict:

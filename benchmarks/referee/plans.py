@@ -220,7 +220,12 @@ def _resampled(values: Sequence[int], count: int) -> list[float]:
 
 
 def _divides_either_way(processes: int, ranks: int) -> bool:
-    """Return whether stages consist of whole nodes, or nodes of whole stages."""
+    """Return whether stages consist of whole nodes, or nodes of whole stages.
+
+    Args:
+        processes: Ranks of a node.
+        ranks: Ranks of a stage.
+    """
     return processes % ranks == 0 or ranks % processes == 0
 
 

@@ -93,7 +93,13 @@ def ask(case: Case, planner: str, sailor: Path, python: str, limit: float) -> An
 
 
 def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[str, Any]:
-    """Write the input files beside a copy of Sailor's code, and return the request for the process.
+    """Write the input files beside a copy of Sailor's code, and return a planner's request.
+
+    The request is for sailor_process.py.
+
+    The copy has only what the planners import and read (CODE), without profiles, measurements and
+    pictures. Sailor's code reads its networks and the model from files in its own folders; they are
+    replaced.
 
     Args:
         view: The case as the planner sees it.
@@ -113,27 +119,29 @@ def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[st
         elif (source / name).exists():
             copy.mkdir(parents=True, exist_ok=True)
             shutil.copy(source / name, copy / name)
-    put(copy / "providers/multizone_bandwidths_het.json", files.network(view))
-    put(copy / "providers/intra_node_bandwidths.json", files.inside(view))
-    put(
+    write_json(copy / "providers/multizone_bandwidths_het.json", files.network(view))
+    write_json(copy / "providers/intra_node_bandwidths.json", files.inside(view))
+    write_json(
         copy / "providers/gcp/communication_cost.json",
         {a: dict.fromkeys(files.ZONES, 0.0) for a in files.ZONES},
     )
-    put(copy / "Planner/llm_info.json", files.memory_info(view))
-    put(root / "training.json", files.training(view))
+    write_json(copy / "Planner/llm_info.json", files.memory_info(view))
+    write_json(root / "training.json", files.training(view))
     quotas = {gpu: dict.fromkeys(files.ZONES, view.case.site.world_size) for gpu in view.gpus}
-    put(root / "quotas.json", quotas)
+    write_json(root / "quotas.json", quotas)
     memory = {gpu: ceil(view.memory(gpu) / 2**30) for gpu in view.gpus}
     path = str(profile(view, planner, root / "profile"))
+    if planner == "SAILOR":
+        path += "/"  # Sailor's code appends names to the path as text
     return {
         "planner": planner,
         "root": str(root),
-        "profile": path + "/" * (planner == "SAILOR"),
+        "profile": path,
         "cluster": files.cluster(view, planner),
         "training": files.training(view),
         "zones": files.ZONES,
         "memory_gib": memory,
-        "cache": str(sailor / "referee_build"),
+        "cache": str(sailor / "referee_build"),  # compiled libraries, for later runs
     }
 
 
@@ -148,17 +156,17 @@ def profile(view: files.View, planner: str, folder: Path) -> Path:
     file = folder / "profile.json"
     if planner in ("Varuna", "Piper", "FlashFlex"):
         make = {"Varuna": files.varuna, "Piper": files.piper, "FlashFlex": files.flashflex}[planner]
-        return put(file, make(view))
+        return write_json(file, make(view))
     if planner == "Galvatron":
         for name, content in files.galvatron(view).items():
-            put(folder / name, content)
+            write_json(folder / name, content)
         return folder
     if planner in ("DTFM", "Atlas"):
-        return put(file, {files.MODEL: {gpu: files.seconds(view, gpu) for gpu in view.gpus}})
+        return write_json(file, {files.MODEL: {gpu: files.seconds(view, gpu) for gpu in view.gpus}})
     for gpu in files.GPUS if planner == "Metis" else view.gpus:
         gpu_folder = folder / gpu
         if planner == "SAILOR":
-            put(gpu_folder / "profile.json", files.seconds(view, gpu))
+            write_json(gpu_folder / "profile.json", files.seconds(view, gpu))
         for tensor in view.tensors:
             if planner == "AMP":
                 gpu_folder.mkdir(parents=True, exist_ok=True)
@@ -169,14 +177,14 @@ def profile(view: files.View, planner: str, folder: Path) -> Path:
             for size in files.MICRO_BATCHES if planner == "Metis" else ():
                 # Metis reads files of all GPU types, also of those that the case does not have.
                 known = gpu if gpu in view.gpus else next(iter(view.gpus))
-                put(
+                write_json(
                     gpu_folder / f"mbs{size}_tmp{tensor}.json",
                     files.metis(view, known, tensor, size),
                 )
     return folder
 
 
-def put(path: Path, content: object) -> Path:
+def write_json(path: Path, content: object) -> Path:
     """Write JSON into a file, make its folder, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
@@ -223,26 +231,34 @@ def _even_stages(view: files.View, plan: Mapping[str, Any]) -> tuple[Stage, ...]
 
 
 def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage, ...]:
-    """Return the stages of a plan.
+    """Return the stages of a plan in Sailor's form, with the clusters of their GPUs.
+
+    A pipeline has "layers_per_stage" (the numbers of the layers of each stage) and "tmp_per_stage".
+    The latter has for each stage its replicas, each as a pair (nodes, tensor-parallel size). A node
+    is (GPU type, number of GPUs, zone).
 
     Args:
         view: The case as the planner sees it.
-        pipelines: One pipeline whose stages have replicas. Or several pipelines (FlashFlex): their stages
-            are replicas of each other, and the first pipeline has the layers of the stages.
+        pipelines: One pipeline whose stages have replicas. Or several pipelines (FlashFlex): their
+            stages are replicas of each other, and the first pipeline has the layers of the stages.
+            If another pipeline has another number of stages, each becomes a replica of the stage at
+            the same height.
     """
     first, clusters = pipelines[0], _Clusters(view)
-    stages: list[list[tuple[str, ...]]] = [[] for _ in first["layers_per_stage"]]
+    stages: list[list[tuple[str, ...]]] = [
+        [] for _ in first["layers_per_stage"]
+    ]  # replicas of each
     for pipeline in pipelines:
         count = len(pipeline["layers_per_stage"])
-        for at, replicas in enumerate(pipeline["tmp_per_stage"]):
-            for nodes, tensor in replicas:  # nodes of a replica, and its tensor-parallel size
-                keys = [(node[0], node[2]) for node in nodes]  # type of GPU, zone
+        for number, replicas in enumerate(pipeline["tmp_per_stage"]):
+            replicas_of_stage = stages[number * len(stages) // count]
+            for nodes, tensor in replicas:
+                keys = [(gpu_type, zone) for gpu_type, _gpus, zone, *_ in nodes]
+                # The tensor-parallel ranks are divided evenly among the nodes.
                 gpu_keys = [
-                    keys[min(index * len(keys) // tensor, len(keys) - 1)] for index in range(tensor)
+                    keys[min(rank * len(keys) // tensor, len(keys) - 1)] for rank in range(tensor)
                 ]
-                stages[at * len(stages) // count].append(
-                    tuple(clusters.take(key) for key in gpu_keys)
-                )
+                replicas_of_stage.append(tuple(clusters.take(key) for key in gpu_keys))
     blocks = [_blocks(view, layers) for layers in first["layers_per_stage"]]
     return tuple(Stage(stage_blocks, tuple(stage)) for stage_blocks, stage in zip(blocks, stages))
 

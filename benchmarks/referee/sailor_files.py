@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,10 @@ MICRO_BATCHES = tuple(range(1, 9))
 #: Bytes of a GPU where the case knows no limit.
 NO_LIMIT = 40 * 2**30
 MIB = 2**20
+#: Rate between GPUs of a node where the case names none, in bits/s: NVLink of an A100.
+NVLINK_BPS = 2400e9
+#: Sailor's planners count 4 bytes for each parameter (float32).
+PARAMETER_BYTES = 4
 FLAT, KINDS, BY_ZONE = (
     ("Varuna", "Piper", "Galvatron", "Aceso"),
     ("AMP", "Metis", "FlashFlex"),
@@ -42,36 +46,60 @@ FLAT, KINDS, BY_ZONE = (
 Json = dict[str, Any]
 
 
+class GroupKey(NamedTuple):
+    """Nodes that a planner cannot tell apart: of one GPU type, in one zone (Sailor's names)."""
+
+    gpu: str
+    zone: str
+
+
 @dataclass(frozen=True)
 class View:
     """Case as one planner of Sailor sees it."""
 
     case: Case
     gpus: Mapping[str, Gpu]  # Sailor's name of a GPU type -> the GPU
-    groups: Mapping[tuple[str, str], tuple[str, ...]]  # (GPU type, zone) -> clusters of the case
+    groups: Mapping[
+        GroupKey, tuple[str, ...]
+    ]  # nodes that the planner cannot tell apart -> clusters
 
     @classmethod
     def of(cls, case: Case, planner: str) -> View:
-        """Return the case as a planner sees it (see the module docstring)."""
-        clusters, kinds = list(case.site.clusters), case.gpu_kinds
-        if planner in FLAT:
-            return cls(case, {GPUS[0]: kinds[-1]}, {(GPUS[0], ZONES[0]): tuple(clusters)})
-        # Cluster -> index of its type of GPU.
-        kind = {name: kinds.index(replace(case.gpu(name), link_bps=0.0)) for name in clusters}
-        if planner in KINDS and len(clusters) == 2:
-            kind = {clusters[0]: 0, clusters[1]: 1}
-        groups: dict[tuple[str, str], tuple[str, ...]] = {}
-        for at, name in enumerate(clusters):
-            key = GPUS[kind[name]], ZONES[at if planner in BY_ZONE else 0]
-            groups[key] = (*groups.get(key, ()), name)
-        return cls(case, {GPUS[kind[name]]: case.gpu(name) for name in clusters}, groups)
+        """Return the case as a planner sees it.
 
-    def count(self, key: tuple[str, str]) -> int:
-        """Return the number of nodes of a group."""
+        Planners in FLAT know a single type of GPU: the slowest one stands for all. Planners in
+        KINDS know two types of nodes in one zone, and planners in BY_ZONE know GPU types and a zone
+        for each cluster.
+        """
+        clusters, gpu_types = list(case.site.clusters), case.gpu_kinds  # the fastest type first
+        if planner in FLAT:
+            slowest = gpu_types[-1]
+            return cls(case, {GPUS[0]: slowest}, {GroupKey(GPUS[0], ZONES[0]): tuple(clusters)})
+        # Cluster -> index of its GPU type. GPUs with the same speed and memory are one type,
+        # whatever the links between the GPUs of a node: gpu_kinds has no links.
+        type_of = {
+            name: gpu_types.index(replace(case.gpu(name), link_bps=0.0)) for name in clusters
+        }
+        if planner in KINDS and len(clusters) == 2:
+            # Clusters with the same GPUs get two types, too: their networks differ.
+            type_of = {clusters[0]: 0, clusters[1]: 1}
+        groups: dict[GroupKey, tuple[str, ...]] = {}
+        for number, name in enumerate(clusters):
+            zone = ZONES[number] if planner in BY_ZONE else ZONES[0]
+            key = GroupKey(GPUS[type_of[name]], zone)
+            groups[key] = (*groups.get(key, ()), name)
+        return cls(case, {GPUS[type_of[name]]: case.gpu(name) for name in clusters}, groups)
+
+    def count(self, key: GroupKey) -> int:
+        """Return the number of nodes of a group: those with its GPU type in its zone."""
         return sum(node.cluster in self.groups[key] for node in self.case.site.nodes)
 
-    def link(self, first: tuple[str, str], second: tuple[str, str]) -> tuple[float, float]:
-        """Return rate (bytes/s) and latency (seconds) of the slowest pair of nodes of two groups."""
+    def link(self, first: GroupKey, second: GroupKey) -> tuple[float, float]:
+        """Return the rate (bytes/s) and the latency (seconds) between nodes of two groups.
+
+        They are those of the slowest pair of nodes. A group has all nodes with one GPU type in one
+        zone.
+        """
         pairs = [self._pair(a, b) for a in self.groups[first] for b in self.groups[second]]
         return min(rate for rate, _ in pairs) / 8, max(latency for _, latency in pairs)
 
@@ -107,21 +135,21 @@ class View:
             micro_batch: Sequences of a micro-batch.
 
         Returns:
-            For each layer, the seconds of its forward and backward pass, with the all-reduces of the
-            tensor-parallel group; and the bytes of its parameters, of what is kept for the backward pass,
-            and of the activation that is sent.
+            For each layer: "forward" and "backward", seconds of its passes with the all-reduces of
+            the tensor-parallel group; "parameters", their number on the rank; "kept", bytes of
+            activations that are kept for the backward pass; "sent", bytes of the activation that
+            goes to the next layer.
         """
         spec, rows = self.gpus[gpu], []
         for layer in replace(self.case.model, micro_batch=micro_batch).costs(tensor):
-            sums = (
-                layer.tensor_bytes * 16 * (tensor - 1) / tensor / spec.link_bps
-                if spec.link_bps
-                else 0.0
-            )
+            all_reduces_s = 0.0  # of the tensor-parallel group, in both passes
+            if spec.link_bps:
+                # 16 = 8 bits x 2: in a ring, a rank sends 2 (tensor - 1) / tensor times the bytes.
+                all_reduces_s = layer.tensor_bytes * 16 * (tensor - 1) / tensor / spec.link_bps
             rows.append(
                 {
-                    "forward": layer.forward_flops / spec.flops + sums / 2,
-                    "backward": layer.backward_flops / spec.flops + sums / 2,
+                    "forward": layer.forward_flops / spec.flops + all_reduces_s / 2,
+                    "backward": layer.backward_flops / spec.flops + all_reduces_s / 2,
                     "parameters": layer.parameters,
                     "kept": layer.kept_bytes,
                     "sent": layer.activation_bytes,
@@ -133,8 +161,9 @@ class View:
 def polynomial(rate: float, latency: float, least: float, most: float) -> list[float]:
     """Return a polynomial for the rate of messages, in GB/s, over log2 of their size in megabytes.
 
-    The polynomial goes through three sizes. If it would fall below zero between them, a line through two
-    sizes is returned.
+    A parabola through three sizes is returned. But if it falls to half of the smallest message's
+    rate or less, a line through the smallest and the largest size is returned: rates must stay
+    positive.
 
     Args:
         rate: In bytes/s.
@@ -148,7 +177,8 @@ def polynomial(rate: float, latency: float, least: float, most: float) -> list[f
     sizes = 2.0**places * 1e6
     reached = sizes / (sizes / rate + latency) / 1e9
     curve = np.polyfit(places, reached, 2)
-    if np.polyval(curve, np.linspace(places[0], places[-1], 64)).min() <= 0.5 * reached[0]:
+    between = np.linspace(places[0], places[-1], 64)
+    if np.polyval(curve, between).min() <= 0.5 * reached[0]:
         curve = np.array([0.0, *np.polyfit(places[[0, 2]], reached[[0, 2]], 1)])
     return [float(value) for value in curve]
 
@@ -156,27 +186,35 @@ def polynomial(rate: float, latency: float, least: float, most: float) -> list[f
 def network(view: View) -> Json:
     """Return the content of providers/multizone_bandwidths_het.json.
 
-    It is zone -> GPU type -> GPUs of a node -> other zone -> other GPU type -> GPUs of a node -> the
-    coefficients of polynomial() and the rate in bytes/s.
+    It has a link for every two kinds of nodes. Its six levels of keys are the sender's zone, GPU
+    type and number of GPUs in a node, and then the same of the receiver. A value is [coefficients
+    of polynomial(), rate in bytes/s].
     """
-    block = view.layers(GPUS[0], 1, 1)[1]  # behind the embedding
-    # The smallest and the largest message, in bytes.
-    sizes = block["sent"] / 64, max(4 * view.case.model.parameters, 2 * block["sent"])
+    _embedding, block, *_ = view.layers(GPUS[0], tensor=1, micro_batch=1)
+    # The smallest and the largest message in bytes: an activation that is divided among many ranks,
+    # and the gradients of the whole model or two activations.
+    smallest = block["sent"] / 64
+    largest = max(PARAMETER_BYTES * view.case.model.parameters, 2 * block["sent"])
     counts = [str(count) for count in sorted({*view.tensors, view.case.site.processes})]
     table: Json = {}
-    zones = {zone: (gpu, zone) for gpu, zone in reversed(view.groups)}
-    # Sailor's code looks for each GPU type in each zone.
-    keys = [(gpu, zone) for zone in zones for gpu in view.gpus]
+    # Reversed, so that of several groups in a zone the first one stays.
+    first_group = {group.zone: group for group in reversed(view.groups)}
+    # Sailor's code looks up each GPU type in each zone, also where the case has none of that type.
+    # Then the first group of the zone stands for it.
+    keys = [GroupKey(gpu, zone) for zone in first_group for gpu in view.gpus]
     for source in keys:
         for target in keys:
             sender, receiver = (
-                key if key in view.groups else zones[key[1]] for key in (source, target)
+                key if key in view.groups else first_group[key.zone] for key in (source, target)
             )
             rate, latency = view.link(sender, receiver)
-            value = [polynomial(rate, latency, *sizes), rate]
-            for out in counts:
-                to = table.setdefault(source[1], {}).setdefault(source[0], {}).setdefault(out, {})
-                to.setdefault(target[1], {})[target[0]] = dict.fromkeys(counts, value)
+            value = [polynomial(rate, latency, least=smallest, most=largest), rate]
+            for (
+                count
+            ) in counts:  # of the sender; the rate is that of a node, for any number of GPUs
+                by_gpu = table.setdefault(source.zone, {}).setdefault(source.gpu, {})
+                receivers = by_gpu.setdefault(count, {})
+                receivers.setdefault(target.zone, {})[target.gpu] = dict.fromkeys(counts, value)
     return table
 
 
@@ -184,35 +222,47 @@ def inside(view: View) -> Json:
     """Return the content of providers/intra_node_bandwidths.json: rates inside a node, by number of GPUs."""
     table = {}
     for name, gpu in view.gpus.items():
-        rate = (gpu.link_bps or 2400e9) / 8
+        rate = (gpu.link_bps or NVLINK_BPS) / 8
         sizes = range(2, max(2, view.case.site.processes) + 1)
         table[name] = {str(size): [[0.0, 0.0, rate / 1e9], rate] for size in sizes}
     return table
 
 
 def memory_info(view: View) -> Json:
-    """Return the content of llm_info.json.
+    """Return the content of llm_info.json: model -> tensor-parallel size -> layer -> sizes.
 
-    Sailor's floats have 4 bytes. Elements that the case sends and keeps in 2 bytes count as half a float.
+    Each size is given in bytes and in floats of 4 bytes (an element of 2 bytes counts as half a
+    float).
     """
     tables: Json = {}
+    any_gpu = next(iter(view.gpus))  # sizes do not depend on the GPU
     for tensor in view.tensors:
-        layers = view.layers(next(iter(view.gpus)), tensor, 1)
-        sent = [layers[0]["sent"], *(layer["sent"] for layer in layers)]
+        layers = view.layers(any_gpu, tensor, micro_batch=1)
+        # The input of a layer is the output of the previous one. The embedding's own output stands
+        # for its input.
+        inputs = [layers[0]["sent"], *(layer["sent"] for layer in layers)]
         tables[str(tensor)] = {
-            str(at): {
-                f"{what}_{unit}": int(size / (4 if unit == "floats" else 1))
-                for unit in ("floats", "bytes")
-                for what, size in (
-                    ("params", 4 * layer["parameters"]),
-                    ("act_output", layer["sent"]),
-                    ("act_input", sent[at]),
-                    ("act_mem", max(layer["kept"], layer["sent"])),
-                )
-            }
-            for at, layer in enumerate(layers)
+            str(number): _sizes_of_layer(layer, input_bytes=inputs[number])
+            for number, layer in enumerate(layers)
         }
     return {MODEL: tables}
+
+
+def _sizes_of_layer(layer: Json, input_bytes: float) -> Json:
+    """Return the sizes of a layer on a rank as in llm_info.json, each in floats and in bytes.
+
+    Args:
+        layer: A row of View.layers().
+        input_bytes: Bytes of the activation that the layer receives.
+    """
+    bytes_of = {
+        "params": PARAMETER_BYTES * layer["parameters"],
+        "act_output": layer["sent"],
+        "act_input": input_bytes,
+        "act_mem": max(layer["kept"], layer["sent"]),  # kept for the backward pass
+    }
+    floats = {f"{name}_floats": int(size / 4) for name, size in bytes_of.items()}
+    return floats | {f"{name}_bytes": int(size) for name, size in bytes_of.items()}
 
 
 def seconds(view: View, gpu: str) -> Json:
@@ -233,57 +283,43 @@ def seconds(view: View, gpu: str) -> Json:
 
 
 def varuna(view: View) -> Json:
-    """Return Varuna's profile: layer -> micro-batch -> what the layer takes with tensor-parallel size 1."""
-    state = view.case.model.state_bytes
-    tables = {size: view.layers(GPUS[0], 1, size) for size in MICRO_BATCHES}
-    return {
-        str(at): {
-            str(size): {
-                "forward": layer["forward"],
-                "backward": layer["backward"],
-                "params_bytes": int(4 * layer["parameters"]),
-                "mem_required": layer["parameters"] * state + layer["kept"],
-                "output_activation": layer["sent"],
-            }
-            for size, table in tables.items()
-            for layer in [table[at]]
+    """Return Varuna's profile: layer -> size of the micro-batch -> times and bytes of the layer.
+
+    Varuna knows no tensor parallelism, and one type of GPU. Times are in seconds.
+    """
+    state_bytes = view.case.model.state_bytes  # of a parameter: weight, gradient and optimizer
+
+    def entry(layer: Json) -> Json:
+        """Return Varuna's entry for a row of View.layers()."""
+        return {
+            "forward": layer["forward"],
+            "backward": layer["backward"],
+            "params_bytes": int(PARAMETER_BYTES * layer["parameters"]),
+            "mem_required": layer["parameters"] * state_bytes + layer["kept"],
+            "output_activation": layer["sent"],
         }
-        for at in range(len(tables[1]))
+
+    tables = {size: view.layers(GPUS[0], tensor=1, micro_batch=size) for size in MICRO_BATCHES}
+    layer_count = len(tables[1])
+    return {
+        str(number): {str(size): entry(layers[number]) for size, layers in tables.items()}
+        for number in range(layer_count)
     }
 
 
 def piper(view: View) -> Json:
-    """Return Piper's graph of layers, with their times and memory by tensor-parallel size.
+    """Return Piper's profile: size of the micro-batch (1) -> the graph of the layers and limits.
 
-    The state of a parameter is memory that the layer's stage keeps. A kept activation is memory for every
-    later stage.
+    The graph is a chain of nodes, one for each layer, and of links with the bytes of an activation.
+    Sailor's code sets the number of devices, the bandwidth and the micro-batches itself: their
+    values 1 are placeholders.
     """
-    last = view.case.model.layers + 1
-    names = ["Embedding", *["Transformer"] * (last - 1), "Output"]
-    tables = {size: view.layers(GPUS[0], size, 1) for size in view.tensors}
-
-    def node(at: int) -> Json:
-        """Return the node of a layer, with its times and memory for each tensor-parallel size."""
-        options = {
-            str(tensor): [
-                {
-                    "id": "vanilla",
-                    "timePerSample": layer["forward"] + layer["backward"],
-                    "parameterSize": 4 * layer["parameters"],
-                    "memoryUsageA": layer["kept"],
-                    "memoryUsageB": layer["parameters"] * view.case.model.state_bytes,
-                    "syncTimeFw": {str(at - 1): 0} if at else {},
-                    "syncTimeBw": {str(at + 1): 0} if at < last else {},
-                }
-            ]
-            for tensor, table in tables.items()
-            for layer in [table[at]]
-        }
-        return {"id": at, "name": names[at], "TMPCs": options}
-
+    last = view.case.model.layers + 1  # number of the output layer; the embedding is 0
+    # Tensor-parallel size -> the layers on a rank.
+    tables = {size: view.layers(GPUS[0], tensor=size, micro_batch=1) for size in view.tensors}
     stage_links = [
-        {"sourceId": at, "destId": at + 1, "communicationCost": tables[1][at]["sent"]}
-        for at in range(last)
+        {"sourceId": number, "destId": number + 1, "communicationCost": tables[1][number]["sent"]}
+        for number in range(last)
     ]
     limits = {
         "maxDevices": 1,
@@ -291,9 +327,39 @@ def piper(view: View) -> Json:
         "bandwidth": 1,
         "mbsInBatch": 1,
     }
-    return {
-        "1": {**limits, "nodes": [node(at) for at in range(last + 1)], "stage_links": stage_links}
-    }
+    nodes = [_piper_node(view, tables, number, last) for number in range(last + 1)]
+    return {"1": {**limits, "nodes": nodes, "stage_links": stage_links}}
+
+
+def _piper_node(view: View, tables: dict[int, list[Json]], number: int, last: int) -> Json:
+    """Return the node of a layer in Piper's graph.
+
+    "TMPCs" are the tensor-parallel configurations: size -> its variants, of which there is one
+    ("vanilla"). A stage needs memoryUsageA for each micro-batch in flight and memoryUsageB once, in
+    bytes. The sync times are for layers whose neighbours have other configurations; they take no
+    time here.
+
+    Args:
+        tables: Tensor-parallel size -> the layers on a rank.
+        number: Number of the layer.
+        last: Number of the last layer.
+    """
+    configurations = {}
+    for tensor, layers in tables.items():
+        layer = layers[number]
+        configurations[str(tensor)] = [
+            {
+                "id": "vanilla",
+                "timePerSample": layer["forward"] + layer["backward"],
+                "parameterSize": PARAMETER_BYTES * layer["parameters"],
+                "memoryUsageA": layer["kept"],
+                "memoryUsageB": layer["parameters"] * view.case.model.state_bytes,
+                "syncTimeFw": {str(number - 1): 0} if number else {},
+                "syncTimeBw": {str(number + 1): 0} if number < last else {},
+            }
+        ]
+    name = {0: "Embedding", last: "Output"}.get(number, "Transformer")
+    return {"id": number, "name": name, "TMPCs": configurations}
 
 
 def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
@@ -304,12 +370,13 @@ def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
         tensor: Tensor-parallel size (T).
         micro_batch: Sequences of a micro-batch (M).
     """
-    rows, whole = view.layers(gpu, tensor, micro_batch), view.layers(gpu, 1, 1)
+    rows = view.layers(gpu, tensor, micro_batch)
+    whole = view.layers(gpu, tensor=1, micro_batch=1)  # the model's sizes are those without a split
     times = [1000 * (layer["forward"] + layer["backward"]) for layer in rows]
     memory = [
         (layer["parameters"] * view.case.model.state_bytes + layer["kept"]) / MIB for layer in rows
     ]
-    parameters = [4 * layer["parameters"] for layer in whole]
+    parameters = [PARAMETER_BYTES * layer["parameters"] for layer in whole]
     return {
         "model": {
             "model_name": MODEL,
@@ -334,52 +401,71 @@ def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
 def galvatron(view: View) -> dict[str, Json]:
     """Return Galvatron's three profiles by file name.
 
-    They have milliseconds of the forward pass of a sequence, MiB, and MiB/ms of rings and sends.
+    compute_profile.json has milliseconds of the forward pass of a sequence, memory_profile.json has
+    MiB, and hw_prof.json rates in GiB/s (Galvatron takes them for MiB/ms, which differ by 2.4 %).
+    "layertype_0" is a transformer block, and "other" are embedding and output layer.
     """
-    first, block, *_, last = view.layers(GPUS[0], 1, 1)
-    state, world = view.case.model.state_bytes, view.case.site.world_size
-    rate, _ = view.link(next(iter(view.groups)), next(iter(view.groups)))
-    kept = {str(size): view.layers(GPUS[0], size, 1)[1]["kept"] / MIB for size in (1, 2, 4, 8)}
+    embedding, block, *_, output = view.layers(GPUS[0], tensor=1, micro_batch=1)
+    state_bytes = view.case.model.state_bytes  # of a parameter: weight, gradient and optimizer
+    kept = {}  # MiB of a block's activations, by tensor-parallel size
+    for size in (1, 2, 4, 8):
+        _, block_of_rank, *_ = view.layers(GPUS[0], tensor=size, micro_batch=1)
+        kept[str(size)] = block_of_rank["kept"] / MIB
 
     def other(*layers: Json) -> Json:
-        """Return the memory of layers that are no transformer blocks, as in memory_profile.json."""
+        """Return the memory of layers that are no blocks, without activations."""
         parameters = sum(layer["parameters"] for layer in layers)
-        return {"model_states": parameters * state / MIB, "activation": 0.0}
+        return {"model_states": parameters * state_bytes / MIB, "activation": 0.0}
 
-    hardware: Json = {"overlap_coe": 1.0}
-    for size in range(2, world + 1):
-        fast = (view.gpus[GPUS[0]].link_bps or 2400e9) / 8
-        ring = (fast if size <= view.case.site.processes else rate) / 2**30
-        hardware |= {
-            f"allreduce_size_{size}_consec_1": ring,
-            f"p2p_size_{size}": rate / 2**30,
-            f"pp_size_{size}": rate / 2**30,
-            f"allreduce_size_{size}_consec_0": rate / 2**30,
-        }
     return {
         "compute_profile.json": {
             "layertype_0": 1000 * block["forward"],
-            "layertype_other_0": 1000 * (first["forward"] + last["forward"]),
+            "layertype_other_0": 1000 * (embedding["forward"] + output["forward"]),
         },
         "memory_profile.json": {
             "layertype_0": {
-                "parameter_size": 4 * block["parameters"] / MIB,
+                "parameter_size": PARAMETER_BYTES * block["parameters"] / MIB,
                 "tp_activation_per_bsz_dict": kept,
             },
-            "other_memory_pp_off": other(first, last),
-            "other_memory_pp_on_first": other(first),
-            "other_memory_pp_on_last": other(last),
+            "other_memory_pp_off": other(embedding, output),  # without a pipeline
+            "other_memory_pp_on_first": other(embedding),  # of the first stage of a pipeline
+            "other_memory_pp_on_last": other(output),
         },
-        "hw_prof.json": hardware,
+        "hw_prof.json": _galvatron_network(view),
     }
+
+
+def _galvatron_network(view: View) -> Json:
+    """Return the content of Galvatron's hw_prof.json: rates in GiB/s by number of ranks.
+
+    The keys are those of all-reduces, whose ranks are consecutive ("consec_1", first inside a node)
+    or not ("consec_0", on different nodes), and of messages between pipeline stages ("p2p", "pp").
+    """
+    (group,) = view.groups  # all nodes
+    node_rate, _latency = view.link(group, group)
+    between_nodes = node_rate / 2**30
+    inside_node = (view.gpus[GPUS[0]].link_bps or NVLINK_BPS) / 8 / 2**30
+    rates: Json = {"overlap_coe": 1.0}  # computing is not slower while messages travel
+    for ranks in range(2, view.case.site.world_size + 1):
+        fits_in_node = ranks <= view.case.site.processes
+        rates |= {
+            f"allreduce_size_{ranks}_consec_1": inside_node if fits_in_node else between_nodes,
+            f"p2p_size_{ranks}": between_nodes,
+            f"pp_size_{ranks}": between_nodes,
+            f"allreduce_size_{ranks}_consec_0": between_nodes,
+        }
+    return rates
 
 
 def flashflex(view: View) -> Json:
-    """Return FlashFlex's machine_amounts.json, in TFLOP/s (of 2^40), GiB, and GiB/s inside a node."""
-    specs = {
-        name: [gpu.flops / 2**40, view.memory(name) / 2**30, (gpu.link_bps or 2400e9) / 8 / 2**30]
-        for name, gpu in view.gpus.items()
-    }
+    """Return FlashFlex's machine_amounts.json: GPU type -> speed, memory, rate inside a node.
+
+    The units are 2^40 FLOP/s, GiB and GiB/s: FlashFlex multiplies all three by powers of 1024.
+    """
+    specs = {}
+    for name, gpu in view.gpus.items():
+        link_bytes = (gpu.link_bps or NVLINK_BPS) / 8
+        specs[name] = [gpu.flops / 2**40, view.memory(name) / 2**30, link_bytes / 2**30]
     return {"machine_specs": specs, "machine_amounts": {}}
 
 
@@ -403,23 +489,28 @@ def training(view: View) -> Json:
 
 
 def cluster(view: View, planner: str) -> Json:
-    """Return the cluster_config that Sailor's simulator passes to a planner: types and numbers of GPUs."""
-    processes, keys = view.case.site.processes, list(view.groups)
-    gpu, zone = keys[0]
-    per_node = {"gpus_per_node": processes, "mem_per_gpu": view.memory(gpu)}
-    if planner in FLAT:
-        return {"gpu_type": gpu, "num_nodes": view.count(keys[0]), "zone": zone, **per_node}
-    if planner in KINDS:
-        kinds = {
-            key[0]: {
-                "num_nodes": view.count(key),
-                "gpus_per_node": processes,
-                "mem_per_gpu": view.memory(key[0]),
-            }
-            for key in keys
+    """Return the cluster_config of a planner: types and numbers of its GPUs.
+
+    Its form depends on the planner: one GPU type (FLAT: Varuna, Piper, Galvatron), nodes by GPU
+    type in one zone (KINDS: AMP, Metis, FlashFlex), or numbers of GPUs as "TYPE_ZONE" (BY_ZONE:
+    Sailor, DTFM, Atlas).
+    """
+    processes, groups = view.case.site.processes, list(view.groups)
+    first = groups[0]  # with FLAT the only one; with KINDS all groups are in its zone
+
+    def nodes_of(group: GroupKey) -> Json:
+        """Return number and size of a group's nodes."""
+        return {
+            "num_nodes": view.count(group),
+            "gpus_per_node": processes,
+            "mem_per_gpu": view.memory(group.gpu),
         }
-        return {**kinds, "zone": zone}
-    counts: Json = {f"{key[0]}_{key[1]}": view.count(key) * processes for key in keys}
+
+    if planner in FLAT:
+        return {"gpu_type": first.gpu, "zone": first.zone, **nodes_of(first)}
+    if planner in KINDS:
+        return {**{group.gpu: nodes_of(group) for group in groups}, "zone": first.zone}
+    counts: Json = {f"{group.gpu}_{group.zone}": view.count(group) * processes for group in groups}
     if planner == "SAILOR":
         return {**counts, "max_cost": 0.0, "min_throughput": 0.0}
     if planner == "DTFM":
@@ -428,6 +519,6 @@ def cluster(view: View, planner: str) -> Json:
             "gpu_types": list(view.gpus),
             "gpus_per_node": dict.fromkeys(view.gpus, processes),
         }
-    # Atlas knows one kind of GPU
-    alike = {name: count for name, count in counts.items() if name.startswith(gpu)}
-    return {**alike, "gpus_per_node": processes, "gpu_type": gpu}
+    # Atlas knows one type of GPU.
+    of_first_type = {name: count for name, count in counts.items() if name.startswith(first.gpu)}
+    return {**of_first_type, "gpus_per_node": processes, "gpu_type": first.gpu}

@@ -1,4 +1,9 @@
-"""Keeps the results of all planners: a row for each number of a planner on a case, regrets, and medians."""
+"""Keeps the results of all planners: their metrics on each case, and medians over the cases.
+
+A row is one metric of one planner on one case, such as the simulated step of its plan. Two metrics
+are derived from the others: the regret of a plan (how much longer its step is than that of the best
+plan of all planners, relative), and the error of a predicted step.
+"""
 
 from __future__ import annotations
 
@@ -118,9 +123,10 @@ class Table:
 
 
 def regrets(table: Table, cases: list[str]) -> None:
-    """Add the regret of each planner on each case: its step relative to that of the best plan, less 1.
+    """Add the regret of each planner on each case: step of its plan / step of the best plan - 1.
 
-    There are regrets of simulated steps, and of measured steps if there are any.
+    The best plan is that of the planner with the shortest step on the case. There are regrets of
+    simulated steps, and of measured steps if there are any.
     """
     for case in cases:
         for metric, regret in ((STEP, REGRET), (MEASURED, f"{REGRET}, measured")):
@@ -132,27 +138,32 @@ def regrets(table: Table, cases: list[str]) -> None:
 
 
 def over_cases(table: Table, cases: list[str]) -> list[Row]:
-    """Return rows with medians over all cases in which a planner has a plan.
+    """Return rows with each planner's medians over all cases for which it has a plan.
 
-    The metrics are the number of such cases, the regret, the seconds of the search, and the errors of
-    predictions. Rows with the targets of `holmes plan` follow.
+    The metrics are the number of such cases, the regret (how much longer the step is than that of
+    the best plan of all planners), the CPU seconds of the search, and two errors of predictions: of
+    the planner's own cost model against the simulation, and of the simulation against the lab. Rows
+    with the targets of `holmes plan` follow.
 
     Args:
         cases: Names of the cases that have been planned.
     """
     rows = []
     for planner in PLANNERS:
-        asked = [case for case in cases if planner in table.notes[case]]
-        planned = [case for case in asked if NONE not in table.notes[case][planner]]
-        if asked:
-            what = f"{planner}: cases with a plan that starts and fits, of {len(asked)}"
-            rows.append(Row.median("all", what, [len(planned)], unit="", emulated=False))
+        tried = [case for case in cases if planner in table.notes[case]]
+        # A note with the key NONE says why the planner has no plan.
+        planned = [case for case in tried if NONE not in table.notes[case][planner]]
+        if tried:
+            metric = f"{planner}: cases with a plan that starts and fits, of {len(tried)}"
+            rows.append(Row.median("all", metric, [len(planned)], unit="", emulated=False))
         for metric, unit in ((REGRET, "fraction"), (SEARCH, "s")):
             values = [table.value(case, planner, metric) for case in planned]
             if known := [value for value in values if value is not None]:
                 rows.append(
                     Row.median("all", f"{planner}: {metric}", known, unit=unit, emulated=False)
                 )
+        # Metric with the predicted step, metric with the step that it is compared with, name of the
+        # error.
         for predicted, actual, what in ((PREDICTED, STEP, ERROR), (STEP, MEASURED, LAB_ERROR)):
             pairs = [
                 (table.value(case, planner, predicted), table.value(case, planner, actual))
@@ -194,7 +205,7 @@ def targets(table: Table, cases: list[str]) -> list[Row]:
         steps = {name: table.value(case, name, STEP) for name in table.notes[case]}
         for name in steps:
             measured = table.row(case, name, MEASURED)
-            if measured is not None and not measured.bound:
+            if measured is not None and not measured.machine_was_busy:
                 (ours if name == OURS else others).append(abs(steps[name] / measured.value - 1))
         if (value := table.value(case, OURS, REGRET)) is not None:
             regret.append(value)
@@ -229,23 +240,26 @@ def targets(table: Table, cases: list[str]) -> list[Row]:
         rows.append(Row.median("all", what, [len(near)], unit="", emulated=False))
         what = f"{OURS}: there, seconds of search, times those of the fastest of the field {where}"
         rows.append(Row.median("all", what, near, unit="x", emulated=False))
-        rows.append(_beside_the_next(table, cases, field))
+        rows.append(_search_time_ratio(table, cases, field))
     return rows
 
 
 def _searched_s(table: Table, case: str, planner: str) -> float:
-    """Return the CPU seconds of a search, at least the resolution of the clock."""
+    """Return the CPU seconds of a search, as a divisor: at least the resolution of the clock."""
     return max(TICK_S, table.value(case, planner, SEARCH))
 
 
-def _beside_the_next(table: Table, cases: list[str], field: set[str]) -> Row:
-    """Return a row that compares the search of holmes with that of the next best planner.
+def _search_time_ratio(table: Table, cases: list[str], field: set[str]) -> Row:
+    """Return a row with the search time of holmes, divided by that of the best other planner.
 
-    It is the planner with the smallest median regret among those that have a plan for most cases.
+    The regret of a plan is how much longer its step is than that of the best plan of all planners,
+    relative. The best other planner has the smallest median regret of those with a plan for most
+    cases. The target is a fifth of its CPU seconds, as the median over the cases for which it has a
+    plan.
 
     Args:
         cases: Names of the cases that have been planned.
-        field: The other planners.
+        field: Names of the other planners.
     """
     planned = {
         name: [case for case in cases if table.value(case, name, REGRET) is not None]
@@ -256,10 +270,10 @@ def _beside_the_next(table: Table, cases: list[str], field: set[str]) -> Row:
         for name, found in planned.items()
         if 2 * len(found) > len(cases)
     }
-    following = min(regret, key=regret.__getitem__)
+    best_other = min(regret, key=regret.__getitem__)
     ratios = [
-        table.value(case, OURS, SEARCH) / _searched_s(table, case, following)
-        for case in planned[following]
+        table.value(case, OURS, SEARCH) / _searched_s(table, case, best_other)
+        for case in planned[best_other]
     ]
-    what = f"{OURS}: seconds of search, times those of {following}, next by its median regret"
-    return Row.median("all", what, ratios, unit="x", emulated=False, target="<= 0.2")
+    metric = f"{OURS}: seconds of search, times those of {best_other}, next by its median regret"
+    return Row.median("all", metric, ratios, unit="x", emulated=False, target="<= 0.2")
