@@ -196,7 +196,8 @@ class OuterLoop:
     def settle(self, fragment: int) -> None:
         """Wait for the end of a fragment's round, and apply the result to anchor and local weights.
 
-        If nothing of the fragment was submitted, its local weights are set to the anchor.
+        If nothing of the fragment was submitted (in CO2's first period), there is no aggregate: its local
+        weights are set to the anchor, and their progress is in the pseudo-gradient just captured.
 
         Args:
             fragment: Index of the fragment.

@@ -37,7 +37,10 @@ class Rounds:
         return round_state
 
     def usual_norms(self, fragment: int) -> list[float]:
-        """Return the norms of the fragment's recent pseudo-gradients, a list that the caller extends."""
+        """Return the norms of the fragment's recent pseudo-gradients.
+
+        It is the list itself, not a copy: the caller appends the norms of the current round.
+        """
         return self._usual_norms.setdefault(fragment, [])
 
     def begin_exchange(
@@ -109,7 +112,10 @@ class Rounds:
         self._state.events.append(f"round {round_state.number}: void: {why}")
 
     def forget(self) -> None:
-        """Forget all commits and void the open rounds, because the jobs of an older run have returned."""
+        """Forget all commits and void the open rounds, because the jobs of an older run have returned.
+
+        Without commits, the versions of fragments that most jobs claim are the valid ones.
+        """
         self._state.committed.clear()
         for round_state in self._state.rounds.values():
             if not round_state.outcome:

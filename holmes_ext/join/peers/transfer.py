@@ -46,8 +46,8 @@ class Speed:
     def deadline(self, peer: Peer, count: int, patience_s: float) -> Deadline:
         """Return the deadline for exchanging `count` bytes in all with a peer.
 
-        It is some multiple of the best time so far, plus `patience_s` seconds. For the first exchange a slow
-        rate is assumed.
+        It is four times the duration at the best rate so far, plus `patience_s` seconds. For the first
+        exchange with a job a slow rate is assumed.
         """
         purpose = f"the exchange with job {peer.job}"
         best = self._seconds_per_byte.get(peer.job)
