@@ -11,12 +11,13 @@ An algorithm is a class in this module, registered by its name in ALGORITHMS (se
               torch.optim.SGD:
                   m <- mu m + d           a <- a - lr (d + mu m)
               Streaming DiLoCo, arXiv 2501.18512, algorithm 2: fragment by fragment; d is sent `delay` inner
-              steps before it is applied. Then the local weights become
+              steps before it is applied. Then the local weights are combined with the new anchor:
                   x_j <- alpha x_j + (1 - alpha) a                         (mix=alpha)
               or, so that no inner step during the delay is lost,
                   x_j <- a + (x_j - x_j when d_j was captured)             (mix=keep)
     co2       CO2, arXiv 2401.16265, algorithm 1: d is applied one whole round later. It counts less the
-              further the anchor has moved since it was sent (gap >= 1), and momentum is clipped elementwise:
+              further the anchor has moved since it was sent: it is divided by gap >= 1, a penalty for its
+              staleness. Momentum is clipped elementwise:
                   m <- clip(mu m + d / gap, -clip, clip)                   a <- a - lr m
     average   plain averaging, local SGD (arXiv 1805.09767):               a <- a - d
     muon      diloco, with the step of each matrix orthogonalized (Newton-Schulz: O) at its original length:
@@ -42,10 +43,15 @@ if TYPE_CHECKING:
 
 
 class Schedule(Protocol):
-    """Operations of the loop that calls an outer algorithm after each inner step (loop.OuterLoop)."""
+    """Interface of the training loop (loop.OuterLoop) that an outer algorithm sees.
+
+    After each inner step the loop calls the algorithm's after_step(), which decides with these counters and
+    operations whether a fragment's pseudo-gradient is sent now, or a received aggregate is applied. A period
+    is the time from one fragment's exchange to the next fragment's, counted in inner steps.
+    """
 
     in_period: int  # inner steps since the period began
-    period: int  # inner steps of a period
+    period: int  # length of a period: every / fragments inner steps
 
     def capture(self) -> int:
         """Capture the next fragment's pseudo-gradient; return the fragment's index."""
@@ -60,7 +66,7 @@ class Schedule(Protocol):
         """Return the fragments with a submitted pseudo-gradient, the oldest first."""
 
     def new_period(self) -> None:
-        """Begin the next period."""
+        """Begin the next period: set the counter of inner steps since the last exchange to 0."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +96,16 @@ class DiLoCo:
         return self.momentum != 0
 
     def momentum_of(self, shares: Sequence[float]) -> float:
-        """Return the momentum mu for a round whose jobs have these shares of the tokens.
+        """Return the outer momentum mu for a round whose jobs have these shares of the tokens.
 
-        With momentum=auto it is 1 - sqrt(sum of the squared shares), rounded to one digit: 0 for one
-        job, 0.3 for two equal jobs, 0.5 for four.
+        With momentum=auto it is 1 - sqrt(sum of the squared shares), rounded to one digit: 0 for one job,
+        0.3 for two equal jobs, 0.5 for four. The reason:
 
-        In the long run the anchor moves by lr / (1 - mu) times d. Adam divides by the root mean square of the
-        gradient. If that is mostly noise, K equal jobs together move sqrt(K) times less than one job with
-        their joint batch; with different shares, 1 / sqrt(sum of the squared shares) times less.
-        Measurements: docs/benchmarks/joined.md.
+        1. Adam divides by the root mean square of the gradient, which is mostly noise in a small batch. So
+           the mean of K equal jobs moves sqrt(K) times less than one job with their joint batch would.
+           For any shares the factor is 1 / sqrt(sum of the squared shares).
+        2. In the long run, momentum makes outer steps 1 / (1 - mu) times longer.
+        3. This mu makes both factors equal. Measurements: docs/benchmarks/joined.md.
         """
         if self.momentum is not None:  # the setting is a number, not auto
             return self.momentum
@@ -107,7 +114,10 @@ class DiLoCo:
         return round(1 - math.sqrt(sum_of_squares), 1)
 
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
-        """Return by what the aggregate is divided because of its age; 1: it is not.
+        """Return the divisor of the aggregate because of its staleness; 1.0: it counts in full.
+
+        The divisor is called "gap", as in CO2: it grows with the anchor's move since the aggregate's
+        pseudo-gradients were sent.
 
         Args:
             momentum_square: Squared length of the fragment's momentum, over all ranks.
@@ -131,9 +141,11 @@ class DiLoCo:
             momentum: Tensor of the same length, float32 or bfloat16 (rounded after the step); None: no
                 momentum.
             gradient: Aggregate of the pseudo-gradients, of the same length; overwritten.
-            mu: Result of momentum_of().
-            gap: Result of gap_of().
-            matrices: Matrices in these tensors, if the algorithm is `of_matrices`.
+            mu: Coefficient of the momentum, 0 to 1.
+            gap: Divisor of the aggregate because it is stale, at least 1; 1: it counts in full. Only CO2
+                uses it.
+            matrices: Where weight matrices lie in these tensors, for an algorithm that steps whole matrices
+                (`of_matrices`); otherwise unused.
         """
         direction = gradient
         if momentum is not None:
@@ -148,7 +160,14 @@ class DiLoCo:
     def _direction(
         self, momentum: torch.Tensor, gradient: torch.Tensor, mu: float, gap: float
     ) -> torch.Tensor:
-        """Update the momentum in place, and return the direction of the step (which may be `gradient`)."""
+        """Update the momentum in place, and return the direction of the step (Nesterov momentum).
+
+        Args:
+            momentum: Outer momentum, float32.
+            gradient: Aggregate of the pseudo-gradients; it may be overwritten and returned.
+            mu: Coefficient of the momentum.
+            gap: Divisor of a stale aggregate; unused here.
+        """
         momentum.mul_(mu).add_(gradient)
         return gradient.add_(momentum, alpha=mu)
 
@@ -178,7 +197,8 @@ class DiLoCo:
     def after_step(self, loop: Schedule) -> None:
         """Send or apply pseudo-gradients if they are due; called after each inner step.
 
-        A pseudo-gradient is sent `delay` steps before the end of a period, and applied at its end.
+        A period is the time between the exchanges of two fragments. A fragment's pseudo-gradient is sent
+        `delay` inner steps before the end of the period; the aggregate is applied at the end.
         """
         if loop.in_period == loop.period - self.delay:
             loop.submit(loop.capture())
@@ -206,10 +226,15 @@ class Co2(DiLoCo):
     one_at_a_time = False
 
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
-        """Return CO2's penalty: 1 + (move of the anchor since sending) / (length of the aggregate).
+        """Return CO2's divisor of a stale aggregate: 1 + (move of the anchor since sending) / (its length).
 
-        The anchor's last move was lr m, so no copy of an older anchor is needed. The form (1 if nothing has
-        moved) is that of Gap-Aware (Barkai et al., arXiv 1909.10802, section 4).
+        Between sending and applying, the anchor has taken one step, -lr times the momentum. So its move
+        follows from the momentum's length, and no copy of an older anchor is needed. The form (1 if nothing
+        has moved) is that of Gap-Aware (Barkai et al., arXiv 1909.10802, section 4).
+
+        Args:
+            momentum_square: Squared length of the fragment's momentum, over all ranks.
+            gradient_square: Squared length of the aggregate, over all ranks.
         """
         if gradient_square <= 0:
             return 1.0
@@ -218,6 +243,14 @@ class Co2(DiLoCo):
     def _direction(
         self, momentum: torch.Tensor, gradient: torch.Tensor, mu: float, gap: float
     ) -> torch.Tensor:
+        """Update the momentum in place, and return it: CO2 steps along the momentum itself.
+
+        Args:
+            momentum: Outer momentum, float32.
+            gradient: Aggregate of the pseudo-gradients.
+            mu: Coefficient of the momentum.
+            gap: Divisor of the stale aggregate, at least 1.
+        """
         momentum.mul_(mu).add_(gradient, alpha=1 / gap)
         if self.clip:
             momentum.clamp_(-self.clip, self.clip)

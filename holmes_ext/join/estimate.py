@@ -3,10 +3,12 @@
 Joined jobs train one model together. Each takes inner steps by itself, and in rounds the jobs exchange
 pseudo-gradients of one fragment of the model while they go on training.
 
+period          inner steps from one fragment's exchange to the next one's: every / fragments
 a round         simulated while the jobs' inner steps run (simulated_rounds.py)
 round alone     without other traffic: the busiest hop's bits divided by its rate, plus three round trips
                 (two verdicts of the coordinator, and the first bytes); see round_seconds
-hidden          a round that takes no longer than `delay` inner steps of the slowest job
+exposed         time for which training waits because a round takes longer than `delay` inner steps; a round
+                without such time is overlapped with training
 least `every`   fragments x (delay + 1): a fragment's aggregate is applied before the next one is sent
 """
 
@@ -48,15 +50,15 @@ class Setting:
     fragments: int
     delay: int  # inner steps
     round_s: float  # from the pseudo-gradient to its aggregate
-    exposed_s: float  # of each inner step, waited for the end of a round
-    slower_s: float  # by which each inner step takes longer, because rounds share the network
+    exposed_s: float  # waiting for the ends of rounds, per inner step
+    slower_s: float  # by which an inner step itself takes longer, because rounds share the network with it
     samples_per_s: float  # of all jobs
 
     def __str__(self) -> str:
         return f"every={self.every},fragments={self.fragments},delay={self.delay}"
 
 
-class _Key(NamedTuple):
+class _OuterValues(NamedTuple):
     """Values of --holmes-outer that determine a forecast."""
 
     every: int
@@ -64,7 +66,7 @@ class _Key(NamedTuple):
     delay: int
 
 
-def apart(site: Site, cluster: str) -> Site:
+def site_of_cluster(site: Site, cluster: str) -> Site:
     """Return a site with the nodes of one cluster only."""
     return replace(
         site,
@@ -84,7 +86,7 @@ def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
     Args:
         site: The clusters.
         samples: Samples of the batch.
-        unit: Samples of a micro-batch. Shares are multiples of it on every rank if possible.
+        unit: Samples of a micro-batch. A share is a multiple of it on every rank, if the share is that large.
 
     Returns:
         Cluster -> samples.
@@ -136,7 +138,7 @@ def _bits(parameters: float, fragments: int, compress: str) -> float:
     return _ELEMENT_BITS * SHARES[compress] * parameters / fragments
 
 
-class RoundPrices:
+class RoundForecasts:
     """Forecasts for one set of joined jobs, simulated on demand and cached.
 
     Args:
@@ -155,21 +157,27 @@ class RoundPrices:
         self.compress = compress
         self.step_s = max(job.step_s for job in jobs)
         self.samples = sum(job.samples for job in jobs)
-        self._cache: dict[_Key, Setting] = {}
+        self._cache: dict[_OuterValues, Setting] = {}
 
-    def of(self, every: int, fragments: int, delay: int) -> Setting:
+    def forecast(self, every: int, fragments: int, delay: int) -> Setting:
         """Return the forecast for these values of --holmes-outer."""
-        key = _Key(every, fragments, delay)
+        key = _OuterValues(every, fragments, delay)
         if key not in self._cache:
             self._cache[key] = self._simulated(key)
         return self._cache[key]
 
-    def _simulated(self, key: _Key) -> Setting:
-        """Simulate a round with these values of --holmes-outer, and return the forecast."""
+    def _simulated(self, key: _OuterValues) -> Setting:
+        """Simulate a round with these values of --holmes-outer, and return the forecast.
+
+        A round costs an inner step time in two ways: training waits for the round's end (exposed_s), and the
+        step itself is slower while the round uses the same network (slower_s).
+        """
         period = key.every // key.fragments  # inner steps from one round to the next
         bits = _bits(self.parameters, key.fragments, self.compress)
+        # Of the inner steps of a period, `delay` run during the round.
+        steps_without_round = period - key.delay
         times = simulate_round(
-            self.site, self.jobs, bits, alone=period - key.delay, delay=key.delay
+            self.site, self.jobs, bits, alone=steps_without_round, delay=key.delay
         )
         exposed_s = self._per_step(times.waited_s, period)
         slower_s = self._per_step(times.longer_s, period)
@@ -184,112 +192,150 @@ class RoundPrices:
         )
 
     def _per_step(self, seconds: float, period: int) -> float:
-        """Return the share of one inner step in seconds of a period; 0 for rounding errors."""
+        """Divide a time that is lost once in a period by the period's number of inner steps.
+
+        Args:
+            seconds: The time. Below a billionth of an inner step it is a rounding error of the simulation,
+                and the result is 0.
+            period: Inner steps from one round to the next.
+        """
         if seconds <= _ROUNDING * self.step_s:
             return 0.0
         return seconds / period
 
-    def hidden_with(self, fragments: int) -> Setting:
-        """Return the forecast with the least delay, and least `every`, at which rounds are hidden."""
+    def with_least_delay(self, fragments: int) -> Setting:
+        """Return the setting with the least `delay` at which training never waits for a round.
+
+        Longer delays give rounds more time. `every` is the least one that the delay allows.
+
+        Args:
+            fragments: Number of fragments of the setting.
+        """
+        # The delay must last at least as long as a round without other traffic.
         alone_s = round_seconds(self.site, self.parameters, fragments, self.compress)
 
         def with_delay(delay: int) -> Setting:
-            return self.of(fragments * (delay + 1), fragments, delay)
+            return self.forecast(fragments * (delay + 1), fragments, delay)
 
-        setting = _least_hidden(with_delay, first=ceil(alone_s / self.step_s), most=_UNLIMITED)
+        least_possible_delay = ceil(alone_s / self.step_s)
+        setting = _first_without_waiting(with_delay, first=least_possible_delay, most=_UNLIMITED)
         assert setting is not None
         return setting
 
-    def hidden_after(self, delay: int) -> Setting | None:
-        """Return the forecast with the fewest fragments, and least `every`, at which rounds are hidden.
+    def with_fewest_fragments(self, delay: int) -> Setting | None:
+        """Return the setting with the fewest fragments at which training never waits for a round.
 
-        None if they are not hidden even with MOST_FRAGMENTS.
+        More fragments are smaller, so their rounds are shorter. `every` is the least one that the fragments
+        and the delay allow.
+
+        Args:
+            delay: Inner steps from sending a pseudo-gradient to applying the aggregate.
+
+        Returns:
+            None if training waits even with MOST_FRAGMENTS.
         """
 
         def with_fragments(count: int) -> Setting:
-            return self.of(count * (delay + 1), count, delay)
+            return self.forecast(count * (delay + 1), count, delay)
 
-        return _least_hidden(with_fragments, first=1, most=MOST_FRAGMENTS)
+        return _first_without_waiting(with_fragments, first=1, most=MOST_FRAGMENTS)
 
 
-def _least_hidden(setting_of: Callable[[int], Setting], first: int, most: int) -> Setting | None:
-    """Return the setting of the least number at which rounds are hidden, by bisection.
+def _first_without_waiting(
+    setting_of: Callable[[int], Setting], first: int, most: int
+) -> Setting | None:
+    """Return the setting of the least number at which training never waits for a round, by bisection.
 
     Args:
-        setting_of: Returns the setting of a number. Larger numbers hide more.
+        setting_of: Returns the setting of a number, such as a delay. The larger the number, the less training
+            waits.
         first: Number at which the search begins.
         most: Largest number.
 
     Returns:
-        None if rounds are not hidden at the largest number.
+        None if training waits even at the largest number.
     """
-    exposed = 0  # a number at which rounds are exposed, or 0
-    hidden = max(1, first)
-    result = setting_of(hidden)
-    while result.exposed_s:  # double the number until rounds are hidden
-        if hidden == most:
+    too_small = 0  # training waits at this number
+    enough = max(1, first)
+    result = setting_of(enough)
+    while result.exposed_s:  # double the number until training does not wait
+        if enough == most:
             return None
-        exposed = hidden
-        hidden = min(2 * hidden, most)
-        result = setting_of(hidden)
-    while hidden - exposed > 1:  # bisect between the two numbers
-        middle = (exposed + hidden) // 2
+        too_small = enough
+        enough = min(2 * enough, most)
+        result = setting_of(enough)
+    while enough - too_small > 1:  # bisect between the two numbers
+        middle = (too_small + enough) // 2
         setting = setting_of(middle)
         if setting.exposed_s:
-            exposed = middle
+            too_small = middle
         else:
-            hidden = middle
+            enough = middle
             result = setting
     return result
 
 
-def settings(rounds: RoundPrices) -> list[Setting]:
-    """Return the settings to show: the default, and two with the least `every` that hides rounds.
+def settings(rounds: RoundForecasts) -> list[Setting]:
+    """Return the settings to show: the default, and two at which training never waits for a round.
 
-    The first of these two has the default's number of fragments, the second one its delay.
+    The first of these two has the default's number of fragments, the second one its delay. Both have the
+    least possible `every`.
     """
     _, default_fragments, default_delay = DEFAULT
     choices = [
-        rounds.of(*DEFAULT),
-        rounds.hidden_with(default_fragments),
-        rounds.hidden_after(default_delay),
+        rounds.forecast(*DEFAULT),
+        rounds.with_least_delay(default_fragments),
+        rounds.with_fewest_fragments(default_delay),
     ]
     return list(dict.fromkeys(setting for setting in choices if setting is not None))
 
 
-def over_every(rounds: RoundPrices) -> dict[str, list[Setting]]:
-    """Return forecasts for values of `every` up to twice the largest one of `settings`.
+def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
+    """Return forecasts for many values of `every`, as three series for a picture.
 
-    There are three series: the default's fragments with the longest delay or the default's delay, and the
-    default's delay with as many fragments as `every` allows.
+    The series are: the default's fragments with the longest delay that `every` allows; the default's
+    fragments and delay; the default's delay with as many fragments as `every` allows. `every` is a power of
+    two times a constant, or a value from which on training never waits for a round. The largest one is twice
+    the largest one of `settings`.
 
     Returns:
-        How fragments and delay follow from `every` (name of a series) -> forecasts in order of `every`.
+        Name of the series, in the form of --holmes-outer -> forecasts in order of `every`.
     """
     _, fragments, _ = DEFAULT
-    longest = 2 * max(setting.every for setting in settings(rounds))
-    powers_of_two = {2**power for power in range(longest.bit_length())}
-    # Beside powers of two, the points from which on rounds are hidden.
-    hidden = rounds.hidden_after(DELAY)
-    hidden_fragments = {hidden.fragments} if hidden else set()
-    counts = sorted(powers_of_two | hidden_fragments)
-    periods = sorted(powers_of_two | {DELAY + 1, rounds.hidden_with(fragments).delay + 1})
-    keys_of_series = {
-        f"fragments={fragments}, delay=every/{fragments}-1": [
-            _Key(fragments * period, fragments, period - 1) for period in periods
-        ],
-        f"fragments={fragments}, delay={DELAY}": [
-            _Key(fragments * period, fragments, DELAY) for period in periods if period > DELAY
-        ],
-        f"fragments=every/{DELAY + 1}, delay={DELAY}": [
-            _Key(count * (DELAY + 1), count, DELAY) for count in counts
-        ],
+    most_every = 2 * max(setting.every for setting in settings(rounds))
+    powers_of_two = {2**power for power in range(most_every.bit_length())}
+    # A period (inner steps between two rounds) must be longer than the delay, so the shortest is delay + 1.
+    shortest_period = DELAY + 1
+    without_waiting = rounds.with_least_delay(fragments)
+    periods = sorted(powers_of_two | {shortest_period, without_waiting.delay + 1})
+    many_fragments = rounds.with_fewest_fragments(DELAY)
+    fragment_counts = sorted(
+        powers_of_two | ({many_fragments.fragments} if many_fragments else set())
+    )
+
+    longest_delay = [
+        _OuterValues(every=fragments * period, fragments=fragments, delay=period - 1)
+        for period in periods
+    ]
+    default_delay = [
+        _OuterValues(every=fragments * period, fragments=fragments, delay=DELAY)
+        for period in periods
+        if period >= shortest_period
+    ]
+    most_fragments = [
+        _OuterValues(every=count * shortest_period, fragments=count, delay=DELAY)
+        for count in fragment_counts
+    ]
+    values_of_series = {
+        f"fragments={fragments}, delay=every/{fragments}-1": longest_delay,
+        f"fragments={fragments}, delay={DELAY}": default_delay,
+        f"fragments=every/{shortest_period}, delay={DELAY}": most_fragments,
     }
     result = {}
-    for name, keys in keys_of_series.items():
+    for name, values in values_of_series.items():
         result[name] = [
-            rounds.of(*key)
-            for key in keys
-            if key.every <= longest and key.fragments <= MOST_FRAGMENTS
+            rounds.forecast(*item)
+            for item in values
+            if item.every <= most_every and item.fragments <= MOST_FRAGMENTS
         ]
     return result

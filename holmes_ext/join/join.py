@@ -21,7 +21,7 @@ from holmes_ext.join.address import JoinAddress, JoinPlace, incarnation_of, port
 from holmes_ext.join.coordinator.client import CoordinatorClient
 from holmes_ext.join.loop import OuterLoop, Record
 from holmes_ext.join.peers.links import PeerLinks
-from holmes_ext.join.peers.listening import open_port, told_address
+from holmes_ext.join.peers.listening import open_port, published_address
 from holmes_ext.join.peers.routes import RankIdentity, Routes
 from holmes_ext.join.peers.take import Giver
 from holmes_ext.join.rolling_loop import RollingLoop
@@ -30,7 +30,13 @@ from holmes_ext.join.rounds.rolling_runner import RollingRunner
 from holmes_ext.join.rounds.round_runner import RoundRunner
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.job_ranks import JobRanks, Replicas, gather_cut_matrices
-from holmes_ext.join.shards.ownership import Range, RankRange, any_cut, fragment_cuts, owners
+from holmes_ext.join.shards.ownership import (
+    Range,
+    RankRange,
+    any_range_is_divided,
+    fragment_cuts,
+    owners,
+)
 from holmes_ext.join.shards.state import OuterState
 from holmes_ext.join.shards.weights import Part, Tensor, Weights, row_of
 from holmes_ext.join.sockets.handshake import Credentials
@@ -94,8 +100,8 @@ def join(
         weights: Returns the weights of this rank.
         agreed: Other facts that must be equal in all jobs, such as parallel sizes.
         device: Device on which the default backend moves tensors.
-        on_round: Called with the record of each round.
-        written: Called after the outer training has written weights.
+        on_round: Called when the result of a round has been applied, with the record of the round.
+        written: Called after the outer training has overwritten local weights.
         status: Returns telemetry for heartbeats.
 
     Raises:
@@ -160,11 +166,11 @@ class _Layout(NamedTuple):
     position: str  # in the model-parallel grid
     digest: str  # of names, shapes and dtypes at this position
     total: int  # elements at this position
-    holdings: list[Range]  # that this rank holds
-    whole: list[Range]  # matrices that should not be cut
+    holdings: list[Range]  # elements that this rank holds
+    uncut: list[Range]  # matrices (as ranges of elements) that one rank should exchange as a whole
 
     @property
-    def key(self) -> str:
+    def holdings_key(self) -> str:
         """Return a text that is equal for ranks that hold the same weights."""
         return json.dumps([self.position, self.holdings])
 
@@ -179,12 +185,12 @@ def _gather_layouts(
         digest=weights.digest,
         total=weights.total,
         holdings=weights.holdings,
-        whole=[(matrix.start, matrix.stop) for matrix in matrices],
+        uncut=[(matrix.start, matrix.stop) for matrix in matrices],
     )
     layouts = []
     # The layouts go through JSON, which has lists instead of tuples.
-    for position, digest, total, holdings, whole in job_ranks.all_gather(list(layout)):
-        layouts.append(_Layout(position, digest, total, _as_ranges(holdings), _as_ranges(whole)))
+    for position, digest, total, holdings, uncut in job_ranks.all_gather(list(layout)):
+        layouts.append(_Layout(position, digest, total, _as_ranges(holdings), _as_ranges(uncut)))
     return layouts
 
 
@@ -201,12 +207,17 @@ def _links(place: JoinPlace, identity: RankIdentity, state: OuterState) -> PeerL
         state: Outer state, from which other jobs may take weights.
     """
     listening = open_port(place, identity.rank)
-    address = told_address(place, listening, identity)
+    # HOST:PORT that this rank publishes to other jobs; "" if it cannot be called.
+    address = published_address(place, listening, identity)
 
+    # Routes accepts connections as soon as it exists, and PeerLinks handles them. So PeerLinks calls this
+    # when it is ready itself, with its handler of incoming connections.
     def open_routes(incoming: Callable[..., None]) -> Routes:
         return Routes(identity, place, listening, address, incoming)
 
-    return PeerLinks(identity.job, open_routes, Giver(state).give)
+    # Connections that are no exchange come from jobs that take this job's weights.
+    answer_takers = Giver(state).give
+    return PeerLinks(identity.job, open_routes, serve=answer_takers)
 
 
 def _maps(
@@ -238,8 +249,8 @@ def _maps(
             )
         holdings = {rank: layout.holdings for rank, layout in layout_of.items()}
         first = next(iter(layout_of.values()))
-        cuts = fragment_cuts(first.total, settings.fragments, first.whole)
-        maps[position] = owners(first.total, cuts, holdings, first.whole)
+        cuts = fragment_cuts(first.total, settings.fragments, first.uncut)
+        maps[position] = owners(first.total, cuts, holdings, first.uncut)
     return maps
 
 
@@ -252,6 +263,7 @@ def _gather_what_is_cut(
 ) -> None:
     """Make outer steps collective at positions where several ranks exchange parts of a matrix; collective.
 
+    Muon steps whole matrices. If a matrix is divided among ranks (ZeRO, FSDP), they gather it in each step.
     All ranks create the process groups of all positions, in the same order, as torch requires.
 
     Args:
@@ -263,7 +275,10 @@ def _gather_what_is_cut(
     """
     for position, owned in maps.items():
         ranks = [other for other, layout in enumerate(layouts) if layout.position == position]
-        if not any_cut(owned, layouts[ranks[0]].whole):
+        matrices = layouts[
+            ranks[0]
+        ].uncut  # equal on all ranks of a position: they describe the model
+        if not any_range_is_divided(owned, matrices):
             continue
         group = dist.new_group(ranks)
         if rank in ranks:
@@ -307,16 +322,26 @@ def _flat(ranges: list[RankRange]) -> list[int]:
 
 
 def _rank_with_partial_overlap(layouts: list[_Layout]) -> int | None:
-    """Return a rank that holds some, but not all, elements of another rank; None if there is none."""
-    seen: set[str] = set()  # holdings, of which one rank is enough to find overlaps
-    ranges_at: dict[str, list[RankRange]] = {}  # by position, of ranks with different holdings
+    """Return a rank that holds some, but not all, elements of another rank; None if there is none.
+
+    Ranks at different positions of the model-parallel grid hold different weights, so only ranks at one
+    position are compared.
+
+    Args:
+        layouts: Weights that each rank of the job holds, in rank order.
+    """
+    seen: set[str] = set()  # positions with holdings
+    ranges_at: dict[
+        str, list[RankRange]
+    ] = {}  # position -> ranges of ranks with different holdings
     for rank, layout in enumerate(layouts):
-        if layout.key in seen:
-            continue
-        seen.add(layout.key)
+        if layout.holdings_key in seen:
+            continue  # a replica: an earlier rank holds exactly the same elements
+        seen.add(layout.holdings_key)
         ranges = [RankRange(start, stop, rank) for start, stop in layout.holdings]
         ranges_at.setdefault(layout.position, []).extend(ranges)
     for ranges in ranges_at.values():
+        # In the order of their starts, if any two ranges overlap, then some two neighbours do.
         ranges.sort(key=lambda span: (span.start, span.stop, span.rank))
         for before, after in pairwise(ranges):
             if after.start < before.stop:
@@ -338,7 +363,7 @@ def _ranks_with_same_weights(layouts: list[_Layout], rank: int) -> _SameWeights:
     """
     ranks_by_key: dict[str, list[int]] = {}
     for other, layout in enumerate(layouts):
-        ranks_by_key.setdefault(layout.key, []).append(other)
+        ranks_by_key.setdefault(layout.holdings_key, []).append(other)
     result = _SameWeights([rank], None)
     for ranks in ranks_by_key.values():
         group = dist.new_group(ranks) if len(ranks) > 1 else None

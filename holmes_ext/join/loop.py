@@ -1,9 +1,10 @@
 """Inner steps and outer steps of a joined job: what its training thread does after each optimizer step.
 
-Each of `fragments` fragments of the model is exchanged every `every` inner steps, so a period between two
-exchanges has P = every / fragments steps. With d = `delay`, one period goes like this:
+The model is divided into fragments, which are exchanged with the other jobs one after the other, each of them
+every `every` inner steps. The time between the exchanges of two fragments is a period: it has
+P = every / fragments inner steps. With D = `delay`, one period goes like this:
 
-    inner step   1 .. P-d-1   P-d                       P-d+1 .. P-1     P
+    inner step   1 .. P-D-1   P-D                       P-D+1 .. P-1     P
     training     train        capture a fragment's      train, while     wait for the round to end, take the
     thread                    pseudo-gradient, submit   the round runs   outer step, write the weights
 
@@ -27,11 +28,15 @@ from holmes_ext.join.rounds.in_flight import InFlight, RoundResult
 from holmes_ext.join.rounds.round_runner import RoundRunner
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.job_ranks import Replicas
-from holmes_ext.join.shards.saved import opened, readable, sealed
+from holmes_ext.join.shards.saved import (
+    refuse_unexpected_structure,
+    unwrap_verified,
+    wrap_with_digest,
+)
 from holmes_ext.join.shards.state import OuterState
 from holmes_ext.join.shards.weights import Part, Weights
 
-#: Steps of the first period if `every` is given in seconds.
+#: Inner steps before the first exchange if `every` is given in seconds: the duration of a step is unknown.
 _FIRST_PERIOD = 8
 #: Seconds between two checks that the rounds thread still runs.
 _LOOK_S = 10.0
@@ -51,25 +56,31 @@ class Record:
 
 
 @dataclass
-class _Sent:
-    """Pseudo-gradient that was captured, with the local weights at that time."""
+class _Capture:
+    """Pseudo-gradient of a fragment at its capture, with the local weights at that time.
+
+    It may be submitted to the rounds thread at once or later.
+    """
 
     in_flight: InFlight
-    #: Local weights on the host; None: inner steps after the capture will be discarded.
+    #: Copy of the fragment's local weights at the capture, on the host: the later ones minus these are the
+    #: inner steps to keep. None: inner steps after the capture will be discarded.
     parts: list[Part] | None = None
 
 
 class OuterLoop:
-    """Outer training of a joined job on one rank. after_step() must be called after each inner step.
+    """Outer training (DiLoCo) of a joined job on one rank. after_step() must be called after each inner step.
 
     Args:
         settings: The --holmes-outer settings.
-        weights: Weights of this rank.
-        state: Outer state of this rank.
-        rounds: The thread that runs the rounds.
+        weights: Weights of this rank, which inner steps change.
+        state: Anchors and outer momentum of this rank, fragment by fragment.
+        rounds: Background thread that exchanges submitted pseudo-gradients with the other jobs.
         replicas: Ranks of this job that hold the same weights.
-        on_round: Called with the record of each round.
-        written: Called after weights were written.
+        on_round: Callback for telemetry and messages: called when the training thread has applied the
+            result of a round, with the record of the round.
+        written: Callback of the framework's patch: called after local weights were overwritten, so that
+            it can update its copies (such as bf16 weights). Called on all ranks in the same step.
     """
 
     def __init__(
@@ -89,17 +100,19 @@ class OuterLoop:
         self.rounds = rounds
         self.replicas = replicas
         self._on_round = on_round
-        self._written = written
+        self._on_weights_written = written
         self.number = 0  # last round that this job began, or heard of
         self.steps = 0  # inner steps of this job
+        # Inner steps between the exchanges of two fragments. A period must be longer than `delay`: a
+        # pseudo-gradient is sent and its aggregate is applied in the same period.
         self.period = settings.period or max(_FIRST_PERIOD, settings.delay + 1)
         self.in_period = 0  # inner steps since the period began
         self._tokens = 0.0  # of this rank, since the last capture
-        self._captured: dict[int, _Sent] = {}  # by fragment
-        self._submitted: dict[int, _Sent] = {}  # by fragment
-        #: Fragment -> pseudo-gradient of a void round, which counts in the fragment's next round.
+        self._captured: dict[int, _Capture] = {}  # by fragment; not passed to the rounds thread yet
+        self._submitted: dict[int, _Capture] = {}  # by fragment; in a round
+        #: Fragment -> pseudo-gradient of a void round, which is added to the fragment's next one.
         self._carried: dict[int, torch.Tensor] = {}
-        self._begun = time.monotonic()  # of the period
+        self._period_start = time.monotonic()
 
     def after_step(self, tokens: float = 1.0) -> None:
         """Count an inner step; begin or end a round if one is due.
@@ -115,7 +128,6 @@ class OuterLoop:
         self._tokens += tokens
         self.algorithm.after_step(self)
 
-    @torch.no_grad()
     def capture(self) -> int:
         """Capture the next fragment's pseudo-gradient: its anchor minus its local weights.
 
@@ -123,6 +135,18 @@ class OuterLoop:
 
         Returns:
             Index of the fragment.
+        """
+        index = self.number % len(self.state.fragments)  # one fragment after the other
+        self._capture_fragment(index, number=self.number + 1)
+        return index
+
+    @torch.no_grad()
+    def _capture_fragment(self, index: int, number: int) -> None:
+        """Store the pseudo-gradient of fragment `index` for submit(): its anchor minus its local weights.
+
+        Args:
+            index: Index of the fragment.
+            number: Number of the round for which it is captured.
 
         Raises:
             HolmesError: The weights are in other memory than at the first step.
@@ -132,8 +156,7 @@ class OuterLoop:
                 f"step {self.steps}: the script or framework has reallocated the weights since the first"
                 f" step; a joined job's weights must stay in place"
             )
-        self.number += 1
-        index = (self.number - 1) % len(self.state.fragments)  # one fragment after the other
+        self.number = number
         fragment = self.state.fragments[index]
         local = self.weights.read(fragment.ranges, torch.empty_like(fragment.anchor))
         gradient = fragment.anchor - local
@@ -148,17 +171,16 @@ class OuterLoop:
                 for part in self.weights.held(fragment.start, fragment.stop)
             ]
         in_flight = InFlight(
-            self.number,
+            number,
             index,
             gradient,
-            base=fragment.version,
+            anchor_version=fragment.version,
             tokens=self._tokens,
             step=self.steps,
             period=self._wanted_period(),
         )
         self._tokens = 0.0
-        self._captured[index] = _Sent(in_flight, parts)
-        return index
+        self._captured[index] = _Capture(in_flight, parts)
 
     def submit(self, fragment: int) -> None:
         """Pass the captured pseudo-gradient of a fragment to the rounds thread."""
@@ -174,37 +196,44 @@ class OuterLoop:
     def settle(self, fragment: int) -> None:
         """Wait for the end of a fragment's round, and apply the result to anchor and local weights.
 
-        If nothing of the fragment was submitted, its local weights are set to the anchor.
+        If nothing of the fragment was submitted (in CO2's first period), there is no aggregate: its local
+        weights are set to the anchor, and their progress is in the pseudo-gradient just captured.
 
         Args:
             fragment: Index of the fragment.
         """
         sent = self._submitted.pop(fragment, None)
         if sent is None:
-            self._write(fragment, sent=None)
+            self._set_to_anchor(fragment)
             return
         in_flight = sent.in_flight
         begin = time.monotonic()
         result = self._result_of(in_flight)
         exposed_s = time.monotonic() - begin
-        self.number += result.round - in_flight.number  # the run may be in a later round
+        # This job may have been absent while the run went on: skip the numbers of the rounds it missed.
+        missed_rounds = result.round - in_flight.number
+        self.number += missed_rounds
         self.period = result.period or self.period  # 0: no change
         self._apply_result(fragment, sent, result)
         is_left_out = self.rounds.job in result.left_out
         if is_left_out and not result.norm:
             # The pseudo-gradient was not finite: the other fragments would spoil the weights again.
             for index in range(len(self.state.fragments)):
-                self._write(index, sent=None)  # set the local weights to the anchor
+                self._set_to_anchor(index)
         captured = self._captured.get(fragment)
         if captured is not None and result.verdict != "taken":
-            # It was captured before this outer step, and remains valid after it.
-            captured.in_flight.base = self.state.fragments[fragment].version
+            # CO2 captures a fragment again before it applies the last aggregate. The new pseudo-gradient
+            # stays valid, so it counts as one of the new anchor; otherwise its round would drop it.
+            captured.in_flight.anchor_version = self.state.fragments[fragment].version
         self._on_round(Record(in_flight.number, fragment, in_flight.step, exposed_s, result))
 
-    def _apply_result(self, fragment: int, sent: _Sent, result: RoundResult) -> None:
-        """Take the outer step of a committed round, or write weights that came from another job.
+    def _apply_result(self, fragment: int, sent: _Capture, result: RoundResult) -> None:
+        """Update anchor and local weights of a fragment after its round, by the round's verdict.
 
-        After a void round, the local weights stay, unless this job's pseudo-gradient was unusable.
+            taken     (weights came from another job) local weights <- the new anchor
+            commit    take the outer step; then mix the local weights with the new anchor, or set them to it
+                      if this job's pseudo-gradient did not count
+            void      keep the local weights, unless this job's pseudo-gradient was unusable
 
         Args:
             fragment: Index of the fragment.
@@ -213,35 +242,35 @@ class OuterLoop:
         """
         number = sent.in_flight.number
         is_left_out = self.rounds.job in result.left_out
-        pending = [step.number for step in self.state.fragments[fragment].pending]
-        # _write() with sent=None sets the local weights to the anchor.
+        rounds_to_apply = [step.number for step in self.state.fragments[fragment].pending]
         if result.verdict == "taken":
             for index in result.fragments:
-                self._write(index, sent=None)
+                self._set_to_anchor(index)
                 self._carried.pop(index, None)
-        elif result.verdict == "commit" and number in pending:
+        elif result.verdict == "commit" and number in rounds_to_apply:
             self.state.apply(self.state.fragments[fragment])  # the outer step moves the anchor
             is_counted = not is_left_out and result.members.get(self.rounds.job, 0) != 0
             if is_counted and self.algorithm.keeps_progress:
-                self._write(fragment, sent.parts, follow=False)
+                self._mix_with_anchor(fragment, sent.parts)
             else:  # discard the inner steps that no round has counted
-                self._write(fragment, sent=None)
+                self._set_to_anchor(fragment)
         elif is_left_out:
-            self._write(fragment, sent=None)
+            self._set_to_anchor(fragment)
         elif not self.algorithm.keeps_progress:
-            # The inner steps of the void round leave the weights, and count in the next round.
-            self._write(fragment, sent=None)
+            # This algorithm keeps no inner steps in the local weights. Those of the void round are not
+            # lost: they are added to the fragment's next pseudo-gradient.
+            self._set_to_anchor(fragment)
             self._carried[fragment] = sent.in_flight.gradient
 
     def new_period(self) -> None:
-        """Begin the next period."""
+        """Begin the next period: restart the count and the clock of inner steps until the next exchange."""
         self.in_period = 0
-        self._begun = time.monotonic()
+        self._period_start = time.monotonic()
 
     def _result_of(self, in_flight: InFlight) -> RoundResult:
         """Wait for the end of a round and return its result; raise the exception that ended it.
 
-        All waits of a round have an end (round_runner.py).
+        The wait ends: each step of a round in the rounds thread has a deadline.
         """
         while not wait([in_flight.ended], _LOOK_S).done:
             if not self.rounds.running:
@@ -250,31 +279,54 @@ class OuterLoop:
                 )
         return in_flight.ended.result()
 
-    def _write(self, index: int, sent: list[Part] | None, follow: bool = True) -> None:
-        """Write the local weights of a fragment from its anchor; collective over the replicas.
+    def _set_to_anchor(self, index: int) -> None:
+        """Set the local weights of fragment `index` to its anchor; collective over the replicas.
+
+        The anchor is the fragment's weights after its last outer step, equal in all jobs.
+        """
+        self._overwrite_local(index, lambda local, anchor: anchor)
+
+    def _mix_with_anchor(self, index: int, captured: list[Part] | None) -> None:
+        """Combine the local weights of a fragment with its new anchor (setting `mix`); collective.
 
         Args:
             index: Index of the fragment.
-            sent: Local weights at the capture of the pseudo-gradient, so that later inner steps are kept.
-            follow: Without `sent`: set the local weights to the anchor. Otherwise mix both (setting mix).
+            captured: With mix=keep, the local weights when the pseudo-gradient was captured: the inner steps
+                since then are added to the anchor. None: there are no such steps to keep.
+        """
+
+        def mixed(local: Part, anchor: torch.Tensor) -> torch.Tensor:
+            captured_values = None
+            if captured is not None:
+                captured_values = _values_of(captured, local.start, local.stop).to(anchor.device)
+            return self.algorithm.mixed(local.values.float(), captured_values, anchor)
+
+        self._overwrite_local(index, mixed)
+
+    def _overwrite_local(
+        self, index: int, new_values: Callable[[Part, torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Overwrite the local weights of a fragment, part by part; collective over the replicas.
+
+        Args:
+            index: Index of the fragment.
+            new_values: Called with a part of the local weights and the anchor of the same elements; returns
+                the new values of the part.
         """
         # Each rank keeps the anchor of the elements that it exchanges; the replicas have the others.
         for local, anchor in self._gathered(index, self.state.fragments[index].anchor):
-            new = anchor
-            if sent is not None or not follow:
-                sent_values = None
-                if sent is not None:
-                    sent_values = _values_of(sent, local.start, local.stop).to(anchor.device)
-                new = self.algorithm.mixed(local.values.float(), sent_values, anchor)
-            local.values.copy_(new)
-        self._written()
+            local.values.copy_(new_values(local, anchor))
+        self._on_weights_written()
 
     def _gathered(self, index: int, mine: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
         """Gather a tensor of a fragment from the replicas, and yield it next to the local weights.
 
+        Several ranks of a job may hold the same weights (replicas). Each of them keeps the anchor for its
+        own share of the elements only, so the shares are gathered before the local weights are written.
+
         Args:
             index: Index of the fragment.
-            mine: Values of the elements that this rank exchanges.
+            mine: Values of the elements that this rank exchanges with other jobs.
 
         Yields:
             A part of the local weights, and the gathered values of the same elements on their device.
@@ -287,13 +339,14 @@ class OuterLoop:
                 yield local, part.values[first:last].to(local.values.device)
 
     def _wanted_period(self) -> int:
-        """Return how many inner steps this rank proposes until the next fragment.
+        """Return how many inner steps this rank proposes from one fragment's exchange to the next one's.
 
-        Rank 0's proposal counts (round_runner.py). 0: no change, because `every` is given in steps.
+        If `every` is given in seconds, it is a duration divided by the measured time of a step; rank 0's
+        proposal counts in all ranks. 0: no change, because `every` is given in steps.
         """
         if not self.settings.seconds:
             return 0
-        step_s = (time.monotonic() - self._begun) / self.in_period
+        step_s = (time.monotonic() - self._period_start) / self.in_period
         period_s = self.settings.seconds / self.settings.fragments
         steps = round(period_s / max(step_s, _SHORTEST_STEP_S))
         return max(self.settings.delay + 1, steps)
@@ -308,7 +361,7 @@ class OuterLoop:
         weights, and are captured again.
         """
         is_sync = self.settings.rounds == "sync"
-        return sealed(
+        return wrap_with_digest(
             {
                 "number": self.number,
                 "steps": self.steps,
@@ -334,7 +387,7 @@ class OuterLoop:
                     "number": in_flight.number,
                     "fragment": in_flight.fragment,
                     "gradient": in_flight.gradient,
-                    "base": in_flight.base,
+                    "base": in_flight.anchor_version,
                     "step": in_flight.step,
                     "outcome": asdict(self._result_of(in_flight)),
                     "parts": parts,
@@ -352,8 +405,9 @@ class OuterLoop:
         Raises:
             HolmesError: The state is damaged, or belongs to another model or other settings.
         """
-        with readable(source):
-            self._load(opened(saved, source), source)
+        # The digest finds damage; the context manager turns errors about missing keys into HolmesError.
+        with refuse_unexpected_structure(source):
+            self._load(unwrap_verified(saved, source), source)
 
     def _load(self, saved: dict[str, Any], source: str) -> None:
         """Load a state whose digest was checked.
@@ -375,7 +429,7 @@ class OuterLoop:
                 sent["number"],
                 sent["fragment"],
                 sent["gradient"],
-                base=sent["base"],
+                anchor_version=sent["base"],
                 tokens=0.0,
                 step=sent["step"],
             )
@@ -384,7 +438,7 @@ class OuterLoop:
             parts = None
             if sent["parts"] is not None:
                 parts = [Part(start, values) for start, values in sent["parts"]]
-            self._submitted[in_flight.fragment] = _Sent(in_flight, parts)
+            self._submitted[in_flight.fragment] = _Capture(in_flight, parts)
 
     def begin(self) -> str:
         """Enter the run and start the rounds thread; collective.
@@ -401,13 +455,16 @@ class OuterLoop:
                 f"the ranks of job {self.rounds.job} loaded outer state of different rounds"
                 f" ({sorted(map(tuple, numbers))}); load one checkpoint"
             )
+        # The last round of which this job knows: the last that it began, or in which a fragment was stepped.
+        # (With rounds=async, `number` is no round's number, so only the versions matter.)
         versions = [fragment.version for fragment in self.state.fragments]
         result = self.rounds.enter(max(self.number, *versions))
         self.number = result.round
         for index in result.fragments:  # whose anchors came from another job
-            self._write(index, sent=None)
+            self._set_to_anchor(index)
         self.rounds.start()
-        self._begun = time.monotonic()
+        self._period_start = time.monotonic()
+        # The verdict is "taken" (newer weights came from another job) or "in" (this job keeps its own).
         if result.verdict == "taken":
             return f"the weights of job {result.source}, round {self.number}"
         return f"round {self.number}"
@@ -419,5 +476,5 @@ class OuterLoop:
 
 def _values_of(parts: list[Part], start: int, stop: int) -> torch.Tensor:
     """Return the values of elements [start, stop), all of which lie in one of the parts."""
-    whole = next(part for part in parts if part.start <= start and stop <= part.stop)
-    return whole.values[start - whole.start : stop - whole.start]
+    holder = next(part for part in parts if part.start <= start and stop <= part.stop)
+    return holder.values[start - holder.start : stop - holder.start]

@@ -3,12 +3,18 @@
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) replaces a step M = U S V' by U V', computed
 approximately by a Newton-Schulz iteration:
 
-    B = b X X' + c (X X')^2        X <- a X + B X
+    Q = b X X' + c (X X')^2        X <- a X + Q X        (a, b, c: constants)
 
-The jobs must have the same anchors bit for bit, but a matrix product is rounded differently on another CPU or
-GPU. So here no product is rounded: elements are multiples of 2^-25 in float64, and rows and columns of X are
-at most 1.7 long (of B: 2.8). Each product is then a multiple of 2^-50, and each sum of products is below 2^3.
-float64 has 53 bits, so all sums are exact, in any order, fused or not.
+The jobs must have the same anchors bit for bit, but the rounding of a matrix product depends on the order of
+its sums, which differs between CPUs and GPUs. So here all matrix products are exact in float64:
+
+1. Before each product, the elements of both matrices are rounded to multiples of 2^-25. The product of two
+   elements is then a multiple of 2^-50.
+2. Sums of such products are below 2^3. For a sum is at most the product of the lengths of a row and a column,
+   and these are no longer than the largest singular value. X begins with singular values of at most 1.01
+   (its Frobenius norm is 1, to 1 %). Inserted in the polynomials, they stay below 1.7 for X, and below 2.9
+   for X X' and Q. The largest sum, in Q X, is thus below 2.9 x 1.7 = 5.
+3. A multiple of 2^-50 below 2^3 fits in the 53 bits of a float64. So no sum is rounded, in whatever order.
 """
 
 from __future__ import annotations
@@ -87,13 +93,15 @@ class Matrices:
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Return the nearest orthogonal matrix (approximately), scaled to the Frobenius norm of the given one.
 
+    All machines get the same bits: every matrix product is exact (see above), because its factors are rounded
+    to multiples of 2^-25.
+
     Args:
         matrix: float32 matrix. A matrix of zeros is returned as it is.
     """
     length = frobenius(matrix)
     if not length:
         return matrix
-    # Every intermediate result is rounded to a grid, so that all sums below are exact on every machine.
     x = _rounded(matrix.double().div_(length))
     is_wide = x.shape[0] <= x.shape[1]
     if not is_wide:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from holmes_ext.join.estimate import RoundPrices, over_every
+from holmes_ext.join.estimate import RoundForecasts, over_every
 from holmes_ext.planner.html.page import heading, picture
 from holmes_ext.planner.html.pictures import CLUSTERS, KINDS, PAPER, pyplot, svg
 from holmes_ext.report.figures import Summary
@@ -38,15 +38,15 @@ class Incarnation:
         return times[::-1]
 
 
-def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
+def worth_figure(rounds: RoundForecasts, tokens: int, spanning_job_tokens_per_s: float) -> Any:
     """Draw tokens/s over `every`, with a line for each way to choose fragments and delay.
 
-    Points are filled if no round is exposed. A dashed line shows one job that spans the clusters.
+    Points are filled if training never waits for a round. A dashed line shows one job across the clusters.
 
     Args:
         rounds: Forecasts for joined jobs.
         tokens: Tokens of a sample.
-        crossing: Tokens/s of one job that spans the clusters.
+        spanning_job_tokens_per_s: Tokens/s of one job that spans the clusters.
     """
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
@@ -57,15 +57,16 @@ def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
         axis.plot(every, rates, "-", color=colour, lw=1.5, label=name)
         fills = [PAPER if setting.exposed_s else colour for setting in settings]
         axis.scatter(every, rates, s=30, c=fills, edgecolors=colour, zorder=3)
-        hidden = [
+        points_without_waiting = [
             (setting.every, rate) for setting, rate in zip(settings, rates) if not setting.exposed_s
         ]
-        if hidden and hidden[0] not in labelled:
-            labelled.add(hidden[0])
+        if points_without_waiting and points_without_waiting[0] not in labelled:
+            least_every = points_without_waiting[0]
+            labelled.add(least_every)
             offset = _LABEL_ABOVE if len(labelled) == 1 else _LABEL_BELOW
             axis.annotate(
-                f"every={hidden[0][0]}",
-                hidden[0],
+                f"every={least_every[0]}",
+                least_every,
                 xytext=(0, offset),
                 textcoords="offset points",
                 fontsize=8,
@@ -73,7 +74,7 @@ def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
                 color=colour,
             )
     axis.axhline(
-        crossing,
+        spanning_job_tokens_per_s,
         color=KINDS["across"][0],
         lw=1.5,
         ls="--",

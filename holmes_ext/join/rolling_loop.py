@@ -1,14 +1,19 @@
 """Inner steps and outer steps with rounds=async: what the training thread does after each optimizer step.
 
-    inner step   1 .. P-d-1   P-d                         P-d+1 .. P-1   P
+With P inner steps from one fragment's exchange to the next one's, and D = `delay`:
+
+    inner step   1 .. P-D-1   P-D                         P-D+1 .. P-1   P
     training     train        capture a fragment's        train          apply the aggregates that are there;
-    thread                    pseudo-gradient d, submit                  wait for no round
+    thread                    pseudo-gradient, submit                    wait for no round
 
 An outer step moves the anchor, and the local weights by the same amount. Progress that no round has counted
-yet stays in the local weights, and is part of a later pseudo-gradient:
+yet stays in the local weights, and is part of a later pseudo-gradient. With g the pseudo-gradient that this
+job contributed (anchor minus local weights):
 
-    round to which this job contributed d    local <- local + (move of the anchor) + d
+    round to which this job contributed g    local <- local + (move of the anchor) + g
     round that this job only received        local <- local + (move of the anchor)
+
+g is added because the anchor's move contains this job's progress -g, which the local weights have already.
 """
 
 from __future__ import annotations
@@ -31,14 +36,17 @@ class RollingLoop(OuterLoop):
     """Outer training of a joined job on one rank with rounds=async.
 
     Args:
-        boundary: Collectives over the ranks of the job, for the training thread only.
+        arguments, more: Those of OuterLoop.
+        boundary: Collectives over all ranks of the job for the training thread only, at the boundaries of
+            periods. Its process group is another one than that of the rounds thread, whose collectives
+            run at any time.
     """
 
     rounds: RollingRunner
 
     def __init__(self, *arguments: Any, boundary: JobRanks, **more: Any):
         super().__init__(*arguments, **more)
-        self._boundary = boundary
+        self._training_collectives = boundary
         # Tokens of this rank since the last capture of each fragment.
         self._tokens_of = [0.0] * len(self.state.fragments)
         self._next = 0  # fragment to capture next, if it is free
@@ -61,13 +69,14 @@ class RollingLoop(OuterLoop):
         if not free:
             return _NO_FRAGMENT
         index = free[0]
-        self.number = index  # the base class captures fragment number - 1 after adding 1
         self._next = (index + 1) % count
         self._tokens = self._tokens_of[index]
         self._tokens_of[index] = 0.0
-        super().capture()
-        step_s = (time.monotonic() - self._begun) / max(1, self.in_period)
-        # Until the aggregate will be applied, `delay` inner steps later.
+        # The rounds thread sets the number of the round when the coordinator has begun one.
+        self._capture_fragment(index, number=index + 1)
+        step_s = (time.monotonic() - self._period_start) / max(1, self.in_period)
+        # Time until training applies the aggregate, `delay` inner steps later. The coordinator waits for
+        # other jobs no longer than a part of it.
         self._captured[index].in_flight.slack_s = self.settings.delay * step_s
         return index
 
@@ -83,56 +92,80 @@ class RollingLoop(OuterLoop):
     def new_period(self) -> None:
         """Apply the results of the rounds that have ended, and begin the next period; collective.
 
-        Rank 0 determines the number of rounds, so that all ranks apply the same ones.
+        The rounds threads of the ranks may differ in the number of rounds that have ended. So rank 0's number
+        is broadcast, and a rank whose thread is behind waits until it has as many results.
         """
         begin = time.monotonic()
-        count = self._boundary.broadcast_from_rank_0(self.rounds.ended)
-        ended_rounds = self.rounds.results_until(count)
-        exposed_s = time.monotonic() - begin
+        ended_on_rank_0 = self._training_collectives.broadcast_from_rank_0(self.rounds.ended)
+        # Those that were not returned before; each with the pseudo-gradient that this job contributed.
+        ended_rounds = self.rounds.results_until(ended_on_rank_0)
+        exposed_s = time.monotonic() - begin  # training waited
         for contribution, result in ended_rounds:
             self._apply(contribution, result)
             fragment = result.fragments[0] if result.fragments else 0
             self._on_round(Record(result.round, fragment, self.steps, exposed_s, result))
-            exposed_s = 0.0  # it counts once
+            exposed_s = 0.0  # the wait counts once, in the record of the first round
         super().new_period()
 
     @torch.no_grad()
     def _apply(self, contribution: InFlight | None, result: RoundResult) -> None:
-        """Apply the result of a round to anchors and local weights; collective over the replicas.
+        """Apply the result of a round to anchors and local weights, by its verdict; collective.
 
-        The local weights move with the anchor. If this job contributed a pseudo-gradient d, the anchor's move
-        contains the progress -d, which the local weights have already; therefore d is added to them.
+            commit    take the outer step, and move the local weights with the anchor
+            taken     (weights came from another job) replace anchors, and set the local weights to them
+            void      keep all, or begin anew from the anchors if this job's pseudo-gradient was unusable
 
         Args:
-            contribution: This job's pseudo-gradient; None: it only received.
+            contribution: This job's pseudo-gradient in the round; None: it only received.
             result: Result of the round.
         """
         is_left_out = self.rounds.job in result.left_out
         if result.verdict == "commit":
             (index,) = result.fragments
-            fragment = self.state.fragments[index]
-            anchor_before = fragment.anchor.clone()
-            self.state.apply(fragment)
-            move = fragment.anchor - anchor_before
-            if contribution is not None and result.members.get(self.rounds.job, 0) > 0:
-                move += contribution.gradient
-                self._submitted.pop(index, None)
-            if is_left_out:  # the progress of this job is discarded
-                self._set_to_anchor(index)
-                return
-            for local, move_of_part in self._gathered(index, move):
-                local.values.add_(move_of_part)
-            self._written()
+            self._apply_commit(index, contribution, result, is_left_out)
         elif result.verdict == "taken":
             for index in result.fragments:
                 self.state.apply(self.state.fragments[index])
-                self._set_to_anchor(index)
+                self._discard_local_progress(index)
         elif is_left_out:
             # The pseudo-gradient was unusable: the other fragments would spoil the weights again.
             for index in range(len(self.state.fragments)):
-                self._set_to_anchor(index)
+                self._discard_local_progress(index)
 
-    def _set_to_anchor(self, index: int) -> None:
-        """Set the local weights of a fragment to its anchor, and forget what was submitted of it."""
+    def _apply_commit(
+        self, index: int, contribution: InFlight | None, result: RoundResult, is_left_out: bool
+    ) -> None:
+        """Take the outer step of a committed round, and move the local weights with the anchor.
+
+        If this job contributed a pseudo-gradient g, the anchor's move contains the progress -g, which the
+        local weights have already; therefore g is added to them.
+
+        Args:
+            index: Index of the fragment.
+            contribution: This job's pseudo-gradient in the round; None: it only received.
+            result: Result of the round.
+            is_left_out: This job's pseudo-gradient did not count: its local progress is discarded.
+        """
+        fragment = self.state.fragments[index]
+        anchor_before = fragment.anchor.clone()
+        self.state.apply(fragment)
+        move = fragment.anchor - anchor_before
+        if contribution is not None and result.members.get(self.rounds.job, 0) > 0:
+            move += contribution.gradient
+            # The fragment waits for no round any more, so it can be captured again. A pseudo-gradient that
+            # did not count stays submitted: it is offered for the next round.
+            self._submitted.pop(index, None)
+        if is_left_out:
+            self._discard_local_progress(index)
+            return
+        for local, move_of_part in self._gathered(index, move):
+            local.values.add_(move_of_part)
+        self._on_weights_written()  # the framework updates its copies of the weights
+
+    def _discard_local_progress(self, index: int) -> None:
+        """Set the local weights of a fragment to its anchor, and forget its submitted pseudo-gradient.
+
+        The fragment can then be captured again.
+        """
         self._submitted.pop(index, None)
-        self._write(index, sent=None)
+        self._set_to_anchor(index)

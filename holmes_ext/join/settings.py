@@ -130,7 +130,7 @@ class OuterSettings:
             return False
 
     @property
-    def rounds_by_blocks(self) -> bool:
+    def quantizes_blocks(self) -> bool:
         """Return whether the codec rounds by blocks of elements.
 
         Then copies of a weight on several ranks of a job, in different blocks, are rounded differently.

@@ -49,17 +49,17 @@ class Choice(NamedTuple):
 
     name: str
     tokens_per_second: float
-    loss: str
+    loss: str  # in words, compared with one synchronous job
     flags: str  # to add to the command
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Forecast for joined jobs, to show beside the plan of one job."""
+class JoinedForecast:
+    """Forecast for joined jobs, to show beside the plan of one job that spans the clusters."""
 
-    rounds: joined.RoundPrices
+    rounds: joined.RoundForecasts
     tokens: int  # of a sample
-    crossing: float  # tokens/s of the best plan of one job that spans the clusters
+    spanning_job_tokens_per_s: float  # of the best plan of one job that spans the clusters
 
     @cached_property
     def settings(self) -> list[joined.Setting]:
@@ -75,21 +75,25 @@ class Beside:
         return {
             "jobs": [asdict(job) for job in self.rounds.jobs],
             "settings": settings,
-            "crossing": self.crossing,
+            "crossing": self.spanning_job_tokens_per_s,
             "choices": [choice._asdict() for choice in self.choices()],
         }
 
     def line(self) -> str:
-        """Return a sentence about the least `every` at which no round is exposed."""
-        hidden = [setting for setting in self.settings if not setting.exposed_s]
-        least = min(hidden, key=lambda setting: setting.every)
+        """Return a sentence about the least `every` at which training never waits for a round."""
+        without_waiting = [setting for setting in self.settings if not setting.exposed_s]
+        least = min(without_waiting, key=lambda setting: setting.every)
         text = f"nothing is exposed from {least} on; all wait for the slowest job"
         if least.delay > joined.DELAY:
             text += f"; sums older than {joined.DELAY} steps are not known to be harmless"
         return text
 
     def rows(self) -> list[list[str]]:
-        """Return the forecasts as rows of the table with the columns COLUMNS, one for each setting."""
+        """Return the forecasts as rows of a table, one for each setting of --holmes-outer.
+
+        The cells are those of COLUMNS. The last one is the gain: the speed of the joined jobs divided by that
+        of the best plan of one job that spans the clusters.
+        """
         result = []
         for setting in self.settings:
             tokens_per_second = setting.samples_per_s * self.tokens
@@ -100,7 +104,7 @@ class Beside:
                     f"{setting.exposed_s:.3g}",
                     f"{setting.slower_s:.3g}",
                     f"{tokens_per_second:,.0f}",
-                    f"{tokens_per_second / self.crossing:.2f}",
+                    f"{tokens_per_second / self.spanning_job_tokens_per_s:.2f}",
                 ]
             )
         return result
@@ -108,7 +112,8 @@ class Beside:
     def choices(self) -> list[Choice]:
         """Return the ways to train whose loss is known: on one cluster, across all clusters, and joined jobs.
 
-        Joined jobs are left out if their loss was not measured for this number of jobs.
+        One synchronous job has the loss that its batch gives on any hardware ("of its batch"). The loss of
+        joined jobs was measured for some numbers of jobs only; for other numbers they are left out.
         """
         jobs = self.rounds.jobs
         fastest = max(jobs, key=lambda job: job.samples / job.step_s)
@@ -122,14 +127,15 @@ class Beside:
             ),
             Choice(
                 name="one job across",
-                tokens_per_second=self.crossing,
+                tokens_per_second=self.spanning_job_tokens_per_s,
                 loss="of its batch",
                 flags="--holmes --holmes-cluster FILE",
             ),
         ]
         loss = _LOSS_OF_JOINED.get(len(jobs))
         if loss is not None:
-            together = self.tokens * self.rounds.of(*joined.DEFAULT).samples_per_s
+            every, fragments, delay = joined.DEFAULT  # of --holmes-outer
+            together = self.tokens * self.rounds.forecast(every, fragments, delay).samples_per_s
             flags = f"--holmes --holmes-join {jobs[0].cluster}@HOST:{_PORT}"
             choices.append(
                 Choice(name="joined jobs", tokens_per_second=together, loss=loss, flags=flags)
@@ -149,7 +155,7 @@ class Beside:
 
     def figure(self) -> Any:
         """Return the picture of tokens/s over `every`, a matplotlib figure."""
-        return worth_figure(self.rounds, self.tokens, self.crossing)
+        return worth_figure(self.rounds, self.tokens, self.spanning_job_tokens_per_s)
 
     def jobs_line(self) -> str:
         """Return the jobs and their step times in one line."""
@@ -204,7 +210,7 @@ def wanted(args: argparse.Namespace) -> bool:
     return bool(args.joined)
 
 
-def beside(result: SearchResult, seconds: float) -> Beside:
+def beside(result: SearchResult, seconds: float) -> JoinedForecast:
     """Return the forecast for one joined job in each cluster.
 
     Args:
@@ -221,16 +227,31 @@ def beside(result: SearchResult, seconds: float) -> Beside:
             f"{site.source}: --joined needs two clusters or more; it has {len(site.clusters)}"
         )
     jobs = []
-    for name, samples in joined.shares(site, result.global_batch, model.micro_batch).items():
+    # Cluster -> samples of its job in each step.
+    batches = joined.shares(site, result.global_batch, model.micro_batch)
+    for name, samples in batches.items():
         try:
-            # The best plan of a job on this cluster alone, with its share of the batch.
-            alone = result.on(Network(joined.apart(site, name), result.network.links))
-            with_its_batch = replace(
-                alone, model=replace(model, global_batch=samples), global_batch=samples
+            # Search as for one job, but on this cluster only, and with its share of the batch.
+            one_cluster = joined.site_of_cluster(site, name)
+            problem = result.on(Network(one_cluster, result.network.links))
+            problem = replace(
+                problem, model=replace(model, global_batch=samples), global_batch=samples
             )
-            found = search(with_its_batch, seconds, prove=False)
+            # A forecast needs the best plan found, but no proof that there is no better one.
+            found = search(problem, seconds, prove=False)
         except HolmesError as error:
             raise HolmesError(f"--joined: a job on cluster {name} alone: {error}") from None
-        jobs.append(JoinedJob(name, samples, found.best.step_s, ethernet_s(found, found.best)))
-    rounds = joined.RoundPrices(result.network.measured, model.parameters, jobs)
-    return Beside(rounds, model.sequence, result.tokens_per_s(result.best))
+        job = JoinedJob(
+            cluster=name,
+            samples=samples,
+            step_s=found.best.step_s,
+            # Seconds of the step that depend on Ethernet's rate, which the rounds reduce.
+            ethernet_s=ethernet_s(found, found.best),
+        )
+        jobs.append(job)
+    rounds = joined.RoundForecasts(result.network.measured, model.parameters, jobs)
+    return JoinedForecast(
+        rounds,
+        tokens=model.sequence,
+        spanning_job_tokens_per_s=result.tokens_per_s(result.best),
+    )

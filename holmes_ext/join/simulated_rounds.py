@@ -43,9 +43,7 @@ class RoundSeconds:
 
     round_s: float  # from the last job's pseudo-gradient to the aggregate in all jobs
     waited_s: float  # for which the job that waits least waits
-    longer_s: (
-        float  # by which its inner steps between the ends of two rounds take longer than alone
-    )
+    longer_s: float  # by which its inner steps between two rounds take longer than without rounds
 
 
 def simulate_round(
@@ -80,19 +78,19 @@ def simulate_round(
     def time_of(event: str, job: int, number: int = measured_round) -> float:
         """Return the time of an event of a job in a round.
 
-        "off": its pseudo-gradient is sent; "there": training needs the aggregate; "end": the aggregate has
-        arrived.
+        "sent": its pseudo-gradient is sent; "needed": training needs the aggregate; "arrived": the aggregate
+        has arrived.
         """
         return transfers[event, job, number].ended
 
-    waited_s = {job: max(0.0, time_of("end", job) - time_of("there", job)) for job in jobs}
+    waited_s = {job: max(0.0, time_of("arrived", job) - time_of("needed", job)) for job in jobs}
     # The job that waits least is the one for which the others wait.
     slowest = min(jobs, key=lambda job: (waited_s[job], -joined[job].step_s))
-    period_start = max(time_of(event, slowest, first_round) for event in ("there", "end"))
-    steps_s = time_of("there", slowest) - period_start
+    period_start = max(time_of(event, slowest, first_round) for event in ("needed", "arrived"))
+    steps_s = time_of("needed", slowest) - period_start
     steps_alone_s = (alone + delay) * joined[slowest].step_s
-    round_start = max(time_of("off", job) for job in jobs)
-    round_end = max(time_of("end", job) for job in jobs)
+    round_start = max(time_of("sent", job) for job in jobs)
+    round_end = max(time_of("arrived", job) for job in jobs)
     return RoundSeconds(
         round_s=round_end - round_start,
         waited_s=waited_s[slowest],
@@ -104,17 +102,18 @@ def simulate_round(
 class _Network:
     """Transfers of the simulation, and the capacities that they share.
 
-    Events of job j, each a transfer without bits: "off" (its pseudo-gradient is sent), "there" (training
-    needs the aggregate) and "end" (the aggregate is there).
+    The simulation copies a template for each transfer with its tag, or with its tag's first item as the tag.
+    Events of a job are transfers without bits: "sent" (its pseudo-gradient is sent), "needed" (training needs
+    the aggregate) and "arrived" (the aggregate is there). The job's thread posts them alone (parties=1).
     """
 
     site: Site
     joined: Sequence[JoinedJob]
     templates: dict[Hashable, Transfer] = field(
-        default_factory=lambda: dict.fromkeys(("off", "there", "end"), Transfer(1))
+        default_factory=lambda: dict.fromkeys(("sent", "needed", "arrived"), Transfer(parties=1))
     )
     capacities: dict[Hashable, float] = field(default_factory=dict)  # NIC or hop -> bits/s
-    longest_way_s: float = 0.0
+    longest_way_s: float = 0.0  # longest one-way latency between two jobs
 
     def __post_init__(self) -> None:
         ethernet = self.site.fabric_by_name[ETHERNET]
@@ -124,7 +123,10 @@ class _Network:
         self.nodes = Counter(node.cluster for node in self.site.nodes)
 
     def add_steps(self, job: int, delay: int) -> None:
-        """Add the transfers over Ethernet of a job's inner steps during a round, in _PIECES pieces.
+        """Add the transfers over Ethernet of a job's inner steps during a round.
+
+        They share the NIC of a node with the round. Their bits are sent in _PIECES equal transfers of the
+        simulation.
 
         Args:
             job: Index of the job.
@@ -135,12 +137,16 @@ class _Network:
         self.capacities[job, "in"] = self.nic_bps
         processes = self.site.processes  # of a node, which share its NIC
         nics = tuple(((job, direction), processes) for direction in ("out", "in"))
-        # Each process sends its share of the bits that take `ethernet_s` at the full rate.
-        bits = delay * self.joined[job].ethernet_s * self.nic_bps / processes / _PIECES
-        self.templates["own", job] = Transfer(1, bits=bits, uses=nics)
+        # The forecast of a step gives seconds on Ethernet at the full rate; the simulation needs bits.
+        ethernet_s = delay * self.joined[job].ethernet_s
+        bits_of_node = ethernet_s * self.nic_bps
+        bits_of_process = bits_of_node / processes
+        self.templates["steps", job] = Transfer(
+            parties=1, bits=bits_of_process / _PIECES, uses=nics
+        )
 
     def add_exchange(self, job: int, other: int, bits: float) -> None:
-        """Add the transfer of a pseudo-gradient from a job to another job.
+        """Add the transfer of a pseudo-gradient from a job to another job, as a template for all rounds.
 
         Args:
             job: Index of the sending job.
@@ -160,28 +166,40 @@ class _Network:
         stream_bps = float(link.stream_bps if link and link.stream_bps else inf)
         way_s = sum(hop.latency_s for hop in hops) or self.ethernet_latency_s
         self.longest_way_s = max(self.longest_way_s, way_s)
-        uses = (  # capacity -> number of streams that share it
-            *((hop.key, streams) for hop in hops),
-            ((job, "out"), streams_of_sending_node),
-            ((other, "in"), streams_of_receiving_node),
-        )
-        # The first bytes must be answered before all bytes may leave: way_s at the begin and at the end.
-        self.templates["bits", job, other] = Transfer(
-            1, way_s, bits / streams, stream_bps, uses, latency_s=way_s
+        # Capacity, and the number of streams that share it: all cross the WAN; each node has some of them.
+        shared_hops = tuple((hop.key, streams) for hop in hops)
+        sending_nic = ((job, "out"), streams_of_sending_node)
+        receiving_nic = ((other, "in"), streams_of_receiving_node)
+        # Besides its bits, a stream takes a round trip, because its first bytes must be answered before all
+        # bytes may leave. One way counts before the bits, the other one after them.
+        self.templates["gradient", job, other] = Transfer(
+            parties=1,
+            fixed_s=way_s,
+            bits=bits / streams,  # of one stream, which stands for all
+            limit_bps=stream_bps,
+            uses=(*shared_hops, sending_nic, receiving_nic),
+            latency_s=way_s,
         )
 
     def add_verdicts(self) -> None:
-        """Add the requests of all jobs to the coordinator, and its replies."""
+        """Add the two times in a round at which all jobs wait for the coordinator's verdict.
+
+        They are transfers without bits, "go" and "done", that each job posts as its request. All have the
+        reply a round trip after the last request.
+        """
         round_trip_s = 2 * self.longest_way_s
         for verdict in ("go", "done"):
-            self.templates[verdict] = Transfer(len(self.joined), latency_s=round_trip_s)
+            self.templates[verdict] = Transfer(parties=len(self.joined), latency_s=round_trip_s)
 
 
 def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op]:
     """Yield the operations of a job's training thread.
 
-    In each round: inner steps; the event "off"; inner steps during the round, in pieces that compute and send
-    in turn; the event "there"; and a wait for the event "end".
+    In each round: inner steps; the event "sent" (of the pseudo-gradient); inner steps while the round runs;
+    the event "needed" (the aggregate); and a wait for the event "arrived".
+
+    Only the inner steps during the round share Ethernet with it. So only these are divided into pieces that
+    compute and send in turn; the others are one operation of known duration.
 
     The operations are those of planner/simulate/events.py: ("compute", kind of work, seconds, micro-batch,
     chunk), ("post", transfer), ("wait", transfer, kind of wait, micro-batch).
@@ -192,24 +210,25 @@ def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op
         alone: Inner steps before the round.
         delay: Inner steps during the round.
     """
+    # ethernet_s: seconds of an inner step that depend on Ethernet's rate; the rest is computing.
     compute_s = delay * (job.step_s - job.ethernet_s) / _PIECES
     for number in _ROUNDS:
         yield ("compute", "forward", alone * job.step_s, -1, 0)
-        yield ("post", ("off", index, number))
+        yield ("post", ("sent", index, number))
         for piece in range(_PIECES):
             yield ("compute", "forward", compute_s, -1, 0)
-            if delay * job.ethernet_s:
-                yield ("post", (("own", index), number, piece))
-                yield ("wait", (("own", index), number, piece), "reduce", -1)
-        yield ("post", ("there", index, number))
-        yield ("wait", ("end", index, number), "reduce", -1)
+            if delay * job.ethernet_s:  # each piece sends over Ethernet, too (_Network.add_steps)
+                yield ("post", (("steps", index), number, piece))
+                yield ("wait", (("steps", index), number, piece), "reduce", -1)
+        yield ("post", ("needed", index, number))
+        yield ("wait", ("arrived", index, number), "reduce", -1)
 
 
 def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
     """Yield the operations of a job's rounds thread (rounds/round_runner.py).
 
-    In each round: wait for the pseudo-gradient (event "off"); wait until all jobs are ready; exchange bits
-    with every other job; wait until all jobs are done; the event "end".
+    In each round: wait for the pseudo-gradient (event "sent"); wait until all jobs are ready; exchange it
+    with every other job; wait until all jobs are done; the event "arrived".
 
     The operations are those of planner/simulate/events.py: ("post", transfer) and ("wait", transfer, kind of
     wait, micro-batch).
@@ -220,14 +239,14 @@ def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
     """
     others = [other for other in jobs if other != job]
     for number in _ROUNDS:
-        yield ("wait", ("off", job, number), "idle", -1)
+        yield ("wait", ("sent", job, number), "idle", -1)
         yield from _verdict(("go", number))
         for other in others:
-            yield ("post", (("bits", job, other), number))
+            yield ("post", (("gradient", job, other), number))
         for other in others:
-            yield ("wait", (("bits", other, job), number), "reduce", -1)
+            yield ("wait", (("gradient", other, job), number), "reduce", -1)
         yield from _verdict(("done", number))
-        yield ("post", ("end", job, number))
+        yield ("post", ("arrived", job, number))
 
 
 def _verdict(tag: Hashable) -> tuple[Op, Op]:

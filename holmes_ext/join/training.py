@@ -89,7 +89,9 @@ def refusal_of_copies(settings: OuterSettings, sizes: Mapping[str, int], tied: b
             "weights are tied over pipeline stages, whose copies must be updated together; "
             "give fragments=1"
         )
-    if sizes["pipeline"] * sizes["tensor"] > 1 and settings.rounds_by_blocks:
+    # A codec with one scale for each block of elements rounds a copy by its neighbours in the flat weights,
+    # and these differ between stages and tensor-parallel ranks.
+    if sizes["pipeline"] * sizes["tensor"] > 1 and settings.quantizes_blocks:
         return (
             "copies of a weight on several stages or tensor-parallel ranks would be rounded differently; "
             "give compress=bf16"

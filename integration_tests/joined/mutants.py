@@ -229,15 +229,15 @@ MUTANTS = [
     Mutant(
         "who lets the others wait never sits out",
         "join/coordinator/lateness.py",
-        "        member.rests_until = number + 1 + rest_rounds",
+        "        member.sits_out_until = number + 1 + rest_rounds",
         "        pass",
         MEMBERS + " -k sits",
     ),
     Mutant(
         "who sits out does so alone, too",
         "join/coordinator/lateness.py",
-        "< member.rests_until and bool(others)",
-        "< member.rests_until",
+        "< member.sits_out_until and bool(others)",
+        "< member.sits_out_until",
         MEMBERS + " -k sits",
     ),
     Mutant(
@@ -257,14 +257,14 @@ MUTANTS = [
     Mutant(
         "one job takes all turns",
         "join/peers/take.py",
-        "or self._taking[job] >= _OF_ONE_JOB:",
+        "or self._served_takers[job] >= _OF_ONE_JOB:",
         "or False:",
         TAKE + " -k turns",
     ),
     Mutant(
         "addresses pile up",
         "join/peers/routes.py",
-        "if len(self._not_called) >= _NOT_CALLED:",
+        "if len(self._unreachable_addresses) >= _NOT_CALLED:",
         NEVER,
         MEMBERS + " -k pile",
     ),
@@ -295,7 +295,7 @@ MUTANTS = [
     Mutant(
         "versions that no round made are believed",
         "join/coordinator/versions.py",
-        "if is_bound and claim.version > last:",
+        "if can_have_no_later_version and claim.version > last_step:",
         NEVER,
         RULES,
     ),
@@ -309,7 +309,7 @@ MUTANTS = [
     Mutant(
         "a new job keeps the run that was there before it",
         "join/coordinator/membership.py",
-        "if hello.entered and hello.round > state.number and self._may_be_restarted(name, now):",
+        "if hello.entered and hello.round > state.number and self._replaces_current_run(name, now):",
         NEVER,
         RULES,
     ),
@@ -324,14 +324,14 @@ MUTANTS = [
     Mutant(
         "a job of another run is refused for ever",
         "join/coordinator/versions.py",
-        "is_bound = member.current or member.corrected",
-        "is_bound = True",
+        "can_have_no_later_version = member.is_up_to_date or member.was_sent_behind",
+        "can_have_no_later_version = True",
         RULES,
     ),
     Mutant(
         "after a restart nobody is awaited before weights are taken",
         "join/coordinator/coordinator.py",
-        "if self._awaited.majority_is_unknown(now):",
+        "if self._awaited_peers.majority_is_unknown(now):",
         NEVER,
         RULES,
     ),
@@ -352,7 +352,7 @@ MUTANTS = [
     Mutant(
         "a name is taken twice",
         "join/coordinator/membership.py",
-        "if member.heard > member.rivals[incarnation]:",
+        "if member.last_heartbeat > member.rivals[incarnation]:",
         NEVER,
         RULES,
     ),
@@ -471,7 +471,7 @@ MUTANTS = [
     Mutant(
         "silence is for ever",
         "join/peers/transfer.py",
-        "if time.monotonic() - transfer.heard > patience_s:",
+        "if time.monotonic() - transfer.last_moved > patience_s:",
         NEVER,
         LINKS,
     ),

@@ -32,7 +32,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import incarnation_of
 from holmes_ext.join.coordinator.client import ask_status
 from holmes_ext.join.settings import parse_outer
-from holmes_ext.join.shards.saved import opened, sealed
+from holmes_ext.join.shards.saved import unwrap_verified, wrap_with_digest
 from holmes_ext.join.sockets import documents
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import Credentials, call
@@ -515,7 +515,7 @@ def test_damaged_outer_states(input_divisor):
         except Exception:  # noqa: BLE001 - torch refuses the file, so holmes never sees it
             continue
         try:
-            opened(saved, "file.pt")  # checks the digest
+            unwrap_verified(saved, "file.pt")  # checks the digest
             assert saved["digest"] == digest, "the damage touched only parts that are not used"
         except HolmesError as error:
             refused += 1
@@ -541,12 +541,16 @@ def test_outer_states_that_somebody_made(input_divisor):
         for _ in range(1000 // input_divisor):
             wrong = mutated(good, rng)  # a copy with some values replaced
             try:
-                loop.load_state_dict(sealed(wrong), "file.pt")  # sealed() adds the digest
+                loop.load_state_dict(
+                    wrap_with_digest(wrong), "file.pt"
+                )  # wrap_with_digest() adds the digest
             except HolmesError as error:
                 refused += 1
                 assert "file.pt" in str(error) and "\n" not in str(error)
         assert refused > 20  # many of the values are really wrong
-        loop.load_state_dict(sealed(good), "file.pt")  # the right state can still be loaded
+        loop.load_state_dict(
+            wrap_with_digest(good), "file.pt"
+        )  # the right state can still be loaded
         loop.end()
 
 
@@ -565,7 +569,7 @@ def test_outer_states_that_somebody_made(input_divisor):
 )
 def test_what_is_no_outer_state(value):
     with pytest.raises(HolmesError, match="file.pt: "):
-        opened(value, "file.pt")
+        unwrap_verified(value, "file.pt")
 
 
 def test_a_changed_number_of_an_outer_state_is_noticed():
@@ -574,7 +578,7 @@ def test_a_changed_number_of_an_outer_state_is_noticed():
         "b": torch.ones(3),
         "c": [1.5, "x", None, {"d": torch.zeros(2, dtype=torch.bfloat16)}],
     }
-    assert opened(sealed(state), "file.pt") is state
+    assert unwrap_verified(wrap_with_digest(state), "file.pt") is state
     for change in (
         lambda s: s["outer"].update(a=2),
         lambda s: s["outer"]["b"].__setitem__(1, float("nan")),
@@ -582,10 +586,10 @@ def test_a_changed_number_of_an_outer_state_is_noticed():
         lambda s: s["outer"].update(a=True),
         lambda s: s["outer"].pop("a"),
     ):
-        broken = sealed(copy.deepcopy(state))
+        broken = wrap_with_digest(copy.deepcopy(state))
         change(broken)
         with pytest.raises(HolmesError, match="is damaged"):
-            opened(broken, "file.pt")
+            unwrap_verified(broken, "file.pt")
 
 
 def test_damaged_token_files(tmp_path, input_divisor):

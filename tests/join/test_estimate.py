@@ -11,7 +11,7 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.join import estimate as joined
 from holmes_ext.join.settings import OuterSettings, parse_outer
-from holmes_ext.join.show_plan import Beside
+from holmes_ext.join.show_plan import JoinedForecast
 from holmes_ext.join.simulated_rounds import JoinedJob, simulate_round
 
 BETWEEN = '[[between]]\nclusters = ["{}", "{}"]\nrate = "1Gb/s"\nlatency = "50ms"\n'
@@ -112,7 +112,7 @@ def test_steps_that_use_ethernet_and_a_round_are_in_each_others_way():
 def test_what_is_said_to_be_hidden_is_and_can_be_asked_for(step_s, ethernet):
     """5 * 10^8 parameters over 1 Gb/s: 8 s of bits."""
     jobs = [JoinedJob("a", 8, step_s / 2), JoinedJob("b", 8, step_s, ethernet * step_s)]
-    rounds = joined.RoundPrices(site(0, 0), 5e8, jobs)
+    rounds = joined.RoundForecasts(site(0, 0), 5e8, jobs)
     default, *hidden = joined.settings(rounds)
     given = OuterSettings()
     assert (default.every, default.fragments, default.delay) == (
@@ -134,7 +134,7 @@ def test_what_is_said_to_be_hidden_is_and_can_be_asked_for(step_s, ethernet):
         assert parse_outer(str(one)).period == one.delay + 1
         assert one.round_s <= one.delay * (step_s + one.slower_s * (one.delay + 1)) * (1 + 1e-9)
     least = hidden[0]
-    assert least.delay == 1 or rounds.of(least.every - 4, 4, least.delay - 1).exposed_s, (
+    assert least.delay == 1 or rounds.forecast(least.every - 4, 4, least.delay - 1).exposed_s, (
         "with less delay it is exposed"
     )
     if not ethernet:
@@ -143,7 +143,7 @@ def test_what_is_said_to_be_hidden_is_and_can_be_asked_for(step_s, ethernet):
 
 def test_what_comes_of_each_every():
     jobs = [JoinedJob(name, 8, 1.0, 0.2) for name in "ab"]
-    rounds = joined.RoundPrices(site(0, 0), 5e8, jobs)
+    rounds = joined.RoundForecasts(site(0, 0), 5e8, jobs)
     lines = joined.over_every(rounds)
     known = joined.settings(rounds)
     assert len(lines) == 3 and {one for line in lines.values() for one in line} >= set(known)
@@ -158,7 +158,7 @@ def test_what_comes_of_each_every():
 def test_samples_go_by_ranks_in_whole_micro_batches():
     assert joined.shares(site(0, 2), 64, 2) == {"a": 16, "b": 48}
     assert joined.shares(site(0, 2), 2, 2) == {"a": 2, "b": 2}
-    assert {node.cluster for node in joined.apart(site(0, 2), "b").nodes} == {"b"}
+    assert {node.cluster for node in joined.site_of_cluster(site(0, 2), "b").nodes} == {"b"}
 
 
 MODEL = """version = 1
@@ -217,8 +217,10 @@ def test_holmes_plan_joined(tmp_path, capsys):
 
 def beside_of(jobs, crossing):
     where = site(*[0] * jobs)
-    rounds = joined.RoundPrices(where, 1e6, [JoinedJob(name, 10, 1.0) for name in where.clusters])
-    return Beside(rounds, 100, crossing)
+    rounds = joined.RoundForecasts(
+        where, 1e6, [JoinedJob(name, 10, 1.0) for name in where.clusters]
+    )
+    return JoinedForecast(rounds, 100, crossing)
 
 
 def test_the_last_line_is_the_one_to_copy(capsys):

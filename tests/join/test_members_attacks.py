@@ -101,7 +101,7 @@ def test_invented_jobs_are_bounded():
     run = Run("east", "west")
     for number in range(200):
         run.hello("zero", peers=[f"ghost{number}x{k}" for k in range(64)])
-    assert len(run.coordinator._membership._awaited._since) <= 4096
+    assert len(run.coordinator._membership._awaited_peers._since) <= 4096
 
 
 @pytest.mark.parametrize("is_ready", [True, False])
@@ -137,10 +137,10 @@ def test_who_lets_the_others_wait_round_after_round_sits_out(is_ready):
 def test_who_is_back_for_good_sits_nothing_out():
     run = Run("east", "west", "zero")
     member = run.coordinator.state.members["zero"]
-    member.in_vain = 2
+    member.delays_in_a_row = 2
     run.whole_round(1, "east", "west", "zero")
-    assert member.in_vain == 0
-    member.in_vain, member.rests_until = 5, 40
+    assert member.delays_in_a_row == 0
+    member.delays_in_a_row, member.sits_out_until = 5, 40
     run.coordinator.gone("east", "1", "over")
     run.coordinator.gone("west", "1", "over")
     assert run.ready("zero", 2)["verdict"] == "go", "nobody is there who goes on without it"
@@ -150,13 +150,13 @@ def test_who_is_back_for_good_sits_nothing_out():
 def test_who_says_hello_again_sits_out_all_the_same(incarnation):
     run = Run("east", "west", "zero")
     (
-        run.coordinator.state.members["zero"].in_vain,
-        run.coordinator.state.members["zero"].rests_until,
+        run.coordinator.state.members["zero"].delays_in_a_row,
+        run.coordinator.state.members["zero"].sits_out_until,
     ) = 5, 40
     run.coordinator.gone("zero", "1", "over")
     run.hello("zero", incarnation)
     member = run.coordinator.state.members["zero"]
-    assert (member.in_vain, member.rests_until) == (5, 40)
+    assert (member.delays_in_a_row, member.sits_out_until) == (5, 40)
 
 
 def test_a_peer_that_takes_longer_each_time_is_not_given_more_each_time():
@@ -198,7 +198,7 @@ def test_addresses_that_others_want_to_be_called_at_do_not_pile_up(monkeypatch):
             routes._call_back({"address": f"10.0.0.1:{port}", "job": "zero", "incarnation": "1"})
             is None
         )
-    assert len(routes._not_called) <= 16
+    assert len(routes._unreachable_addresses) <= 16
 
 
 def test_the_log_of_a_crowd_from_many_addresses_is_short():

@@ -11,7 +11,7 @@ from holmes_ext.join import orthogonal
 from holmes_ext.join.orthogonal import Matrices, Matrix, frobenius, is_matrix
 from holmes_ext.join.settings import OuterSettings, parse_outer
 from holmes_ext.join.shards.job_ranks import gather_cut_matrices
-from holmes_ext.join.shards.ownership import any_cut, fragment_cuts, owners
+from holmes_ext.join.shards.ownership import any_range_is_divided, fragment_cuts, owners
 from holmes_ext.join.shards.state import OuterState, Pending
 from holmes_ext.join.shards.weights import Part, Tensor, Weights
 
@@ -117,7 +117,7 @@ def test_what_replicas_share_and_what_is_given_away_have_the_bits_of_the_whole(f
     rows = []
     for ranks in (1, 3):
         maps = owners(one.total, cuts, dict.fromkeys(range(ranks), one.holdings), whole)
-        assert not any_cut(maps, whole)
+        assert not any_range_is_divided(maps, whole)
         row, given = torch.empty(one.total), torch.empty(one.total)
         for rank in range(ranks):
             state = OuterState(settings, one, maps, rank)
@@ -146,12 +146,14 @@ def test_cuts_go_around_matrices_for_any_model():
         maps = owners(
             5000, cuts, {rank: [(0, 5000)] for rank in range(source.randint(1, 5))}, whole
         )
-        assert not any_cut(maps, whole)
+        assert not any_range_is_divided(maps, whole)
 
 
 def test_a_shard_that_cuts_a_matrix_is_found():
     maps = owners(100, [0, 100], {0: [(0, 50)], 1: [(50, 100)]}, [(10, 20), (40, 60)])
-    assert any_cut(maps, [(10, 20), (40, 60)]) and not any_cut(maps, [(10, 50), (50, 60)])
+    assert any_range_is_divided(maps, [(10, 20), (40, 60)]) and not any_range_is_divided(
+        maps, [(10, 50), (50, 60)]
+    )
 
 
 class Holders:
@@ -179,7 +181,7 @@ def test_shards_of_matrices_take_the_step_of_the_whole(fragments):
     rows = []
     for holdings in ({0: one.holdings}, shards):
         maps, row = owners(one.total, pieces, holdings, whole), torch.empty(one.total)
-        assert any_cut(maps, whole) == (len(holdings) > 1)
+        assert any_range_is_divided(maps, whole) == (len(holdings) > 1)
         for rank in holdings:
             state = OuterState(settings, one, maps, rank)
             if len(holdings) > 1:
@@ -188,9 +190,12 @@ def test_shards_of_matrices_take_the_step_of_the_whole(fragments):
             for fragment in state.fragments:
                 mine = torch.cat([gradient[a:b] for a, b in fragment.ranges] or [torch.empty(0)])
                 fragment.pending.append(Pending(1, mine, mu=mu))
-                assert fragment.given == (len(holdings) == 1)
+                assert fragment.copy_version == (len(holdings) == 1)
                 for a, b in fragment.ranges[:1]:
-                    before, version = fragment.anchor[fragment.places(a, b)].clone(), fragment.given
+                    before, version = (
+                        fragment.anchor[fragment.places(a, b)].clone(),
+                        fragment.copy_version,
+                    )
                     given = state.copy_of(fragment, a, b)
                     assert given[0] == version and torch.equal(given[1], before) == (version == 0)
                 state.apply(fragment)

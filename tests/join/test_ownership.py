@@ -11,7 +11,7 @@ from holmes_ext.join.shards.ownership import (
     fragment_cuts,
     owned_ranges,
     owners,
-    shard_pairs,
+    shared_ranges,
 )
 
 
@@ -52,7 +52,7 @@ def test_every_element_crosses_once_between_two_ranks_that_hold_it(seed):
                 for start, stop in joined_up(holdings[name][one.rank])
             )
     for start, stop in zip(cuts, cuts[1:]):
-        found = shard_pairs(maps, start, stop) if start < stop else []
+        found = shared_ranges(maps, start, stop) if start < stop else []
         assert (
             [piece.start for piece in found] == [start, *(piece.stop for piece in found)][:-1]
             if found

@@ -153,7 +153,7 @@ def test_a_dead_standing_line_is_replaced(pair):
     _, east, west = pair
     both_ways(east, west, 10)
     east.links.drop()
-    west.links.routes._standing.cut()
+    west.links.routes._standby_line.cut()
     both_ways(east, west, 10, 2)
 
 
@@ -243,7 +243,7 @@ def test_a_port_that_is_closed_from_outside_is_found_at_the_start(monkeypatch):
         opened = open_port(place, 0)
 
         def told(one):
-            return listening.told_address(place, one, identity)
+            return listening.published_address(place, one, identity)
 
         assert told(opened) == address_text("127.0.0.1", opened.getsockname()[1])
         opened.close()

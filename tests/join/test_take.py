@@ -170,11 +170,11 @@ def test_one_job_cannot_take_all_turns(state):
 
     idle = [taker("zero") for _ in range(8)]
     until = Deadline(20, "the liar's turns")
-    while giver._taking["zero"] < 2:
+    while giver._served_takers["zero"] < 2:
         until.check()
     honest = taker("west")
     assert ask(honest, 0)[0] == 0
-    assert giver._taking["zero"] == 2
+    assert giver._served_takers["zero"] == 2
     for channel in (honest, *idle):
         channel.close()
     for thread in threads:

@@ -42,7 +42,7 @@ class Coordinator:
         self.state = RunState(started=now)
         rounds = Rounds(self.state)
         self._versions = versions = Versions(self.state)
-        self._awaited = awaited = AwaitedPeers(self.state)
+        self._awaited_peers = awaited = AwaitedPeers(self.state)
         self._membership = Membership(self.state, rounds, versions, awaited)
         self._settlement = Settlement(self.state, rounds)
         self.policies: dict[str, RoundPolicy] = {  # by the `op` of the requests that it answers
@@ -71,7 +71,7 @@ class Coordinator:
         """
         member = self.state.member(name)
         # After a restart of the coordinator, decide nothing until the jobs have reconnected.
-        if self._awaited.majority_is_unknown(now):
+        if self._awaited_peers.majority_is_unknown(now):
             return None
         self._versions.accept_claims(member, report.claims)
         return self.policies[question].answer(name, report, now)

@@ -23,14 +23,14 @@ def mark_late(state: RunState, member: Member, number: int) -> None:
     """
     member.state = "late"
     member.missed += 1  # delays of the job in all
-    member.in_vain += 1  # delays in a row, since its last committed round
-    doublings = max(0, min(member.in_vain - _FREE_DELAYS, _MOST_DOUBLINGS))
+    member.delays_in_a_row += 1  # delays in a row, since its last committed round
+    doublings = max(0, min(member.delays_in_a_row - _FREE_DELAYS, _MOST_DOUBLINGS))
     rest_rounds = min(2**doublings - 1, _LONGEST_REST)  # rounds to sit out: 0, then 1, 3, 7, ...
     if rest_rounds:
-        member.rests_until = number + 1 + rest_rounds
+        member.sits_out_until = number + 1 + rest_rounds
         state.events.append(
-            f"job {member.name} was waited for {member.in_vain} times in vain: it sits out until "
-            f"round {member.rests_until}"
+            f"job {member.name} was waited for {member.delays_in_a_row} times in vain: it sits out until "
+            f"round {member.sits_out_until}"
         )
 
 
@@ -42,4 +42,4 @@ def sits_out(state: RunState, member: Member, number: int) -> bool:
     others = [
         other for other in state.members.values() if other is not member and other.state == "in"
     ]
-    return max(number, state.number) < member.rests_until and bool(others)
+    return max(number, state.number) < member.sits_out_until and bool(others)

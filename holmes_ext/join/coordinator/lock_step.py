@@ -1,7 +1,7 @@
 """First half of a round in lock step (setting rounds=sync): all jobs exchange the same fragment together.
 
 1. Each job reports `ready` when it has a pseudo-gradient for the round. The first report opens the round.
-2. The round begins when all jobs that take part are ready, or a patience (the median of the jobs' timeouts)
+2. The round begins when all jobs that take part are ready, or one timeout (the median of the jobs' timeouts)
    after half of them are; the missing jobs are marked late.
 3. Every ready job gets one of the verdicts
        go       exchange pseudo-gradients with these members (settlement.py decides what follows)
@@ -44,7 +44,8 @@ class LockStepRounds:
         self._state = state
         self._rounds = rounds
         self._versions = versions
-        self._awaited = awaited
+        # Peers of the connected jobs that have not reconnected since a restart of the coordinator.
+        self._awaited_peers = awaited
 
     @staticmethod
     def read(document: dict[str, Any], fragments: int) -> ReadyReport:
@@ -54,8 +55,13 @@ class LockStepRounds:
     def answer(self, name: str, report: ReadyReport, now: float) -> Reply | None:
         """Return the verdict for a job that is ready for a round; None while it must wait for others.
 
-        The round begins in the request that completes it: the last expected job, or the first request
-        after the round's deadline.
+        The job repeats its request while it waits. The round begins in the request that completes it: that of
+        the last expected job, or the first request after the round's deadline.
+
+        Args:
+            name: Name of the job.
+            report: Its `ready` report, which names the round and the fragment.
+            now: Current time, in seconds.
 
         Raises:
             HolmesError: The report contradicts the state of the run.
@@ -69,28 +75,27 @@ class LockStepRounds:
         member.state = "in"
         if report.round > state.number + 1:  # the job went on counting while it was disconnected
             return skip_reply(state.number)
-        round_state = state.rounds.get(report.round)
-        is_first_request = round_state is None or name not in round_state.ready_reports
-        if round_state is None or is_first_request:
+        round_state = state.rounds.get(report.round)  # None: no job was ready for it before
+        if round_state is None or name not in round_state.ready_reports:  # the job's first request
             if self._must_catch_up(member, report.round):
                 return self._catch_up(member, report.round, now)
-            round_state = self._enlist(member, report, now)
-        has_begun = round_state.attempt > 0 or round_state.outcome != ""
-        if not has_begun:
+            round_state = self._add_ready_job(member, report, now)
+        if not _has_begun(round_state):
             self._begin_if_complete(round_state, now)
         return self._reply(round_state, member, now)
 
-    def _must_catch_up(self, member: Member, number: int) -> bool:
-        """Return whether the job has outdated weights, or is too late for round `number`."""
-        is_catching_up = member.awaits is not None  # it already waits for the end of a round
-        if is_catching_up or number < self._state.number:
+    def _must_catch_up(self, member: Member, round_number: int) -> bool:
+        """Return whether the job has outdated weights, or is too late for the round it is ready for."""
+        is_catching_up = member.catches_up_after is not None
+        if is_catching_up or round_number < self._state.number:
             return True
-        round_state = self._state.rounds.get(number)
-        if round_state is not None and (round_state.attempt or round_state.outcome):
-            return True  # the round has begun, or is over, without this job
-        return self._versions.correction(member) is not None
+        round_state = self._state.rounds.get(round_number)
+        if round_state is not None and _has_begun(round_state):  # without this job
+            return True
+        has_outdated_weights = self._versions.correction(member) is not None
+        return has_outdated_weights
 
-    def _enlist(self, member: Member, report: ReadyReport, now: float) -> RoundState:
+    def _add_ready_job(self, member: Member, report: ReadyReport, now: float) -> RoundState:
         """Add a job to the round that it is ready for; the first job opens the round.
 
         Args:
@@ -110,77 +115,91 @@ class LockStepRounds:
                 f"not {report.fragment}"
             )
         round_state.ready_reports[member.name] = report
-        member.lag_s = now - round_state.opened
+        member.lag_s = now - round_state.opening_time
         return round_state
 
-    def _catch_up(self, member: Member, number: int, now: float) -> Reply | None:
+    def _catch_up(self, member: Member, ready_for: int, now: float) -> Reply | None:
         """Return which fragments a job must take from another job to catch up with the run.
 
         The job first waits for the end of the round that takes place without it (the current round, or
         the next one if the job is ready for that). If it took weights before, that round would make
         them outdated again, and the job would never catch up.
 
+        Args:
+            member: The job.
+            ready_for: Number of the round for which it has reported `ready`.
+            now: Current time, in seconds.
+
         Returns:
-            The verdict "behind" with the fragments, or "skip" if there are none to take. None until the
-            awaited round has ended.
+            The verdict "behind" with the fragments and the donor, or "skip" if there are none to take. None
+            until the awaited round has ended.
         """
-        if member.awaits is None:
-            member.awaits = self._state.number
-            if number > self._state.number:
-                member.awaits = self._state.number + 1
-            member.awaits_from = now
-            member.expected_from = max(self._state.number, number) + 1
-        if not self._has_ended(member.awaits, member, now):
+        if member.catches_up_after is None:  # the first request: choose the round to wait for
+            member.catches_up_after = self._state.number
+            if ready_for > self._state.number:
+                member.catches_up_after = self._state.number + 1
+            member.catches_up_since = now
+            # The other jobs do not wait for this one before.
+            member.first_expected_round = max(self._state.number, ready_for) + 1
+        if not self._has_ended_or_given_up(member, member.catches_up_after, now):
             return None
-        ended_round = member.awaits
-        member.awaits = None
+        ended_round = member.catches_up_after
+        member.catches_up_after = None
+        # The verdict "behind", with the fragments of which the majority has another version.
         correction = self._versions.correction(member)
-        member.corrected = correction is not None
+        member.was_sent_behind = correction is not None
         if correction is None:
             return skip_reply(ended_round)
         return {**correction, "round": ended_round}
 
-    def _has_ended(self, number: int, member: Member, now: float) -> bool:
-        """Return whether round `number`, for which a job waits, is over or given up.
+    def _has_ended_or_given_up(self, member: Member, round_number: int, now: float) -> bool:
+        """Return whether the round for which a job waits is over, or will not end in reasonable time.
 
-        It is given up if all its jobs are gone, if no other job can open it, or after twice the jobs'
-        timeout (their median timeout once the round is open).
+        Args:
+            member: The job that waits.
+            round_number: The round, which may not have been opened yet.
+            now: Current time, in seconds.
         """
-        round_state = self._state.rounds.get(number)
+        round_state = self._state.rounds.get(round_number)
         if round_state is not None:
             names = [name for name in round_state.ready_reports if name in self._state.members]
             members = [self._state.members[name] for name in names]
             if round_state.outcome or all(other.state == "gone" for other in members):
                 return True
-            return now > round_state.opened + 2 * patience_s(members)
-        # The round is not open. Only jobs in training that do not wait themselves can open it.
+            # patience_s: median timeout of these jobs, so that no single job determines the wait.
+            return now > round_state.opening_time + 2 * patience_s(members)
+        # No job is ready for the round. Only jobs in training that do not wait themselves can open it.
         others = [
             other
             for other in self._state.members.values()
-            if other is not member and other.state == "in" and other.awaits is None
+            if other is not member and other.state == "in" and other.catches_up_after is None
         ]
-        # A later round was opened instead, or nobody is left who could open this one.
-        if number <= self._state.number or not others:
+        was_skipped = round_number <= self._state.number  # a later round was opened instead
+        if was_skipped or not others:
             return True
-        return now > member.awaits_from + 2 * member.hello.timeout
+        return now > member.catches_up_since + 2 * member.hello.timeout
 
     def _begin_if_complete(self, round_state: RoundState, now: float) -> None:
         """Begin the round if all expected jobs are ready, or its deadline has passed.
 
         Expected are the jobs in training that are not late and not catching up. Those that are not ready by
         the deadline are marked late: the next rounds do not wait for them.
+
+        Args:
+            round_state: A round that was opened and has not begun.
+            now: Current time, in seconds.
         """
         state = self._state
         expected = [
             member
             for member in state.members.values()
-            if member.state == "in" and member.expected_from <= round_state.number
+            if member.state == "in" and member.first_expected_round <= round_state.number
         ]
         missing = [member for member in expected if member.name not in round_state.ready_reports]
-        if round_state.half_ready is None and 2 * len(missing) <= len(expected):
-            round_state.half_ready = now
+        if round_state.half_ready_time is None and 2 * len(missing) <= len(expected):
+            round_state.half_ready_time = now  # the missing jobs' deadline counts from now on
         # After a restart of the coordinator, other jobs of the run may not have reconnected yet.
-        must_wait = bool(missing) or self._awaited.may_arrive(now)
+        must_wait = bool(missing) or self._awaited_peers.may_arrive(now)
         if must_wait and now < self._deadline(round_state):
             return
         for member in missing:
@@ -195,6 +214,10 @@ class LockStepRounds:
 
         The other ready jobs are `behind`: they have to take the weights from another job first. The round is
         void if too few pseudo-gradients count.
+
+        Args:
+            round_state: A round that has not begun.
+            now: Current time, in seconds.
         """
         state = self._state
         reported = [state.members[name] for name in round_state.ready_reports]
@@ -202,38 +225,44 @@ class LockStepRounds:
         ready.sort(key=lambda member: member.order)
         # Versions and checksums of the fragment; a salted checksum cannot be copied from another job.
         claims = {member.name: self._salted_claim(round_state, member) for member in ready}
-        valid = self._valid_salted_claim(round_state, ready, claims)
-        if valid is not None:
+        majority = self._valid_salted_claim(round_state, ready, claims)
+        if majority is not None:
             round_state.behind = {
-                name for name, claim in claims.items() if not is_compatible(claim, valid)
+                name for name, claim in claims.items() if not is_compatible(claim, majority)
             }
-        able = [member for member in ready if member.name not in round_state.behind]
-        ranks = {member.name: len(member.hello.addresses) for member in able}
+        members = [member for member in ready if member.name not in round_state.behind]
+        ranks = {member.name: len(member.hello.addresses) for member in members}
+        # Norms of the fragment's recent pseudo-gradients: a job with a much larger one does not count.
         usual_norms = self._rounds.usual_norms(round_state.fragment)
         # Also fills round_state.left_out with the jobs whose pseudo-gradients do not count.
-        weights = weights_in_sum(round_state, ranks, outer_settings(able), usual_norms)
-        least = state.least_jobs(ready) if ready else 1
-        has_begun = self._rounds.begin_exchange(round_state, able, weights, least, now)
+        weights = weights_in_sum(round_state, ranks, outer_settings(members), usual_norms)
+        # All ready jobs have a say in how many must count, also those that are behind. If all ready jobs have
+        # left, there is no setting `min`; with 1 the round is void, as there is no pseudo-gradient.
+        least_contributors = state.least_jobs(ready) if ready else 1
+        has_begun = self._rounds.begin_exchange(
+            round_state, members, weights, least_contributors, now
+        )
         if has_begun:
             for name, why in round_state.left_out.items():
                 state.events.append(f"round {round_state.number}: job {name} is left out: {why}")
 
     def _deadline(self, round_state: RoundState) -> float:
-        """Return the time after which the round begins without the missing jobs, in seconds.
+        """Return the time at which the round begins without the missing jobs.
 
-        The missing jobs have one median timeout after half of the jobs were ready, or two after the
-        opening of the round until then.
+        It is the time at which half of the expected jobs were ready, plus the median of the ready jobs'
+        timeouts. While fewer than half are ready, it is the opening of the round plus twice this median.
         """
         patience = patience_s([self._state.members[name] for name in round_state.ready_reports])
-        if round_state.half_ready is None:
-            return round_state.opened + 2 * patience
-        return round_state.half_ready + patience
+        if round_state.half_ready_time is None:
+            return round_state.opening_time + 2 * patience
+        return round_state.half_ready_time + patience
 
     def _salted_claim(self, round_state: RoundState, member: Member) -> Claim:
-        """Return a member's claim about the round's fragment, with the salted checksum.
+        """Return the version of the round's fragment that a member claims to have, with a salted checksum.
 
-        A checksum with the salt of another round is dropped, because the job could have copied it
-        from another job.
+        The salt is published shortly before the round, so the checksum proves that the job has the weights.
+        A checksum with the salt of another round is dropped (""), because the job could have copied it from
+        another job.
         """
         report = round_state.ready_reports[member.name]
         claim = member.claims[round_state.fragment]
@@ -245,7 +274,7 @@ class LockStepRounds:
     ) -> Claim | None:
         """Return the majority's version of the round's fragment, with its salted checksum if known.
 
-        Only jobs that are up to date vote (`current`), or all jobs if none is.
+        Only jobs that are up to date vote, or all jobs if none is.
 
         Args:
             round_state: The round.
@@ -256,7 +285,7 @@ class LockStepRounds:
             The majority's claim, with the most frequent salted checksum of the jobs that have this version;
             without a checksum if none of them reports one; None if no job claims a possible version.
         """
-        trusted = [member for member in ready if member.current] or ready
+        trusted = [member for member in ready if member.is_up_to_date] or ready
         valid = self._versions.valid_claim(round_state.fragment, trusted)
         if valid is None:
             return None
@@ -272,7 +301,11 @@ class LockStepRounds:
         return Claim(valid.version, max(checksums, key=checksums.count))
 
     def _reply(self, round_state: RoundState, member: Member, now: float) -> Reply | None:
-        """Return the verdict of the round for a job that is ready; None until the round begins."""
+        """Return the verdict of the round for a job that is ready; None until the round begins.
+
+        It is "go" (exchange with the members), "behind" (first take fragments from another job), "skip" (the
+        round takes place without this job) or "void" (the round changes nothing).
+        """
         if round_state.outcome == "void":
             return void_reply(round_state)
         if member.name in round_state.behind:  # the job has another version than the majority
@@ -282,3 +315,8 @@ class LockStepRounds:
         if member.name not in round_state.members:
             return skip_reply(round_state.number)
         return go_reply(self._state, round_state)
+
+
+def _has_begun(round_state: RoundState) -> bool:
+    """Return whether the exchange of a round has begun, or the round is already over."""
+    return round_state.attempt > 0 or round_state.outcome != ""

@@ -39,8 +39,9 @@ class Membership:
         self._state = state
         self._rounds = rounds
         self._versions = versions
-        self._awaited = awaited
-        self._last_order = 0
+        # Peers of the connected jobs that have not reconnected since a restart of the coordinator.
+        self._awaited_peers = awaited
+        self._last_order = 0  # jobs are numbered in the order of their first hello
 
     def hello(self, name: str, incarnation: str, hello: Hello, now: float) -> Reply | None:
         """Accept a job that is new, or that reconnects after it or the coordinator was lost.
@@ -68,19 +69,24 @@ class Membership:
             self._wait_for_rival(predecessor, incarnation, now)
             return None
         self._refuse_if_different(name, hello)
-        if hello.entered and hello.round > state.number and self._may_be_restarted(name, now):
+        # After a restart of the coordinator, new jobs may have begun a run from their initial weights before
+        # the jobs of the older run, which is in a later round, reconnect. The older run then goes on: without
+        # the commits of the new one, its versions are the valid ones.
+        if hello.entered and hello.round > state.number and self._replaces_current_run(name, now):
             self._rounds.forget()
         member = self._new_member(name, incarnation, hello, predecessor, now)
         state.members[name] = member
         self._forget_gone()
-        self._awaited.arrived(name)
+        self._awaited_peers.arrived(name)
         if not state.committed:
             # This coordinator is new: the run is in the latest round that a job reports, unless that is
             # implausibly far beyond the median job's (a single job may report anything).
             rounds = [other.hello.round for other in state.present()]
             most_plausible = statistics.median_low(rounds) + _AHEAD
             state.number = min(max(state.number, *rounds), most_plausible)
-        self._awaited.expect(hello.peers, now)
+        # hello.peers: jobs with which this one has exchanged. After a restart of the coordinator, decisions
+        # by majority wait for those that have not reconnected yet.
+        self._awaited_peers.expect(hello.peers, now)
         state.events.append(f"job {name} is here ({len(hello.addresses)} ranks, {member.state})")
         return {"verdict": "hello", "round": state.number, "state": member.state}
 
@@ -102,12 +108,12 @@ class Membership:
                 raise HolmesError(_too_few_jobs(member, [other.name for other in present]))
             return None
         # The first jobs of a run define its weights; later jobs first have to take them.
-        starts_run = not any(other.current for other in present)
+        starts_run = not any(other.is_up_to_date for other in present)
         for other in present:  # all waiting jobs begin together, whichever sends "enter" first
             if other.state == "waiting":
                 other.state = "in"
-                other.expected_from = state.number + 1
-                other.current = starts_run
+                other.first_expected_round = state.number + 1
+                other.is_up_to_date = starts_run
         correction = self._versions.correction(member)
         event = f"job {name} begins"
         if correction is not None:
@@ -115,7 +121,7 @@ class Membership:
         state.events.append(event)
         verdict = correction or {"verdict": "in"}
         # Not state.number: a job that began at the same time may have opened the next round already.
-        return {**verdict, "round": member.expected_from - 1}
+        return {**verdict, "round": member.first_expected_round - 1}
 
     def gone(self, name: str, incarnation: str, why: str) -> None:
         """Record that a job has ended or lost its connection."""
@@ -130,13 +136,13 @@ class Membership:
         """Record that a job is alive, with its telemetry."""
         member = self._state.members.get(name)
         if member is not None and member.incarnation == incarnation:
-            member.heard = now
+            member.last_heartbeat = now
             member.telemetry = telemetry
 
     def look(self, now: float) -> None:
         """Mark the jobs as gone that have been silent for longer than their timeout."""
         for member in self._state.members.values():
-            silent_s = now - member.heard
+            silent_s = now - member.last_heartbeat
             timeout_s = max(member.hello.timeout, _FREE_HEARTBEATS * HEARTBEAT_S)
             if member.state != "gone" and silent_s > timeout_s:
                 self.gone(member.name, member.incarnation, f"nothing heard for {silent_s:.0f} s")
@@ -164,7 +170,7 @@ class Membership:
         """Return the state of a job that has just said hello.
 
         A job that only lost its connection keeps all its counters. A new start of the same name inherits only
-        how often it was late, so that a restart is no way around sitting out rounds.
+        how often it let the others wait in vain, so that a restart is no way around sitting out rounds.
 
         Args:
             name: Name of the job.
@@ -181,28 +187,33 @@ class Membership:
             claims=list(hello.claims),
             order=self._last_order,
             since=now,
-            heard=now,
+            last_heartbeat=now,
         )
         if hello.entered:  # it lost the connection, or the coordinator was restarted
             member.state = "in"
-            member.current = not self._state.committed
+            # A new coordinator has seen no commit: all jobs that trained before vote about the weights.
+            # Later, the job's reports must first show that it has the valid weights.
+            member.is_up_to_date = not self._state.committed
         if predecessor is None:
             return member
         if hello.entered and predecessor.incarnation == incarnation:
+            # The same start of the job. The others do not wait for it until it reports for a round.
             member.state = "late"
             member.order = predecessor.order
             member.rounds = predecessor.rounds
             member.missed = predecessor.missed
-            member.current = predecessor.current
-        member.in_vain = predecessor.in_vain
-        member.rests_until = predecessor.rests_until
+            member.is_up_to_date = predecessor.is_up_to_date
+        member.delays_in_a_row = predecessor.delays_in_a_row
+        member.sits_out_until = predecessor.sits_out_until
         return member
 
-    def _may_be_restarted(self, name: str, now: float) -> bool:
-        """Return whether the run in which job `name` trained replaces the current one.
+    def _replaces_current_run(self, name: str, now: float) -> bool:
+        """Return whether the run from which job `name` reconnects replaces the current run.
 
-        This happens after a restart of the coordinator, if new jobs began by themselves before the
-        jobs of the run reconnected.
+        After a restart of the coordinator, new jobs may join before the jobs of the interrupted run have
+        reconnected; they then train from their initial weights, as a run of their own. The interrupted run
+        replaces it, if the coordinator was started recently and the new jobs have not taken an outer step
+        together yet.
         """
         state = self._state
         others = [other for other in state.present() if other.name != name]
@@ -220,11 +231,11 @@ class Membership:
             # Keep the latest of them, so that with the new one there are at most _MOST_RIVALS.
             latest_rivals = list(member.rivals.items())[1 - _MOST_RIVALS :]
             member.rivals = {**dict(latest_rivals), incarnation: now}
-            heard_ago = now - member.heard
+            heard_ago = now - member.last_heartbeat
             self._state.events.append(
                 f"another job asks for the name {member.name}, heard {heard_ago:.0f} s ago: waiting"
             )
-        if member.heard > member.rivals[incarnation]:
+        if member.last_heartbeat > member.rivals[incarnation]:
             raise HolmesError(
                 f"there is a job named {member.name!r} in this run already; join by another name"
             )

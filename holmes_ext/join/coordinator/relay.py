@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.join.sockets.handshake import bare
+from holmes_ext.join.sockets.handshake import end_tls
 from holmes_ext.runtime.deadline import Deadline
 
 BUFFER_BYTES = 2**18
@@ -57,7 +57,7 @@ class _Line:
 
     channel: Channel
     job: str  # of the rank
-    #: Set when the line is not needed any more.
+    #: Set when the line is not needed any more; its thread (stand_by) then closes the connection.
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -117,10 +117,13 @@ class PeerRelay:
             self._changed.notify_all()
         if previous_line is not None:
             previous_line.over.set()
+        # `over` is set by close(), by a newer line of the rank, or by the call() that has used this line.
         while not line.over.wait(_LOOK_S):
             with self._changed:
-                is_unused = self._lines.get(key) is line
-                if is_unused and not channel.idle():
+                # A line that is not in the table belongs to a call(), which sets `over` at its end.
+                is_in_table = self._lines.get(key) is line
+                # idle(): open, and without received bytes. A rank sends nothing on a line without a call.
+                if is_in_table and not channel.idle():
                     del self._lines[key]
                     return
 
@@ -318,7 +321,7 @@ def _start_forwarding(channel: Channel) -> socket.socket:
     """Send "go" on a connection, end its TLS, and return the bare socket."""
     deadline = Deadline(_TELL_S, "the relay's word")
     channel.send({"relay": "go"}, deadline)
-    return bare(channel.socket, deadline)
+    return end_tls(channel.socket, deadline)
 
 
 def _shut(connection: socket.socket, how: int) -> None:

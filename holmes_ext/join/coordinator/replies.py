@@ -42,8 +42,10 @@ def check_reply(state: RunState, round_state: RoundState) -> Reply:
         "verdict": "check",
         "round": round_state.number,
         "attempt": round_state.attempt,
-        "check": round_state.check,
-        "salt": state.salt("check", round_state.number, round_state.attempt, round_state.check),
+        "check": round_state.check_number,
+        "salt": state.salt(
+            "check", round_state.number, round_state.attempt, round_state.check_number
+        ),
         "excluded": round_state.excluded,
     }
 

@@ -227,7 +227,7 @@ class CheckedReport:
     digests: Mapping[str, str] = _parsed(_by_job, _checksum, default_factory=dict)
     #: Job -> factor of its pseudo-gradient in the aggregate.
     factors: Mapping[str, float] = _parsed(_by_job, _factor, default_factory=dict)
-    #: Ratio with which the outer step scales its momentum (algorithms.py).
+    #: Divisor of the aggregate because it is stale (CO2), as this job computed it; 1: it counts in full.
     gap: float = _parsed(_gap, default=1.0)
 
 
@@ -351,11 +351,11 @@ def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
 def _validated_ranges(maps: Table, position: str, ranks: int) -> tuple[int, ...]:
     """Return the shard map of one position: start, stop, rank, start, stop, rank, ...
 
-    Each triple says which rank exchanges which range of flat parameter elements.
+    Each triple names a range of flat parameter elements, and the rank that exchanges it with other jobs.
 
     Args:
-        maps: Table of all positions.
-        position: Key of the table: a position in the model-parallel grid.
+        maps: Position in the model-parallel grid -> list of triples, as received.
+        position: The position to validate, a key of `maps`.
         ranks: Number of ranks of the job.
 
     Raises:
@@ -365,8 +365,10 @@ def _validated_ranges(maps: Table, position: str, ranks: int) -> tuple[int, ...]
     if not flat or len(flat) % _RANGE_NUMBERS:
         raise HolmesError(f"{maps.at(position)}: not (start, stop, rank) of ranges")
     expected_start = 0
-    for start, stop, rank in zip(flat[::3], flat[1::3], flat[2::3]):
-        # Each range must begin where the previous one ends, so there are no holes and no overlaps.
+    starts, stops, owner_ranks = flat[::3], flat[1::3], flat[2::3]
+    for start, stop, rank in zip(starts, stops, owner_ranks):
+        # Each range must begin where the previous one ends (no holes, no overlaps), must not be empty, and
+        # its rank must exist. The message has the range, and the element at which it should begin.
         if not (start == expected_start < stop <= MOST and 0 <= rank < ranks):
             raise HolmesError(
                 f"{maps.at(position)}: elements {start} to {stop} of rank {rank} follow element "

@@ -3,17 +3,19 @@
 After Decoupled DiLoCo (arXiv 2604.21428):
 
 1. Each job sends `next` again and again, with an offer for each fragment of which it has a pseudo-gradient.
-2. When a quorum (half of the jobs, or their setting `min`) offers the same fragment, a grace period begins in
-   which other jobs may offer it, too.
+   (A fragment is a part of the model's parameters that is exchanged in its own rounds.)
+2. When a quorum (half of the jobs, or the median of their settings `min` if that is more) offers the same
+   fragment, a grace period begins in which other jobs may offer it, too.
 3. After it, or as soon as all jobs offer the fragment, the round begins. Every active job gets the verdict
        go       contribute (share > 0) or only receive the sum (share 0); settlement.py decides what follows
    At any time a job may get
        behind   this job's weights are outdated: take these fragments from that job
        void     the round, or the job's offer, does not count
-       idle     (made of None by server.py) no round for this job at the moment
+       idle     no round for this job at the moment. The methods return None for it; server.py repeats the
+                call for IDLE_S (a fraction of a second) before it sends "idle"
 
 There is one round at a time, of the fragment that was offered first. A job that was not ready
-contributes to a later round of the fragment. No job waits for another: `next` is answered at once.
+contributes to a later round of the fragment. No job's training waits for another job.
 Pure: no clock, no network.
 """
 
@@ -48,8 +50,11 @@ class RollingRounds:
         self._versions = versions
         self._request_times: dict[str, float] = {}  # job -> time of its last request
         self._reports: dict[str, NextReport] = {}  # job -> its last request
-        self._first_offers: dict[int, float] = {}  # fragment -> time of its first offer
-        self._quorums: dict[int, float] = {}  # fragment -> time since when a quorum offers it
+        # Fragment -> time of its first offer. It is reset when a round of the fragment begins, or when no job
+        # offers it any more.
+        self._first_offer_times: dict[int, float] = {}
+        # Fragment -> time at which enough jobs (a quorum) offered it; its grace period begins then.
+        self._quorum_times: dict[int, float] = {}
 
     @staticmethod
     def read(document: dict[str, Any], fragments: int) -> NextReport:
@@ -58,6 +63,14 @@ class RollingRounds:
 
     def answer(self, name: str, report: NextReport, now: float) -> Reply | None:
         """Return the verdict for a job that asks for its next round; None if there is no round for it.
+
+        A job repeats this request all the time. It gets the reply of the round under way, else an order to
+        take newer weights, else the reply of a round that its offers have made possible.
+
+        Args:
+            name: Name of the job.
+            report: Its request: the versions of its fragments, and the pseudo-gradients that it offers.
+            now: Current time, in seconds.
 
         Raises:
             HolmesError: The report contradicts the state of the run.
@@ -75,7 +88,7 @@ class RollingRounds:
         if last_round is not None and not last_round.outcome:  # a round of other jobs is under way
             return None
         if correction := self._versions.correction(member):
-            member.corrected = True
+            member.was_sent_behind = True
             return correction
         if why := _unusable_offer(report):
             return {"verdict": "void", "round": state.number, "why": why, "left_out": {name: why}}
@@ -83,7 +96,7 @@ class RollingRounds:
         return self._reply_of_last_round(name)
 
     def _reply_of_last_round(self, name: str) -> Reply | None:
-        """Return the reply that the last opened round still owes to a job.
+        """Return the reply about the last opened round that a job has not received yet.
 
         Returns:
             "go" if the job is a member of the round and the round is not over; "void", once, if the round
@@ -93,7 +106,7 @@ class RollingRounds:
         if round_state is None or name not in round_state.members:
             return None
         if round_state.outcome == "commit":
-            return None
+            return None  # its members get "commit" as the reply to their last report, `checked`
         if not round_state.outcome:
             return go_reply(self._state, round_state)
         if name in round_state.informed:  # it already got "void"
@@ -108,34 +121,35 @@ class RollingRounds:
         Of several such fragments, the one that was offered first is exchanged.
         """
         active = [member for member in self._state.members.values() if self._is_active(member, now)]
-        able = [member for member in active if member.current]
-        able.sort(key=lambda member: member.order)
-        if not able:
+        # Jobs with the valid weights; all of them take the outer step, whether they contribute or not.
+        members = [member for member in active if member.is_up_to_date]
+        members.sort(key=lambda member: member.order)
+        if not members:
             return
         quorum = self._state.least_jobs(active)
-        self._note_offers(able, now)
-        by_first_offer = sorted(self._first_offers, key=self._first_offers.__getitem__)
+        self._record_offer_times(members, now)
+        by_first_offer = sorted(self._first_offer_times, key=self._first_offer_times.__getitem__)
         for fragment in by_first_offer:
             contributors = [
-                member for member in able if fragment in self._reports[member.name].offers
+                member for member in members if fragment in self._reports[member.name].offers
             ]
             if len(contributors) < quorum:
                 continue
-            quorum_time = self._quorums.setdefault(fragment, now)
-            all_contribute = len(contributors) == len(able)
+            quorum_time = self._quorum_times.setdefault(fragment, now)
+            all_contribute = len(contributors) == len(members)
             if all_contribute or now >= quorum_time + self._grace_s(fragment, contributors):
-                self._begin(fragment, contributors, able, now)
+                self._begin(fragment, contributors, members, now)
                 return
 
-    def _note_offers(self, able: Sequence[Member], now: float) -> None:
+    def _record_offer_times(self, members: Sequence[Member], now: float) -> None:
         """Record the time of new offers, and forget fragments that no job offers any more."""
-        offered = {fragment for member in able for fragment in self._reports[member.name].offers}
-        self._first_offers = {
-            fragment: self._first_offers.get(fragment, now) for fragment in offered
+        offered = {fragment for member in members for fragment in self._reports[member.name].offers}
+        self._first_offer_times = {
+            fragment: self._first_offer_times.get(fragment, now) for fragment in offered
         }
-        self._quorums = {
+        self._quorum_times = {
             fragment: quorum_time
-            for fragment, quorum_time in self._quorums.items()
+            for fragment, quorum_time in self._quorum_times.items()
             if fragment in offered
         }
 
@@ -160,16 +174,17 @@ class RollingRounds:
         return _GRACE * min(offer.slack_s for offer in offers)
 
     def _begin(
-        self, fragment: int, contributors: Sequence[Member], able: Sequence[Member], now: float
+        self, fragment: int, contributors: Sequence[Member], members: Sequence[Member], now: float
     ) -> None:
-        """Begin a round of a fragment.
+        """Begin a round of a fragment, or void it at once if too few pseudo-gradients count.
 
-        The offers become the jobs' `ready` reports of the round, as in lock step.
+        Each contributor has offered a pseudo-gradient with its norm and its tokens. The offers become the
+        jobs' `ready` reports of the round, which the rules of both kinds of rounds use.
 
         Args:
             fragment: Fragment that the round exchanges.
             contributors: Jobs that send their pseudo-gradients.
-            able: All active jobs with up-to-date weights; they receive the sum.
+            members: All active jobs with up-to-date weights, contributors or not; they receive the sum.
             now: Current time, in seconds.
         """
         round_state = self._rounds.open(self._state.number + 1, fragment, now)
@@ -178,20 +193,24 @@ class RollingRounds:
             offer = report.offers[fragment]
             round_state.ready_reports[member.name] = ReadyReport(
                 fragment=fragment,
-                claims=report.claims,
+                claims=report.claims,  # versions of the job's fragments
                 round=round_state.number,
                 tokens=offer.tokens,
                 norm=offer.norm,
-                why=offer.why,
+                why=offer.why,  # reason if the pseudo-gradient cannot be used
             )
         ranks = {member.name: len(member.hello.addresses) for member in contributors}
+        # Norms of the fragment's recent pseudo-gradients: a job with a much larger one does not count.
         usual_norms = self._rounds.usual_norms(fragment)
         weights = weights_in_sum(round_state, ranks, outer_settings(contributors), usual_norms)
-        least = self._state.least_jobs(able)
-        has_begun = self._rounds.begin_exchange(round_state, able, weights, least, now)
-        if has_begun:  # otherwise the offers stay, for a later round
-            self._first_offers.pop(fragment, None)
-            self._quorums.pop(fragment, None)
+        least_contributors = self._state.least_jobs(members)
+        has_begun = self._rounds.begin_exchange(
+            round_state, members, weights, least_contributors, now
+        )
+        # If too few of the pseudo-gradients count, the round is void and the offers stay, for a later round.
+        if has_begun:
+            self._first_offer_times.pop(fragment, None)
+            self._quorum_times.pop(fragment, None)
 
 
 def _unusable_offer(report: NextReport) -> str:

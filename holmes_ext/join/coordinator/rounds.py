@@ -16,7 +16,10 @@ _REMEMBERED = 64
 
 
 class Rounds:
-    """Transitions of the rounds of a run: open, begin the exchange, commit, void."""
+    """Transitions of the rounds of a run: open, begin the exchange, commit, void.
+
+    A round exchanges the pseudo-gradients of one fragment, a part of the model's parameters.
+    """
 
     def __init__(self, state: RunState):
         self._state = state
@@ -25,7 +28,7 @@ class Rounds:
     def open(self, number: int, fragment: int, now: float) -> RoundState:
         """Open round `number` of a fragment, and forget rounds that are long over."""
         state = self._state
-        round_state = RoundState(number, fragment, opened=now)
+        round_state = RoundState(number, fragment, opening_time=now)
         state.rounds[number] = round_state
         state.number = number
         for past_number in list(state.rounds):
@@ -34,7 +37,10 @@ class Rounds:
         return round_state
 
     def usual_norms(self, fragment: int) -> list[float]:
-        """Return the norms of the fragment's recent pseudo-gradients, a list that the caller extends."""
+        """Return the norms of the fragment's recent pseudo-gradients.
+
+        It is the list itself, not a copy: the caller appends the norms of the current round.
+        """
         return self._usual_norms.setdefault(fragment, [])
 
     def begin_exchange(
@@ -42,7 +48,7 @@ class Rounds:
         round_state: RoundState,
         members: Sequence[Member],
         weights: Mapping[str, float],
-        least: int,
+        least_contributors: int,
         now: float,
     ) -> bool:
         """Begin the exchange of pseudo-gradients, or void the round if too few of them count.
@@ -52,7 +58,7 @@ class Rounds:
             members: Jobs that take part.
             weights: Member -> weight of its pseudo-gradient in the sum, not normalized; members without
                 a weight only receive.
-            least: Number of pseudo-gradients that must count.
+            least_contributors: Number of pseudo-gradients that must count.
             now: Current time, in seconds.
 
         Returns:
@@ -62,29 +68,34 @@ class Rounds:
         round_state.members = {
             member.name: weights.get(member.name, 0.0) / total for member in members
         }
-        if weights and len(weights) >= least:
-            round_state.attempt = 1
+        if weights and len(weights) >= least_contributors:
+            round_state.attempt = 1  # the members get "go"
             round_state.last_report = now
             return True
         left_out = "".join(
             f"; {name} is left out: {why}" for name, why in round_state.left_out.items()
         )
-        self.void(round_state, f"{len(weights)} of min={least} jobs" + left_out)
+        self.void(round_state, f"{len(weights)} of min={least_contributors} jobs" + left_out)
         return False
 
     def commit(self, round_state: RoundState) -> None:
-        """Commit the round: its members take the outer step and have a new version of the fragment."""
+        """Commit the round: its members take the outer step and have a new version of the fragment.
+
+        The version of a fragment is the number of the round of its last outer step.
+        """
         state = self._state
         round_state.outcome = "commit"
         state.committed[round_state.fragment] = round_state.number
+        # Several jobs have taken a step together: from now on no returning older run replaces this run.
         state.has_joint_commit = state.has_joint_commit or len(round_state.members) > 1
         for member in state.members.values():
             if member.name in round_state.members:
+                # The member's version of the fragment from now on.
                 member.claims[round_state.fragment] = Claim(round_state.number)
                 member.rounds += 1
-                member.in_vain = 0
+                member.delays_in_a_row = 0  # the job is punctual again
             else:
-                member.current = False  # it missed this outer step
+                member.is_up_to_date = False  # it missed this outer step
         shares = {  # of the pseudo-gradients that count, for the log
             name: share
             for name, share in round_state.members.items()
@@ -101,7 +112,10 @@ class Rounds:
         self._state.events.append(f"round {round_state.number}: void: {why}")
 
     def forget(self) -> None:
-        """Forget all commits and void the open rounds, because the jobs of an older run have returned."""
+        """Forget all commits and void the open rounds, because the jobs of an older run have returned.
+
+        Without commits, the versions of fragments that most jobs claim are the valid ones.
+        """
         self._state.committed.clear()
         for round_state in self._state.rounds.values():
             if not round_state.outcome:

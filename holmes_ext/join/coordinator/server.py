@@ -5,7 +5,7 @@ and names its purpose in the handshake:
 
     heartbeat   telemetry every HEARTBEAT_S seconds; when the connection closes, the job is gone
     job         requests {"op": "hello" | "enter" | "ready" | "next" | "done" | "checked" | "maps", ...}
-    status      one reply: the state of the run, as `holmes join status` shows it
+    status      one reply: the state of the run, as `holmes join status` displays it
     reachable   one reply: whether the caller's port accepts connections
     standby     a rank that cannot be called waits for calls (relay.py)
     relay       a rank calls a rank on standby (relay.py)
@@ -15,7 +15,8 @@ Protocol of a request:
 1. The thread of the connection passes it to `Coordinator`, which makes all decisions, under one lock.
 2. If the coordinator returns None (other jobs must report first), the thread waits on a condition variable
    and tries again whenever another request, a heartbeat or the clock may have changed the decision.
-3. After POLL_S seconds the reply is {"verdict": "wait"}, and the job repeats the request.
+3. After POLL_S seconds the reply is {"verdict": "wait"}, and the job repeats the request. For "next" it is
+   {"verdict": "idle"} after IDLE_S seconds: the job's training does not depend on it.
 
 So no job waits for ever: every request is answered within POLL_S seconds, and the coordinator's rules give
 up jobs that stay silent.
@@ -121,10 +122,10 @@ class CoordinatorServer:
         port: Port to listen on; 0: any free one. The attribute `port` is the actual one.
         credentials: Token and certificates of the run.
         tell: Called with each line for the log.
-        relay: Relay for ranks that cannot be called; default: one without a limit.
-        services: Functions that start services beside the coordinator. Each is called with this server when
-            serve() begins, and its context manager is open until serve() ends. A service reads the
-            run from status(), in its own threads; nothing waits for it.
+        relay: Forwards bytes between ranks that cannot call each other; default: one without a limit.
+        services: What runs beside the coordinator, such as an HTTP endpoint for metrics. Each function is
+            called with this server when serve() begins, and returns a context manager that is open until
+            serve() ends. A service reads the run from status(), in its own threads; nothing waits for it.
 
     Raises:
         HolmesError: The address or the port cannot be used.
@@ -143,16 +144,23 @@ class CoordinatorServer:
         self._tell = tell
         self._services = services
         self.relay = relay or PeerRelay()
+        # Lock of the coordinator and of these tables; notified when a waiting request may be decided.
         self._changed = threading.Condition()
+        # The policies decide when a round begins: one for rounds=sync, one for rounds=async.
         self._coordinator = Coordinator(time.monotonic(), policies=(LockStepRounds, RollingRounds))
-        self._heartbeats: dict[JobIdentity, Channel] = {}
+        self._heartbeats: dict[JobIdentity, Channel] = {}  # open connections for heartbeats
+        # Secret of each job's start, from which tickets for calls to its ranks are made.
         self._secrets: dict[JobIdentity, str] = {}
-        self._complaints: list[Complaint] = []
+        self._complaints: list[
+            Complaint
+        ] = []  # log lines of the last minute, whose number is limited
         self._logged_events = 0  # number of the coordinator's events that were passed to `tell`
         self._ended = threading.Event()
         try:
-            self._listener = Listener(
-                listen(host, port), self._welcome, "holmes-serve", admitted=_ADMITTED
+            self._listener = (
+                Listener(  # accepts at most _ADMITTED authenticated connections at a time
+                    listen(host, port), self._welcome, "holmes-serve", admitted=_ADMITTED
+                )
             )
         except (OSError, UnicodeError) as error:
             raise HolmesError(
@@ -310,13 +318,17 @@ class CoordinatorServer:
             self._log_events(wake=True)
 
     def _reply_to(self, identity: JobIdentity, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request, with the salt of the next round in it.
+        """Return the reply to a request; a job whose request is impossible is dropped from the run.
 
-        A job whose request is impossible is dropped from the run.
+        Each reply also contains a salt: a random text with which the job computes the checksum of its weights
+        for the next round. Only a job that has the weights can do that, so no job can copy the checksum
+        that another job reported before.
         """
         try:
             reply = self._decide(identity, question)
         except NotInRun:
+            # The coordinator was restarted, or has given the job up. The job must describe itself (request
+            # "hello") and then repeat this request.
             reply = {"verdict": "hello"}
         except HolmesError as error:
             # A job that is refused while it joins does not have to be dropped.
@@ -330,7 +342,8 @@ class CoordinatorServer:
     def _decide(self, identity: JobIdentity, request: dict[str, Any]) -> dict[str, Any]:
         """Return the coordinator's decision; "wait" if there is none in time ("idle" with rounds=async).
 
-        Another request, a heartbeat or the clock may change the decision, so it is tried again until then.
+        Another request, a heartbeat or the clock may change the decision, so it is tried again for POLL_S
+        seconds, or IDLE_S (shorter) for the request "next" of rounds=async.
 
         Raises:
             HolmesError: The request is malformed or cannot be true.
@@ -444,7 +457,7 @@ class CoordinatorServer:
                     "job": member.name,
                     "state": member.state,
                     "ranks": len(member.hello.addresses),
-                    "heard_s": round(now - member.heard, 1),
+                    "heard_s": round(now - member.last_heartbeat, 1),
                     "lag_s": round(member.lag_s, 3),
                     "rounds": member.rounds,
                     "missed": member.missed,

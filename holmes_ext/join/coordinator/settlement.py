@@ -50,6 +50,14 @@ class Settlement:
     def done(self, name: str, report: DoneReport, now: float) -> Reply | None:
         """Process a member's report that its exchange of pseudo-gradients has ended.
 
+        A member repeats its report until it gets a verdict.
+
+        Args:
+            name: The member, a job.
+            report: Number of the round and of the attempt, members that it could not reach, and members that
+                sent unusable data.
+            now: Current time, in seconds.
+
         Returns:
             The verdict for the member; None while it depends on members that have not reported yet.
         """
@@ -58,15 +66,24 @@ class Settlement:
             return self._forgotten_reply()
         if reply := self._reply_if_outdated(round_state, name, report.attempt):
             return reply
-        if not round_state.check:  # the members' data is not being compared yet
+        if not round_state.check_number:  # the members' data is not being compared yet
             if name not in round_state.done_reports:
                 round_state.done_reports[name] = report
                 round_state.last_report = now
             self._conclude_exchange(round_state, now)
-        return self._next_reply(round_state, name, report.attempt, check=0)
+        # Checks (comparisons of the received data) are numbered from 1: this member has reported none.
+        return self._next_reply(round_state, name, report.attempt, check_number=0)
 
     def checked(self, name: str, report: CheckedReport, now: float) -> Reply | None:
         """Process a member's report of digests of the data it received.
+
+        A check is a comparison of these digests between all members. A round may have several, numbered from
+        1: after members were excluded, the others are checked again.
+
+        Args:
+            name: The member, a job.
+            report: Numbers of the round, the attempt and the check, and the digests.
+            now: Current time, in seconds.
 
         Returns:
             The verdict for the member; None while it depends on members that have not reported yet.
@@ -76,12 +93,12 @@ class Settlement:
             return self._forgotten_reply()
         if reply := self._reply_if_outdated(round_state, name, report.attempt):
             return reply
-        if report.check == round_state.check:
+        if report.check == round_state.check_number:
             if name not in round_state.checked_reports:
                 round_state.checked_reports[name] = report
                 round_state.last_report = now
             self._conclude_check(round_state, now)
-        return self._next_reply(round_state, name, report.attempt, report.check)
+        return self._next_reply(round_state, name, report.attempt, check_number=report.check)
 
     def _forgotten_reply(self) -> Reply:
         """Return the reply about a round that this coordinator does not remember."""
@@ -106,7 +123,7 @@ class Settlement:
         return None
 
     def _next_reply(
-        self, round_state: RoundState, name: str, attempt: int, check: int
+        self, round_state: RoundState, name: str, attempt: int, check_number: int
     ) -> Reply | None:
         """Return the reply to a member that has reported; None while the next step is undecided.
 
@@ -114,16 +131,16 @@ class Settlement:
             round_state: The round.
             name: The member.
             attempt: Number of the exchange that it has reported.
-            check: Number of the comparison that it has reported; 0: it reported only its exchange.
+            check_number: Number of the comparison that it has reported; 0: it reported only its exchange.
         """
         if reply := self._reply_if_outdated(round_state, name, attempt):
             return reply
-        if round_state.check > check:
+        if round_state.check_number > check_number:  # the next comparison has begun
             return check_reply(self._state, round_state)
         return None
 
     def _conclude_exchange(self, round_state: RoundState, now: float) -> None:
-        """Begin the check or the next attempt.
+        """Begin the check of the received data, or the next attempt of the exchange.
 
         Nothing happens until each member has reported `done` or is given up as lost.
         """
@@ -140,6 +157,7 @@ class Settlement:
         elif unreached:
             self._retry_without_least_reachable(round_state, unreached, now)
         else:
+            # Member -> (accused member -> reason): data that the member cannot use.
             faults = {name: report.faults for name, report in round_state.done_reports.items()}
             round_state.excluded = voted_out(faults)
             self._begin_check(round_state, now)
@@ -193,13 +211,17 @@ class Settlement:
         self._commit(round_state, counting)
 
     def _commit(self, round_state: RoundState, counting: list[str]) -> None:
-        """Commit the round with the medians of the factors and gaps that the members report.
+        """Commit the round with one set of numbers for all members, which they then apply.
+
+        Each member has computed the factors of the pseudo-gradients in the aggregate, and the gap: the
+        divisor of an aggregate that is stale (CO2). Honest members compute nearly the same numbers, but may
+        round them differently, and a single member may lie. So the medians of all reports count.
 
         Args:
-            counting: Members whose pseudo-gradients count in the sum.
+            counting: Members whose pseudo-gradients count in the aggregate.
         """
         reports = round_state.checked_reports.values()
-        factors = medians_by_key(report.factors for report in reports)
+        factors = medians_by_key(report.factors for report in reports)  # job -> factor
         round_state.factors = {name: factors.get(name, 0.0) for name in counting}
         round_state.gap = medians_by_key({"gap": report.gap} for report in reports)["gap"]
         round_state.left_out |= round_state.excluded
@@ -210,7 +232,7 @@ class Settlement:
 
         The round is void instead if too few pseudo-gradients are left that count.
         """
-        round_state.check += 1
+        round_state.check_number += 1
         round_state.checked_reports = {}
         round_state.last_report = now
         members = [self._state.members[name] for name in round_state.members]
@@ -260,7 +282,7 @@ class Settlement:
         round_state.attempt += 1
         round_state.done_reports = {}
         round_state.last_report = now
-        round_state.check = 0
+        round_state.check_number = 0
         round_state.checked_reports = {}
         round_state.excluded = {}
 

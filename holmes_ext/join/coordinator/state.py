@@ -34,26 +34,28 @@ class Member:
     claims: list[Claim]  # of each fragment: the version that the job reported last
     order: int  # number of the job in the order of arrival
     since: float  # time of the job's hello
-    heard: float  # time of the last heartbeat
+    last_heartbeat: float  # time
     #: "waiting" for other jobs at its start; "in" training; "late": the others do not wait for the job
     #: until it reports again; "gone".
     state: str = "waiting"
-    #: The job's weights were last known to equal the majority's, and it missed no round since. Only claims
-    #: of current jobs count as votes.
-    current: bool = False
-    expected_from: int = 0  # first round for which the others wait for the job
-    #: Round whose end the job awaits before it takes fragments from another job.
-    awaits: int | None = None
-    awaits_from: float = 0.0  # time since when it does
-    corrected: bool = False  # the coordinator has named fragments that the job must take
-    #: Donors that gave this job other weights than claimed.
-    avoids: set[str] = field(default_factory=set)
-    #: Fragment -> donor, until the weights are checked.
-    took: dict[int, str] = field(default_factory=dict)
+    #: The job's weights equal the majority's: True once it has no fragment to take from another job, False
+    #: when a round is committed without it. Only the versions that such jobs claim count as votes.
+    is_up_to_date: bool = False
+    first_expected_round: int = 0  # first round for which the others wait for the job
+    #: A job with outdated weights first lets this round end without it, then takes fragments from another
+    #: job. None: the job is not catching up.
+    catches_up_after: int | None = None
+    catches_up_since: float = 0.0  # time at which `catches_up_after` was set
+    #: The last verdict about the job's weights was "behind": it must take fragments from another job.
+    was_sent_behind: bool = False
+    #: Donors that gave this job other weights than claimed; the job takes no weights from them again.
+    distrusted_donors: set[str] = field(default_factory=set)
+    #: Fragment -> donor named in "behind", until the job's next report shows whether the weights are right.
+    unchecked_donors: dict[int, str] = field(default_factory=dict)
     rounds: int = 0  # committed rounds with this job
     missed: int = 0  # rounds in which the others waited for the job in vain
-    in_vain: int = 0  # the same, since the job's last committed round
-    rests_until: int = 0  # first round in which the job may take part again
+    delays_in_a_row: int = 0  # the same, since the job's last committed round
+    sits_out_until: int = 0  # first round in which the job may take part again
     lag_s: float = 0.0  # seconds from the opening of the job's last round until the job was ready
     telemetry: dict[str, float] = field(default_factory=dict)  # of the last heartbeat
     #: Other incarnations that asked for the job's name -> time of their first request.
@@ -71,12 +73,13 @@ class RoundState:
 
     number: int
     fragment: int
-    opened: float  # time
+    opening_time: float  # time
     ready_reports: dict[str, ReadyReport] = field(default_factory=dict)  # by job
     done_reports: dict[str, DoneReport] = field(default_factory=dict)  # by job, in this attempt
     checked_reports: dict[str, CheckedReport] = field(default_factory=dict)  # by job, in this check
     last_report: float = 0.0  # time of the last report of a member
-    half_ready: float | None = None  # time at which half of the expected jobs were ready
+    #: Time at which half of the expected jobs were ready: the others' deadline counts from it. None: not yet.
+    half_ready_time: float | None = None
     #: Jobs that exchange -> share of their pseudo-gradients in the sum; 0: the job only receives.
     members: dict[str, float] = field(default_factory=dict)
     #: Jobs whose version of the fragment differs from the majority's.
@@ -86,14 +89,15 @@ class RoundState:
     #: Members that contradict the others in the current attempt -> reason.
     excluded: dict[str, str] = field(default_factory=dict)
     attempt: int = 0  # number of exchanges that were begun; 0: the round has not begun
-    check: int = 0  # number of comparisons of received data in this attempt
+    #: Number of the current comparison of received data in this attempt; 0: the jobs are still exchanging.
+    check_number: int = 0
     outcome: str = ""  # "commit" or "void" once the round is over
     why: str = ""  # reason of a void round
     #: With rounds=async, the members that got the verdict void.
     informed: set[str] = field(default_factory=set)
     #: Job -> factor of its pseudo-gradient in the committed sum.
     factors: dict[str, float] = field(default_factory=dict)
-    gap: float = 1.0  # ratio with which the outer step scales its momentum (algorithms.py)
+    gap: float = 1.0  # divisor of the sum because it is stale (CO2); 1: it counts in full
 
 
 @dataclass

@@ -27,7 +27,7 @@ class Versions:
     def valid_claim(self, fragment: int, members: Sequence[Member] | None = None) -> Claim | None:
         """Return the valid version of a fragment, by majority of the members' claims.
 
-        Only members that are up to date vote (`current`), or all members if none is.
+        Only members that are up to date vote, or all members if none is.
 
         Args:
             fragment: Index of the fragment.
@@ -42,21 +42,24 @@ class Versions:
         else:
             voters = [member for member in members if member.takes_part]
             voters.sort(key=lambda member: member.order)
-        trusted = [member for member in voters if member.current] or voters
-        claims = [member.claims[fragment] for member in trusted]
+        up_to_date = [member for member in voters if member.is_up_to_date]
+        claims = [member.claims[fragment] for member in up_to_date or voters]
         return agreed_claim(claims, self._state.committed.get(fragment), self._state.number)
 
     def correction(self, member: Member) -> Reply | None:
         """Return the verdict "behind" with the fragments that a job must take, and from which job.
 
         The donor is the job that has most of these fragments, the earliest of several. Donors that
-        gave this job wrong weights before are avoided, if there are others.
+        gave this job wrong weights before are avoided, if there are others. The donor is noted in the
+        member's `unchecked_donors`: its weights are checked when the member reports the next time.
 
         Returns:
             None if the job has the valid version of every fragment that another job could give it.
         """
         donors = self._donors(member)  # job -> fragments that it could give
-        trusted_donors = {name: donors[name] for name in donors if name not in member.avoids}
+        trusted_donors = {
+            name: donors[name] for name in donors if name not in member.distrusted_donors
+        }
         if not trusted_donors:
             trusted_donors = donors
         if not trusted_donors:
@@ -69,7 +72,7 @@ class Versions:
         donor_name = max(trusted_donors, key=preference)
         donor = self._state.members[donor_name]
         fragments = trusted_donors[donor_name]
-        member.took.update(dict.fromkeys(fragments, donor_name))
+        member.unchecked_donors.update(dict.fromkeys(fragments, donor_name))
         return {
             "verdict": "behind",
             "round": self._state.number,
@@ -80,29 +83,34 @@ class Versions:
         }
 
     def accept_claims(self, member: Member, claims: Iterable[Claim]) -> None:
-        """Store the versions that a job claims, and check the weights that it took from other jobs (donors).
+        """Store the versions of fragments that a job reports, and reject impossible ones.
+
+        The claims also show whether weights that the job took from other jobs (donors) were the valid ones; a
+        donor that gave wrong weights is recorded and avoided from then on.
+
+        A job that reconnects from another run may have later versions than this run. It is not rejected for
+        its first report: it gets the verdict "behind" and takes this run's weights. If it still claims later
+        versions after that, it is rejected.
 
         Args:
             member: The job.
-            claims: Version and checksum of each fragment.
+            claims: Version (round of the last outer step) and checksum of each fragment.
 
         Raises:
-            HolmesError: A version cannot exist. A job that returns from another run is not refused
-                the first time, but corrected: it takes the valid weights.
+            HolmesError: The job claims an outer step that the run has not taken.
         """
         member.claims = list(claims)
-        # A job that had the valid weights, or was told to take them, cannot have later ones.
-        is_bound = member.current or member.corrected
+        can_have_no_later_version = member.is_up_to_date or member.was_sent_behind
         for fragment, claim in enumerate(member.claims):
-            last = self._state.committed.get(fragment, claim.version)
-            if is_bound and claim.version > last:
+            last_step = self._state.committed.get(fragment, claim.version)
+            if can_have_no_later_version and claim.version > last_step:
                 raise HolmesError(
                     f"fragment {fragment} cannot be of round {claim.version}: "
-                    f"it was last stepped in round {last}"
+                    f"it was last stepped in round {last_step}"
                 )
-        self._judge_donors(member)
-        if not member.current and self.correction(member) is None:  # there is nothing to take
-            member.current = True
+        self._record_lying_donors(member)
+        if not member.is_up_to_date and self.correction(member) is None:  # there is nothing to take
+            member.is_up_to_date = True
 
     def _donors(self, member: Member) -> dict[str, list[int]]:
         """Return job -> fragments of which it has the valid version and this member has not."""
@@ -117,18 +125,18 @@ class Versions:
                     donors.setdefault(other.name, []).append(fragment)
         return donors
 
-    def _judge_donors(self, member: Member) -> None:
+    def _record_lying_donors(self, member: Member) -> None:
         """Record the donors that gave this member other weights than they claimed to have.
 
         After taking a fragment from a donor, the member must claim the valid version with the valid checksum.
         """
-        for fragment, donor in list(member.took.items()):
+        for fragment, donor in list(member.unchecked_donors.items()):
             valid = self.valid_claim(fragment)
             if valid is None or member.claims[fragment].version != valid.version:
                 continue  # the member has not taken the fragment yet, or a later step has changed it
-            del member.took[fragment]
+            del member.unchecked_donors[fragment]
             if not is_compatible(member.claims[fragment], valid):
-                member.avoids.add(donor)
+                member.distrusted_donors.add(donor)
                 self._state.events.append(
                     f"job {donor} gave job {member.name} other weights than it has"
                 )

@@ -198,6 +198,8 @@ def _pieces(optimizer: Any) -> Iterator[_Piece]:
 
     kind = type(optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer":  # ZeRO 1 and 2
+        # For each group: the index of each parameter's first element in the group's flat buffer. DeepSpeed
+        # from 0.19.7 on pads the parameters of ZeRO 1 and 2; other optimizers have no padding between them.
         starts_of_groups = read_by_version("offsets", optimizer)
         groups = zip(optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups)
         for i, (group, partition) in enumerate(groups):

@@ -49,7 +49,7 @@ def attach() -> None:
 
 
 def detach() -> None:
-    """Remove these hooks."""
+    """Remove the global hooks of torch by which attach() followed the optimizers' steps."""
     while _hooks:
         _hooks.pop().remove()
 

@@ -18,7 +18,7 @@ import torch
 from holmes_ext.join.codecs import OuterCodec
 from holmes_ext.join.peers.links import PeerLinks
 from holmes_ext.join.peers.routes import Peer
-from holmes_ext.join.shards.ownership import ShardPair
+from holmes_ext.join.shards.ownership import SharedRange
 from holmes_ext.join.shards.state import Fragment
 from holmes_ext.join.shards.weights import CHECKSUM_MASK, bytes_of, checksum
 from holmes_ext.runtime.compress import PLAIN
@@ -29,17 +29,20 @@ class Attempt:
 
     Args:
         job: Name of this job.
-        members: Job -> share of its pseudo-gradient in the sum, in the order of aggregation.
-        pieces: Element ranges that this rank exchanges, and the rank of each other job that has them.
-        peers: (job, rank) -> how the rank is called.
-        codec: Compression of the pseudo-gradients.
+        members: Job -> share of its pseudo-gradient in the sum (0: it only receives), in the order of
+            aggregation; with this job.
+        pieces: Element ranges that this rank exchanges. Each names the rank of each other job that exchanges
+            the same elements.
+        peers: (job, rank) of these ranks -> how the rank is called.
+        codec: Compression of the pseudo-gradients. Without other members nothing is sent, so nothing is
+            compressed.
     """
 
     def __init__(
         self,
         job: str,
         members: Mapping[str, float],
-        pieces: Sequence[ShardPair],
+        pieces: Sequence[SharedRange],
         peers: Mapping[tuple[str, int], Peer],
         codec: OuterCodec,
     ):
@@ -49,6 +52,7 @@ class Attempt:
         self.peers = peers
         self.others = [name for name in members if name != job]
         self.contributors = [name for name, share in members.items() if share > 0]
+        # Rounding would lose precision for nothing if no other job receives the data.
         self.codec = codec if self.others else PLAIN
         #: The codec's rounding errors after this exchange; kept only if the round is committed.
         self.residual: torch.Tensor | None = None

@@ -76,8 +76,9 @@ class PeerLinks:
 
     Args:
         job: Name of this job.
-        open_routes: Starts to accept connections; called with the function that handles each of them.
-        serve: Handles an accepted connection whose purpose is not an exchange.
+        open_routes: Opens this rank's port and starts to accept connections. It is a function, because it
+            needs this object's handler of accepted connections, with which it is called.
+        serve: Handles an accepted connection whose purpose is not an exchange: a job that takes weights.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class PeerLinks:
         self._speed = Speed()
         self.sent = 0  # bytes, in all
         self.received = 0  # bytes, in all
-        self.routes = open_routes(self._accept)
+        self.routes = open_routes(self._accept)  # last: connections may arrive at once
 
     @property
     def address(self) -> str:

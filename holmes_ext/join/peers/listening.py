@@ -45,7 +45,9 @@ def open_port(place: JoinPlace, rank: int) -> socket.socket | None:
     ) from None
 
 
-def told_address(place: JoinPlace, listening: socket.socket | None, identity: RankIdentity) -> str:
+def published_address(
+    place: JoinPlace, listening: socket.socket | None, identity: RankIdentity
+) -> str:
     """Return the HOST:PORT at which other jobs call this rank; "" if they cannot.
 
     Args:

@@ -32,8 +32,8 @@ from holmes_ext.join.sockets.handshake import (
     NotHolmes,
     Refused,
     answer,
-    bare,
     call,
+    end_tls,
     greet,
 )
 from holmes_ext.runtime.deadline import Deadline
@@ -85,7 +85,7 @@ class RankIdentity:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the public part, which this rank sends whenever it calls."""
+        """Return this rank's identity without the secret, as it names itself to a rank that it calls."""
         return {"job": self.job, "incarnation": self.incarnation, "rank": self.rank}
 
 
@@ -103,8 +103,10 @@ class Routes:
         identity: This rank.
         place: Coordinator, credentials and ports of this job.
         listening: Listening socket of this rank; None: it has no port.
-        address: HOST:PORT that other jobs call; "": keep a standby line to the coordinator.
-        incoming: Handles a connection that a rank of another job has opened, in a thread.
+        address: HOST:PORT that other jobs call. "": this rank cannot be called (firewall, no port), so it
+            keeps an idle connection to the coordinator, the standby line, on which calls are announced.
+        incoming: Handles a connection that a rank of another job has opened, in a thread of its own. It is
+            called with the authenticated connection, and the caller's document: what the connection is for.
     """
 
     def __init__(
@@ -121,11 +123,12 @@ class Routes:
         self._credentials = place.credentials
         self._incoming = incoming
         self._callbacks: dict[str, _ExpectedCallback] = {}  # by the id of the call
-        self._not_called: set[str] = set()  # addresses that could not be called back
+        # Addresses of callers that could not be called back; they are not tried again.
+        self._unreachable_addresses: set[str] = set()
         self._closed = False
         self._listener: Listener | None = None
         if listening is not None:
-            self._listener = Listener(
+            self._listener = Listener(  # limits the connections that are open at a time
                 listening,
                 self._welcome,
                 "holmes-peers",
@@ -134,8 +137,8 @@ class Routes:
                 admitted=_ADMITTED,
             )
             self._listener.start()
-        self._standing: Channel | None = None
-        if not address:
+        self._standby_line: Channel | None = None
+        if not address:  # no rank can call this one, except through the coordinator
             threading.Thread(target=self._stand_by, name="holmes-standby", daemon=True).start()
 
     def close(self) -> None:
@@ -143,8 +146,8 @@ class Routes:
         self._closed = True
         if self._listener is not None:
             self._listener.close()
-        if self._standing is not None:
-            self._standing.cut()
+        if self._standby_line is not None:
+            self._standby_line.cut()
 
     def dial(self, peer: Peer, purpose: Purpose, deadline: Deadline) -> Channel:
         """Open a connection to a rank of another job.
@@ -216,7 +219,7 @@ class Routes:
                     raise ConnectionError(str(reason))
                 # "go": TLS with the coordinator ends, and the peer is at the other end of the connection.
                 encrypt = not self._credentials.plain and not stays_on_host(channel.socket)
-                connection = bare(channel.socket, deadline)
+                connection = end_tls(channel.socket, deadline)
             finally:
                 channel.close()
             secret = peer.ticket.encode()
@@ -297,43 +300,49 @@ class Routes:
         """
         while not self._closed:
             try:
-                self._standing = self._call_coordinator(
+                self._standby_line = self._call_coordinator(
                     "standby", Deadline(HANDSHAKE_S, "a standing line")
                 )
                 is_open = True
                 while is_open:
-                    is_open = self._take_call(self._standing)
+                    is_open = self._take_call(self._standby_line)
             except (OSError, HolmesError):
                 time.sleep(_RETRY_S)
             finally:
-                if self._standing is not None:
-                    self._standing.close()
+                if self._standby_line is not None:
+                    self._standby_line.close()
 
-    def _take_call(self, standing: Channel) -> bool:
-        """Wait for a call on the standby line, and answer it: call back, or agree to a relay.
+    def _take_call(self, standby_line: Channel) -> bool:
+        """Wait for a call on the standby line, and answer it on the line.
+
+            {"answer": "reversed"}   this rank has called the caller back, over a connection of its own
+            {"answer": "relay"}      it cannot; the line itself becomes the connection to the caller, and the
+                                     coordinator forwards the bytes between the two
 
         Args:
-            standing: The standby line, an idle connection to the coordinator.
+            standby_line: An idle connection to the coordinator, which announces calls on it.
 
         Returns:
             Whether the line can take another call.
         """
         # Who calls: job, incarnation, address, and the id of the call.
-        caller = standing.receive(Deadline(_STANDING_S, "a call"))
+        caller = standby_line.receive(Deadline(_STANDING_S, "a call"))
         deadline = Deadline(_RELAY_S, "taking a call")
         channel = self._call_back(caller)
         if channel is not None:
-            standing.send({"answer": "reversed"}, deadline)
+            standby_line.send({"answer": "reversed"}, deadline)
             threading.Thread(
                 target=self._serve_reversed, args=(channel, caller), name="holmes-peer", daemon=True
             ).start()
             return True
-        standing.send({"answer": "relay"}, deadline)
-        if standing.receive(deadline).get("relay") != "go":
+        standby_line.send({"answer": "relay"}, deadline)
+        if standby_line.receive(deadline).get("relay") != "go":
             return False
-        # The line becomes the connection to the caller: TLS with the coordinator ends.
-        is_plain = self._credentials.plain or stays_on_host(standing.socket)
-        connection = bare(standing.socket, deadline)
+        # A caller on this host may omit TLS. The caller itself is not visible here, only the relay: if that
+        # is on this host, callers without TLS are accepted, as on any loopback connection.
+        is_plain = self._credentials.plain or stays_on_host(standby_line.socket)
+        # TLS with the coordinator ends: what follows is the handshake with the caller.
+        connection = end_tls(standby_line.socket, deadline)
         threading.Thread(
             target=self._serve_relayed, args=(connection, is_plain), name="holmes-peer", daemon=True
         ).start()
@@ -346,7 +355,7 @@ class Routes:
             caller: That rank: job, incarnation, address ("": it has none) and the id of its call.
         """
         address = str(caller.get("address"))
-        if not address or address in self._not_called:
+        if not address or address in self._unreachable_addresses:
             return None
         purpose = {
             **self.identity.facts,
@@ -361,9 +370,9 @@ class Routes:
             return call(host, port, self._credentials, purpose, deadline, secret)
         except (OSError, ValueError, HolmesError):
             # Do not lose time with this address again. The number of such addresses is limited.
-            if len(self._not_called) >= _NOT_CALLED:
-                self._not_called.clear()
-            self._not_called.add(address)
+            if len(self._unreachable_addresses) >= _NOT_CALLED:
+                self._unreachable_addresses.clear()
+            self._unreachable_addresses.add(address)
             return None
 
     def _serve_reversed(self, channel: Channel, caller: Purpose) -> None:

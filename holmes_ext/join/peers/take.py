@@ -32,7 +32,7 @@ from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.peers.routes import Peer, Routes
 from holmes_ext.join.shards.job_ranks import JobRanks
-from holmes_ext.join.shards.ownership import RankRange, ShardPair, shard_pairs
+from holmes_ext.join.shards.ownership import RankRange, SharedRange, shared_ranges
 from holmes_ext.join.shards.state import Fragment, OuterState
 from holmes_ext.join.shards.weights import bytes_of
 from holmes_ext.join.sockets.channel import Channel
@@ -58,7 +58,8 @@ class Giver:
     def __init__(self, state: OuterState):
         self._state = state
         self._changed = threading.Condition()
-        self._taking = Counter[str]()  # job -> number of its takers that are served
+        # Job -> number of its takers that are served now. _wait_for_turn() adds 1, give() subtracts it.
+        self._served_takers = Counter[str]()
 
     def give(self, channel: Channel, purpose: Mapping[str, Any]) -> None:
         """Answer the requests on one connection until the taker closes it, or sends an invalid one.
@@ -71,13 +72,13 @@ class Giver:
         """
         job = str(purpose.get("job"))
         try:
-            self._wait_for_turn(channel, job)
+            self._wait_for_turn(channel, job)  # counts this taker in _served_takers
             try:
                 while True:  # until _answer() raises
                     self._answer(channel)
             finally:
                 with self._changed:
-                    self._taking[job] -= 1
+                    self._served_takers[job] -= 1
                     self._changed.notify_all()
         except (OSError, HolmesError):
             pass
@@ -97,15 +98,22 @@ class Giver:
         """
         deadline = Deadline(_ASKED_S, "a taker's turn")
         with self._changed:
-            while self._taking.total() >= _TAKERS or self._taking[job] >= _OF_ONE_JOB:
+            while self._served_takers.total() >= _TAKERS or self._served_takers[job] >= _OF_ONE_JOB:
                 self._changed.wait(_TURN_LOOK_S)
                 deadline.check()  # raises TimeoutError
                 if not channel.lives():
                     raise ConnectionError("the taker is gone")
-            self._taking[job] += 1
+            self._served_takers[job] += 1
 
     def _answer(self, channel: Channel) -> None:
         """Receive one request, wait for the requested version, and send the weights.
+
+        The request names a fragment, a range of its elements, and a version (the round of the fragment's
+        last outer step). If the version does not arrive in time, the weights that there are are sent, with
+        their version.
+
+        Args:
+            channel: Connection to the taker, a rank of another job.
 
         Raises:
             HolmesError: The request is invalid.
@@ -120,9 +128,12 @@ class Giver:
         if not 0 <= index < len(state.fragments):
             raise HolmesError(f"there is no fragment {index}")
         fragment = state.fragments[index]
-        # The coordinator may have told the taker of a commit before this job has received it.
+        # The taker may learn of a commit from the coordinator before this job does. Wait half a timeout: the
+        # taker gives up after a whole one, and the answer itself needs time.
         deadline = Deadline(state.settings.timeout / 2, "a version that is asked for")
-        while fragment.given < version and not deadline.passed:
+        # copy_version: round of the last outer step that a copy would contain, with steps of committed rounds
+        # that training has not taken yet.
+        while fragment.copy_version < version and not deadline.passed:
             if not channel.idle():  # closed, or it has sent another request before the answer
                 raise ConnectionError("the taker does not wait")
             time.sleep(_LOOK_S)
@@ -167,7 +178,7 @@ def take(
 
     Args:
         state: Outer state of this rank.
-        wanted: Fragment -> least version.
+        wanted: Index of a fragment -> least version (round of its last outer step).
         donor: The job that has them.
         job_ranks: Collectives over the ranks of this job.
         patience_s: Seconds for a connection to the donor, or for its answer (more for many bytes).
@@ -242,9 +253,9 @@ def _fetch(
         OSError: The donor cannot be reached, or does not answer in time.
         HolmesError: The donor's answer is malformed.
     """
-    pieces_of: dict[int, list[ShardPair]] = {}  # rank of the donor -> elements to read from it
+    pieces_of: dict[int, list[SharedRange]] = {}  # rank of the donor -> elements to read from it
     maps = {"mine": donor.mine, "theirs": donor.theirs}
-    for piece in shard_pairs(maps, fragment.start, fragment.stop):
+    for piece in shared_ranges(maps, fragment.start, fragment.stop):
         if piece.owners["mine"] == rank:
             pieces_of.setdefault(piece.owners["theirs"], []).append(piece)
     versions: set[int] = set()

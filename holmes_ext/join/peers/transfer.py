@@ -24,7 +24,7 @@ from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.words import why
 
-#: Round, attempt, number of bytes that follow.
+#: First bytes on a connection in each exchange: round, attempt, number of bytes that follow.
 _LABEL = struct.Struct("!QIQ")
 #: Bytes that are read or written in one system call, at most.
 _CALL_BYTES = 2**20
@@ -46,8 +46,8 @@ class Speed:
     def deadline(self, peer: Peer, count: int, patience_s: float) -> Deadline:
         """Return the deadline for exchanging `count` bytes in all with a peer.
 
-        It is some multiple of the best time so far, plus `patience_s` seconds. For the first exchange a slow
-        rate is assumed.
+        It is four times the duration at the best rate so far, plus `patience_s` seconds. For the first
+        exchange with a job a slow rate is assumed.
         """
         purpose = f"the exchange with job {peer.job}"
         best = self._seconds_per_byte.get(peer.job)
@@ -56,10 +56,11 @@ class Speed:
         return Deadline(patience_s + _SLOWER * best * count, purpose)
 
     def took(self, peer: Peer, count: int, seconds: float) -> None:
-        """Record the duration of an exchange, in seconds, for `count` bytes in both directions.
+        """Record how many seconds an exchange of `count` bytes (both directions) with a peer took.
 
-        The best rate since the last failure counts. If the latest rate counted, a job could take four
-        times as long in each exchange as in the previous exchange.
+        The deadline of an exchange is four times the duration at the best rate since the last failure. It is
+        not the latest rate: then a job could be four times slower in each exchange than in the one before,
+        without ever failing.
         """
         if count >= _ENOUGH:
             best = self._seconds_per_byte.get(peer.job, math.inf)
@@ -73,10 +74,13 @@ class Speed:
 class PeerTransfer:
     """Bytes that still go to and come from one rank over one connection.
 
+    Both ends first send a label: (round, attempt within the round, number of bytes that follow). The received
+    label must be the expected one; otherwise the peer is at another round, or expects another size.
+
     Args:
         peer: The rank at the other end.
         channel: The connection.
-        label: Round and attempt, which both ends must have in common.
+        label: Round, and attempt within the round.
         out: Bytes to send.
         into: Buffers for the bytes to receive.
         deadline: Until when all bytes must have been moved.
@@ -96,9 +100,12 @@ class PeerTransfer:
         self.deadline = deadline
         self.sent = 0  # bytes
         self.received = 0  # bytes
-        self.heard = time.monotonic()  # when a byte was last moved
-        self._expected_label = _LABEL.pack(*label, sum(map(len, into)))
-        our_label = memoryview(_LABEL.pack(*label, sum(map(len, out))))
+        self.last_moved = time.monotonic()  # when a byte was last moved
+        round_number, attempt = label
+        bytes_to_receive = sum(map(len, into))
+        bytes_to_send = sum(map(len, out))
+        self._expected_label = _LABEL.pack(round_number, attempt, bytes_to_receive)
+        our_label = memoryview(_LABEL.pack(round_number, attempt, bytes_to_send))
         self._outgoing = chain(channel.outgoing([our_label]), channel.outgoing(out))
         self._incoming = self._buffers_to_fill(channel, into)
         # What is left of the buffers under way; None: all was sent, or received.
@@ -138,6 +145,7 @@ class PeerTransfer:
         Raises:
             OSError: The connection is lost, or carries unexpected data.
         """
+        # If one direction would block, this call ends. The selector reports the other one again.
         try:
             if mask & selectors.EVENT_WRITE and self._out is not None:
                 self._write()
@@ -151,7 +159,7 @@ class PeerTransfer:
         assert self._out is not None
         count = self.connection.send(self._out[:_CALL_BYTES])
         self.sent += count
-        self.heard = time.monotonic()
+        self.last_moved = time.monotonic()
         self._out = self._out[count:] or next(self._outgoing, None)
 
     def _read(self) -> None:
@@ -161,7 +169,7 @@ class PeerTransfer:
             if count == 0:
                 raise ConnectionResetError("closed by the other end")
             self.received += count
-            self.heard = time.monotonic()
+            self.last_moved = time.monotonic()
             self._into = self._into[count:] or next(self._incoming, None)
             # A selector does not see bytes that TLS has decrypted already.
             has_decrypted = isinstance(self.connection, ssl.SSLSocket) and self.connection.pending()
@@ -238,7 +246,7 @@ def _reason_to_give_up(transfer: PeerTransfer, patience_s: float) -> str:
     peer = transfer.peer
     if transfer.connection.fileno() < 0:  # closed by another thread
         return f"{peer}: {_CLOSED}"
-    if time.monotonic() - transfer.heard > patience_s:
+    if time.monotonic() - transfer.last_moved > patience_s:
         return f"{peer}: silent for {patience_s:.3g} s"
     if transfer.deadline.passed:
         return f"{peer}: not done after {transfer.deadline.seconds:.3g} s"

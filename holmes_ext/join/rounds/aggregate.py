@@ -12,9 +12,10 @@ With d_j the pseudo-gradient of job j, w_j its share of the tokens, and J jobs:
                median of the distances as radius:
                    v <- v + sum of w_j (d_j - v) min(1, radius / |d_j - v|)
     flag       Flag Aggregator (Almasi et al., arXiv 2302.05865, its data term): the subspace Y of
-               m = ceil((J + 1) / 2) dimensions that minimizes the sum of sqrt(1 - |Y' d_j|^2 / |d_j|^2), by
-               iteratively reweighted least squares; then the mean, projected on Y. Directions alone determine
-               Y, so a long vector may lie in it: in the mean no vector counts as longer than the median
+               m = ceil((J + 1) / 2) dimensions that is nearest to the directions of all vectors: it minimizes
+               the sum of sqrt(1 - |Y' d_j|^2 / |d_j|^2), by iteratively reweighted least squares. The result
+               is the mean, projected on Y. Lengths do not affect Y, so a vector of extreme length would still
+               dominate the mean: longer vectors are therefore shortened to the median length before
 
 The last three need only the inner products d_i . d_j (the Gram matrix), and their result is a sum of
 c_j d_j. Each rank computes the products of its own elements, an all-reduce over the job adds them up, and
@@ -41,6 +42,8 @@ _CLIPPING_STEPS = 5
 _SMALLEST = 1e-6
 #: Elements that are converted to float64 at a time.
 _CHUNK = 2**16
+#: Elements whose squares are summed at a time.
+_SQUARES_CHUNK = 2**20
 #: Vectors that are needed for the median, the trimmed mean and the flag aggregator to have an effect.
 _LEAST_VECTORS = 3
 #: Change of the coefficients below which Weiszfeld's iteration has converged.
@@ -53,6 +56,12 @@ _EIGENVALUE_TOLERANCE = 1e-12
 _LEAST_RESIDUAL = 1e-8
 #: Least divisor, far below every distance.
 _TINY = 1e-300
+
+
+def square_of(values: torch.Tensor) -> float:
+    """Return the sum of squares of a flat tensor, accumulated in float64 chunk by chunk."""
+    chunks = values.split(_SQUARES_CHUNK)
+    return float(sum(torch.dot(chunk, chunk).double() for chunk in chunks))
 
 
 def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -174,36 +183,60 @@ def centered_clipping(
 
 
 def flag_aggregate(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the coefficients of the Flag Aggregator: the mean, projected on a common subspace.
+    """Return the coefficients of the Flag Aggregator: the mean, projected on the vectors' common subspace.
 
-    With the vectors as columns of D, and S the diagonal matrix of sqrt(reweighting_j) / |d_j|, the basis Y
-    of the subspace is the first m left singular vectors of D S. From the eigenvectors V and
-    eigenvalues s^2 of (D S)' D S = S gram S follows Y = D S V / s, so that the projection
-    Y Y' x = D S V s^-2 V' S D' x needs only the Gram matrix.
+    The subspace minimizes the sum of the vectors' sines to it (Almasi et al., arXiv 2302.05865). Least
+    squares would minimize the sum of squared sines. So it is found by iteratively reweighted least squares:
+    each squared sine is weighted by 1 / sine of the last iteration.
 
     Args:
         gram: Inner products of the vectors, [J, J].
         weights: Weight of each vector in the mean, [J].
+
+    Returns:
+        The coefficients [J] with which the vectors are added up.
     """
     lengths = gram.diagonal().sqrt()
     if float(lengths.min()) == 0:
         return weights
+    # The paper's size of the subspace: a majority of J jobs, whose vectors can lie in it.
     dimensions = math.ceil((len(weights) + 1) / 2)
     reweighting = torch.ones_like(weights)
     for _ in range(_STEPS):
+        # Unit vectors, multiplied by the square roots of their weights in the least squares.
         scale = reweighting.sqrt() / lengths
-        eigenvalues, eigenvectors = torch.linalg.eigh(scale[:, None] * gram * scale)
-        eigenvalues = eigenvalues[-dimensions:]  # in ascending order
-        eigenvectors = eigenvectors[:, -dimensions:]
-        nonzero = eigenvalues > _EIGENVALUE_TOLERANCE * eigenvalues[-1]
-        # Coefficients of the basis: Y = D basis.
-        basis = scale[:, None] * eigenvectors[:, nonzero] / eigenvalues[nonzero].sqrt()
-        explained = (gram @ basis).square().sum(1) / gram.diagonal()
+        basis = _principal_basis(gram, scale, dimensions)
+        # Squared cosine of each vector and the subspace: |Y' d_j|^2 / |d_j|^2.
+        squared_cosines = (gram @ basis).square().sum(1) / gram.diagonal()
+        sines = (1 - squared_cosines).clamp(min=_LEAST_RESIDUAL).sqrt()
         previous = reweighting
-        reweighting = 1 / (1 - explained).clamp(min=_LEAST_RESIDUAL).sqrt()
+        reweighting = 1 / sines
         if float((reweighting / previous - 1).abs().max()) < _FLAG_TOLERANCE:
             break
-    # In the mean, no vector counts as longer than the median: the subspace ignores lengths.
+    # The subspace depends on directions only. So longer vectors are shortened to the median in the mean.
     median_length = statistics.median(lengths.tolist())
     length_caps = (median_length / lengths).clamp(max=1.0)
-    return basis @ (basis.T @ (gram @ (weights * length_caps)))
+    mean = weights * length_caps  # as coefficients of the vectors, like `basis`
+    return basis @ (basis.T @ (gram @ mean))  # the projection Y Y' of the mean
+
+
+def _principal_basis(gram: torch.Tensor, scale: torch.Tensor, dimensions: int) -> torch.Tensor:
+    """Return an orthonormal basis of the subspace nearest to some scaled vectors (principal components).
+
+    With the vectors d_j as columns of D, and `scale` as the diagonal matrix S, the basis Y is the first left
+    singular vectors of D S. The eigenvectors V and eigenvalues s^2 of S gram S = (D S)' (D S) give it without
+    the vectors themselves: Y = D S V / s.
+
+    Args:
+        gram: Inner products of the vectors, [J, J].
+        scale: Factor of each vector, [J].
+        dimensions: Number of basis vectors; fewer are returned if the vectors span less.
+
+    Returns:
+        Coefficients S V / s: column k has the factors with which the vectors add up to basis vector k.
+    """
+    eigenvalues, eigenvectors = torch.linalg.eigh(scale[:, None] * gram * scale)
+    eigenvalues = eigenvalues[-dimensions:]  # the largest: they are in ascending order
+    eigenvectors = eigenvectors[:, -dimensions:]
+    nonzero = eigenvalues > _EIGENVALUE_TOLERANCE * eigenvalues[-1]
+    return scale[:, None] * eigenvectors[:, nonzero] / eigenvalues[nonzero].sqrt()

@@ -116,29 +116,30 @@ class Claims:
         self._job_ranks = job_ranks
         self._cache: dict[int, _CachedChecksum] = {}  # by fragment
         #: Latest report: "versions" and "checksums" ("": unknown) of all fragments.
-        self.told: dict[str, list] = {
-            "versions": [fragment.promised for fragment in state.fragments],
+        self.latest_report: dict[str, list] = {
+            "versions": [fragment.version_after_pending for fragment in state.fragments],
             "checksums": [""] * len(state.fragments),
         }
 
     def renew(self, versions: Sequence[int]) -> dict[str, list]:
         """Return the current versions and checksums of all fragments; collective.
 
-        The training thread may be applying an outer step at the same time. A fragment with a step that was
-        pending at submission is reported with the version that it will have, without a checksum. The
+        The training thread may be applying an outer step of a committed round at the same time. A fragment
+        with such a pending step is reported with the version that it will have, without a checksum. The
         anchors of the other fragments do not change while the checksums are computed.
 
         Args:
-            versions: Versions that the fragments had when training submitted the pseudo-gradient.
+            versions: Versions that the fragments had when training submitted the pseudo-gradient. (The
+                version of a fragment is the round of its last outer step.)
 
         Returns:
             "versions" and "checksums" of all fragments; a checksum is "" while a step is pending.
         """
         with self._state.lock:
-            # `promised`: version of a fragment after its pending steps.
-            promised = [fragment.promised for fragment in self._state.fragments]
+            # Versions after the pending steps.
+            later = [fragment.version_after_pending for fragment in self._state.fragments]
         # Fragments without a pending step; only for these can the checksum be computed now.
-        stable = [index for index, version in enumerate(versions) if promised[index] == version]
+        stable = [index for index, version in enumerate(versions) if later[index] == version]
         outdated = []
         for index in stable:
             cached = self._cache.get(index)
@@ -146,11 +147,11 @@ class Claims:
                 outdated.append(index)
         for index, checksum in zip(outdated, self._checksums(outdated, salt="")):
             self._cache[index] = _CachedChecksum(versions[index], checksum)
-        checksums = [""] * len(promised)
+        checksums = [""] * len(later)
         for index in stable:
             checksums[index] = hexadecimal(self._cache[index].checksum)
-        self.told = {"versions": promised, "checksums": checksums}
-        return self.told
+        self.latest_report = {"versions": later, "checksums": checksums}
+        return self.latest_report
 
     def salted(self, fragment: int, salt: str) -> str:
         """Return the checksum of a fragment with a salt; collective.

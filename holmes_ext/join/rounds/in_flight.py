@@ -36,10 +36,11 @@ class InFlight:
     number: int  # of the round
     fragment: int
     gradient: torch.Tensor  # this rank's elements, float32 on the host
-    base: int  # version of the anchor from which the local weights were subtracted
+    anchor_version: int  # version of the anchor from which the local weights were subtracted
     tokens: float  # that this rank has read for it
     step: int  # inner step at which it was captured
-    period: int = 0  # inner steps until the next fragment, as this rank proposes; 0: no change
+    #: Inner steps until the next fragment is exchanged, as this rank proposes; 0: no change.
+    period: int = 0
     slack_s: float = 0.0  # seconds until the aggregate would be applied (rounds=async)
     versions: list[int] = field(default_factory=list)  # of all fragments at submission
     #: Result of the round, or the exception that ended it; set by the rounds thread.

@@ -25,9 +25,10 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+from holmes_ext.join.rounds.aggregate import square_of
 from holmes_ext.join.rounds.coordinator_link import Verdict
 from holmes_ext.join.rounds.in_flight import InFlight, RoundResult
-from holmes_ext.join.rounds.round_runner import RoundRunner, square_of
+from holmes_ext.join.rounds.round_runner import RoundRunner
 
 #: Aggregates of one fragment that may wait for training; then no round is run until training applies some.
 MOST_PENDING = 3
@@ -49,7 +50,8 @@ class RollingRunner(RoundRunner):
         super().__init__(*arguments, **more)
         #: Number of rounds that have ended on this rank, in the order that all ranks of the job share.
         self.ended = 0
-        self._offers: dict[int, InFlight] = {}  # fragment -> pseudo-gradient that waits for a round
+        # Fragment -> pseudo-gradient of this job that waits for a round.
+        self._offers: dict[int, InFlight] = {}
         self._results: list[EndedRound] = []  # that training has not taken
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -161,6 +163,9 @@ class RollingRunner(RoundRunner):
     def _run_round(self, verdict: Verdict) -> None:
         """Run the round of a verdict "go" to its end, and append its result; collective.
 
+        If this job has a share in the sum, it contributes the pseudo-gradient that it has offered for the
+        fragment. Otherwise it only receives the sum.
+
         Args:
             verdict: Has the round's number, its fragment, and its members with their shares of the sum.
         """
@@ -173,11 +178,13 @@ class RollingRunner(RoundRunner):
             contribution = self._offers.get(index)
         in_flight = contribution
         if in_flight is None:
-            # The job only receives: nothing of this tensor is sent, but its shape and dtype are needed.
+            # The job only receives. The exchange needs a tensor of the right shape and dtype, but sends
+            # nothing of it; the anchor serves as one.
             anchor = self.state.fragments[index].anchor
-            in_flight = InFlight(number, index, anchor, base=0, tokens=0.0, step=0)
+            in_flight = InFlight(number, index, anchor, anchor_version=0, tokens=0.0, step=0)
         in_flight.number = number
-        # The exchange, the check and the commit, as the coordinator's verdicts say.
+        # The exchange, the check and the commit, as the coordinator's verdicts say. Only CO2 needs the
+        # momentum's length, and CO2 is not possible with rounds=async.
         result = self._follow_verdicts(in_flight, verdict, momentum_square=0.0)
         result.fragments = [index]
         result.bytes = self.links.sent - sent_before

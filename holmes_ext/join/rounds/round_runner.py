@@ -36,7 +36,7 @@ from holmes_ext.join.codecs import codec_of
 from holmes_ext.join.peers.exchange import Attempt
 from holmes_ext.join.peers.links import PeerLinks, PeersFailed
 from holmes_ext.join.peers.take import Donor, take
-from holmes_ext.join.rounds.aggregate import coefficients, combine, products
+from holmes_ext.join.rounds.aggregate import coefficients, combine, products, square_of
 from holmes_ext.join.rounds.coordinator_link import (
     Claims,
     CoordinatorLink,
@@ -49,15 +49,13 @@ from holmes_ext.join.rounds.in_flight import InFlight, RoundResult
 from holmes_ext.join.rounds.screening import Screening
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.job_ranks import JobRanks
-from holmes_ext.join.shards.ownership import RankRange, shard_pairs
+from holmes_ext.join.shards.ownership import RankRange, shared_ranges
 from holmes_ext.join.shards.state import Fragment, OuterState, Pending
 
 #: Attempts of a starting job to take weights from another job.
 _ENTRIES = 5
 #: Seconds between these attempts; by then the coordinator knows whether the donor is gone.
 _AGAIN_S = 2.0
-#: Elements whose squares are summed at a time.
-_CHUNK = 2**20
 
 
 @dataclass
@@ -76,14 +74,14 @@ class _Received:
 class RoundRunner:
     """Background thread that runs the outer rounds of one rank (setting rounds=sync).
 
-    In a round, joined jobs exchange and aggregate the pseudo-gradients of a fragment of the model.
+    In a round, jobs exchange and aggregate the pseudo-gradients of a fragment of the model.
 
     Args:
         settings: The --holmes-outer settings.
-        state: Outer state of this rank.
+        state: Anchors and outer momentum of this rank, which outer steps change.
         ranges: Elements that each rank of this job exchanges at this position of the model-parallel grid.
-        job_ranks: Collectives over the ranks of this job, for this thread only.
-        links: Connections to ranks of other jobs.
+        job_ranks: Collectives over the ranks of this job, for this thread only once it runs.
+        links: Connections to ranks of other jobs, over which tensors are sent.
         coordinator: Collective requests to the coordinator.
         job: Name of this job.
     """
@@ -107,13 +105,14 @@ class RoundRunner:
         self.links = links
         self.coordinator = coordinator
         self.job = job
-        self.remote = RemoteJobs(
-            coordinator, job_ranks, state.weights.position, state.weights.total
-        )
+        # Shards and addresses of the other jobs' ranks.
+        weights = state.weights
+        self.remote = RemoteJobs(coordinator, job_ranks, weights.position, weights.total)
         self.number = 0  # last round that this job knows of
+        # Versions and checksums of this job's fragments, for reports to the coordinator.
         self.claims = Claims(state, job_ranks)
-        self._screening = Screening(settings.aggregate)
-        # None in the queue ends the thread.
+        self._screening = Screening(settings.aggregate)  # finds received data that cannot be used
+        # Pseudo-gradients that the training thread has submitted. None ends the thread.
         self._inbox: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holmes-rounds", daemon=True)
 
@@ -180,7 +179,7 @@ class RoundRunner:
     def hello(self) -> dict[str, Any]:
         """Return the part of the job's hello that changes over time (see reports.Hello)."""
         return {
-            **self.claims.told,
+            **self.claims.latest_report,
             "round": self.number,
             "entered": self.coordinator.entered,
             "peers": self.remote.names(),
@@ -254,7 +253,7 @@ class RoundRunner:
             report["salted"] = self.claims.salted(index, salt)
             report["salt_round"] = in_flight.number
         # Without a norm, the pseudo-gradient does not count.
-        if in_flight.base != self.state.fragments[index].version:
+        if in_flight.anchor_version != self.state.fragments[index].version:
             report["why"] = "it has just taken these weights from another job"
         elif norm is not None:
             report["norm"] = norm
@@ -362,8 +361,8 @@ class RoundRunner:
             for rank, peer in job.peers.items():
                 peers[name, rank] = peer
         # Ranges of elements that a single rank of each job exchanges; this rank takes part in its own.
-        pairs = shard_pairs(ranges_of, fragment.start, fragment.stop)
-        pieces = [pair for pair in pairs if pair.owners[self.job] == self.job_ranks.rank]
+        ranges = shared_ranges(ranges_of, fragment.start, fragment.stop)
+        pieces = [span for span in ranges if span.owners[self.job] == self.job_ranks.rank]
         return Attempt(self.job, members, pieces, peers, self.codec)
 
     def _checked_report(
@@ -376,20 +375,16 @@ class RoundRunner:
     ) -> dict[str, Any]:
         """Return the document of the request "checked" (see reports.CheckedReport); collective.
 
+        It has digests of the received data, the factors of the pseudo-gradients in the aggregate, and its
+        gap: the divisor of a stale aggregate (CO2), 1 for other algorithms.
+
         Args:
             in_flight: This job's pseudo-gradient.
             received: Result of the exchange.
             members: Job -> share of its pseudo-gradient.
-            verdict: The verdict "check", with a salt and the jobs that are excluded.
+            verdict: The verdict "check": a salt, the excluded jobs, and the number of this check.
             momentum_square: Squared length of the fragment's momentum.
         """
-        fragment = self.state.fragments[in_flight.fragment]
-        salt = str(verdict["salt"])
-        digests_of_rank = [
-            received.attempt.digest(fragment, gradient, salt) for gradient in received.gradients
-        ]
-        digests = map(hexadecimal, self.job_ranks.all_reduce_checksums(digests_of_rank))
-
         # The aggregate leaves out the excluded jobs: their rows of the Gram matrix, and their shares.
         counting = [
             index for index, name in enumerate(received.names) if name not in verdict["excluded"]
@@ -403,11 +398,24 @@ class RoundRunner:
         # |sum of c_j d_j|^2 = c' G c, with the factors c and the Gram matrix G.
         aggregate_square = float(factors_vector @ gram @ factors_vector)
         return {
-            "digests": dict(zip(received.names, digests)),
+            "digests": self._digests(in_flight, received, str(verdict["salt"])),
             "factors": dict(zip(counting_names, factors)),
             "gap": self.algorithm.gap_of(momentum_square, aggregate_square),
             "check": verdict["check"],
         }
+
+    def _digests(self, in_flight: InFlight, received: _Received, salt: str) -> dict[str, str]:
+        """Return sending job -> salted digest of its pseudo-gradient, over all ranks; collective.
+
+        Members with identical data report equal digests. The coordinator publishes the salt after the
+        exchange, so a job cannot copy another one's digest without having the data.
+        """
+        fragment = self.state.fragments[in_flight.fragment]
+        digests_of_rank = [
+            received.attempt.digest(fragment, gradient, salt) for gradient in received.gradients
+        ]
+        digests = map(hexadecimal, self.job_ranks.all_reduce_checksums(digests_of_rank))
+        return dict(zip(received.names, digests))
 
     def _commit(
         self,
@@ -479,7 +487,7 @@ class RoundRunner:
         # With rounds=async the weights become pending, as aggregates do. Otherwise training waits for
         # the end of this round, and they can be replaced at once.
         is_concurrent = self.settings.rounds == "async" and self.running
-        store = self.state.promise if is_concurrent else self.state.replace
+        store = self.state.add_replacement if is_concurrent else self.state.replace
         # Collective; returns "" or why the weights could not be taken.
         why = take(self.state, wanted, donor, self.job_ranks, self.settings.timeout, store)
         for fragment in wanted:
@@ -490,8 +498,3 @@ class RoundRunner:
                 "void", number, f"the weights of job {name} could not be taken: {why}"
             )
         return RoundResult("taken", number, source=name, fragments=list(wanted))
-
-
-def square_of(values: torch.Tensor) -> float:
-    """Return the sum of squares of a flat tensor, accumulated in float64 chunk by chunk."""
-    return float(sum(torch.dot(chunk, chunk).double() for chunk in values.split(_CHUNK)))

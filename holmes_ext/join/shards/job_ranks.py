@@ -1,11 +1,13 @@
 """Collectives of the ranks of one job: small messages about its rounds, and gathering of fragments.
 
-There are two kinds of process groups:
+Collectives of a group must have the same order on all ranks. So each of these process groups is used by one
+thread only:
 
-    control     gloo, all ranks of the job. Only the rounds thread uses it (round_runner.py), so the order of
-                its collectives is the same on all ranks
-    replicas    default backend (the fast network), the ranks that hold the same weights. Only the training
-                thread uses it
+    control     gloo, all ranks of the job. Used by the main thread until the rounds thread starts, and then
+                by the rounds thread (round_runner.py)
+    boundary    the same, a second group for rounds=async: the training thread at the ends of periods
+                (rolling_loop.py)
+    replicas    default backend (the fast network), the ranks that hold the same weights: the training thread
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class JobRanks:
     """Collectives for small CPU messages over all ranks of a job.
 
     Args:
-        control: Group of all ranks; None: the job is a single process.
+        control: Group of all ranks, used by one thread; None: the job is a single process.
     """
 
     def __init__(self, control: dist.ProcessGroup | None):
@@ -189,11 +191,15 @@ def _split_by_ranges(ranges: Sequence[Range], values: torch.Tensor) -> list[Part
 class CutMatrices(Matrices):
     """Matrices of which several ranks of a job exchange parts (ZeRO, FSDP, a distributed optimizer).
 
-    The fragment is gathered inside the job for the outer step, each rank orthogonalizes the matrices of
-    which it exchanges something, and keeps its part (a, b, c: matrices):
+    Muon's outer step orthogonalizes whole matrices. So the ranks first gather the fragment; then each rank
+    orthogonalizes the matrices of which it exchanges a part, and keeps this part. Example with three
+    matrices a, b, c, where the border between the ranks divides b:
 
-        rank 0 exchanges  [ a       b  ]          gathered  [ a       b    ][ b c     ]   orthogonal: a, b
-        rank 1 exchanges              [ b c    ]  gathered  [ a       b    ][ b c     ]   orthogonal:    b, c
+                              rank 0             rank 1
+        exchanges             a, half of b       other half of b, c
+        has after gathering   a, b, c            a, b, c
+        orthogonalizes        a, b               b, c
+        keeps                 a, half of b       other half of b, c
     """
 
     # `places` are those in the whole fragment, not in this rank's part of it.

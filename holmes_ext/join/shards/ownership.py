@@ -36,15 +36,15 @@ class RankRange:
 
 
 @dataclass(frozen=True)
-class ShardPair:
-    """Elements [start, stop) that a single rank of each job exchanges."""
+class SharedRange:
+    """Elements [start, stop) that one and the same rank of each job exchanges, for any number of jobs."""
 
     start: int
     stop: int
-    owners: Mapping[str, int]  # job -> rank
+    owners: Mapping[str, int]  # job -> its rank that exchanges these elements
 
 
-def fragment_cuts(total: int, fragments: int, whole: Sequence[Range] = ()) -> list[int]:
+def fragment_cuts(total: int, fragments: int, uncut: Sequence[Range] = ()) -> list[int]:
     """Return the borders of the fragments of `total` elements, from 0 to `total`.
 
     Fragments have equal lengths, rounded to multiples of ALIGNMENT if they are large.
@@ -52,16 +52,16 @@ def fragment_cuts(total: int, fragments: int, whole: Sequence[Range] = ()) -> li
     Args:
         total: Number of elements.
         fragments: Number of fragments.
-        whole: Ranges (such as matrices) that no border cuts, in order.
+        uncut: Ranges (such as matrices) that no border cuts, in order.
     """
-    return _even_cuts(0, total, fragments, whole)
+    return _even_cuts(0, total, fragments, uncut)
 
 
 def owners(
     total: int,
     cuts: Sequence[int],
     holdings: Mapping[int, Sequence[Range]],
-    whole: Sequence[Range] = (),
+    uncut: Sequence[Range] = (),
 ) -> list[RankRange]:
     """Assign each element to one rank that exchanges it.
 
@@ -71,7 +71,8 @@ def owners(
         total: Number of elements.
         cuts: Borders of the fragments, from `fragment_cuts`.
         holdings: Rank -> ranges that it holds.
-        whole: Ranges that are not cut, except where holdings cut them.
+        uncut: Ranges (such as matrices) that one rank should exchange as a whole. They are divided only
+            where the holdings divide them.
 
     Returns:
         Ranges in order, without overlaps and holes, from 0 to `total`.
@@ -95,7 +96,7 @@ def owners(
         if is_continued:  # divide the elements up to the next change of holders at once
             continue
         # One share of equal length for each holder; a share is empty if there are few elements.
-        shares = pairwise(_even_cuts(first, stop, len(holders), whole))
+        shares = pairwise(_even_cuts(first, stop, len(holders), uncut))
         for (share_start, share_stop), rank in zip(shares, holders):
             if share_start < share_stop:
                 result.append(RankRange(share_start, share_stop, rank))
@@ -137,11 +138,11 @@ def _holders_by_border(
     return holders
 
 
-def _even_cuts(start: int, stop: int, parts: int, whole: Sequence[Range]) -> list[int]:
+def _even_cuts(start: int, stop: int, parts: int, uncut: Sequence[Range]) -> list[int]:
     """Return the borders of `parts` parts of equal length, from `start` to `stop`.
 
     Inner borders are at multiples of ALIGNMENT after `start` if the parts are long enough, and moved out of
-    the `whole` ranges, which must not be divided.
+    the `uncut` ranges, which must not be divided.
     """
     length = stop - start
     is_long = length >= 2 * ALIGNMENT * parts
@@ -150,38 +151,38 @@ def _even_cuts(start: int, stop: int, parts: int, whole: Sequence[Range]) -> lis
     for index in range(1, parts):
         even_length = length * index // parts
         cut = start + even_length // grain * grain
-        cut = _moved_out(cut, whole)
+        cut = _moved_out(cut, uncut)
         borders.append(min(max(start, cut), stop))
     borders.append(stop)
     return borders
 
 
-def _moved_out(cut: int, whole: Sequence[Range]) -> int:
+def _moved_out(cut: int, uncut: Sequence[Range]) -> int:
     """Return the cut, moved to the nearer end of the range that it would divide.
 
     Args:
         cut: Index of the first element after the cut.
-        whole: Ranges that must not be divided, in order.
+        uncut: Ranges that must not be divided, in order.
     """
     # Index of the last range that does not begin after the cut.
-    index = bisect_right(whole, cut, key=lambda span: span[0]) - 1
+    index = bisect_right(uncut, cut, key=lambda span: span[0]) - 1
     if index < 0:
         return cut
-    first, last = whole[index]
+    first, last = uncut[index]
     if cut >= last:
         return cut
     return first if cut - first <= last - cut else last
 
 
-def any_cut(owned: Sequence[RankRange], whole: Sequence[Range]) -> bool:
-    """Return whether several ranks exchange parts of one of the `whole` ranges.
+def any_range_is_divided(owned: Sequence[RankRange], uncut: Sequence[Range]) -> bool:
+    """Return whether several ranks exchange parts of one of the `uncut` ranges.
 
     Args:
         owned: Elements that each rank exchanges, in order.
-        whole: Ranges of elements, such as matrices.
+        uncut: Ranges of elements, such as matrices.
     """
     starts = [span.start for span in owned]
-    for start, stop in whole:
+    for start, stop in uncut:
         owner = owned[bisect_right(starts, start) - 1]  # has the first element of the range
         if stop > owner.stop:
             return True
@@ -199,13 +200,18 @@ def _merged(owned: list[RankRange]) -> list[RankRange]:
     return result
 
 
-def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) -> list[ShardPair]:
+def shared_ranges(
+    maps: Mapping[str, Sequence[RankRange]], start: int, stop: int
+) -> list[SharedRange]:
     """Cut elements [start, stop) wherever the exchanging rank changes in some job.
 
     Args:
-        maps: Job -> ranges of its ranks, from `owners`.
+        maps: Job -> elements that each of its ranks exchanges, in order (result of `owners`).
         start: First element.
         stop: Element after the last.
+
+    Returns:
+        Ranges in order. Each belongs to one rank of every job, so these ranks can exchange it directly.
     """
     starts_of = {name: [span.start for span in owned] for name, owned in maps.items()}
     cuts = {start, stop}
@@ -217,14 +223,14 @@ def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) 
                 break
             cuts.add(span.start)
 
-    pairs = []
+    pieces = []
     for piece_start, piece_stop in pairwise(sorted(cuts)):
         ranks = {}  # job -> rank that exchanges the piece
         for name, owned in maps.items():
             index = bisect_right(starts_of[name], piece_start) - 1
             ranks[name] = owned[index].rank
-        pairs.append(ShardPair(piece_start, piece_stop, ranks))
-    return pairs
+        pieces.append(SharedRange(piece_start, piece_stop, ranks))
+    return pieces
 
 
 def owned_ranges(owned: Sequence[RankRange], rank: int, start: int, stop: int) -> list[Range]:

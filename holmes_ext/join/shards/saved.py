@@ -20,7 +20,7 @@ _CHUNK = 2**24
 _LONGEST_ERROR = 100
 
 
-def sealed(state: dict[str, Any]) -> dict[str, Any]:
+def wrap_with_digest(state: dict[str, Any]) -> dict[str, Any]:
     """Return the document to save: version, digest, and the state.
 
     Args:
@@ -29,7 +29,7 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
     return {"version": VERSION, "digest": _digest_of(state), "outer": state}
 
 
-def opened(saved: Any, source: str) -> dict[str, Any]:
+def unwrap_verified(saved: Any, source: str) -> dict[str, Any]:
     """Return the state of a saved document.
 
     Args:
@@ -62,7 +62,7 @@ def opened(saved: Any, source: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def readable(source: str) -> Iterator[None]:
+def refuse_unexpected_structure(source: str) -> Iterator[None]:
     """Raise HolmesError instead of the errors of code that reads a state with an unexpected structure.
 
     A context manager around that code.

@@ -24,19 +24,24 @@ from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.ownership import Range, RankRange, fragment_cuts, owned_ranges
 from holmes_ext.join.shards.weights import CHECKSUM_MASK, Weights, checksum
 
-#: Tensors of a fragment in a checkpoint.
+#: Attributes of a fragment whose tensors are saved in a checkpoint.
 _SAVED = ("anchor", "momentum", "residual")
 
 
 @dataclass
 class Pending:
-    """Outer step of a committed round that this job has not taken yet, because its delay is not over."""
+    """Change of a fragment that the rounds thread has prepared and training has not applied yet.
 
-    number: int  # of the round
-    #: Aggregated pseudo-gradient; with `replaces`, the new anchor.
+    It is the outer step of a committed round, whose delay is not over; or, with `replaces`, a copy of another
+    job's anchor and momentum, which this job takes instead of its own.
+    """
+
+    number: int  # of the round; the fragment's version afterwards
+    #: Aggregated pseudo-gradient; with `replaces`, the other job's anchor. (The name is part of the format of
+    #: checkpoints.)
     gradient: torch.Tensor
     mu: float = 0.0  # momentum of the step
-    gap: float = 1.0  # penalty of the step for its age (algorithms.py)
+    gap: float = 1.0  # divisor of the aggregate because it is stale (CO2)
     residual: torch.Tensor | None = None  # new residual of the codec; None: unchanged
     replaces: bool = False  # no step: anchor and momentum are replaced by those of another job
     momentum: torch.Tensor | None = None  # with `replaces`, the new momentum
@@ -57,15 +62,16 @@ class Fragment:
     pending: list[Pending] = field(default_factory=list)  # steps to take, oldest first
 
     @property
-    def given(self) -> int:
-        """Return the version that this rank can give to another job.
+    def copy_version(self) -> int:
+        """Return the version of a copy that this rank can give to another job now.
 
-        Pending steps are applied to the copy, unless a step needs other ranks of the job.
+        Pending steps are applied to the copy, unless a step needs other ranks of the job. So it is the
+        version after all pending steps, or else the current one.
         """
-        return self.version if self.matrices.needs_others else self.promised
+        return self.version if self.matrices.needs_others else self.version_after_pending
 
     @property
-    def promised(self) -> int:
+    def version_after_pending(self) -> int:
         """Return the version that the fragment will have after all pending steps."""
         return self.pending[-1].number if self.pending else self.version
 
@@ -172,7 +178,11 @@ class OuterState:
         with self.lock:
             pending = fragment.pending.pop(0)
             self._step(
-                pending, fragment.anchor, fragment.momentum, pending.gradient, fragment.matrices
+                pending,
+                anchor=fragment.anchor,
+                momentum=fragment.momentum,
+                values=pending.gradient,
+                matrices=fragment.matrices,
             )
             if fragment.residual is not None and pending.residual is not None:
                 fragment.residual.copy_(pending.residual)
@@ -185,32 +195,37 @@ class OuterState:
         pending: Pending,
         anchor: torch.Tensor,
         momentum: torch.Tensor | None,
-        gradient: torch.Tensor,
+        values: torch.Tensor,
         matrices: Matrices,
     ) -> None:
         """Apply a pending step to anchor and momentum, in place.
 
-        With `pending.replaces`, anchor and momentum are replaced by those of another job.
+        With `pending.replaces`, it is no outer step: anchor and momentum are replaced by another job's.
 
         Args:
             pending: The step.
             anchor: Elements of the anchor.
-            momentum: The same elements of the momentum.
-            gradient: The same elements of `pending.gradient`; overwritten.
+            momentum: The same elements of the momentum; None: the algorithm has none.
+            values: The same elements of the aggregated pseudo-gradient, which is overwritten; with
+                `replaces`, of the other job's anchor.
             matrices: Matrices in these elements.
         """
         if not pending.replaces:
-            self.algorithm.step(anchor, momentum, gradient, pending.mu, pending.gap, matrices)
+            self.algorithm.step(anchor, momentum, values, pending.mu, pending.gap, matrices)
             return
-        anchor.copy_(gradient)
+        anchor.copy_(values)
         if momentum is not None and pending.momentum is not None:
             momentum.copy_(pending.momentum)
 
     def copy_of(self, fragment: Fragment, start: int, stop: int) -> FragmentCopy:
         """Return a copy of elements [start, stop) for another job, after the pending steps.
 
-        Pending steps belong to committed rounds, but training has not taken them yet. Steps that need other
-        ranks of the job (`needs_others`) are not applied; then the copy has the version before them.
+        Pending steps belong to committed rounds, but training has not taken them yet. They are applied to the
+        copy only. If a step is a collective of several ranks of the job (`needs_others`), this is impossible
+        here, as the other ranks do not take part: then no step is applied, and the version is the old one.
+
+        Returns:
+            Anchor and momentum of the elements, with their version (round of the last outer step).
 
         Raises:
             KeyError: This rank does not exchange all these elements.
@@ -229,26 +244,43 @@ class OuterState:
                 step = pending
                 if pending.momentum is not None:  # the step replaces the momentum by another job's
                     step = replace(pending, momentum=pending.momentum[place])
-                gradient = pending.gradient[place].clone()
-                self._step(step, anchor, momentum, gradient, fragment.matrices)
+                values = pending.gradient[place].clone()  # _step() overwrites it
+                self._step(step, anchor, momentum, values, fragment.matrices)
             if needs_all:  # of the whole fragment, keep the wanted elements
                 anchor = anchor[wanted]
                 momentum = None if momentum is None else momentum[wanted]
-            return FragmentCopy(fragment.given, anchor, momentum)
+            # copy_version: after the pending steps, or the current one if they were not applied.
+            return FragmentCopy(fragment.copy_version, anchor, momentum)
 
     def replace(
         self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
     ) -> None:
-        """Replace a fragment by another job's at once, and drop the pending steps."""
+        """Replace anchor and momentum of a fragment by those of another job at once; drop its pending steps.
+
+        Args:
+            fragment: The fragment.
+            version: Version of the other job's fragment: the round of its last outer step.
+            anchor: This rank's elements of the other job's anchor.
+            momentum: The same elements of its momentum; None: the algorithm has none.
+        """
         with self.lock:
             fragment.pending.clear()
-        self.promise(fragment, version, anchor, momentum)
+        self.add_replacement(fragment, version, anchor, momentum)
         self.apply(fragment)
 
-    def promise(
+    def add_replacement(
         self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
     ) -> None:
-        """Append the replacement of a fragment by another job's to the pending steps."""
+        """Append to the pending steps: replace anchor and momentum of a fragment by those of another job.
+
+        The rounds thread calls this while training runs; training does it when it applies pending steps.
+
+        Args:
+            fragment: The fragment.
+            version: Version of the other job's fragment: the round of its last outer step.
+            anchor: This rank's elements of the other job's anchor.
+            momentum: The same elements of its momentum; None: the algorithm has none.
+        """
         with self.lock:
             fragment.pending.append(Pending(version, anchor, replaces=True, momentum=momentum))
 
@@ -263,10 +295,10 @@ class OuterState:
         return total
 
     def to_dict(self, pending: bool = True) -> dict[str, Any]:
-        """Return a copy of the state for a checkpoint (saved.py).
+        """Return a copy of the state for a checkpoint, as nested dicts and lists of tensors.
 
         Args:
-            pending: Include the pending steps.
+            pending: Include the pending steps: those of committed rounds that training has not taken yet.
         """
         fragments = []
         for fragment in self.fragments:
@@ -275,7 +307,7 @@ class OuterState:
                 "ranges": [list(pair) for pair in fragment.ranges],
                 "version": fragment.version,
             }
-            for name in _SAVED:
+            for name in _SAVED:  # anchor, and momentum and residual if there are some
                 value = getattr(fragment, name)
                 if value is not None:
                     content[name] = value.clone()

@@ -137,6 +137,7 @@ def _context(protocol: Any, file: str, authority: str) -> ssl.SSLContext:
     # The proof of the token identifies the other end, on whatever host it runs.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
+    # Without a password function, OpenSSL would prompt for the password of an encrypted key on the terminal.
     context.load_cert_chain(file, password=lambda: "")
     context.load_verify_locations(cadata=authority)
     return context

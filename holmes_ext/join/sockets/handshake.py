@@ -287,20 +287,21 @@ def answer(
 def _refuse_plain(channel: Channel, deadline: Deadline) -> None:
     """Tell a caller without TLS that this run is encrypted, and raise Refused.
 
-    The handshake goes on until the step in which the caller expects an error, without a challenge.
+    A caller accepts an error only as the reply to its second message, its proof. So it first gets the usual
+    answer to its first message, but with an empty challenge: its proof is not checked.
     """
     channel.send({"holmes": VERSION, "challenge": ""}, deadline)
-    _receive(channel, "it", deadline)
+    _receive(channel, "it", deadline)  # its purpose and proof
     channel.send(
         {"error": "this run is encrypted; leave --holmes-join-plain away in all jobs"}, deadline
     )
     raise Refused("it does not encrypt, and this run does")
 
 
-def bare(connection: socket.socket, deadline: Deadline) -> socket.socket:
-    """Return the TCP connection of a socket, after ending its TLS with the other end.
+def end_tls(connection: socket.socket, deadline: Deadline) -> socket.socket:
+    """End the TLS of a connection with the other end, and return its plain TCP socket.
 
-    The other end must call this function too.
+    The other end must call this function too. A connection without TLS is returned as it is.
 
     Raises:
         OSError: The connection broke.

@@ -23,7 +23,7 @@ from holmes_ext.join.sockets.handshake import (
     NotHolmes,
     Refused,
     answer,
-    bare,
+    end_tls,
     greet,
     printable,
 )
@@ -352,9 +352,9 @@ def test_tls_can_be_taken_off_by_both_ends_and_put_on_again():
     """As the relay does."""
     caller, (listener, _) = meet(Credentials(TOKEN), Credentials(TOKEN))
     naked = {}
-    thread = threading.Thread(target=lambda: naked.update(two=bare(listener.socket, soon())))
+    thread = threading.Thread(target=lambda: naked.update(two=end_tls(listener.socket, soon())))
     thread.start()
-    one = bare(caller.socket, soon())
+    one = end_tls(caller.socket, soon())
     thread.join(10)
     one.sendall(b"as it is")
     assert naked["two"].recv(100) == b"as it is"
