@@ -21,7 +21,7 @@ from holmes_ext.adapt.pipeline import GAIN, MEASURED, Trials
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.network import Price
-from holmes_ext.plan.cost.price import Sums
+from holmes_ext.plan.cost.price import FamilyReductions
 from holmes_ext.plan.decide import Decisions, decisions
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
@@ -160,7 +160,7 @@ def _networks_with_prices(
         stage: Number of the stage.
         summed: Measurements of the stage.
     """
-    for sums in decided.prices.sums(decided.placement, stage):
+    for sums in decided.prices.family_reductions(decided.placement, stage):
         if not summed.hierarchical:
             if sums.flat.load.fabric is not None:
                 yield sums.flat.load.fabric.name, _ring_price(sums, summed.reduction, summed.size)
@@ -177,7 +177,7 @@ def _networks_with_prices(
                     yield load.fabric.name, load.price.scaled(2)
 
 
-def _ring_price(sums: Sums, reduction: ReductionSpec, size: float) -> Price:
+def _ring_price(sums: FamilyReductions, reduction: ReductionSpec, size: float) -> Price:
     """Return the price of a ring all-reduce of gradients of so many bytes, bucket by bucket.
 
     The latency counts once for each bucket.
@@ -298,9 +298,11 @@ class SumEvaluator:
         # Overlap and compression are those of the running job.
         planned = decided.reduction(stage, current.reduction.overlap)
         reduction = replace(planned, compress=current.reduction.compress)
-        groups = decided.prices.sums(decided.placement, stage)  # prices; the slowest group counts
+        groups = decided.prices.family_reductions(
+            decided.placement, stage
+        )  # prices; the slowest group counts
         if is_hierarchical(reduction, size):
-            groups_before = before.prices.sums(before.placement, stage)
+            groups_before = before.prices.family_reductions(before.placement, stage)
             networks = [_networks_inside(group) for group in groups]
             if networks != [_networks_inside(group) for group in groups_before]:
                 return current
@@ -331,7 +333,7 @@ class SumEvaluator:
         return measured_networks(plan, self.network_api, self.options, self.engine, summed)
 
 
-def _networks_inside(sums: Sums) -> list[str]:
+def _networks_inside(sums: FamilyReductions) -> list[str]:
     """Return the networks that a hierarchical all-reduce uses inside clusters; [] if there is none."""
     if sums.hierarchical is None:
         return []

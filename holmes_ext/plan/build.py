@@ -145,7 +145,7 @@ def _stock(prices: Prices, sizes: Sizes) -> tuple[Network, Placement]:
     The nodes are in the launcher's order, and all traffic uses the fastest fabric that all nodes share.
     """
     site = prices.network.site
-    network = Network(site, prices.network.links, only=stock_fabric(site))
+    network = Network(site, prices.network.links, single_fabric=stock_fabric(site))
     return network, launched(network, sizes)
 
 

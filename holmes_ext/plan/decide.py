@@ -18,8 +18,8 @@ from holmes_ext.options import Options
 from holmes_ext.plan.buckets import bucket_bytes
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.pipeline import both_ways, schedule
-from holmes_ext.plan.cost.price import Prices, Sums
+from holmes_ext.plan.cost.pipeline import schedule, with_shared_nics
+from holmes_ext.plan.cost.price import FamilyReductions, Prices
 from holmes_ext.plan.cost.reductions import Hierarchical, tied_weight_families
 from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.engine import EngineTraits, rules_of
@@ -138,7 +138,7 @@ class Decisions:
             stage: Number of the stage.
             overlap: Whether they are reduced during the last backward pass.
         """
-        sums = self.prices.sums(self.placement, stage)
+        sums = self.prices.family_reductions(self.placement, stage)
         return self._reduction(sums, overlap, self.plan.workload.gradient_bytes)
 
     def of_group(self, ranks: Sequence[int], overlap: bool, total_bytes: float) -> ReductionSpec:
@@ -153,10 +153,14 @@ class Decisions:
         reduced_bytes = min(total_bytes, LARGE_BYTES)
         job = replace(self.prices.job, reduced_bytes=(reduced_bytes,), repeats=(1,))
         prices = Prices(self.network, job, self.prices.rules)
-        sums = prices.sums_of(family, crossing=1)  # no other group uses the links between clusters
+        sums = prices.reductions_of_family(
+            family, crossing_groups=1
+        )  # no other group uses the links between clusters
         return self._reduction([sums], overlap, total_bytes)
 
-    def _reduction(self, sums: Sequence[Sums], overlap: bool, total_bytes: float) -> ReductionSpec:
+    def _reduction(
+        self, sums: Sequence[FamilyReductions], overlap: bool, total_bytes: float
+    ) -> ReductionSpec:
         """Return how the groups of a stage sum their gradients.
 
         Args:
@@ -176,10 +180,12 @@ class Decisions:
             bucket_bytes=self.options.bucket_bytes or suitable_bytes,
             compress=self.options.compress_gradients,
         )
-        across = [group for group in sums if self.network.across(group.family.node_types)]
+        across = [group for group in sums if self.network.spans_clusters(group.family.node_types)]
         return self._hierarchical_if_faster(flat, across)
 
-    def _hierarchical_if_faster(self, flat: ReductionSpec, sums: Sequence[Sums]) -> ReductionSpec:
+    def _hierarchical_if_faster(
+        self, flat: ReductionSpec, sums: Sequence[FamilyReductions]
+    ) -> ReductionSpec:
         """Return a hierarchical reduction if it is faster for each of the groups, else `flat`.
 
         Args:
@@ -208,7 +214,7 @@ class Decisions:
         # Only gloo has streams and routes. Groups on different clusters all use direct exchanges.
         if self.network_api == SOCKETS:
             streams = max(
-                candidate.streams(self.network, group.crossing)
+                candidate.streams(self.network, group.crossing_groups)
                 for candidate, group in zip(candidates, sums)
             )
             if len(routes) == 1 and route.algorithm != "direct":
@@ -244,7 +250,11 @@ class Decisions:
             if kind not in family_of_kind or joint is None:
                 return None
             family = family_of_kind[kind]
-            sums.append(Sums(family, flat=pairs, hierarchical=joint, crossing=family.count))
+            sums.append(
+                FamilyReductions(
+                    family, flat=pairs, hierarchical=joint, crossing_groups=family.count
+                )
+            )
         planned = self._hierarchical_if_faster(ReductionSpec(overlap=False, bucket_bytes=0), sums)
         return planned if planned.clusters else None
 
@@ -357,7 +367,7 @@ class Decisions:
         if not any(load.stage_link_s for load in measured_loads):
             busy_s = max(load.busy_s for load in loads)
             nics = self.prices.shared_nic_stages(self.placement)
-            transfer_s, occupied_s = both_ways(transfer_s, occupied_s, nics, busy_s)
+            transfer_s, occupied_s = with_shared_nics(transfer_s, occupied_s, nics, busy_s)
         forward_s, backward_s = passes_s(loads)
         most = tuple(load.most for load in measured_loads)  # micro-batches that fit the memory
         return schedule(forward_s, backward_s, transfer_s, work.micro_batches, occupied_s, most)
@@ -487,7 +497,7 @@ def spanning_groups_of(prices: Prices, placement: Placement) -> tuple[SpanningGr
             if network.spans_networks(frozenset(first_of)):
                 spanning.append(set(first_of.values()))
         if spanning:
-            without = Prices(network, prices.job, prices.rules, on_best_fabrics=kind)
+            without = Prices(network, prices.job, prices.rules, role_on_best_fabrics=kind)
             longer_s = max(0.0, prices.step_s(placement) - without.step_s(placement))
             result.append(
                 SpanningGroups(

@@ -198,7 +198,7 @@ class Placement:
 class GroupPart:
     """Nodes of one class in a group."""
 
-    node: int  # class of the nodes
+    node_class: int  # class of the nodes
     node_type: int  # cluster and fabrics of the nodes: an index of Network.node_types
     nodes: int  # number of such nodes in one group
     ranks_per_node: int  # ranks of a group on each of these nodes
@@ -272,7 +272,7 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
     for node_class, ((kind, ranks_per_node), nodes) in enumerate(nodes_like.items()):
         groups = max(1, placement.processes // ranks_per_node)
         part = GroupPart(
-            node=node_class,
+            node_class=node_class,
             node_type=kind,
             nodes=nodes,
             ranks_per_node=ranks_per_node,
@@ -600,7 +600,7 @@ class Fold:
                 stages_on_node = {stage for _, stage in self._ranks_on[slot]}
                 concurrent_groups = copies.groups * len(groups_on[slot]) * len(stages_on_node)
             part = GroupPart(
-                node=self.node_of[slot],
+                node_class=self.node_of[slot],
                 node_type=self._node_type_of_slot[slot],
                 nodes=0,  # counted in nodes_of
                 ranks_per_node=copies.ranks * ranks,

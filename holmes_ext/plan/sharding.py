@@ -22,7 +22,7 @@ class ShardedWeights:
     units: int  # parts of the model that are gathered one by one
     weight_bytes: float  # of all units, in the dtype in which they travel
     gradient_bytes: float  # of all units, in the dtype in which they travel
-    again: float = 1.0  # part of the weights that the backward pass gathers again
+    regathered_share: float = 1.0  # part of the weights that the backward pass gathers again
 
 
 def sharded_seconds(
@@ -56,10 +56,10 @@ def sharded_seconds(
     reduction = Sharded(
         load=slowest,
         zero=3,
-        again=sharded.again,
-        weights=sharded.weight_bytes / sharded.gradient_bytes,
+        regathered_share=sharded.regathered_share,
+        weight_bytes_per_gradient_byte=sharded.weight_bytes / sharded.gradient_bytes,
         # gloo's reduce-scatter takes as long as its all-reduce.
-        scatter_part=1.0 if network_api == SOCKETS else 0.5,
+        scatter_share=1.0 if network_api == SOCKETS else 0.5,
         across=across,
         shards=parts[0].ranks if parts else 1,
     )

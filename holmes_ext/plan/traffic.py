@@ -90,7 +90,7 @@ class CrossClusterAlgorithm:
         return max(to_root_s.values())
 
     @property
-    def part(self) -> float:
+    def message_share(self) -> float:
         """Return the part of the sum's bytes that one message carries."""
         return 1.0 if self.algorithm == "tree" else 1 / len(self.order)
 

@@ -65,12 +65,12 @@ class Load:
     inside_bps: float = 0.0  # bits/s inside a node; 0: not known, counts as free
     volume: float = 1.0  # bytes through a NIC
     messages: float = 1.0  # messages that follow each other
-    part: float = 1.0  # part of the bytes that each message carries
-    longer_s: float = 0.0  # latency between clusters, in seconds, beyond the fabric's own
+    message_share: float = 1.0  # part of the bytes that each message carries
+    wan_latency_s: float = 0.0  # latency between clusters, in seconds, beyond the fabric's own
     ring: bool = False  # whether the messages are steps of a ring, which selects the measured curve
-    across: bool = False  # whether it crosses between clusters
+    crosses_clusters: bool = False  # whether it crosses between clusters
     senders: float = 0.0  # nodes that send at the same time
-    posts: float = 0.0  # messages of a hierarchical all-reduce, which cost CPU time
+    cpu_messages: float = 0.0  # messages of a hierarchical all-reduce, which cost CPU time
 
     def scaled(self, factor: float) -> Load:
         """Return `factor` times as many messages and bytes; half of a ring is a reduce-scatter."""
@@ -78,7 +78,7 @@ class Load:
             self,
             volume=factor * self.volume,
             messages=factor * self.messages,
-            longer_s=factor * self.longer_s,
+            wan_latency_s=factor * self.wan_latency_s,
         )
 
     @cached_property
@@ -95,7 +95,7 @@ class Load:
             slowest_bit_s = max(slowest_bit_s, flows / hop.rate_bps)
         return Price(
             byte_s=8 * self.volume * slowest_bit_s,
-            latency_s=self.messages * self.fabric.latency_s + self.longer_s,
+            latency_s=self.messages * self.fabric.latency_s + self.wan_latency_s,
         )
 
 
@@ -107,7 +107,7 @@ class Network:
     Args:
         site: Nodes and fabrics.
         links: Measured rates and latencies.
-        only: Fabric of all traffic, as without holmes; None: every group uses its fastest.
+        single_fabric: Fabric of all traffic, as without holmes; None: every group uses its fastest.
         uneven: Whether NCCL's hierarchical all-reduce may have different numbers of ranks in the clusters
             (for lower bounds).
         on_best_fabrics: Whether every group uses the slowest of its nodes' best fabrics, even if its nodes do
@@ -118,14 +118,14 @@ class Network:
         self,
         site: Site,
         links: Links = Links(),
-        only: Fabric | None = None,
+        single_fabric: Fabric | None = None,
         uneven: bool = False,
         on_best_fabrics: bool = False,
     ):
         """Find the node types of the site, and number them."""
         self.site = site
         self.links = links
-        self.only = only
+        self.single_fabric = single_fabric
         self.uneven = uneven
         self.on_best_fabrics = on_best_fabrics
         self.processes = site.processes  # of each node
@@ -181,10 +181,10 @@ class Network:
     def fabric(self, kinds: Iterable[int]) -> Fabric:
         """Return the fabric that a group of nodes of these kinds uses, as cluster.toml describes it.
 
-        This is the fastest fabric that they share, unless `only` or `on_best_fabrics` is set.
+        This is the fastest fabric that they share, unless `single_fabric` or `on_best_fabrics` is set.
         """
-        if self.only is not None:
-            return self.only
+        if self.single_fabric is not None:
+            return self.single_fabric
         if self.on_best_fabrics:
             best_fabrics = [self._shared_fabric(frozenset([kind])) for kind in kinds]
             return min(best_fabrics, key=lambda fabric: fabric.preference)
@@ -215,7 +215,7 @@ class Network:
             return ()
         return tuple(hop_loads(self.wan, pairs).items())
 
-    def longer_s(self, fabric: Fabric, pair: Pair) -> float:
+    def wan_latency_s(self, fabric: Fabric, pair: Pair) -> float:
         """Return the latency between two clusters beyond the fabric's own latency, in seconds."""
         if not self.wan or fabric.name != ETHERNET:
             return 0.0
@@ -257,13 +257,14 @@ class Network:
         )  # (from, to cluster) -> links of the ring between them
         # Each rank has a link to the next rank, with a longer latency if that is in another cluster. A chunk
         # passes all links but one, twice.
-        longer_s = [
-            self.longer_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)
+        wan_latency_s = [
+            self.wan_latency_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)
         ]
-        longer_s += [0.0] * (ranks - len(longer_s))
+        wan_latency_s += [0.0] * (ranks - len(wan_latency_s))
         crossing = {pair: times * (groups or family.count) for pair, times in pairs.items()}
         flows = {
-            part.node: part.concurrent_groups if groups else part.groups for part in family.parts
+            part.node_class: part.concurrent_groups if groups else part.groups
+            for part in family.parts
         }
         return Load(
             nics=self.both_ways(fabric, flows),
@@ -271,14 +272,14 @@ class Network:
             fabric=self.line(fabric),
             volume=2 * (ranks - 1) / ranks,
             messages=2 * (ranks - 1),
-            part=1 / ranks,
+            message_share=1 / ranks,
             ring=True,
-            longer_s=2 * (sum(longer_s) - min(longer_s)),
-            across=self.across(family.node_types),
+            wan_latency_s=2 * (sum(wan_latency_s) - min(wan_latency_s)),
+            crosses_clusters=self.spans_clusters(family.node_types),
             senders=family.count * family.nodes,
         )
 
-    def in_turn(self, family: GroupFamily, all_to_all: bool, inside_bps: float = 0.0) -> Load:
+    def exchange(self, family: GroupFamily, all_to_all: bool, inside_bps: float = 0.0) -> Load:
         """Return the load of an all-to-all in each group of a family, or of passing bytes around a ring.
 
         The ranks exchange the bytes in parts that follow each other.
@@ -296,16 +297,16 @@ class Network:
         for part in family.parts:
             # In a ring, only the last rank on a node sends to another node.
             senders = part.ranks_per_node if all_to_all else 1
-            flows[part.node] = part.concurrent_groups * senders
-        longer_s = max((self.longer_s(fabric, pair) for pair in pairs), default=0.0)
+            flows[part.node_class] = part.concurrent_groups * senders
+        wan_latency_s = max((self.wan_latency_s(fabric, pair) for pair in pairs), default=0.0)
         messages = family.ranks - 1
         return Load(
             nics=self.both_ways(fabric, flows),
             hops=self.hops(fabric, pairs),
             fabric=self.line(fabric),
             messages=messages,
-            longer_s=messages * longer_s,
-            across=self.across(family.node_types),
+            wan_latency_s=messages * wan_latency_s,
+            crosses_clusters=self.spans_clusters(family.node_types),
         )
 
     def message(
@@ -332,8 +333,8 @@ class Network:
             ),
             hops=self.hops(fabric, flows),
             fabric=self.line(fabric),
-            longer_s=self.longer_s(fabric, pair) if crosses else 0.0,
-            across=crosses,
+            wan_latency_s=self.wan_latency_s(fabric, pair) if crosses else 0.0,
+            crosses_clusters=crosses,
             senders=stage_link.count,
         )
 
@@ -358,9 +359,9 @@ class Network:
             nics=tuple(nics.items()),
             hops=tuple(hops.items()),
             messages=2,
-            part=0.5,
+            message_share=0.5,
             ring=True,
-            longer_s=2 * forward.longer_s,
+            wan_latency_s=2 * forward.wan_latency_s,
             senders=2 * stage_link.count,
         )
 
@@ -399,7 +400,7 @@ class Network:
             return False
         return len({tuple(self.usable_fabrics(kind)) for kind in kinds}) > 1
 
-    def across(self, kinds: Iterable[int]) -> bool:
+    def spans_clusters(self, kinds: Iterable[int]) -> bool:
         """Return whether nodes of these kinds lie in more than one cluster."""
         return len(set(map(self.cluster, kinds))) > 1
 

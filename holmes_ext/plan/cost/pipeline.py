@@ -154,7 +154,7 @@ def quickest_in_flight(
     return more_counts if is_worth_it else counts
 
 
-def both_ways(
+def with_shared_nics(
     transfer: Seconds, load: Seconds, nics: Sequence[tuple[int, int]], busy_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the times of stage links, longer if two stage links share a busy NIC.

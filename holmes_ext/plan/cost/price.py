@@ -1,8 +1,8 @@
 """Cost of every layer on every stage of a placement, with the reductions that the stages use.
 
-    StageSums               prices the possible reductions of a stage's groups
-    StageSums.reductions    chooses one for each stage: that of its slowest group
-    Prices.costs, price     -> StageCosts, the input of partition, search, bounds and plans
+    ReductionPrices               prices the possible reductions of a stage's groups
+    ReductionPrices.reductions    chooses one for each stage: that of its slowest group
+    Prices.costs, price           -> StageCosts, the input of partition, search, bounds and plans
 
 Results are kept, so stages on equal nodes are priced once. A stage is as fast as its slowest GPU and its
 slowest group, and holds as much as its smallest GPU.
@@ -47,13 +47,13 @@ class FoldedStages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sums:
+class FamilyReductions:
     """Possible reductions of the groups of a family, priced."""
 
     family: GroupFamily
     flat: PricedReduction
     hierarchical: Hierarchical | None  # None: not possible
-    crossing: float  # number of groups that share the links between clusters
+    crossing_groups: float  # number of groups that share the links between clusters
 
 
 class _StageKey(NamedTuple):
@@ -64,31 +64,36 @@ class _StageKey(NamedTuple):
     stages: tuple[int, ...]  # numbers of the stages within these components
 
 
-class StageSums:
+class ReductionPrices:
     """Prices of the gradient reductions of a job on one network, for placements of the same sizes.
 
     Args:
         network: The site.
         job: Layers and bytes of a rank.
         rules: Reductions that the engine and the options allow.
-        on_best_fabrics: Kind of group, such as "data", to price as if each node could use the best of its
-            fabrics (Network.on_best_fabrics): the step time if no group of this kind spanned networks.
+        role_on_best_fabrics: Role of groups ("data", "tensor", "context" or "expert") that are priced as if
+            each node could use its best fabric. "": none.
     """
 
     def __init__(
-        self, network: Network, job: RankModel, rules: Rules = Rules(), on_best_fabrics: str = ""
+        self,
+        network: Network,
+        job: RankModel,
+        rules: Rules = Rules(),
+        role_on_best_fabrics: str = "",
     ):
         """Take over the arguments (see the class); no price is computed yet."""
         self.network = network
         self.job = job
         self.rules = rules
-        self.stock = network.only is not None  # training without holmes
+        self.stock = network.single_fabric is not None  # training without holmes
         self.hide_stage_links = rules.hide_stage_links and not self.stock and rules.virtual == 1
         self.cached_results: dict[Hashable, Any] = {}  # results of `remember`
-        self.groups: dict[str, Network] = dict.fromkeys(INSIDE, network)  # kind of group -> network
-        if on_best_fabrics:
-            self.groups[on_best_fabrics] = Network(
-                network.site, network.links, network.only, on_best_fabrics=True
+        #: Role of a group ("data", "tensor", ...) -> network that its groups are priced on.
+        self.network_of_role: dict[str, Network] = dict.fromkeys(INSIDE, network)
+        if role_on_best_fabrics:
+            self.network_of_role[role_on_best_fabrics] = Network(
+                network.site, network.links, network.single_fabric, on_best_fabrics=True
             )
 
     # ------------------------------------------------------------------- results of equal stages
@@ -170,7 +175,7 @@ class StageSums:
             (reduction.name, len(content)) for reduction, content in zip(result, placement.stages)
         }  # (reduction, number of runs of equal nodes) of each stage
         if len(choices) > 1 and any(name == HIERARCHICAL for name, _ in choices):
-            flat = StageSums(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
+            flat = ReductionPrices(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
             return flat.reductions(placement)
         return result
 
@@ -184,11 +189,12 @@ class StageSums:
 
         def slowest() -> PricedReduction:
             """Return the reduction that takes longest, out of those of all families of groups."""
-            all_sums = self.sums(placement, stage)
+            all_sums = self.family_reductions(placement, stage)
             across = [
                 sums
                 for sums in all_sums
-                if sums.hierarchical is not None or self.network.across(sums.family.node_types)
+                if sums.hierarchical is not None
+                or self.network.spans_clusters(sums.family.node_types)
             ]
             # The groups of a stage reduce at the same time, so they all use the same way.
             use_hierarchical = bool(across) and all(
@@ -201,7 +207,7 @@ class StageSums:
             "reduction", (key, self._stages_on_same_nodes(placement, stage)), slowest
         )
 
-    def _prefers_hierarchical(self, sums: Sums, size: float) -> bool:
+    def _prefers_hierarchical(self, sums: FamilyReductions, size: float) -> bool:
         """Return whether the hierarchical all-reduce of `size` bytes is possible, and faster or required."""
         if sums.hierarchical is None:
             return False
@@ -209,7 +215,7 @@ class StageSums:
             return True
         return sums.hierarchical.seconds(size) < sums.flat.seconds(size)
 
-    def _chosen(self, sums: Sums, use_hierarchical: bool) -> PricedReduction:
+    def _chosen(self, sums: FamilyReductions, use_hierarchical: bool) -> PricedReduction:
         """Return the reduction of a family: hierarchical if wanted and possible, sharded (ZeRO), or flat."""
         if sums.family.ranks == 1:
             return NONE
@@ -230,28 +236,33 @@ class StageSums:
             return 1  # without such links, a stage shares none
         return placement.stages.count(placement.stages[stage])
 
-    def sums(self, placement: Placement, stage: int) -> list[Sums]:
+    def family_reductions(self, placement: Placement, stage: int) -> list[FamilyReductions]:
         """Return the ways to sum gradients that each family of a stage's groups has."""
         key, folded = self._key_and_fold(placement, stage)
         stages_at_once = self._stages_on_same_nodes(placement, stage)
 
-        def price_families() -> list[Sums]:
+        def price_families() -> list[FamilyReductions]:
             fold, (folded_stage,) = folded()
             families = fold.families(folded_stage)
-            crossing = stages_at_once * sum(family.count for family in families)
-            return [self.sums_of(family, crossing, placement.sizes.pipeline) for family in families]
+            crossing_groups = stages_at_once * sum(family.count for family in families)
+            return [
+                self.reductions_of_family(family, crossing_groups, placement.sizes.pipeline)
+                for family in families
+            ]
 
         return self.remember("sums", (key, stages_at_once), price_families)
 
-    def sums_of(self, family: GroupFamily, crossing: float, pipeline: int = 1) -> Sums:
+    def reductions_of_family(
+        self, family: GroupFamily, crossing_groups: float, pipeline: int = 1
+    ) -> FamilyReductions:
         """Return the ways to sum gradients that one family of groups has.
 
         Args:
             family: Groups that are equal.
-            crossing: Number of groups that share the links between clusters.
+            crossing_groups: Number of groups that share the links between clusters.
             pipeline: Number of stages, to divide the bytes of all gradients by.
         """
-        network = self.groups["data"]
+        network = self.network_of_role["data"]
         rules = self.rules
         link_bps = self.link_bps(family.node_types)
         joint = None
@@ -262,36 +273,39 @@ class StageSums:
                 family,
                 self.job.total_bytes / pipeline,
                 direct=rules.direct,
-                groups=crossing,
+                groups=crossing_groups,
                 compress=rules.compress,
                 inside_bps=link_bps,
                 chunk_bytes=rules.bucket_bytes,
             )
         flat = PricedReduction(
-            load=network.ring(family, crossing, link_bps),
+            load=network.ring(family, crossing_groups, link_bps),
             name=FLAT if family.nodes > 1 else "local",
         )
-        return Sums(family, flat=flat, hierarchical=joint, crossing=crossing)
+        return FamilyReductions(
+            family, flat=flat, hierarchical=joint, crossing_groups=crossing_groups
+        )
 
-    def _sharded(self, sums: Sums) -> Sharded:
+    def _sharded(self, sums: FamilyReductions) -> Sharded:
         """Return the collectives of sharded training (ZeRO, FSDP) for a family of groups."""
         sharded = Sharded(
             load=sums.flat.load,
             name=sums.flat.name,
             zero=self.rules.zero,
-            weights=self.job.weights,
+            weight_bytes_per_gradient_byte=self.job.weight_bytes_per_gradient_byte,
         )
         if self.rules.zero == 1 and self.rules.gathers:
-            sharded = replace(sharded, scatter_part=1.0)  # an all-reduce instead of a scatter
+            sharded = replace(sharded, scatter_share=1.0)  # an all-reduce instead of a scatter
         parts = inside_clusters(self.network, sums.family) if self.rules.hybrid else []
         if not parts:
             return sharded  # all shards are divided among the ranks of all clusters
         # Hybrid: every cluster has all shards, and the owners of one shard all-reduce its gradient.
         rings = [
-            self.network.ring(part, sums.crossing, self.link_bps(part.node_types)) for part in parts
+            self.network.ring(part, sums.crossing_groups, self.link_bps(part.node_types))
+            for part in parts
         ]
         slowest = max(rings, key=lambda ring: (ring.price.byte_s, ring.price.latency_s))
-        across = self.network.ring(owners(self.network, sums.family), sums.crossing)
+        across = self.network.ring(owners(self.network, sums.family), sums.crossing_groups)
         return replace(sharded, load=slowest, name="hybrid", across=across, shards=parts[0].ranks)
 
     def link_bps(self, kinds: Iterable[int]) -> float:
@@ -301,7 +315,7 @@ class StageSums:
         return self.remember("link", kinds, lambda: self.job.slowest(clusters).link_bps)
 
 
-class Prices(StageSums):
+class Prices(ReductionPrices):
     """Costs of a job on one network, for any placement of the same sizes."""
 
     def costs(
@@ -442,7 +456,7 @@ class Prices(StageSums):
             kind: "tensor", "context" or "expert".
             size: Bytes.
         """
-        network = self.groups[kind]
+        network = self.network_of_role[kind]
         slowest_s = 0.0
         for family in fold.families(stage, kind):
             link_bps = self.link_bps(family.node_types)
@@ -450,7 +464,7 @@ class Prices(StageSums):
                 load = network.ring(family, groups=family.count, inside_bps=link_bps)
             else:
                 is_all_to_all = kind == "expert"
-                load = network.in_turn(family, is_all_to_all, inside_bps=link_bps)
+                load = network.exchange(family, is_all_to_all, inside_bps=link_bps)
             slowest_s = max(slowest_s, load.price.seconds(size))
         return slowest_s
 

@@ -68,8 +68,10 @@ class Flow:
     channel: Hashable = None
     then: Hashable = None  # tag of the transfer that starts when this one has arrived
     chained: bool = False
-    way_s: float = 0.0  # latency between clusters, in seconds
-    blocks: bool = False  # whether the next transfer on the channel waits for the latency too
+    wan_latency_s: float = 0.0  # latency between clusters, in seconds
+    awaits_arrival: bool = (
+        False  # whether the next transfer on the channel waits for the latency too
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Hierarchical(PricedReduction):
     ranks: Mapping[str, int] = field(default_factory=dict, hash=False)  # cluster -> its ranks
     #: Latency of one step across clusters, in seconds, and the part of it beyond the fabric's own latency.
     step_latency_s: float = 0.0
-    longer_s: float = 0.0
+    wan_latency_s: float = 0.0
     #: Seconds per byte of a chunk that a step across takes longer because clusters on the route receive a
     #: chunk completely before they forward it.
     relay_byte_s: float = 0.0
@@ -229,7 +231,7 @@ class Hierarchical(PricedReduction):
         for chunk in range(chunks):
             chain = self._chain(
                 size=sum(sizes) / chunks,
-                across_s=self.longer_s + relay_s,
+                across_s=self.wan_latency_s + relay_s,
                 tag=tag,
                 chunk=chunk,
                 is_last=chunk == chunks - 1,
@@ -264,8 +266,8 @@ class Hierarchical(PricedReduction):
                 channel=(tag[:3], step),  # chunks take the same step one after the other
                 then=followers[step],
                 chained=True,
-                way_s=across_s if crosses else 0.0,
-                blocks=self.stalls and crosses,
+                wan_latency_s=across_s if crosses else 0.0,
+                awaits_arrival=self.stalls and crosses,
             )
 
     def streams(self, network: Network, crossing: float) -> int:
@@ -481,7 +483,7 @@ def _priced_route(
         ranks=members.ranks,
         step_latency_s=route.latency_s(latency_s),
         compressed_share=share,
-        longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),
+        wan_latency_s=route.latency_s(lambda pair: network.wan_latency_s(fabric, pair)),
         relay_byte_s=_relay_byte_s(network, fabric, route, members.ranks),
         stalls=bool(network.wan) and request.direct and route.algorithm == "direct",
         senders=max(_senders(part, request.groups) for part in request.family.parts),
@@ -507,11 +509,11 @@ def _relay_byte_s(
         """Return the seconds of a message between two clusters, per byte of the sum."""
         rates_bps: list[float] = [fabric.rate_bps * min(ranks[cluster] for cluster in pair)]
         rates_bps += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
-        return 8 * route.part / min(rates_bps)
+        return 8 * route.message_share / min(rates_bps)
 
     reduce_volumes, _ = route.halves  # (from cluster, to cluster) -> bytes for each byte of the sum
     busiest_s = max(
-        message_s(pair) * volume / route.part  # a pair exchanges volume / part messages
+        message_s(pair) * volume / route.message_share  # a pair exchanges volume / part messages
         for pair, volume in reduce_volumes.items()
     )
     return max(0.0, route.latency_s(message_s) - busiest_s)
@@ -545,17 +547,17 @@ def _step_inside_cluster(
     family = request.family
     fabric = network.fabric(part.node_type for part in parts)
     flows = {
-        part.node: float(part.concurrent_groups if request.groups else part.groups)
+        part.node_class: float(part.concurrent_groups if request.groups else part.groups)
         for part in parts
     }
-    posts = 0.0
+    cpu_messages = 0.0
     if request.direct:
         # Every rank exchanges one part with each other rank at the same time. The parts for ranks of other
         # nodes pass the NIC.
         ranks_per_node = max(part.ranks_per_node for part in parts)
         volume = ranks_per_node * (ranks - ranks_per_node) / ranks
         messages = 1
-        posts = family.count * ranks * (ranks - 1)
+        cpu_messages = family.count * ranks * (ranks - 1)
     else:
         volume = ring_volume
         messages = ranks - 1
@@ -564,11 +566,11 @@ def _step_inside_cluster(
         fabric=network.line(fabric),
         volume=volume,
         messages=messages,
-        part=1 / ranks,
+        message_share=1 / ranks,
         ring=not request.direct,
-        across=True,
+        crosses_clusters=True,
         senders=family.count * nodes,
-        posts=posts,
+        cpu_messages=cpu_messages,
     )
 
 
@@ -601,7 +603,7 @@ def _step_across_clusters(
                 continue  # no traffic in this direction (the root or a leaf of a tree)
             for part in parts:
                 flows = _senders(part, request.groups) * volume_of[cluster]
-                nics.append(((part.node, fabric.name, direction), flows))
+                nics.append(((part.node_class, fabric.name, direction), flows))
     groups = request.groups or family.count
     # Bytes between clusters for each byte of a sum, of all groups that cross at once.
     crossing = {pair: volume * groups for pair, volume in volumes.items()}
@@ -611,10 +613,10 @@ def _step_across_clusters(
         nics=tuple(nics),
         hops=network.hops(fabric, crossing),
         fabric=network.line(fabric),
-        part=max(sent_by.values()),
-        across=True,
+        message_share=max(sent_by.values()),
+        crosses_clusters=True,
         senders=family.count * sum(volumes.values()),
-        posts=family.count * messages,
+        cpu_messages=family.count * messages,
     )
 
 
@@ -628,23 +630,25 @@ class Sharded(PricedReduction):
     """Collectives of sharded training (ZeRO, FSDP); `load` is an all-reduce among the ranks that share."""
 
     zero: int = _ZERO_OPTIMIZER  # ZeRO stage
-    weights: float = 0.5  # bytes of weights that travel for each byte of gradients
-    scatter_part: float = 0.5  # time of a reduce-scatter, as a part of an all-reduce's
+    weight_bytes_per_gradient_byte: float = (
+        0.5  # bytes of weights that travel for each byte of gradients
+    )
+    scatter_share: float = 0.5  # time of a reduce-scatter, as a part of an all-reduce's
     #: All-reduce of a shard across clusters (hybrid sharding only), and the number of shards.
     across: Load | None = None
     shards: int = 1
-    again: float = 1.0  # part of the weights that the backward pass gathers again
+    regathered_share: float = 1.0  # part of the weights that the backward pass gathers again
 
     @property
     def gather(self) -> Price:
         """Return the price of gathering all weights, per byte of their gradients."""
         all_gather = self.load.price.scaled(0.5)
-        return Price(self.weights * all_gather.byte_s, all_gather.latency_s)
+        return Price(self.weight_bytes_per_gradient_byte * all_gather.byte_s, all_gather.latency_s)
 
     @property
     def scatter(self) -> Price:
         """Return the price of reduce-scattering all gradients, per byte of gradients."""
-        return self.load.price.scaled(self.scatter_part)
+        return self.load.price.scaled(self.scatter_share)
 
     @property
     def owned(self) -> Price:
@@ -680,7 +684,7 @@ class Sharded(PricedReduction):
         if self.zero < _ZERO_GRADIENTS:
             return forward, backward  # ZeRO 1 has no collectives in a micro-batch
         gather = self.gather if self.zero == _ZERO_WEIGHTS else FREE
-        gather_again = gather.scaled(self.again)
+        gather_again = gather.scaled(self.regathered_share)
         gather_s = _seconds_of(gather, sizes)
         gather_again_s = _seconds_of(gather_again, sizes)
         scatter_s = _seconds_of(self.scatter, sizes)
@@ -858,7 +862,7 @@ def tied_hierarchical(
     # cluster if the cluster changes once, in the middle.
     are_apart = 2 * first_ranks == family.ranks and borders == 1
     has_single_pair = family.ranks == 2
-    if network.only is not None or has_single_pair or not are_apart:
+    if network.single_fabric is not None or has_single_pair or not are_apart:
         return None
     return hierarchical(
         network,

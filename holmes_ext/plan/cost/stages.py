@@ -24,7 +24,13 @@ from typing import Any, NamedTuple
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.buckets import buffer_bytes
 from holmes_ext.plan.cost.model import Gpu, Layer, Model, in_flight, state_bytes, working_bytes
-from holmes_ext.plan.cost.pipeline import Estimate, both_ways, formula_ends, schedule, walked_ends
+from holmes_ext.plan.cost.pipeline import (
+    Estimate,
+    formula_ends,
+    schedule,
+    walked_ends,
+    with_shared_nics,
+)
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import StageLoad, Workload, passes_s
 
@@ -76,7 +82,7 @@ class RankModel:
     tied_bytes: float = 0.0  # gradient of a tied embedding; 0: there is none
     copies: int = 0  # tensor-parallel ranks that send the same activation; 0: not known
     activation_width: int = 2  # bytes of an activation element
-    weights: float = 0.5  # bytes of weights for each byte of gradients
+    weight_bytes_per_gradient_byte: float = 0.5  # bytes of weights for each byte of gradients
     gpus: Mapping[str, Gpu] = field(default_factory=dict, hash=False)  # cluster -> its GPU
     gpu: Gpu = Gpu()  # of all other clusters
 
@@ -114,7 +120,7 @@ class RankModel:
             tied_bytes=model.tied_bytes(sizes),
             copies=model.copies(sizes),
             activation_width=model.activation_width,
-            weights=model.activation_width / model.gradient_width,
+            weight_bytes_per_gradient_byte=model.activation_width / model.gradient_width,
             gpus=model.gpus,
             gpu=model.gpu,
         )
@@ -406,7 +412,7 @@ class StageCosts:
             return ()  # the framework's schedule
         loads = self.loads(stage_layers)
         forward_s, backward_s = passes_s(loads)
-        transfer_s, link_load_s = both_ways(
+        transfer_s, link_load_s = with_shared_nics(
             self.stage_links_s(stage_layers),
             self.link_load_s,
             self.shared_nic_stages,
