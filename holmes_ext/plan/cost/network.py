@@ -66,9 +66,7 @@ class Load:
     hops: tuple[tuple[Hop, float], ...] = ()  # link between clusters, and number of messages on it
     fabric: Fabric | None = None  # None: inside a node
     inside_bps: float = 0.0  # bits/s inside a node; 0: not known, counts as free
-    volume: float = (
-        1.0  # bytes through a NIC, for each byte of the message or of the reduced tensor
-    )
+    volume: float = 1.0  # bytes through a NIC for each byte of the message or reduced tensor
     messages: float = 1.0  # number of messages that follow each other, each with one latency
     message_share: float = 1.0  # size of each message, as a part of all bytes
     wan_latency_s: float = 0.0  # total latency between clusters beyond the fabric's own, in seconds
@@ -76,12 +74,8 @@ class Load:
     ring: bool = False
     crosses_clusters: bool = False
     # Only for a lab, where all nodes share the cores of one machine:
-    senders: float = (
-        0.0  # messages of all nodes at the same time; each costs CPU time for its bytes
-    )
-    cpu_messages: float = (
-        0.0  # messages of a hierarchical all-reduce, which also cost fixed CPU time
-    )
+    senders: float = 0.0  # messages at the same time, of all nodes; their bytes cost CPU time
+    cpu_messages: float = 0.0  # of a hierarchical all-reduce; each costs a fixed CPU time
 
     def scaled(self, factor: float) -> Load:
         """Return `factor` times as many messages and bytes; half of a ring is a reduce-scatter."""
