@@ -361,8 +361,10 @@ def pair_needs_group(
 def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list[tuple[int, int]]:
     """Return the pairs of neighbouring stages that need groups, if a framework sends over `ranks`.
 
-    The result contains all pairs or none. NCCL creates a group's communicator at the first batch over it,
-    among all its ranks (if no device is bound), and a rank whose pairs all had groups would never take part.
+    The result contains all pairs or none. NCCL creates the communicator of `ranks` when they first
+    send over it, and this needs all of them. If only some pairs had groups of their own, a rank
+    with groups for all of its messages would never send over `ranks`, and the others would wait for
+    it.
 
     Args:
         plan: The plan.

@@ -221,6 +221,8 @@ def _expert_groups(sizes: Sizes, rank_strides: dict[str, int]) -> list[tuple[int
         sizes: Parallel sizes, with the data size.
         rank_strides: Axis -> distance between neighbours in the grid of all ranks.
     """
+    # The grid of experts numbers the ranks of a stage from 0. For the first stage, `first_stage`
+    # maps these numbers to global ranks. Other stages are shifted by the stride of the pipeline.
     grid, strides = expert_grid(sizes)
     first_stage = _span(rank_strides, {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
     members = _span(strides, {"ep": grid["ep"]})
