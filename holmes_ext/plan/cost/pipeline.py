@@ -25,9 +25,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, inf
+from typing import TYPE_CHECKING
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.schedule import passes
+
+if TYPE_CHECKING:
+    from holmes_ext.options import Options
 
 Seconds = Sequence[float]
 #: Stage links that take less than this part of a stage's forward and backward need not be hidden: the sends
@@ -154,7 +158,7 @@ def quickest_in_flight(
     return more_counts if is_worth_it else counts
 
 
-def with_shared_nics(
+def share_nics(
     transfer: Seconds, load: Seconds, nics: Sequence[tuple[int, int]], busy_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the times of stage links, longer if two stage links share a busy NIC.
@@ -396,6 +400,19 @@ def walked_ends(
         after_s = clock[stage + 1] + transfer[stage] + backward[stage]
         clock[stage] = max(clock[stage], after_s, least_end.get(stage, 0.0))
     return clock
+
+
+def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Return the micro-batches in flight on each stage that --holmes-inflight sets, or ().
+
+    The option is a number of micro-batches more than 1F1B has. It does not apply to the last stage.
+    """
+    if options.inflight in ("auto", "off"):
+        return ()
+    extra = int(options.inflight)
+    of_1f1b = range(stages, 0, -1)
+    counts = [count + extra if count > 1 else count for count in of_1f1b]  # 1: the last stage
+    return tuple(min(count, micro_batches) for count in counts)
 
 
 def _least_end_s(

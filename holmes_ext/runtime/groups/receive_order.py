@@ -199,7 +199,7 @@ class ListedOrder:
         """
         stage_link = min(stage, neighbour)  # numbered by its earlier stage
         # The leads of all gradients, as the later and as the earlier stage of the link count them.
-        leads_for_activations, leads_for_gradients = self.schedule.posted(stage_link)
+        leads_for_activations, leads_for_gradients = self.schedule.receive_orders(stage_link)
         if stage < neighbour:  # receives gradients
             return ListedPostingRule(leads=leads_for_gradients)
         own_passes = self.order(stage, micro_batches)

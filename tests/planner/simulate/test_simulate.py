@@ -341,7 +341,9 @@ def test_folding_changes_nothing(monkeypatch):
     folded = simulate(site, order, sizes, gpt, Execution(overlap="on"))
     counter = itertools.count()
     monkeypatch.setattr(folds, "_count_folded_tensor_ranks", lambda placement: 1)
-    monkeypatch.setattr(folds, "_count_repeating_ranks", lambda placement, step: placement.stage_ranks)
+    monkeypatch.setattr(
+        folds, "_count_repeating_ranks", lambda placement, step: placement.stage_ranks
+    )
     monkeypatch.setattr(Fold, "_signature", lambda self, node_indices: next(counter))
     single = simulate(site, order, sizes, gpt, Execution(overlap="on"))
     assert len(folded.ranks) == 2 and len(single.ranks) == 8
