@@ -41,7 +41,7 @@ from holmes_ext.plan.traffic import (
     ReductionSpec,
     StageLink,
     Traffic,
-    same,
+    one_if_equal,
 )
 from holmes_ext.plan.workload import StageLoad, Workload, passes_s
 
@@ -95,7 +95,7 @@ class Decisions:
             fabrics_of.setdefault(role, []).append(name_of(fabric))
         traffic = Traffic(
             network_apis=(self.network_api,),
-            transports={role: same(tuple(fabrics)) for role, fabrics in fabrics_of.items()},
+            transports={role: one_if_equal(tuple(fabrics)) for role, fabrics in fabrics_of.items()},
             reductions=self.reductions(),
             stage_links=self.stage_links(),
             tied=self.tied(),
@@ -309,7 +309,7 @@ class Decisions:
                     frameworks.append("world")
                 pair_groups.append("+".join(frameworks))
             stage_link = StageLink(
-                (stage, following), same(tuple(fabrics)), same(tuple(pair_groups))
+                (stage, following), one_if_equal(tuple(fabrics)), one_if_equal(tuple(pair_groups))
             )
             if ETHERNET in fabrics:
                 stage_link = replace(

@@ -12,8 +12,8 @@ Prices and simulations need not look at all ranks. A `Fold` keeps one of several
 counts them:
 
     pipeline class   pipelines (one rank of every stage) with equal nodes, groups and stage links
-    node class       nodes of one type that hold equally many ranks of the same pipeline classes, so their
-                     NICs are equally busy
+    node class       nodes of one type that hold equally many ranks of the same pipeline classes, so
+                     their NICs are equally busy
     family           equal groups of a stage
 
 The number of a rank among the ranks of its stage is its `rank_in_stage`.
@@ -148,7 +148,7 @@ class Placement:
 
     @cached_property
     def borders(self) -> list[int]:
-        """Return where the node type changes in some stage, as ranks in stage, with 0 and the end."""
+        """Return where the node type changes in some stage (a rank in stage), with 0 and the end."""
         contents = dict.fromkeys(self.stages)
         ends = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
         return [0, *sorted(ends)]
@@ -319,7 +319,7 @@ class Fold:
     """Compact form of a placement: one of several equal pipelines or nodes, with their number.
 
     A pipeline consists of the ranks with the same `rank_in_stage` (number of a rank among the ranks
-    of its stage) in all stages. Of the tensor-parallel ranks that are neighbours on a node, the fold
+    of its stage) in all stages. Of tensor-parallel ranks that are neighbours on a node, the fold
     keeps one: `placement` contains only these, `full_placement` all ranks. Of the pipelines that
     repeat in a run of equal nodes, it keeps the first piece (see `_count_repeating_ranks`).
     """
@@ -432,7 +432,7 @@ class Fold:
         return node_types, tuple(index == other for index, other in zip(node_indices, following))
 
     def pipeline_class_at(self, rank_in_stage: int) -> int:
-        """Return the class of the pipeline that has this rank (a number in its stage) in each stage."""
+        """Return the class of the pipeline whose ranks have this number in their stages."""
         folded_rank = rank_in_stage // self.folded_tensor_ranks
         # Of a run of equal nodes, the fold keeps the first repeating piece only.
         if folded_rank not in self.pipeline_class_of:
@@ -535,7 +535,7 @@ class Fold:
 
     @cached_property
     def _data_groups_on(self) -> dict[int, int]:
-        """Return the number of data-parallel groups, of all stages, on a node of each node class."""
+        """Return the number of data-parallel groups of all stages on a node of each class."""
         groups_on: dict[int, set[tuple[int, int]]] = {}  # node index -> (stage, group)
         for rank_in_stage, node_indices in self._node_indices.items():
             group = self._data_group[rank_in_stage]

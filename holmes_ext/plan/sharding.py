@@ -32,7 +32,7 @@ def sharded_seconds(
     network_api: str,
     hybrid: bool = False,
 ) -> float:
-    """Return the time of all gathers and reduce-scatters of a step, in seconds, without computation.
+    """Return the seconds of all gathers and reduce-scatters of a step, without computation.
 
     The weights of each unit (such as a layer) are gathered before its forward pass, and partly
     again before its backward pass. Its gradients are reduce-scattered.

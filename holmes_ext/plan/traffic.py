@@ -144,10 +144,7 @@ class StageLink:
 
     stages: tuple[int, ...]
     fabrics: tuple[str, ...]  # fabric between the two ranks
-    #: When the two ranks need a process group of their own, to use a faster fabric: "pipeline" if
-    #: the framework sends over the pipeline group, "world" if it sends over the group of all ranks,
-    #: "pipeline+world" in both cases, "" in none.
-    pair_groups: tuple[str, ...]
+    pair_groups: tuple[str, ...]  # frameworks that need a process group of the two ranks
     slices: int = 1  # tensor-parallel ranks that share the message that each of them has
     compression: str = "off"  # of activations and their gradients: "off", "bf16" or "int8"
 
@@ -172,6 +169,6 @@ class Traffic:
     tied: ReductionSpec | None = None
 
 
-def same(values: tuple[str, ...]) -> tuple[str, ...]:
+def one_if_equal(values: tuple[str, ...]) -> tuple[str, ...]:
     """Return a tuple with the first value only, if all values are equal; else all values."""
     return values[:1] if len(set(values)) == 1 else values

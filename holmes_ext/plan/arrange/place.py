@@ -54,7 +54,7 @@ def pack(
 ) -> list[tuple[int, ...]] | None:
     """Divide nodes into components of equal size whose nodes share a fabric.
 
-    A component are nodes that hold the same pipeline stages. Nodes on the same fabrics form a class.
+    A component are nodes with the same pipeline stages. Nodes on the same fabrics form a class.
 
     The search assigns the nodes of one class after the other to fabrics. Whether the rest fits
     depends only on the number of nodes that each fabric has beyond whole components. So assignments

@@ -187,7 +187,7 @@ class Network:
     def fabric(self, node_types: Iterable[int]) -> Fabric:
         """Return the fabric that a group of nodes of these types uses, as in cluster.toml.
 
-        This is the fastest fabric that they share, unless `single_fabric` or `on_best_fabrics` is set.
+        This is the fastest that they share, unless `single_fabric` or `on_best_fabrics` is set.
         """
         if self.single_fabric is not None:
             return self.single_fabric
@@ -418,7 +418,7 @@ class Network:
         return fast or [f"{ETHERNET} of {cluster}" if self.wan else ETHERNET]
 
     def spans_networks(self, node_types: frozenset[int]) -> bool:
-        """Return whether nodes of these types share only Ethernet although some have a faster fabric."""
+        """Return whether these node types share only Ethernet although one has a faster fabric."""
         if len(node_types) == 1 or self.fabric(node_types).name != ETHERNET:
             return False
         return len({tuple(self.usable_fabrics(node_type)) for node_type in node_types}) > 1

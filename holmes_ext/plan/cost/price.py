@@ -74,8 +74,8 @@ class ReductionPrices:
         network: The site.
         job: Layers and bytes of a rank.
         rules: Reductions that the engine and the options allow.
-        role_on_best_fabrics: Role of groups ("data", "tensor", "context" or "expert") that are priced as if
-            each node could use its best fabric. "": none.
+        role_on_best_fabrics: Role of groups ("data", "tensor", "context" or "expert") that are priced
+            as if each node could use its best fabric. "": none.
     """
 
     def __init__(
@@ -324,11 +324,11 @@ class ReductionPrices:
         shards = cluster_families[0].ranks
         return replace(sharded, load=slowest, name="hybrid", across=across, shards=shards)
 
-    def link_bps(self, kinds: Iterable[int]) -> float:
-        """Return the slowest rate between the GPUs of a node of these kinds, in bits/s."""
-        kinds = frozenset(kinds)
-        clusters = map(self.network.cluster, kinds)
-        return self.remember("link", kinds, lambda: self.job.slowest(clusters).link_bps)
+    def link_bps(self, node_types: Iterable[int]) -> float:
+        """Return the slowest rate between the GPUs of a node of these node_types, in bits/s."""
+        node_types = frozenset(node_types)
+        clusters = map(self.network.cluster, node_types)
+        return self.remember("link", node_types, lambda: self.job.slowest(clusters).link_bps)
 
 
 class Prices(ReductionPrices):
@@ -337,7 +337,7 @@ class Prices(ReductionPrices):
     def costs(
         self, placement: Placement, reductions: Sequence[PricedReduction] = (), sharded: bool = True
     ) -> StageCosts:
-        """Return the costs of every kind of layer on every stage.
+        """Return the costs of every type of layer on every stage.
 
         Args:
             placement: Nodes of each stage.
@@ -402,7 +402,7 @@ class Prices(ReductionPrices):
     def _layer_costs_of(
         self, placement: Placement, stage: int, reduction: PricedReduction, sharded: bool
     ) -> _LayerCosts:
-        """Return the costs of each kind of layer on a stage, computed once for equal stages."""
+        """Return the costs of each type of layer on a stage, computed once for equal stages."""
         key, folded = self._key_and_fold(placement, stage)
         return self.remember(
             "layers",
@@ -513,7 +513,7 @@ class Prices(ReductionPrices):
         def prices() -> list[Price]:
             """Return the price of a message of each pipeline class, which all send at the same time."""
             stage_links = self._messages(fold, sender, receiver)
-            crossing: Counter[tuple[int, int]] = Counter()  # kinds of both nodes -> messages
+            crossing: Counter[tuple[int, int]] = Counter()  # types of both nodes -> messages
             for stage_link in stage_links:
                 crossing[stage_link.node_types] += stage_link.count
             result = []
@@ -530,10 +530,10 @@ class Prices(ReductionPrices):
 
     def _messages(self, fold: Fold, sender: int, receiver: int) -> list[StageMessages]:
         """Return the messages between two stages, of each pipeline class."""
-        return fold.stage_links(sender, receiver, lambda kinds: self.network.fabric(kinds).name)
+        return fold.stage_links(sender, receiver, lambda types: self.network.fabric(types).name)
 
     def _transfer_s(self, stage_links: Sequence[Price]) -> tuple[Row, ...]:
-        """Return the seconds that each kind of layer's output takes to the next stage, by stage."""
+        """Return the seconds that each type of layer's output takes to the next stage, by stage."""
         job = self.job
         size = job.block.activation_bytes
         output: Row = (0.0,) if job.after else ()  # the output layer sends nothing
@@ -701,7 +701,7 @@ class _StageLimits(NamedTuple):
 
 
 class _LayerCosts(NamedTuple):
-    """Seconds of each kind of layer on a stage."""
+    """Seconds of each type of layer on a stage."""
 
     forward_s: Row
     backward_s: Row
@@ -731,7 +731,7 @@ def price(
     rules: Rules = Rules(),
     reductions: Sequence[PricedReduction] = (),
 ) -> StageCosts:
-    """Return the costs of every kind of layer on every stage of a placement.
+    """Return the costs of every type of layer on every stage of a placement.
 
     Args:
         network: The site.

@@ -633,7 +633,7 @@ def _step_across_clusters(
     )
 
 
-#: Seconds or bytes, one number for each kind of layer.
+#: Seconds or bytes, one number for each type of layer (embedding, block, output).
 Row = tuple[float, ...]
 _ZERO_OPTIMIZER, _ZERO_GRADIENTS, _ZERO_WEIGHTS = 1, 2, 3
 

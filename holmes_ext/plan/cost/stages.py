@@ -437,10 +437,10 @@ def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int]
             and fit the memory.
     """
     in_flight = tuple(asked) or costs.in_flight(stage_layers)
-    if not in_flight:  # the framework's own schedule, which awaits each message
+    if not in_flight:  # the framework's own schedule
         return estimate(costs, stage_layers, walked_ends)
-    load_s = costs.link_load_s or ()
-    ends = partial(walked_ends, in_flight=in_flight, load=load_s, nics=costs.shared_nic_stages)
+    link_load_s = costs.link_load_s or ()  # part of each transfer that occupies its stage link
+    ends = partial(walked_ends, in_flight=in_flight, load=link_load_s, nics=costs.shared_nic_stages)
     step = estimate(costs, stage_layers, ends)
     memory_bytes = tuple(
         load.bytes_of(count) for load, count in zip(costs.loads(stage_layers), in_flight)
