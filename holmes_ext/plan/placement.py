@@ -551,8 +551,8 @@ class Fold:
 
         Args:
             stage: Number of the stage.
-            role: "data", "tensor", "context" or "expert". Of the last two, groups of a single rank
-                are left out, because they send nothing.
+            role: "data", "tensor", "context" or "expert". Groups of a single rank send nothing, and
+                are left out unless this is "data".
         """
         if (stage, role) not in self._families_of:
             self._families_of[stage, role] = tuple(self._families(stage, role))

@@ -242,8 +242,7 @@ class PassOrder:
             The pass of the receiver that sends over the same stage link; None: the receive is posted at the
             beginning of the step.
         """
-        # For each gradient, the number of activations before it: when activations are received, and
-        # when gradients are received.
+        # For each gradient, the number of activations before it, in both directions.
         for_activations, for_gradients = self.receive_orders(stage_link)
         if received == "B":
             # Activations are sent in the order of their micro-batches. If n come before this
@@ -273,7 +272,7 @@ class PassOrder:
                     if not self._message_was_sent(stage, letter, number, ended):
                         break
                     # "B" counts as "I": both make the gradient that the previous stage waits for.
-                    ended.add((stage, _message_letter(letter), number))
+                    ended.add((stage, _recorded_letter(letter), number))
                     position[stage] += 1
                     is_stuck = False
                     yield stage, (letter, number)
@@ -313,7 +312,7 @@ class PassOrder:
         """Return when each stage has ended its last pass, in seconds; sends take no time of a stage."""
         ready = self._pass_ends(times)
         return [
-            ready[stage, _message_letter(order[-1][0]), order[-1][1]]
+            ready[stage, _recorded_letter(order[-1][0]), order[-1][1]]
             for stage, order in enumerate(self.stages)
         ]
 
@@ -329,7 +328,7 @@ class PassOrder:
 
         Returns:
             (stage, letter, micro-batch) -> seconds since the step began. "I" stands for "B", too:
-            both make the gradient that the previous stage needs (_message_letter).
+            both make the gradient that the previous stage needs (_recorded_letter).
         """
         clock = [0.0] * len(self.stages)  # when each stage has ended its latest pass
         last = len(self.stages) - 1
@@ -341,20 +340,20 @@ class PassOrder:
                 stage_link = min(stage, sender)
                 message = "F" if letter == "F" else "B"  # pass of the sender that makes the message
                 transfer_s = times.transfer[stage_link]
-                leaves_s = ready[sender, _message_letter(message), number]
+                leaves_s = ready[sender, _recorded_letter(message), number]
                 posting_pass = None  # pass of this stage after which it posts the receive
                 if self.activations_before:
                     posting_pass = self.posted_after(stage_link, message, number)
                 if posting_pass is not None:
                     sent_letter, sent_number = posting_pass
-                    posted_s = ready[stage, _message_letter(sent_letter), sent_number]
+                    posted_s = ready[stage, _recorded_letter(sent_letter), sent_number]
                     # The receive is posted when this stage has sent the message of that pass, which
                     # takes the time of one transfer.
                     leaves_s = max(leaves_s, posted_s + transfer_s)
                 begin = max(begin, leaves_s + transfer_s)
             end = begin + times.of(letter, stage)
             clock[stage] = end
-            ready[stage, _message_letter(letter), number] = end
+            ready[stage, _recorded_letter(letter), number] = end
         return ready
 
     def in_one_order(self, times: Times) -> PassOrder:
@@ -372,7 +371,7 @@ class PassOrder:
         begins: Ends = {}
         for stage, order in enumerate(self.stages):
             for letter, number in order:
-                key = (stage, _message_letter(letter), number)
+                key = (stage, _recorded_letter(letter), number)
                 begins[key] = ready[key] - times.of(letter, stage)
 
         def moments(sender: int, receiver: int, letter: str) -> list[float]:
@@ -401,8 +400,11 @@ class PassOrder:
         return replace(self, activations_before=tuple(counts_of_links))
 
 
-def _message_letter(letter: str) -> str:
-    """Return "I" for "B", and other letters unchanged: both passes send a gradient to the previous stage."""
+def _recorded_letter(letter: str) -> str:
+    """Return the letter under which the end of a pass is recorded: "I" for "B", else the letter.
+
+    Both "I" and "B" make the gradient that the previous stage waits for.
+    """
     return "I" if letter == "B" else letter
 
 

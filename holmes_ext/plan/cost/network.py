@@ -268,7 +268,7 @@ class Network:
         ]
         link_latency_s += [0.0] * (ranks - len(link_latency_s))
         # A chunk passes all links but one, first for the sum and again to distribute it. The
-        # slowest chunk is that which leaves out the fastest link.
+        # slowest chunk leaves out the fastest link.
         wan_latency_s = 2 * (sum(link_latency_s) - min(link_latency_s))
         crossing = {pair: times * (groups or family.count) for pair, times in pairs.items()}
         # Node class -> groups that share a NIC: those of all families, or of this family only.
