@@ -100,7 +100,7 @@ def lab(repetitions: int) -> list[Row]:
             )
         )
     trips = [[row for row in run if row.what == "round trip"] for run in runs]
-    errors = [max(map(_round_trip_error, run)) for run in trips]
+    errors = [max(map(_latency_error, run)) for run in trips]
     rows.append(
         Row.median(
             "lab",

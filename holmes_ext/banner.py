@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from holmes_ext.patches import registry
-from holmes_ext.plan.decide import more_bytes
-from holmes_ext.plan.plan import NOMINAL
+from holmes_ext.plan.plan import NOMINAL, more_bytes
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 from holmes_ext.runtime.session import Session
 from holmes_ext.units import format_bytes

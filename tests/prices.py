@@ -19,7 +19,7 @@ def costs_on_site(
         order: Names of the nodes, in the order of the ranks.
         only: Name of the fabric that carries all traffic; None: each group uses its fastest.
     """
-    network, sizes = Network(site, only=only), sizes.complete(site.world_size)
+    network, sizes = Network(site, single_fabric=only), sizes.complete(site.world_size)
     job = RankModel.of(model, sizes)
     rules = Rules(overlap=overlap, hide_stage_links=async_stage_links, **rules)
     return price(network, network.placement(order, sizes), job, rules)
@@ -27,7 +27,7 @@ def costs_on_site(
 
 def step_seconds(site, order, sizes, work=Workload(), only=None, **rules):
     """Return the seconds of a step of a workload."""
-    network, sizes = Network(site, only=only), sizes.complete(site.world_size)
+    network, sizes = Network(site, single_fabric=only), sizes.complete(site.world_size)
     prices = Prices(
         network, RankModel.of_workload(work, sizes), Rules(**{"hide_stage_links": False, **rules})
     )
@@ -45,7 +45,7 @@ def sums_on_site(site, order=(), ranks=(), size=1e9, **rules):
     job = RankModel.of_workload(Workload(gradient_bytes=size), sizes)
     placement = network.placement(order or [node.name for node in site.nodes], sizes)
     family = family_of(placement, ranks or range(site.world_size))
-    return Prices(network, job, Rules(**{"direct": True, **rules})).sums_of(family, 1)
+    return Prices(network, job, Rules(**{"direct": True, **rules})).reductions_of_family(family, 1)
 
 
 def job_on_site(site, order, sizes, model, execution):

@@ -328,7 +328,7 @@ def piper(view: View) -> Json:
         "mbsInBatch": 1,
     }
     nodes = [_piper_node(view, tables, number, last) for number in range(last + 1)]
-    return {"1": {**limits, "nodes": nodes, "stage_links": stage_links}}
+    return {"1": {**limits, "nodes": nodes, "edges": stage_links}}
 
 
 def _piper_node(view: View, tables: dict[int, list[Json]], number: int, last: int) -> Json:

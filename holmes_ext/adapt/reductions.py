@@ -24,7 +24,7 @@ from holmes_ext.adapt.pipeline import GAIN, MEASURED, Trials
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.network import Price
-from holmes_ext.plan.cost.price import Sums
+from holmes_ext.plan.cost.price import FamilyReductions
 from holmes_ext.plan.decide import Decisions, decisions
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
@@ -180,7 +180,7 @@ def _networks_with_prices(
         stage: Number of the stage.
         summed: Measurements of the stage, which say what algorithm was used.
     """
-    groups = decided.prices.sums(decided.placement, stage)
+    groups = decided.prices.family_reductions(decided.placement, stage)
     for group in groups:
         if not summed.hierarchical:
             network_of_ring = group.flat.load.fabric  # None: the group is inside one node
@@ -201,7 +201,7 @@ def _networks_with_prices(
                 yield load.fabric.name, load.price.scaled(2)
 
 
-def _ring_price(group: Sums, reduction: ReductionSpec, size: float) -> Price:
+def _ring_price(group: FamilyReductions, reduction: ReductionSpec, size: float) -> Price:
     """Return the price of ring all-reduces of gradients, with the latency once for each bucket.
 
     Args:
@@ -345,10 +345,10 @@ class SumEvaluator:
         reduction = decided.reduction(stage, overlap=current.reduction.overlap)
         reduction = replace(reduction, compress=current.reduction.compress)
         # Prices of the stage's data-parallel groups. They sum at the same time: the slowest counts.
-        groups = decided.prices.sums(decided.placement, stage)
+        groups = decided.prices.family_reductions(decided.placement, stage)
         if is_hierarchical(reduction, size):
             # Inside clusters, process groups exist only for the networks of the current plan.
-            planned_groups = planned.prices.sums(planned.placement, stage)
+            planned_groups = planned.prices.family_reductions(planned.placement, stage)
             networks = [_networks_inside(group) for group in groups]
             if networks != [_networks_inside(group) for group in planned_groups]:
                 return current
@@ -379,7 +379,7 @@ class SumEvaluator:
         return measured_networks(plan, self.network_api, self.options, self.engine, summed)
 
 
-def _networks_inside(group: Sums) -> list[str]:
+def _networks_inside(group: FamilyReductions) -> list[str]:
     """Return the networks that a hierarchical all-reduce of a group uses inside the clusters.
 
     The result is [] if the group cannot reduce hierarchically.

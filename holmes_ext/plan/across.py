@@ -14,9 +14,10 @@ use all links. In this example, a tree with root b does not use the slow link:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import TYPE_CHECKING, TypeVar
 
 from holmes_ext.plan.traffic import CrossClusterAlgorithm, Pair, neighbours
@@ -120,6 +121,57 @@ def _two_opt(
                     order = reversed_part
                     is_improved = True
     return tuple(order)
+
+
+def swap_pairs(order: Sequence[T], offer: Callable[[tuple[T, ...]], bool], limit: int) -> None:
+    """Swap pairs of different items as long as some result is accepted.
+
+    Args:
+        order: Items to begin with.
+        offer: Returns whether an order is accepted; the next swaps then begin with it.
+        limit: Largest number of offers.
+    """
+    current = list(order)
+    offers = 0
+    is_improved = True
+    while is_improved:
+        is_improved = False
+        for left, right in combinations(range(len(current)), 2):
+            if current[left] == current[right]:
+                continue
+            if offers == limit:
+                return
+            offers += 1
+            current[left], current[right] = current[right], current[left]
+            if offer(tuple(current)):
+                is_improved = True
+            else:
+                current[left], current[right] = current[right], current[left]
+
+
+def order_count(counts: Mapping[T, int]) -> int:
+    """Return the number of distinct orders of a multiset."""
+    total = math.factorial(sum(counts.values()))
+    return total // math.prod(math.factorial(count) for count in counts.values())
+
+
+def distinct_orders(counts: Mapping[T, int]) -> Iterator[tuple[T, ...]]:
+    """Yield every distinct order of a multiset once, in lexicographic order of its keys as given.
+
+    This is the algorithm of the next permutation (Narayana): the rightmost item that is smaller than its
+    successor is swapped with the last greater item, and the items after it are reversed.
+    """
+    keys = list(counts)
+    order = [number for number, key in enumerate(keys) for _ in range(counts[key])]
+    while True:
+        yield tuple(keys[number] for number in order)
+        ascents = (i for i in reversed(range(len(order) - 1)) if order[i] < order[i + 1])
+        pivot = next(ascents, None)
+        if pivot is None:
+            return
+        greater = next(i for i in reversed(range(len(order))) if order[i] > order[pivot])
+        order[pivot], order[greater] = order[greater], order[pivot]
+        order[pivot + 1 :] = reversed(order[pivot + 1 :])
 
 
 def _trees(

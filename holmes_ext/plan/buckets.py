@@ -117,6 +117,11 @@ NCCL_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
 def chunk_bytes(ranks: int, direct: bool) -> int:
     """Return the size of a chunk of a hierarchical all-reduce, in bytes.
 
+    The ranks of a cluster divide a chunk to send it to other clusters, so it grows with their
+    number: each sends CHUNK_SHARE_BYTES at a time. NCCL's collectives also have a least size, to
+    reach the rate of a network, and a largest one. gloo's messages are as large as the share of one
+    rank, so they need neither.
+
     Args:
         ranks: Number of ranks of the group in the smallest cluster.
         direct: Whether the steps are gloo's direct exchanges; else they are NCCL's collectives.

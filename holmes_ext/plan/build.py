@@ -13,10 +13,10 @@ from holmes_ext.plan.arrange.place import fastest_first, place
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
-from holmes_ext.plan.cost.pipeline import Estimate, uniform
+from holmes_ext.plan.cost.pipeline import Estimate, asked_in_flight, uniform
 from holmes_ext.plan.cost.price import Prices, price
 from holmes_ext.plan.cost.stages import RankModel, StageCosts, estimate, predict
-from holmes_ext.plan.decide import asked_in_flight, derive_traffic
+from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.engine import EngineTraits, rules_of
 from holmes_ext.plan.partition import METHODS
 from holmes_ext.plan.partition import partition as split_layers
@@ -145,7 +145,7 @@ def _stock(prices: Prices, sizes: Sizes) -> tuple[Network, Placement]:
     The nodes are in the launcher's order, and all traffic uses the fastest fabric that all nodes share.
     """
     site = prices.network.site
-    network = Network(site, prices.network.links, only=stock_fabric(site))
+    network = Network(site, prices.network.links, single_fabric=stock_fabric(site))
     return network, launched(network, sizes)
 
 

@@ -18,8 +18,8 @@ from holmes_ext.options import Options
 from holmes_ext.plan.buckets import bucket_bytes
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.pipeline import both_ways, schedule
-from holmes_ext.plan.cost.price import Prices, Sums
+from holmes_ext.plan.cost.pipeline import asked_in_flight, schedule, share_nics
+from holmes_ext.plan.cost.price import FamilyReductions, Prices
 from holmes_ext.plan.cost.reductions import Hierarchical, tied_weight_families
 from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.engine import EngineTraits, rules_of
@@ -41,7 +41,7 @@ from holmes_ext.plan.traffic import (
     ReductionSpec,
     StageLink,
     Traffic,
-    same,
+    one_if_equal,
 )
 from holmes_ext.plan.workload import StageLoad, Workload, passes_s
 
@@ -87,13 +87,15 @@ class Decisions:
 
     def traffic(self) -> Traffic:
         """Return the decisions: networks of groups, reductions, stage links and the order of passes."""
-        fabrics_of: dict[str, list[str]] = {}  # kind of group -> fabric of each group
-        for kind, ranks in self.plan.groups():
+        fabrics_of: dict[
+            str, list[str]
+        ] = {}  # role of groups, such as "data" -> fabric of each group
+        for role, ranks in self.plan.groups():
             fabric = self.plan.fabric_of(ranks, self.network_api)
-            fabrics_of.setdefault(kind, []).append(name_of(fabric))
+            fabrics_of.setdefault(role, []).append(name_of(fabric))
         traffic = Traffic(
             network_apis=(self.network_api,),
-            transports={kind: same(tuple(fabrics)) for kind, fabrics in fabrics_of.items()},
+            transports={role: one_if_equal(tuple(fabrics)) for role, fabrics in fabrics_of.items()},
             reductions=self.reductions(),
             stage_links=self.stage_links(),
             tied=self.tied(),
@@ -123,6 +125,9 @@ class Decisions:
             return (True,) * sizes.pipeline  # the engine does it, with or without the option
         if options.overlap != "auto" or not is_possible:
             return (options.overlap == "on" and is_possible,) * sizes.pipeline
+        # Without the tied weight's reduction, which runs after the backward pass in any case.
+        # `end_s` contains the exposed part of the reduction, so the difference is the end of the
+        # backward pass.
         costs = replace(self.prices.costs(self.placement), tied_s=0.0)
         step = estimate(costs, (1,) * costs.stages)  # with one block on each stage
         first_backward_end_s = step.end_s[0] - step.exposed_s[0]
@@ -138,10 +143,12 @@ class Decisions:
             stage: Number of the stage.
             overlap: Whether they are reduced during the last backward pass.
         """
-        sums = self.prices.sums(self.placement, stage)
+        sums = self.prices.family_reductions(self.placement, stage)
         return self._reduction(sums, overlap, self.plan.workload.gradient_bytes)
 
-    def of_group(self, ranks: Sequence[int], overlap: bool, total_bytes: float) -> ReductionSpec:
+    def reduction_of_group(
+        self, ranks: Sequence[int], overlap: bool, total_bytes: float
+    ) -> ReductionSpec:
         """Return how a group that is not in the plan sums `total_bytes` per step.
 
         Args:
@@ -150,13 +157,20 @@ class Decisions:
             total_bytes: Bytes of all gradients.
         """
         family = family_of(self.placement, ranks)
+        # `total_bytes` may be infinite (not known). Larger sums are reduced like one of
+        # LARGE_BYTES.
         reduced_bytes = min(total_bytes, LARGE_BYTES)
+        # A model with a single layer, which has all gradients.
         job = replace(self.prices.job, reduced_bytes=(reduced_bytes,), repeats=(1,))
         prices = Prices(self.network, job, self.prices.rules)
-        sums = prices.sums_of(family, crossing=1)  # no other group uses the links between clusters
+        sums = prices.reductions_of_family(
+            family, crossing_groups=1
+        )  # no other group uses the links between clusters
         return self._reduction([sums], overlap, total_bytes)
 
-    def _reduction(self, sums: Sequence[Sums], overlap: bool, total_bytes: float) -> ReductionSpec:
+    def _reduction(
+        self, sums: Sequence[FamilyReductions], overlap: bool, total_bytes: float
+    ) -> ReductionSpec:
         """Return how the groups of a stage sum their gradients.
 
         Args:
@@ -176,20 +190,21 @@ class Decisions:
             bucket_bytes=self.options.bucket_bytes or suitable_bytes,
             compress=self.options.compress_gradients,
         )
-        across = [group for group in sums if self.network.across(group.family.node_types)]
+        across = [group for group in sums if self.network.spans_clusters(group.family.node_types)]
         return self._hierarchical_if_faster(flat, across)
 
-    def _hierarchical_if_faster(self, flat: ReductionSpec, sums: Sequence[Sums]) -> ReductionSpec:
+    def _hierarchical_if_faster(
+        self, flat: ReductionSpec, sums: Sequence[FamilyReductions]
+    ) -> ReductionSpec:
         """Return a hierarchical reduction if it is faster for each of the groups, else `flat`.
 
         Args:
             flat: Reduction in one ring.
-            sums: Possible ways, of each family of groups that reduces at the same time.
+            sums: Possible reductions, with prices, of each family of equal groups. All groups
+                reduce at the same time, so all reduce in the same way.
         """
         candidates: list[Hierarchical] = []
-        faster_from: list[
-            int
-        ] = []  # bytes from which on each candidate is faster than its flat ring
+        faster_from: list[int] = []  # bytes from which each candidate is faster than its flat ring
         for group in sums:
             if group.hierarchical is None:
                 return flat
@@ -200,15 +215,18 @@ class Decisions:
             faster_from.append(threshold)
         if not candidates:
             return flat
-        # Clusters of the group -> route across them.
+        # Clusters of a group -> algorithm (route) that adds up their sums. `candidate.ranks` is by
+        # cluster.
         routes = {frozenset(candidate.ranks): candidate.route for candidate in candidates}
         route = next(iter(routes.values()))
         streams = 1
         across = None  # direct exchanges
-        # Only gloo has streams and routes. Groups on different clusters all use direct exchanges.
+        # Only gloo has several TCP streams, and other algorithms. The plan has one algorithm for a
+        # stage, which names clusters. So if groups lie on different sets of clusters, all use
+        # direct exchanges.
         if self.network_api == SOCKETS:
             streams = max(
-                candidate.streams(self.network, group.crossing)
+                candidate.streams(self.network, group.crossing_groups)
                 for candidate, group in zip(candidates, sums)
             )
             if len(routes) == 1 and route.algorithm != "direct":
@@ -217,34 +235,41 @@ class Decisions:
         return replace(
             flat,
             clusters=tuple(clusters),
-            hierarchical_from=max(faster_from),
+            hierarchical_from=max(faster_from),  # it is faster for every group
             chunk_bytes=int(min(candidate.chunk_bytes for candidate in candidates)),
             across=across,
             streams=streams,
         )
 
     def tied(self) -> ReductionSpec | None:
-        """Return how the gradient of a weight of the first and last stage is summed.
+        """Return how the gradient of a weight that the first and the last stage share is summed.
 
         Returns:
-            None if each rank sums with its counterpart in the other stage, as engines do.
+            The hierarchical reduction over the ranks of both stages, if it is faster for all of
+            them. None if each rank sums with its counterpart in the other stage, as engines do.
         """
         last = self.placement.sizes.pipeline - 1
         if self.plan.sizes is None or not last or not self.prices.rules.tied:
             return None
+        # Pipelines with equal nodes form a class. A family are equal groups with the ranks of both
+        # stages.
         fold, _ = self.prices.fold(self.placement, 0, last)
-        family_of_kind = {
-            kind: family
+        family_of_class = {
+            pipeline_class: family
             for family in tied_weight_families(fold)
-            for kind in family.pipeline_classes
+            for pipeline_class in family.pipeline_classes
         }
         sums = []
-        for kind in range(len(fold.pipeline_classes)):
-            pairs, joint = self.prices.tied_of(fold, kind, alone=False)
-            if kind not in family_of_kind or joint is None:
+        for pipeline_class in range(len(fold.pipeline_classes)):
+            pairs, joint = self.prices.tied_of(fold, pipeline_class, alone=False)
+            if pipeline_class not in family_of_class or joint is None:
                 return None
-            family = family_of_kind[kind]
-            sums.append(Sums(family, flat=pairs, hierarchical=joint, crossing=family.count))
+            family = family_of_class[pipeline_class]
+            sums.append(
+                FamilyReductions(
+                    family, flat=pairs, hierarchical=joint, crossing_groups=family.count
+                )
+            )
         planned = self._hierarchical_if_faster(ReductionSpec(overlap=False, bucket_bytes=0), sums)
         return planned if planned.clusters else None
 
@@ -275,14 +300,16 @@ class Decisions:
                 pair = tuple(sorted((ranks[stage], ranks[following])))
                 fabric = name_of(plan.fabric_of(pair, network_api))
                 fabrics.append(fabric)
-                frameworks = []  # that need a group for this pair (see StageLink)
+                # The group over which a framework sends may use a slower fabric than the pair. The
+                # pair then needs a group of its own.
+                frameworks = []  # by the group over which they send
                 if pair in pairs:
                     frameworks.append("pipeline")
                 if fabric != world_fabric:
                     frameworks.append("world")
                 pair_groups.append("+".join(frameworks))
             stage_link = StageLink(
-                (stage, following), same(tuple(fabrics)), same(tuple(pair_groups))
+                (stage, following), one_if_equal(tuple(fabrics)), one_if_equal(tuple(pair_groups))
             )
             if ETHERNET in fabrics:
                 stage_link = replace(
@@ -298,7 +325,7 @@ class Decisions:
 
         If backward passes are split in two, gradients are final at the end only, and are reduced then.
         """
-        passes = self.passes()
+        passes = self.passes()  # empty unless backward passes are split
         reductions = traffic.reductions
         if passes:
             reductions = tuple(replace(reduction, overlap=False) for reduction in reductions)
@@ -357,7 +384,7 @@ class Decisions:
         if not any(load.stage_link_s for load in measured_loads):
             busy_s = max(load.busy_s for load in loads)
             nics = self.prices.shared_nic_stages(self.placement)
-            transfer_s, occupied_s = both_ways(transfer_s, occupied_s, nics, busy_s)
+            transfer_s, occupied_s = share_nics(transfer_s, occupied_s, nics, busy_s)
         forward_s, backward_s = passes_s(loads)
         most = tuple(load.most for load in measured_loads)  # micro-batches that fit the memory
         return schedule(forward_s, backward_s, transfer_s, work.micro_batches, occupied_s, most)
@@ -377,37 +404,6 @@ class Decisions:
                 transfer_s.append(stage_link.seconds(size))
                 occupied_s.append(stage_link.byte_s * size)
         return LinkTimes(tuple(transfer_s), tuple(occupied_s))
-
-
-def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Return the micro-batches in flight on each stage that --holmes-inflight sets, or ().
-
-    The option is a number of micro-batches more than 1F1B has. It does not apply to the last stage.
-    """
-    if options.inflight in ("auto", "off"):
-        return ()
-    extra = int(options.inflight)
-    of_1f1b = range(stages, 0, -1)
-    counts = [count + extra if count > 1 else count for count in of_1f1b]  # 1: the last stage
-    return tuple(min(count, micro_batches) for count in counts)
-
-
-def more_bytes(plan: Plan) -> tuple[float, ...]:
-    """Return the bytes of activations that each stage holds beyond those of 1F1B.
-
-    Returns:
-        () if the plan knows nothing of the model's activations.
-    """
-    traffic = plan.traffic_of(SOCKETS)
-    in_flight = traffic.in_flight
-    if traffic.schedule:
-        in_flight = PassOrder.parse(traffic.schedule).in_flight
-    result = []
-    # in_flight is () under the framework's own schedule, loads is () if the model is not known.
-    for stage, (count, load) in enumerate(zip(in_flight, plan.loads)):
-        of_1f1b = min(len(in_flight) - stage, plan.workload.micro_batches)
-        result.append((count - of_1f1b) * load.kept_bytes)
-    return tuple(result)
 
 
 def derive_traffic(
@@ -468,30 +464,33 @@ def with_traffic(plan: Plan, options: Options, engine: EngineTraits = EngineTrai
 
 
 def spanning_groups_of(prices: Prices, placement: Placement) -> tuple[SpanningGroups, ...]:
-    """Return the groups that have to use Ethernet although a member has a faster fabric, by kind.
+    """Return the groups that have to use Ethernet although a member has a faster fabric, by role.
 
-    Their cost is how much longer a step takes than if no group of this kind spanned networks.
+    A role is "data", "tensor", "context" or "expert". The cost of a role is how much longer a step
+    takes than if no group of this role spanned networks.
     """
     if not prices.spans_networks(placement):
         return ()
     network = prices.network
     names = network.nodes(placement)
-    kinds = placement.node_types()
+    node_types = placement.node_types()
     result = []
-    for kind in INSIDE:
-        spanning: list[set[str]] = []  # of each group that spans: a node of each kind
-        for ranks in groups(placement.sizes, kind):
-            slots = sorted({rank // placement.processes for rank in ranks}, reverse=True)
-            # Node type -> its first node; slots are in descending order, so the first one comes last.
-            first_of = {kinds[slot]: names[slot] for slot in slots}
-            if network.spans_networks(frozenset(first_of)):
-                spanning.append(set(first_of.values()))
+    for role in INSIDE:
+        spanning: list[set[str]] = []  # of each group that spans: its first node of each node type
+        for ranks in groups(placement.sizes, role):
+            first_node: dict[
+                int, str
+            ] = {}  # node type -> name of the group's first node of this type
+            for index in sorted({rank // placement.processes for rank in ranks}):
+                first_node.setdefault(node_types[index], names[index])
+            if network.spans_networks(frozenset(first_node)):
+                spanning.append(set(first_node.values()))
         if spanning:
-            without = Prices(network, prices.job, prices.rules, on_best_fabrics=kind)
+            without = Prices(network, prices.job, prices.rules, role_on_best_fabrics=role)
             longer_s = max(0.0, prices.step_s(placement) - without.step_s(placement))
             result.append(
                 SpanningGroups(
-                    kind=kind,
+                    kind=role,
                     groups=len(spanning),
                     example=tuple(name for name in names if name in spanning[0]),
                     fabric=ETHERNET,

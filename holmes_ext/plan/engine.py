@@ -130,6 +130,8 @@ def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **mor
         return engine.can(ability, options.off)
 
     compression = options.compress_activations if can("compressed-activations") else "off"
+    # Not if the engine reduces hierarchically itself (its own flags): holmes then only prices flat
+    # rings.
     is_hierarchical = can("hierarchical") and engine.hierarchical_zero is None
 
     return Rules(
@@ -137,8 +139,8 @@ def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **mor
         direct=direct,
         compress=options.compress_gradients,
         bucket_bytes=options.bucket_bytes or 0,
-        gathers=not engine.scatters,
-        prefetch=engine.prefetches and not direct,
+        gathers=not engine.scatters,  # an engine that does not scatter gradients all-reduces them
+        prefetch=engine.prefetches and not direct,  # gloo's collectives block the computation
         hide_stage_links=can("in-flight") and options.inflight != "off",
         splits=can("schedule") and options.schedule == "auto",
         slices=can("slices"),

@@ -209,10 +209,14 @@ def with_loads(
     prices = Prices(network, RankModel.of(model, sizes))
     costs = prices.costs(network.placement(plan.nodes, sizes))
     layers = plan.stage_layers
+    # The plan may have no layers, or those of chunks (interleaved).
     has_layers_of_stages = len(layers) == costs.stages and sum(layers) == model.layers
-    if not has_layers_of_stages:  # no partition, or layers of chunks
+    if not has_layers_of_stages:
         layers = uniform(model.layers, costs.stages)
+    # The loads contain computation and memory only, so they do not depend on engine and options.
     plan = replace(plan, loads=costs.loads(layers))
+    # An entry for several network APIs has equal decisions for all of them, so the first one stands
+    # for all.
     traffic = [
         decisions(plan, decided.network_apis[0], options, engine).with_order(decided)
         for decided in plan.traffic
@@ -244,9 +248,13 @@ def spec_of_group(
 ) -> ReductionSpec:
     """Return how a group sums its gradients: as the plan says for its stage, if that fits.
 
-    The decision is made anew for the stage if latencies between clusters matter and the plan did not know the
-    model's size. It is made for the group alone if the plan has no such group, if the group is to compress
-    otherwise, or if it has too few bytes for the planned buckets.
+    Else the decision is made again:
+    - for the group alone, if the plan has no such group;
+    - for the stage, if there are latencies between clusters and the plan did not know the model's
+    size;
+    - for the group alone, if the options set another compression than the plan, or if the group has
+    too few
+      bytes to fill buckets of the planned size.
 
     Args:
         plan: The plan.
@@ -260,7 +268,9 @@ def spec_of_group(
     stage = plan.stage_of(ranks)
     if stage is None:
         overlap = options.overlap != "off"
-        return decisions(plan, network_api, options, engine).of_group(ranks, overlap, total_bytes)
+        return decisions(plan, network_api, options, engine).reduction_of_group(
+            ranks, overlap, total_bytes
+        )
     overlap = planned[stage].overlap
     is_nominal = (
         plan.basis == NOMINAL and plan.sizes is not None
@@ -269,10 +279,14 @@ def spec_of_group(
         # With latencies between clusters the decision depends on the bytes, which are known now.
         resized = replace(plan, workload=replace(plan.workload, gradient_bytes=total_bytes))
         return decisions(resized, network_api, options, engine).reduction(stage, overlap)
+    # With fewer bytes, buckets are smaller than SMALLEST_BYTES, so that there are FEWEST
+    # (bucket_bytes).
     fills_buckets = total_bytes >= FEWEST * SMALLEST_BYTES
     if planned[stage].compress == options.compress_gradients and fills_buckets:
         return planned[stage]
-    return decisions(plan, network_api, options, engine).of_group(ranks, overlap, total_bytes)
+    return decisions(plan, network_api, options, engine).reduction_of_group(
+        ranks, overlap, total_bytes
+    )
 
 
 def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:

@@ -271,7 +271,11 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
         return round(shares[stage] - counts[stage], 9)
 
     def sort_key(stage: int) -> tuple[float, int, int]:
-        """Return a key: least for the slowest stage, of equal ones for that with most layers, the last."""
+        """Return a key that is smallest for the stage that gives up a layer next.
+
+        This is the slowest stage. Among equally slow ones it is the one with most layers, then the
+        last one.
+        """
         return (speed[stage], -counts[stage], -stage)
 
     while sum(counts) < layers:
@@ -332,7 +336,10 @@ def _over_borders(split: Split) -> Iterator[Move]:
 def full_to_empty(work: Sequence[float]) -> Iterator[Move]:
     """Yield moves from the stages with most work to those with least.
 
-    The first, middle and last stage take part in any case, because their reductions may be exposed.
+    Trying all pairs of stages would take too long. So only the three stages with most work give a
+    block, and the four with least work take one. The first and the last stage do both in any case,
+    and the middle stage takes: the reductions of these may be exposed, so their work does not tell
+    how busy they are.
 
     Args:
         work: Seconds of each stage.

@@ -1,20 +1,22 @@
 """Nodes of each pipeline stage, and the groups of ranks on them.
 
-    rank       0 1 | 2 3 | 4 5 | 6 7      rank r runs on slot r // processes
-    slot        0     1     2     3       a position in the order of the nodes
-    slots      (a, 2), (b, 2)             the types of the nodes in the slots, as runs of equal kinds
-    stages     ((a, 4),), ((b, 4),)       pipeline 2: the types of the nodes of each stage, with ranks
+    rank         0 1 | 2 3 | 4 5 | 6 7    two ranks a node: rank r runs on node r // 2
+    node index    0     1     2     3     number of a node in the order of the ranks
+    node_runs    (a, 2), (b, 2)           two nodes of type a, then two of type b
+    stages       ((a, 4),), ((b, 4),)     with 2 stages: four ranks on type a, four ranks on type b
 
-Nodes of one kind are equal for the network (Network.kinds): in the same cluster, on the same fabrics.
+Nodes of one type are equal for the network (Network.node_types): in the same cluster, on the same
+fabrics. The type is an index of Network.node_types.
 
-Prices and simulations need not look at all ranks. A Fold finds equal ranks and counts them:
+Prices and simulations need not look at all ranks. A `Fold` keeps one of several equal ranks, and
+counts them:
 
-    pipeline   one rank of every stage. Pipelines of one kind have equal nodes, groups and stage links.
-    node       Nodes of one class hold ranks of the same pipeline classes, so their NICs are equally busy.
-    family     equal groups of a stage
+    pipeline class   pipelines (one rank of every stage) with equal nodes, groups and stage links
+    node class       nodes of one type that hold equally many ranks of the same pipeline classes, so
+                     their NICs are equally busy
+    family           equal groups of a stage
 
-A Fold looks at one unit of ranks in a run of equal nodes: the shortest piece that contains whole nodes and
-whole groups. If a node holds several neighbours of a tensor-parallel group, it looks at one of them.
+The number of a rank among the ranks of its stage is its `rank_in_stage`.
 """
 
 from __future__ import annotations
@@ -32,22 +34,22 @@ from holmes_ext.plan.sizes import AXES, KINDS, Sizes, expert_grid
 
 #: (node type, number of nodes or ranks)
 Run = tuple[int, int]
-#: Runs of a stage, in the order of its ranks.
+#: Nodes of a stage as runs of equal nodes, in the order of the ranks.
 Content = tuple[Run, ...]
 
 
-def runs(kinds: Iterable[int]) -> Content:
-    """Return runs of equal kinds: 0 0 1 -> (0, 2), (1, 1)."""
-    return tuple((kind, len(list(equal))) for kind, equal in groupby(kinds))
+def runs(node_types: Iterable[int]) -> Content:
+    """Return runs of equal node types: 0 0 1 -> (0, 2), (1, 1)."""
+    return tuple((node_type, len(list(equal))) for node_type, equal in groupby(node_types))
 
 
 def joined(parts: Iterable[Run]) -> Content:
-    """Join neighbouring runs of one kind: (0, 2), (0, 1), (1, 1) -> (0, 3), (1, 1)."""
+    """Join neighbouring runs of one node type: (0, 2), (0, 1), (1, 1) -> (0, 3), (1, 1)."""
     merged: list[Run] = []
-    for kind, count in parts:
-        if merged and merged[-1][0] == kind:
+    for node_type, count in parts:
+        if merged and merged[-1][0] == node_type:
             count += merged.pop()[1]
-        merged.append((kind, count))
+        merged.append((node_type, count))
     return tuple(merged)
 
 
@@ -58,38 +60,38 @@ class Placement:
     sizes: Sizes  # parallel sizes, with the data size
     processes: int  # of each node
     node_runs: Content  # types of the nodes, in the order of the ranks
-    #: Names of the nodes in the order of the ranks, if a user chose them. Otherwise the nodes of a kind stand
-    #: in the launcher's order.
+    #: Names of the nodes in the order of the ranks, if a user chose them. Otherwise the nodes of
+    #: each type stand in the launcher's order.
     names: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, sizes: Sizes, processes: int, kinds: Iterable[int]) -> Placement:
+    def of(cls, sizes: Sizes, processes: int, node_types: Iterable[int]) -> Placement:
         """Return the placement with these node types, in the order of the ranks."""
-        return cls(sizes, processes, runs(kinds))
+        return cls(sizes, processes, runs(node_types))
 
     @classmethod
     def of_parts(cls, sizes: Sizes, processes: int, parts: Sequence[Sequence[int]]) -> Placement:
-        """Return the placement with these node types in each component.
+        """Return the placement with these nodes in each component (stages that share nodes).
 
-        Args:
-            sizes: Parallel sizes, with the data size.
-            processes: Ranks of each node.
-            parts: For each component (stages that share nodes), the kinds of its nodes. All components have
-                as many nodes.
+        Args: sizes: Parallel sizes, with the data size. processes: Ranks of each node. parts: For
+            each component, the types of its nodes. All components have equally many nodes.
         """
         if len(parts) == 1:
             return cls.of(sizes, processes, parts[0])
         ranks = sum(map(len, parts)) * processes
         nodes = len(parts[0])
-        # The ranks consist of blocks with all stages, and each component has a piece of each block.
-        block_ranks = sizes.strides()["pp"] * sizes.pipeline
-        blocks = ranks // block_ranks
-        piece = nodes // blocks  # nodes of a component in a block
-        kinds: list[int] = []
-        for start in range(0, nodes, piece):
+        # The order of the ranks passes all stages, then all stages again, until each stage has all
+        # of its ranks. One such round contains `stride` neighbouring ranks of every stage. Nodes
+        # are dealt out to the components in the same rounds. A component fills whole nodes in each
+        # round, at least one.
+        stride = sizes.strides()["pp"]
+        rounds = ranks // (stride * sizes.pipeline)
+        nodes_per_round = nodes // rounds  # of each component
+        node_types: list[int] = []
+        for start in range(0, nodes, nodes_per_round):
             for part in parts:
-                kinds += part[start : start + piece]
-        return cls.of(sizes, processes, kinds)
+                node_types += part[start : start + nodes_per_round]
+        return cls.of(sizes, processes, node_types)
 
     @cached_property
     def nodes(self) -> int:
@@ -103,16 +105,16 @@ class Placement:
 
     @cached_property
     def stride(self) -> int:
-        """Return the distance, in ranks, from a rank to the same position of the next stage."""
+        """Return the distance, in ranks, from a rank to its counterpart in the next stage."""
         return self.sizes.strides()["pp"]
 
     def node_types(self) -> list[int]:
-        """Return the type of the node in each slot."""
-        return [kind for kind, count in self.node_runs for _ in range(count)]
+        """Return the type of each node, in the order of the ranks."""
+        return [node_type for node_type, count in self.node_runs for _ in range(count)]
 
-    def rank(self, position: int, stage: int) -> int:
-        """Return the rank at a position (0, 1, ...) among the ranks of a stage."""
-        block, offset = divmod(position, self.stride)
+    def rank(self, rank_in_stage: int, stage: int) -> int:
+        """Return the global rank of the rank that has this number among the ranks of a stage."""
+        block, offset = divmod(rank_in_stage, self.stride)
         return (block * self.sizes.pipeline + stage) * self.stride + offset
 
     @cached_property
@@ -125,7 +127,7 @@ class Placement:
         block_ranks = self.stride * self.sizes.pipeline
         parts: list[list[Run]] = [[] for _ in range(self.sizes.pipeline)]
         rank = 0
-        for kind, nodes in self.node_runs:
+        for node_type, nodes in self.node_runs:
             end = rank + nodes * self.processes
             while rank < end:
                 stage, offset = divmod(rank % block_ranks, self.stride)
@@ -134,11 +136,11 @@ class Placement:
                 whole_blocks = (end - rank) // block_ranks if is_at_block_start else 0
                 if whole_blocks:
                     for part in parts:
-                        part.append((kind, whole_blocks * self.stride))
+                        part.append((node_type, whole_blocks * self.stride))
                     rank += whole_blocks * block_ranks
                 else:
                     ranks = min(self.stride - offset, end - rank)
-                    parts[stage].append((kind, ranks))
+                    parts[stage].append((node_type, ranks))
                     rank += ranks
         # Equal stages share one object, which makes comparisons fast.
         shared: dict[Content, Content] = {}
@@ -146,39 +148,42 @@ class Placement:
 
     @cached_property
     def borders(self) -> list[int]:
-        """Return the positions at which the node type changes in some stage, with 0 and the end."""
+        """Return where the node type changes in some stage (a rank in stage), with 0 and the end."""
         contents = dict.fromkeys(self.stages)
         ends = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
         return [0, *sorted(ends)]
 
     @cached_property
     def stages_per_component(self) -> int:
-        """Return the number of neighbouring stages that share nodes and form a component.
+        """Return the number of neighbouring stages that share nodes and so form a component.
 
-        A stage begins on a new node after every `count` stages. If `count` divides the pipeline, that many
-        stages are a component; else all stages are one. All components are equal, and only stage links leave
-        them.
+        All components have equally many stages. Only stage links connect them. If no such division
+        exists, all stages are one component.
         """
+        # Number of stages after which a stage begins on a new node.
         count = self.processes // gcd(self.stride, self.processes)
         return count if self.sizes.pipeline % count == 0 else self.sizes.pipeline
 
     @cached_property
     def components(self) -> tuple[tuple[int, ...], ...]:
-        """Return the slots of each component, in the order of the stages."""
-        slots_of: dict[int, list[int]] = {}
-        for slot in range(self.nodes):
-            stage = slot * self.processes // self.stride % self.sizes.pipeline
-            slots_of.setdefault(stage // self.stages_per_component, []).append(slot)
-        return tuple(tuple(slots_of[index]) for index in sorted(slots_of))
+        """Return the node indices of each component (stages that share nodes), in stage order."""
+        node_indices_of: dict[int, list[int]] = {}
+        for node_index in range(self.nodes):
+            stage = node_index * self.processes // self.stride % self.sizes.pipeline
+            node_indices_of.setdefault(stage // self.stages_per_component, []).append(node_index)
+        return tuple(tuple(node_indices_of[index]) for index in sorted(node_indices_of))
 
     @cached_property
     def parts(self) -> tuple[Content, ...]:
-        """Return the types of the nodes of each component."""
+        """Return the types of the nodes of each component (stages that share nodes)."""
         if self.stages_per_component > 1:
-            kinds = self.node_types()
-            return tuple(runs(kinds[slot] for slot in slots) for slots in self.components)
+            node_types = self.node_types()
+            return tuple(
+                runs(node_types[index] for index in node_indices)
+                for node_indices in self.components
+            )
         return tuple(
-            tuple((kind, ranks // self.processes) for kind, ranks in content)
+            tuple((node_type, ranks // self.processes) for node_type, ranks in content)
             for content in self.stages
         )
 
@@ -187,39 +192,39 @@ class Placement:
         if len(components) == len(self.parts):
             return self
         sizes = replace(self.sizes, pipeline=len(components) * self.stages_per_component)
-        kinds = [
-            [kind for kind, count in self.parts[component] for _ in range(count)]
+        node_types = [
+            [node_type for node_type, count in self.parts[component] for _ in range(count)]
             for component in components
         ]
-        return Placement.of_parts(sizes, self.processes, kinds)
+        return Placement.of_parts(sizes, self.processes, node_types)
 
 
 @dataclass(frozen=True)
 class GroupPart:
-    """Nodes of one class in a group."""
+    """Equal nodes of a group: of one type, with equally many ranks of the same pipelines."""
 
-    node: int  # class of the nodes
+    node_class: int  # number of the class that these nodes form in the placement
     node_type: int  # cluster and fabrics of the nodes: an index of Network.node_types
     nodes: int  # number of such nodes in one group
     ranks_per_node: int  # ranks of a group on each of these nodes
-    groups: int  # groups of the family on each node
-    concurrent_groups: int  # groups of all families and stages on each node
+    groups: int  # groups of the family with ranks on each of these nodes
+    concurrent_groups: int  # groups of all families and stages with ranks on each of these nodes
 
 
 @dataclass(frozen=True)
 class GroupFamily:
-    """Equal groups of a stage."""
+    """Equal groups of a stage: with equal nodes, and ranks of the same pipeline classes."""
 
     stage: int
     ranks: int  # of each group
     count: int  # number of groups
     parts: tuple[GroupPart, ...]
     pipeline_classes: tuple[int, ...]  # classes of the pipelines whose ranks are in the groups
-    ring: Content  # nodes on a ring of all ranks of a group
+    ring: Content  # types of the nodes that a ring through all ranks of a group visits
 
     @cached_property
     def node_types(self) -> frozenset[int]:
-        """Return the node types in a group; equal nodes are of one kind."""
+        """Return the types of the nodes of a group."""
         return frozenset(part.node_type for part in self.parts)
 
     @cached_property
@@ -230,24 +235,24 @@ class GroupFamily:
 
 @dataclass(frozen=True)
 class StageMessages:
-    """Messages from a stage to another, in pipelines of one kind."""
+    """Messages between two stages, in all pipelines of one class (pipelines on equal nodes)."""
 
-    sender: int  # class of the sending nodes
-    receiver: int  # class of the receiving nodes
+    sender: int  # node class of the sending nodes
+    receiver: int  # node class of the receiving nodes
     node_types: tuple[int, int]  # types of the sending and the receiving nodes
-    leaving: int  # messages that leave a sending node at once
-    reaching: int  # messages that reach a receiving node at once
-    count: int  # messages of all pipelines of this kind
+    leaving: int  # messages that leave a sending node at the same time
+    reaching: int  # messages that reach a receiving node at the same time
+    count: int  # messages of all pipelines of the class
     local: bool = False  # whether they stay inside a node
 
     @property
     def turned(self) -> StageMessages:
         """Return the messages in the opposite direction."""
-        sender_kind, receiver_kind = self.node_types
+        sender_type, receiver_type = self.node_types
         return StageMessages(
             sender=self.receiver,
             receiver=self.sender,
-            node_types=(receiver_kind, sender_kind),
+            node_types=(receiver_type, sender_type),
             leaving=self.reaching,
             reaching=self.leaving,
             count=self.count,
@@ -264,16 +269,16 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
         placement: Nodes of the job.
         ranks: The group.
     """
-    kinds = placement.node_types()
-    ranks_on = Counter(rank // placement.processes for rank in ranks)  # slot -> ranks on it
+    node_types = placement.node_types()
+    ranks_on = Counter(rank // placement.processes for rank in ranks)  # node index -> ranks on it
     # (node type, ranks of the group on it) -> number of such nodes
-    nodes_like = Counter((kinds[slot], count) for slot, count in ranks_on.items())
+    equal_nodes = Counter((node_types[index], count) for index, count in ranks_on.items())
     parts = []
-    for node_class, ((kind, ranks_per_node), nodes) in enumerate(nodes_like.items()):
+    for node_class, ((node_type, ranks_per_node), nodes) in enumerate(equal_nodes.items()):
         groups = max(1, placement.processes // ranks_per_node)
         part = GroupPart(
-            node=node_class,
-            node_type=kind,
+            node_class=node_class,
+            node_type=node_type,
             nodes=nodes,
             ranks_per_node=ranks_per_node,
             groups=groups,
@@ -286,164 +291,177 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
         count=1,
         parts=tuple(parts),
         pipeline_classes=(),
-        ring=joined((kinds[slot], 1) for slot in ranks_on),
+        ring=joined((node_types[index], 1) for index in ranks_on),
     )
 
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-def numbered(looks: Mapping[Key, Hashable]) -> dict[Key, int]:
-    """Return a number (0, 1, ...) for each key: {a: x, b: y, c: x} -> {a: 0, b: 1, c: 0}."""
-    number_of = {look: number for number, look in enumerate(dict.fromkeys(looks.values()))}
-    return {key: number_of[look] for key, look in looks.items()}
+def numbered(signatures: Mapping[Key, Hashable]) -> dict[Key, int]:
+    """Return the number of each key's class, where keys with equal signatures form a class.
+
+    {a: x, b: y, c: x} -> {a: 0, b: 1, c: 0}
+    """
+    distinct = dict.fromkeys(signatures.values())
+    number_of = {signature: number for number, signature in enumerate(distinct)}
+    return {key: number_of[signature] for key, signature in signatures.items()}
 
 
 class _Copies(NamedTuple):
-    """Ranks and groups that stand for one position and one group of a Fold."""
+    """Numbers of real ranks and groups that one folded rank and one folded group represent."""
 
-    ranks: int
+    ranks: int  # of the same group
     groups: int
 
 
 class Fold:
-    """Pipeline classes, classes of nodes and families of groups of a placement.
+    """Compact form of a placement: one of several equal pipelines or nodes, with their number.
 
-    A position is the index of a rank among the ranks of its stage. The pipeline at a position consists of the
-    ranks at this position in all stages. The fold looks at some positions only, each with a weight: the
-    number of positions like it.
+    A pipeline consists of the ranks with the same `rank_in_stage` (number of a rank among the ranks
+    of its stage) in all stages. Of tensor-parallel ranks that are neighbours on a node, the fold
+    keeps one: `placement` contains only these, `full_placement` all ranks. Of the pipelines that
+    repeat in a run of equal nodes, it keeps the first piece (see `_count_repeating_ranks`).
     """
 
     def __init__(self, placement: Placement):
-        """Choose the positions to look at, and number the pipeline classes and the classes of nodes."""
-        self.full_placement = placement  # that is folded
-        #: Neighbours of a tensor-parallel group on a node, of which the fold looks at one.
-        self.tensor_neighbours = _tensor_neighbours(placement)
-        processes = placement.processes // self.tensor_neighbours
+        """Choose the ranks to keep, and number the pipeline classes and the node classes."""
+        self.full_placement = placement
+        #: Tensor-parallel ranks of a node that one folded rank represents.
+        self.folded_tensor_ranks = _count_folded_tensor_ranks(placement)
+        processes = placement.processes // self.folded_tensor_ranks
         sizes = placement.sizes
-        if self.tensor_neighbours > 1:
-            sizes = replace(sizes, tensor=sizes.tensor // self.tensor_neighbours)
-        self.placement = Placement(sizes, processes, placement.node_runs)  # of the ranks looked at
+        if self.folded_tensor_ranks > 1:
+            sizes = replace(sizes, tensor=sizes.tensor // self.folded_tensor_ranks)
+        self.placement = Placement(sizes, processes, placement.node_runs)
         self.stages = range(sizes.pipeline)
         self._strides = _strides(self.placement)
-        self._unit = _repeating_ranks(self.placement, self._strides)
-        self._weight = dict(self._positions())  # position -> how many positions are like it
-        self._slots = {
-            position: tuple(
-                self.placement.rank(position, stage) // processes for stage in self.stages
+        self._repeating_ranks = _count_repeating_ranks(self.placement, self._strides)
+        #: Kept rank in stage -> number of equal ranks in the stage (this one included).
+        self._multiplicity = dict(self._kept_ranks())
+        #: Rank in stage -> index of the node that holds this rank, for each stage.
+        self._node_indices = {
+            rank_in_stage: tuple(
+                self.placement.rank(rank_in_stage, stage) // processes for stage in self.stages
             )
-            for position in self._weight
-        }  # position -> slot of each stage
-        ends = list(accumulate(count for _, count in placement.node_runs))  # slot after each run
-        self._node_type_of_slot = {
-            slot: placement.node_runs[bisect_right(ends, slot)][0]
-            for slots in self._slots.values()
-            for slot in slots
+            for rank_in_stage in self._multiplicity
+        }
+        # Node index after each run of equal nodes.
+        ends = list(accumulate(count for _, count in placement.node_runs))
+        self._node_type_at = {
+            node_index: placement.node_runs[bisect_right(ends, node_index)][0]
+            for node_indices in self._node_indices.values()
+            for node_index in node_indices
         }
         tensor_stride = self._strides["tp"]
+        #: Rank in stage -> number of its data-parallel group: its tensor-parallel coordinate.
         self._data_group = {
-            position: position // tensor_stride % sizes.tensor for position in self._weight
+            rank_in_stage: rank_in_stage // tensor_stride % sizes.tensor
+            for rank_in_stage in self._multiplicity
         }
-        self.pipeline_class_of = self._classes_of_pipelines()  # position -> pipeline class
+        self.pipeline_class_of = self._classes_of_pipelines()  # rank in stage -> pipeline class
         self.count: Counter[int] = Counter()  # pipeline class -> number of pipelines
-        for position, kind in self.pipeline_class_of.items():
-            self.count[kind] += self._weight[position] * self.tensor_neighbours
-        # In reverse, so that the first position of a kind is the one that stays in the mapping.
-        first_position = {
-            kind: position for position, kind in reversed(self.pipeline_class_of.items())
-        }
-        #: By pipeline class: the slots of one that stands for all.
-        self.pipeline_classes = [
-            self._slots[first_position[kind]] for kind in sorted(first_position)
-        ]
-        #: Slot -> (pipeline class, stage) -> ranks.
+        first_of: dict[int, int] = {}  # pipeline class -> its first rank in stage
+        for rank_in_stage, pipeline_class in self.pipeline_class_of.items():
+            equal_ranks = self._multiplicity[rank_in_stage]
+            self.count[pipeline_class] += equal_ranks * self.folded_tensor_ranks
+            first_of.setdefault(pipeline_class, rank_in_stage)
+        #: By pipeline class: the node index of each stage, of the first pipeline of the class.
+        self.pipeline_classes = [self._node_indices[first_of[each]] for each in sorted(first_of)]
+        #: Node index -> (pipeline class, stage) -> ranks on the node.
         self._ranks_on: dict[int, Counter[tuple[int, int]]] = {}
-        for position, slots in self._slots.items():
-            for stage, slot in enumerate(slots):
-                self._ranks_on.setdefault(slot, Counter())[
-                    self.pipeline_class_of[position], stage
-                ] += 1
-        # Slots with equal contents form a class: nodes of one kind, with as many ranks of the same pipelines.
+        for rank_in_stage, node_indices in self._node_indices.items():
+            pipeline_class = self.pipeline_class_of[rank_in_stage]
+            for stage, node_index in enumerate(node_indices):
+                self._ranks_on.setdefault(node_index, Counter())[pipeline_class, stage] += 1
+        # Nodes form a class if they have one type, and equally many ranks of the same classes.
         contents = {
-            slot: (self._node_type_of_slot[slot], frozenset(ranks.items()))
-            for slot, ranks in self._ranks_on.items()
+            node_index: (self._node_type_at[node_index], frozenset(ranks.items()))
+            for node_index, ranks in self._ranks_on.items()
         }
-        self.node_of = numbered(contents)  # slot -> class of node
+        self.node_class_of = numbered(contents)  # node index -> node class
         # Results that are computed once.
         self._families_of: dict[tuple[int, str], tuple[GroupFamily, ...]] = {}
         self._leaving_between: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
 
-    def _positions(self) -> Iterator[tuple[int, int]]:
-        """Yield the positions that the fold looks at, each with the number of positions like it."""
+    def _kept_ranks(self) -> Iterator[tuple[int, int]]:
+        """Yield the ranks in stage that the fold keeps, each with the number of equal ranks."""
         borders = self.placement.borders
         for low, high in zip(borders, borders[1:]):
-            # Between two borders all nodes are equal. If only whole units lie there, the first unit stands
-            # for all of them.
+            # Between two borders all nodes are equal. If the ranks there consist of whole repeating
+            # pieces, only the first piece is kept.
             stop = high
-            weight = 1
-            if low % self._unit == 0 and high % self._unit == 0:
-                stop = low + self._unit
-                weight = (high - low) // self._unit
-            for position in range(low, stop):
-                yield position, weight
+            equal_ranks = 1
+            if low % self._repeating_ranks == 0 and high % self._repeating_ranks == 0:
+                stop = low + self._repeating_ranks
+                equal_ranks = (high - low) // self._repeating_ranks
+            for rank_in_stage in range(low, stop):
+                yield rank_in_stage, equal_ranks
 
     def _classes_of_pipelines(self) -> dict[int, int]:
-        """Return position -> class of the pipeline that consists of the ranks at this position.
+        """Return the class of each pipeline: rank in stage of its ranks -> pipeline class.
 
-        Pipelines of one kind have equal nodes, cross between nodes at the same stages, and have data-parallel
-        groups with the same mixture of pipelines.
+        Pipelines of one class have equal nodes and cross between nodes at the same stages. Their
+        data-parallel groups have equally many pipelines of every sort.
         """
-        # A look is a value that is equal for pipelines with equal nodes.
-        looks = {position: self._look(slots) for position, slots in self._slots.items()}
-        mixture: dict[int, Counter[Hashable]] = {}  # data-parallel group -> look -> pipelines
-        for position, look in looks.items():
-            mixture.setdefault(self._data_group[position], Counter())[look] += self._weight[
-                position
-            ]
-        group_looks = {group: frozenset(counts.items()) for group, counts in mixture.items()}
+        # A signature is a value that is equal for pipelines with equal nodes.
+        signatures = {
+            rank_in_stage: self._signature(node_indices)
+            for rank_in_stage, node_indices in self._node_indices.items()
+        }
+        # Data-parallel group -> signature -> number of pipelines.
+        counts_of: dict[int, Counter[Hashable]] = {}
+        for rank_in_stage, signature in signatures.items():
+            counts = counts_of.setdefault(self._data_group[rank_in_stage], Counter())
+            counts[signature] += self._multiplicity[rank_in_stage]
+        group_signatures = {group: frozenset(counts.items()) for group, counts in counts_of.items()}
         return numbered(
             {
-                position: (look, group_looks[self._data_group[position]])
-                for position, look in looks.items()
+                rank_in_stage: (signature, group_signatures[self._data_group[rank_in_stage]])
+                for rank_in_stage, signature in signatures.items()
             }
         )
 
-    def _look(self, slots: tuple[int, ...]) -> Hashable:
-        """Return the kinds of a pipeline's nodes, and whether each stage's next stage is on its node."""
-        following = (*slots[1:], slots[0])
-        kinds = tuple(self._node_type_of_slot[slot] for slot in slots)
-        return kinds, tuple(slot == other for slot, other in zip(slots, following))
+    def _signature(self, node_indices: tuple[int, ...]) -> Hashable:
+        """Return a value that is equal for pipelines on equal nodes.
 
-    def pipeline_class_at(self, position: int) -> int:
-        """Return the class of the pipeline that consists of the ranks at a position of every stage."""
-        folded_position = position // self.tensor_neighbours
-        # The fold looks at the first unit of a run of equal nodes only.
-        if folded_position not in self.pipeline_class_of:
-            run_start = max(
-                border for border in self.placement.borders if border <= folded_position
-            )
-            folded_position = run_start + (folded_position - run_start) % self._unit
-        return self.pipeline_class_of[folded_position]
+        It has the type of each stage's node, and whether the next stage is on the same node.
+        """
+        following = (*node_indices[1:], node_indices[0])
+        node_types = tuple(self._node_type_at[index] for index in node_indices)
+        return node_types, tuple(index == other for index, other in zip(node_indices, following))
 
-    def node_type_on(self, pipeline: int, stage: int) -> int:
+    def pipeline_class_at(self, rank_in_stage: int) -> int:
+        """Return the class of the pipeline whose ranks have this number in their stages."""
+        folded_rank = rank_in_stage // self.folded_tensor_ranks
+        # Of a run of equal nodes, the fold keeps the first repeating piece only.
+        if folded_rank not in self.pipeline_class_of:
+            run_start = max(border for border in self.placement.borders if border <= folded_rank)
+            folded_rank = run_start + (folded_rank - run_start) % self._repeating_ranks
+        return self.pipeline_class_of[folded_rank]
+
+    def node_type_on(self, pipeline_class: int, stage: int) -> int:
         """Return the type of the node that holds a stage of a pipeline class."""
-        return self._node_type_of_slot[self.pipeline_classes[pipeline][stage]]
+        return self._node_type_at[self.pipeline_classes[pipeline_class][stage]]
 
-    def ranks(self, pipeline: int, stage: int) -> tuple[int, ...]:
-        """Return all ranks of a stage that belong to pipelines of a kind (those on equal nodes)."""
+    def ranks(self, pipeline_class: int, stage: int) -> tuple[int, ...]:
+        """Return all global ranks of a stage that belong to a class of (equal) pipelines."""
         ranks: list[int] = []
-        for first_position, kind in self.pipeline_class_of.items():
-            if kind != pipeline:
+        for first_rank, other_class in self.pipeline_class_of.items():
+            if other_class != pipeline_class:
                 continue
-            stop = first_position + self._weight[first_position] * self._unit
-            for position in range(first_position, stop, self._unit):
-                first = self.placement.rank(position, stage) * self.tensor_neighbours
-                ranks += range(first, first + self.tensor_neighbours)
+            stop = first_rank + self._multiplicity[first_rank] * self._repeating_ranks
+            for rank_in_stage in range(first_rank, stop, self._repeating_ranks):
+                first = self.placement.rank(rank_in_stage, stage) * self.folded_tensor_ranks
+                ranks += range(first, first + self.folded_tensor_ranks)
         return tuple(sorted(ranks))
 
-    def stage_link(self, pipeline: int, stage: int, other: int) -> StageMessages:
-        """Return the messages from `stage` to `other` in a pipeline class, if no other kind sends."""
-        return self._stage_link(pipeline, stage, other, concurrent={pipeline})
+    def stage_link(self, pipeline_class: int, stage: int, other: int) -> StageMessages:
+        """Return the messages from `stage` to `other` while only one class of pipelines sends.
+
+        Pipelines on equal nodes form a class.
+        """
+        return self._stage_link(pipeline_class, stage, other, concurrent={pipeline_class})
 
     def stage_links(
         self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]
@@ -456,215 +474,232 @@ class Fold:
             fabric: Returns the fabric between two node types. All pipeline classes whose messages use
                 one fabric send at the same time, so their messages are counted together.
         """
-        pipelines = range(len(self.pipeline_classes))
+        pipeline_classes = range(len(self.pipeline_classes))
         fabric_of = {
-            pipeline: fabric(
-                (self.node_type_on(pipeline, stage), self.node_type_on(pipeline, other))
+            pipeline_class: fabric(
+                (self.node_type_on(pipeline_class, stage), self.node_type_on(pipeline_class, other))
             )
-            for pipeline in pipelines
+            for pipeline_class in pipeline_classes
         }
-        pipelines_on: dict[Hashable, set[int]] = {}
-        for pipeline, name in fabric_of.items():
-            pipelines_on.setdefault(name, set()).add(pipeline)
+        classes_on: dict[Hashable, set[int]] = {}  # fabric -> pipeline classes that send over it
+        for pipeline_class, name in fabric_of.items():
+            classes_on.setdefault(name, set()).add(pipeline_class)
         return [
-            self._stage_link(pipeline, stage, other, pipelines_on[fabric_of[pipeline]])
-            for pipeline in pipelines
+            self._stage_link(pipeline_class, stage, other, classes_on[fabric_of[pipeline_class]])
+            for pipeline_class in pipeline_classes
         ]
 
     def _stage_link(
-        self, pipeline: int, stage: int, other: int, concurrent: Collection[int]
+        self, pipeline_class: int, stage: int, other: int, concurrent: Collection[int]
     ) -> StageMessages:
-        """Return the messages from a stage to another in pipelines of one kind.
+        """Return the messages from a stage to another in a class of pipelines (on equal nodes).
 
         Args:
-            pipeline: Pipeline class.
+            pipeline_class: Number of the class.
             stage: Number of the sending stage.
             other: Number of the receiving stage.
-            concurrent: Pipeline classes that send at the same time, `pipeline` included.
+            concurrent: Pipeline classes that send at the same time, `pipeline_class` included.
         """
-        source = self.pipeline_classes[pipeline][stage]
-        target = self.pipeline_classes[pipeline][other]
-        leaving_from = self._leaving(stage, other)
-        leaving = sum(leaving_from[source, kind] for kind in concurrent)
+        source = self.pipeline_classes[pipeline_class][stage]  # index of the sending node
+        target = self.pipeline_classes[pipeline_class][other]  # index of the receiving node
+        leaving_from = self._messages_leaving(stage, other)
+        leaving = sum(leaving_from[source, sending_class] for sending_class in concurrent)
         # As many messages reach the receiving node as leave it in the opposite direction.
-        returning_from = self._leaving(other, stage)
-        reaching = sum(returning_from[target, kind] for kind in concurrent)
+        returning_from = self._messages_leaving(other, stage)
+        reaching = sum(returning_from[target, sending_class] for sending_class in concurrent)
         return StageMessages(
-            sender=self.node_of[source],
-            receiver=self.node_of[target],
-            node_types=(self._node_type_of_slot[source], self._node_type_of_slot[target]),
-            leaving=max(1, self.tensor_neighbours * leaving),
-            reaching=max(1, self.tensor_neighbours * reaching),
-            count=self.count[pipeline],
+            sender=self.node_class_of[source],
+            receiver=self.node_class_of[target],
+            node_types=(self._node_type_at[source], self._node_type_at[target]),
+            # At least 1: if both stages are on one node, no message leaves it.
+            leaving=max(1, self.folded_tensor_ranks * leaving),
+            reaching=max(1, self.folded_tensor_ranks * reaching),
+            count=self.count[pipeline_class],
             local=source == target,
         )
 
-    def _leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
-        """Return (slot, pipeline class) -> ranks of `stage` whose `other` stage is on another node."""
+    def _messages_leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
+        """Return how many messages from `stage` to `other` leave each node, by pipeline class.
+
+        Returns:
+            (index of the sending node, pipeline class) -> pipelines with `other` on another node.
+        """
         key = (stage, other)
         if key not in self._leaving_between:
             self._leaving_between[key] = Counter(
-                (slots[stage], self.pipeline_class_of[position])
-                for position, slots in self._slots.items()
-                if slots[stage] != slots[other]
+                (node_indices[stage], self.pipeline_class_of[rank_in_stage])
+                for rank_in_stage, node_indices in self._node_indices.items()
+                if node_indices[stage] != node_indices[other]
             )
         return self._leaving_between[key]
 
     @cached_property
-    def data_groups(self) -> dict[int, int]:
-        """Return class of node -> number of data-parallel groups, of all stages, on such a node."""
-        groups_on: dict[int, set[tuple[int, int]]] = {}  # slot -> (stage, group)
-        for position, slots in self._slots.items():
-            for stage, slot in enumerate(slots):
-                groups_on.setdefault(slot, set()).add((stage, self._data_group[position]))
+    def _data_groups_on(self) -> dict[int, int]:
+        """Return the number of data-parallel groups of all stages on a node of each class."""
+        groups_on: dict[int, set[tuple[int, int]]] = {}  # node index -> (stage, group)
+        for rank_in_stage, node_indices in self._node_indices.items():
+            group = self._data_group[rank_in_stage]
+            for stage, node_index in enumerate(node_indices):
+                groups_on.setdefault(node_index, set()).add((stage, group))
         return {
-            self.node_of[slot]: len(groups) * self.tensor_neighbours
-            for slot, groups in groups_on.items()
+            self.node_class_of[node_index]: len(groups) * self.folded_tensor_ranks
+            for node_index, groups in groups_on.items()
         }
 
-    def families(self, stage: int, kind: str = "data") -> tuple[GroupFamily, ...]:
+    def families(self, stage: int, role: str = "data") -> tuple[GroupFamily, ...]:
         """Return the groups of a stage, as families of equal groups.
 
         Args:
             stage: Number of the stage.
-            kind: Kind of group, a key of plan/sizes.py's KINDS. Groups of a rank are left out unless this
-                is "data".
+            role: "data", "tensor", "context" or "expert". Groups of a single rank send nothing, and
+                are left out unless this is "data".
         """
-        if (stage, kind) not in self._families_of:
-            self._families_of[stage, kind] = tuple(self._families(stage, kind))
-        return self._families_of[stage, kind]
+        if (stage, role) not in self._families_of:
+            self._families_of[stage, role] = tuple(self._families(stage, role))
+        return self._families_of[stage, role]
 
-    def _families(self, stage: int, kind: str) -> Iterator[GroupFamily]:
-        """Yield the families of a stage's groups of a kind.
+    def _families(self, stage: int, role: str) -> Iterator[GroupFamily]:
+        """Yield the families of a stage's groups: groups that are equal form a family.
 
-        Groups are equal if they have as many ranks on nodes of the same classes, and ranks of the same kinds
-        of pipelines.
-
-        Args:
-            stage: Number of the stage.
-            kind: Kind of group, a key of plan/sizes.py's KINDS.
+        Groups are equal if they have equally many ranks on nodes of the same classes, and ranks of
+        the same pipeline classes. `role` is "data", "tensor", "context" or "expert".
         """
-        members_of = self._groups(kind)
-        slot_of = {position: slots[stage] for position, slots in self._slots.items()}
-        groups_on: dict[int, set[Hashable]] = {}  # slot -> groups with a rank on it
+        members_of = self._groups(role)  # group -> its ranks, as ranks in stage
+        # Rank in stage -> index of the node that holds it.
+        node_index_of = {
+            rank_in_stage: node_indices[stage]
+            for rank_in_stage, node_indices in self._node_indices.items()
+        }
+        groups_on: dict[int, set[Hashable]] = {}  # node index -> groups with a rank on it
         for group, members in members_of.items():
-            for position in members:
-                groups_on.setdefault(slot_of[position], set()).add(group)
-        equal_groups: dict[Hashable, list[Hashable]] = {}
+            for rank_in_stage in members:
+                groups_on.setdefault(node_index_of[rank_in_stage], set()).add(group)
+        equal_groups: dict[Hashable, list[Hashable]] = {}  # signature -> groups that have it
         for group, members in members_of.items():
-            ranks_on = Counter(slot_of[position] for position in members)
-            nodes = Counter((self.node_of[slot], ranks) for slot, ranks in ranks_on.items())
-            pipelines = frozenset(self.pipeline_class_of[position] for position in members)
-            # (class of node, ranks on it) -> number of such nodes; pipeline classes
-            look = (frozenset(nodes.items()), pipelines)
-            equal_groups.setdefault(look, []).append(group)
+            ranks_on = Counter(node_index_of[rank_in_stage] for rank_in_stage in members)
+            # (node class, ranks of the group on a node) -> number of such nodes
+            nodes = Counter((self.node_class_of[index], ranks) for index, ranks in ranks_on.items())
+            pipeline_classes = frozenset(self.pipeline_class_of[member] for member in members)
+            signature = (frozenset(nodes.items()), pipeline_classes)
+            equal_groups.setdefault(signature, []).append(group)
         for groups in equal_groups.values():
-            yield self._family(stage, kind, groups, members_of, slot_of, groups_on)
+            yield self._family(stage, role, groups, members_of, node_index_of, groups_on)
 
     def _family(
         self,
         stage: int,
-        kind: str,
+        role: str,
         groups: Sequence[Hashable],
         members_of: Mapping[Hashable, Sequence[int]],
-        slot_of: Mapping[int, int],
+        node_index_of: Mapping[int, int],
         groups_on: Mapping[int, Collection[Hashable]],
     ) -> GroupFamily:
-        """Return the family of equal groups, counted by the first of them.
+        """Return a family of equal groups. The first group stands for all of them.
 
         Args:
             stage: Number of the stage.
-            kind: Kind of group.
-            groups: The equal groups.
-            members_of: Group -> positions of its ranks, in order.
-            slot_of: Position -> slot in this stage.
-            groups_on: Slot -> groups of this kind on it.
+            role: "data", "tensor", "context" or "expert".
+            groups: The equal groups that the fold keeps.
+            members_of: Group -> its ranks, as numbers among the ranks of the stage, in order.
+            node_index_of: Rank in stage -> index of the node that holds it in this stage.
+            groups_on: Index of a node -> groups of this role with ranks on it.
         """
-        # A data-parallel group contains all units of a run of nodes, other groups lie within one unit.
-        is_data = kind == "data"
-        copies = self._copies(kind)
+        # Ranks of a stage repeat in equal pieces, of which the fold keeps the first. A
+        # data-parallel group contains all of these pieces, so its nodes are scaled. Another group
+        # lies within one piece, so the number of groups is scaled.
+        is_data = role == "data"
+        copies = self._copies(role)
         members = members_of[groups[0]]
-        # Slot -> number of nodes of the group that it stands for.
-        nodes_like = {
-            slot_of[position]: self._weight[position] if is_data else 1 for position in members
-        }
-        count = len(groups)
-        if not is_data:
-            count = sum(self._weight[members_of[group][0]] for group in groups)
+        member_nodes = [node_index_of[member] for member in members]
+        # Index of a node -> number of equal nodes in the group, itself included.
+        equal_nodes = dict.fromkeys(member_nodes, 1)
+        count = sum(self._multiplicity[members_of[group][0]] for group in groups)
+        if is_data:
+            equal_nodes = {node_index_of[member]: self._multiplicity[member] for member in members}
+            count = len(groups)
         nodes_of: Counter[GroupPart] = Counter()
-        for slot, ranks in Counter(slot_of[position] for position in members).items():
-            family_groups = copies.groups * sum(group in groups_on[slot] for group in groups)
+        for node_index, ranks in Counter(member_nodes).items():
+            family_groups = copies.groups * sum(group in groups_on[node_index] for group in groups)
             if is_data:
-                concurrent_groups = self.data_groups[self.node_of[slot]]
+                concurrent_groups = self._data_groups_on[self.node_class_of[node_index]]
             else:
-                stages_on_node = {stage for _, stage in self._ranks_on[slot]}
-                concurrent_groups = copies.groups * len(groups_on[slot]) * len(stages_on_node)
+                stages_on_node = {stage for _, stage in self._ranks_on[node_index]}
+                concurrent_groups = copies.groups * len(groups_on[node_index]) * len(stages_on_node)
             part = GroupPart(
-                node=self.node_of[slot],
-                node_type=self._node_type_of_slot[slot],
+                node_class=self.node_class_of[node_index],
+                node_type=self._node_type_at[node_index],
                 nodes=0,  # counted in nodes_of
                 ranks_per_node=copies.ranks * ranks,
                 groups=family_groups,
                 concurrent_groups=concurrent_groups,
             )
-            nodes_of[part] += nodes_like[slot]
+            nodes_of[part] += equal_nodes[node_index]
         parts = tuple(replace(part, nodes=nodes) for part, nodes in nodes_of.items())
         return GroupFamily(
             stage=stage,
             ranks=sum(part.nodes * part.ranks_per_node for part in parts),
             count=copies.groups * count,
             parts=parts,
-            pipeline_classes=tuple(
-                sorted({self.pipeline_class_of[position] for position in members})
-            ),
-            ring=self._ring([slot_of[position] for position in members], nodes_like),
+            pipeline_classes=tuple(sorted({self.pipeline_class_of[member] for member in members})),
+            ring=self._ring(member_nodes, equal_nodes),
         )
 
-    def _copies(self, kind: str) -> _Copies:
-        """Return how many ranks and groups stand for one of each that the fold looks at."""
-        if kind == "tensor":
-            return _Copies(ranks=self.tensor_neighbours, groups=1)
-        return _Copies(ranks=1, groups=self.tensor_neighbours)
+    def _copies(self, role: str) -> _Copies:
+        """Return how many real ranks and groups one rank and one group of this fold represent.
 
-    def _ring(self, slots: Sequence[int], nodes_like: Mapping[int, int]) -> Content:
-        """Return the node types on a ring of ranks.
+        The fold keeps one of several tensor-parallel neighbours on a node. These are ranks of the
+        same tensor-parallel group, but of different groups of each other role.
+        """
+        if role == "tensor":
+            return _Copies(ranks=self.folded_tensor_ranks, groups=1)
+        return _Copies(ranks=1, groups=self.folded_tensor_ranks)
+
+    def _ring(self, node_indices: Sequence[int], equal_nodes: Mapping[int, int]) -> Content:
+        """Return the nodes that a ring of ranks visits: (node type, number of nodes in a row).
 
         Args:
-            slots: Slot of each rank, in the order of the ring.
-            nodes_like: Slot -> number of nodes that it stands for.
+            node_indices: Index of the node of each rank, in the order of the ring.
+            equal_nodes: Index of a node -> number of equal nodes that it represents.
         """
-        visited = [slot for slot, _ in groupby(slots)]  # neighbours on a node count once
-        return joined((self._node_type_of_slot[slot], nodes_like[slot]) for slot in visited)
+        visited = [index for index, _ in groupby(node_indices)]  # neighbours on a node count once
+        return joined((self._node_type_at[index], equal_nodes[index]) for index in visited)
 
-    def _groups(self, kind: str) -> dict[Hashable, list[int]]:
-        """Return the positions of the members of every group of a kind, in order.
+    def _groups(self, role: str) -> dict[Hashable, list[int]]:
+        """Return the kept ranks of every group, as numbers among the ranks of the stage, in order.
 
-        A group is named by its coordinates on the axes along which its members do not differ.
+        The ranks of a stage form a grid. Members of a group differ only along the axes of its role
+        ("dp" and "cp" for "data"). So the key of a group is its coordinates along all other axes.
         """
         sizes = self.placement.sizes
-        if kind == "expert":
+        if role == "expert":
             grid, strides = expert_grid(sizes)
             axes = [(strides[axis], grid[axis]) for axis in ("tp", "dp")]  # all but "ep"
         else:
             axes = [
                 (self._strides[axis], sizes.size(axis))
                 for axis in AXES
-                if axis != "pp" and axis not in KINDS[kind]
+                if axis != "pp" and axis not in KINDS[role]
             ]
         members_of: dict[Hashable, list[int]] = {}
-        for position in self._weight:
-            coordinates = tuple(position // stride % size for stride, size in axes)
-            members_of.setdefault(coordinates, []).append(position)
-        # A group of one rank sends nothing. But a position may stand for several ranks of a tensor-parallel
-        # group, and a data-parallel group of one rank still counts as a group.
-        keep_single = kind == "data" or (kind == "tensor" and self.tensor_neighbours > 1)
+        for rank_in_stage in self._multiplicity:
+            coordinates = tuple(rank_in_stage // stride % size for stride, size in axes)
+            members_of.setdefault(coordinates, []).append(rank_in_stage)
+        # A group of one rank sends nothing, so it is left out. But one kept rank may represent
+        # several ranks of a tensor-parallel group. And data-parallel groups of one rank stay, as
+        # every stage needs a family.
+        keep_single = role == "data" or (role == "tensor" and self.folded_tensor_ranks > 1)
         if keep_single:
             return members_of
         return {group: members for group, members in members_of.items() if len(members) > 1}
 
 
-def _tensor_neighbours(placement: Placement) -> int:
-    """Return how many neighbours of a tensor-parallel group every node holds; 1 if they may differ."""
+def _count_folded_tensor_ranks(placement: Placement) -> int:
+    """Return how many neighbours in a tensor-parallel group a Fold may replace by one rank.
+
+    The result divides the ranks of a node, so equally many neighbours lie on every node. It is 1
+    (replace nothing) if tensor-parallel ranks are not neighbours, or if expert groups divide
+    tensor-parallel groups: then the ranks are not equal.
+    """
     sizes = placement.sizes
     is_innermost = sizes.axes[0] == "tp"
     experts_keep_tensor = sizes.expert == 1 or expert_grid(sizes)[0]["tp"] == sizes.tensor
@@ -685,37 +720,40 @@ def _strides(placement: Placement) -> dict[str, int]:
     }
 
 
-def _repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> int:
-    """Return the number of ranks in the shortest piece of a stage that repeats, or all if none does.
+def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> int:
+    """Return the length, in ranks, of the shortest piece of a stage that repeats on equal nodes.
 
-    A piece repeats if it contains whole nodes and, for each group but data-parallel ones, all of its ranks.
+    A piece contains whole nodes, and whole tensor, context and expert groups. So the result is a
+    common multiple of the lengths of these. If no shorter piece exists, it is the whole stage.
 
     Args:
         placement: The placement.
-        strides: Distance between neighbours along each axis, among the ranks of a stage.
+        strides: Axis -> distance between neighbours along it, among the ranks of a stage.
     """
     sizes = placement.sizes
     processes = placement.processes
     stage_ranks = placement.stage_ranks
-    unit = strides["dp"]  # contains whole tensor and context groups if data is the outermost axis
-    is_data_outermost = unit * sizes.data == stage_ranks
+    length = strides["dp"]  # contains whole tensor and context groups if data is the outermost axis
+    is_data_outermost = length * sizes.data == stage_ranks
     if not is_data_outermost:
         return stage_ranks
     if sizes.expert > 1:
         grid, expert_strides = expert_grid(sizes)
-        expert_unit = expert_strides[
-            "dp"
-        ]  # contains whole expert groups, if "dp" is outermost there too
-        if expert_unit * grid["dp"] != stage_ranks:
+        # Contains whole expert groups, if "dp" is the outermost axis there, too.
+        expert_length = expert_strides["dp"]
+        if expert_length * grid["dp"] != stage_ranks:
             return stage_ranks
-        unit = lcm(unit, expert_unit)
+        length = lcm(length, expert_length)
     stride = placement.stride  # ranks of a stage that follow each other in the order of all ranks
-    if stride % processes == 0:
-        unit = lcm(unit, processes)
+    if stride % processes == 0:  # each stage has whole nodes
+        length = lcm(length, processes)
     elif stride < stage_ranks:
-        # A stage begins in the middle of a node. Blocks of all stages repeat where a node and a block end.
-        block = stride * sizes.pipeline
-        unit = lcm(unit, stride * lcm(block, processes) // block)
+        # Stages begin in the middle of a node. The order of the ranks passes all stages in rounds
+        # of `round_ranks` ranks, `stride` of each stage. The order repeats where a round and a node
+        # end together.
+        round_ranks = stride * sizes.pipeline
+        rounds = lcm(round_ranks, processes) // round_ranks
+        length = lcm(length, stride * rounds)
     else:
         return stage_ranks
-    return unit if stage_ranks % unit == 0 else stage_ranks
+    return length if stage_ranks % length == 0 else stage_ranks

@@ -19,6 +19,7 @@ from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.document import Table, digest_of, load_json, parse_json, save, with_digest
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.schedule import PassOrder
 from holmes_ext.plan.sizes import KINDS, Sizes, groups
 from holmes_ext.plan.traffic import (
     LOCAL,
@@ -361,8 +362,10 @@ def pair_needs_group(
 def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list[tuple[int, int]]:
     """Return the pairs of neighbouring stages that need groups, if a framework sends over `ranks`.
 
-    The result contains all pairs or none. NCCL creates a group's communicator at the first batch over it,
-    among all its ranks (if no device is bound), and a rank whose pairs all had groups would never take part.
+    The result contains all pairs or none. NCCL creates the communicator of `ranks` when they first
+    send over it, and this needs all of them. If only some pairs had groups of their own, a rank
+    with groups for all of its messages would never send over `ranks`, and the others would wait for
+    it.
 
     Args:
         plan: The plan.
@@ -374,3 +377,22 @@ def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list
     if any(pair_needs_group(plan, pair, ranks, network_api) for pair in pairs):
         return pairs
     return []
+
+
+def more_bytes(plan: Plan) -> tuple[float, ...]:
+    """Return the bytes of activations that each stage holds beyond those of 1F1B.
+
+    Returns:
+        () if the plan knows nothing of the model's activations.
+    """
+    # An estimate: the decisions for sockets stand for those of both network APIs.
+    traffic = plan.traffic_of(SOCKETS)
+    in_flight = traffic.in_flight
+    if traffic.schedule:
+        in_flight = PassOrder.parse(traffic.schedule).in_flight
+    result = []
+    # in_flight is () under the framework's own schedule, loads is () if the model is not known.
+    for stage, (count, load) in enumerate(zip(in_flight, plan.loads)):
+        of_1f1b = min(len(in_flight) - stage, plan.workload.micro_batches)
+        result.append((count - of_1f1b) * load.kept_bytes)
+    return tuple(result)

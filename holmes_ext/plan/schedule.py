@@ -80,8 +80,9 @@ class PassOrder:
     """
 
     stages: tuple[tuple[OnePass, ...], ...]
-    #: By stage link and micro-batch: number of activations that are sent before the gradient of this
-    #: micro-batch, in the order in which both ends launch the messages. (): they need no order (gloo).
+    #: NCCL needs one order of the messages (activations and gradients) of each stage link. It is
+    #: given by the number of activations that precede each gradient: activations_before[stage
+    #: link][micro-batch of the gradient]. (): messages need no order (gloo).
     activations_before: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -112,7 +113,12 @@ class PassOrder:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Return the text of each stage, which parse() reads."""
+        """Return the text of each stage, such as "F0 F1 g0 B0 ...", which parse() reads.
+
+        "g0" stands where the stage posts the receive of gradient 0: after the forward pass that
+        sends the last activation before this gradient. A gradient cannot come before the first
+        activation.
+        """
         result = []
         for stage, order in enumerate(self.stages):
             activations_before: tuple[int, ...] = ()
@@ -121,6 +127,7 @@ class PassOrder:
             words: list[str] = []
             for letter, number in order:
                 words.append(f"{letter}{number}")
+                # `activations_before` ascends, and is empty without an order of messages.
                 if letter == "F":
                     sent = number + 1  # activations that the stage has sent when this pass ends
                     # The gradients [first, stop) follow after exactly these activations.
@@ -199,46 +206,51 @@ class PassOrder:
         """Return, by stage and micro-batch, the number of forward passes before its backward pass."""
         return tuple(before(order, "F", "BI") for order in self.stages)
 
-    def posted(self, stage_link: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return when the two ends of a stage link post their receives, relative to their sends.
+    def receive_orders(self, stage_link: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return in which order each end of a stage link posts its receives among its sends.
 
-        Both results have, by micro-batch, a number of activations that come before its gradient. With NCCL
-        this is the one order of the messages. Without an order, each stage counts by its own passes, so that
-        a receive is posted as early as the other end may send.
+        An order of activations and gradients is given by the number of activations that precede
+        each gradient. With NCCL both ends use the same order. Without an order of messages, each
+        end assumes that the other one sends in the order of its own passes, so a receive is posted
+        in time.
 
         Args:
-            stage_link: Number of the stage link.
+            stage_link: Number of the stage link, which connects this stage and the next one.
 
         Returns:
-            The numbers for the receives of activations (by the later stage), and those for the receives of
-            gradients (by the earlier stage).
+            The order by which the later stage receives activations, and the order by which the
+            earlier stage receives gradients: for each micro-batch, the activations before its
+            gradient.
         """
         if self.activations_before:
             in_one_order = self.activations_before[stage_link]
             return in_one_order, in_one_order
+        # The sender's passes tell when it sends: activations come from the earlier stage.
         earlier_stage = self._forwards_before_backward[stage_link]
         later_stage = self._forwards_before_backward[stage_link + 1]
         return earlier_stage, later_stage
 
-    def posted_after(self, stage_link: int, kind: str, number: int) -> OnePass | None:
+    def posted_after(self, stage_link: int, received: str, number: int) -> OnePass | None:
         """Return the pass after whose message the receiver posts a receive.
 
         Args:
             stage_link: Number of the stage link.
-            kind: "F" for the receive of an activation, "B" for that of a gradient.
+            received: "F" for the receive of an activation, "B" for that of a gradient.
             number: Micro-batch of the received message.
 
         Returns:
             The pass of the receiver that sends over the same stage link; None: the receive is posted at the
             beginning of the step.
         """
-        of_activations, of_gradients = self.posted(stage_link)
-        if kind == "B":
-            # Micro-batch of the last activation before this gradient.
-            last_activation = of_gradients[number] - 1
-            return "F", last_activation
-        # Gradients that are sent before the activation: those with at most `number` activations before them.
-        gradients_before = bisect_right(of_activations, number)
+        # For each gradient, the number of activations before it, in both directions.
+        for_activations, for_gradients = self.receive_orders(stage_link)
+        if received == "B":
+            # Activations are sent in the order of their micro-batches. If n come before this
+            # gradient, the last of them is that of micro-batch n - 1.
+            return "F", for_gradients[number] - 1
+        # `number` activations come before this one. So the gradients before it have at most as
+        # many.
+        gradients_before = bisect_right(for_activations, number)
         if gradients_before == 0:
             return None
         return "B", gradients_before - 1
@@ -259,7 +271,8 @@ class PassOrder:
                     letter, number = order[position[stage]]
                     if not self._message_was_sent(stage, letter, number, ended):
                         break
-                    ended.add((stage, _message_letter(letter), number))
+                    # "B" counts as "I": both make the gradient that the previous stage waits for.
+                    ended.add((stage, _recorded_letter(letter), number))
                     position[stage] += 1
                     is_stuck = False
                     yield stage, (letter, number)
@@ -299,20 +312,23 @@ class PassOrder:
         """Return when each stage has ended its last pass, in seconds; sends take no time of a stage."""
         ready = self._pass_ends(times)
         return [
-            ready[stage, _message_letter(order[-1][0]), order[-1][1]]
+            ready[stage, _recorded_letter(order[-1][0]), order[-1][1]]
             for stage, order in enumerate(self.stages)
         ]
 
     def _pass_ends(self, times: Times) -> Ends:
         """Return when each pass ends.
 
-        If the messages have an order, a message leaves only after its receive was posted (rendezvous).
+        A pass begins when its stage is free and the message that it needs has arrived. If the
+        messages have an order (NCCL), a message leaves only after its receive was posted
+        (rendezvous).
 
         Args:
             times: Seconds of the passes and messages.
 
         Returns:
-            (stage, letter, micro-batch) -> seconds since the step began; the letter is "I" for "B".
+            (stage, letter, micro-batch) -> seconds since the step began. "I" stands for "B", too:
+            both make the gradient that the previous stage needs (_recorded_letter).
         """
         clock = [0.0] * len(self.stages)  # when each stage has ended its latest pass
         last = len(self.stages) - 1
@@ -324,26 +340,29 @@ class PassOrder:
                 stage_link = min(stage, sender)
                 message = "F" if letter == "F" else "B"  # pass of the sender that makes the message
                 transfer_s = times.transfer[stage_link]
-                leaves_s = ready[sender, _message_letter(message), number]
+                leaves_s = ready[sender, _recorded_letter(message), number]
                 posting_pass = None  # pass of this stage after which it posts the receive
                 if self.activations_before:
                     posting_pass = self.posted_after(stage_link, message, number)
                 if posting_pass is not None:
                     sent_letter, sent_number = posting_pass
-                    posted_s = ready[stage, _message_letter(sent_letter), sent_number]
-                    # The receive is posted after the message of that pass has been sent.
+                    posted_s = ready[stage, _recorded_letter(sent_letter), sent_number]
+                    # The receive is posted when this stage has sent the message of that pass, which
+                    # takes the time of one transfer.
                     leaves_s = max(leaves_s, posted_s + transfer_s)
                 begin = max(begin, leaves_s + transfer_s)
             end = begin + times.of(letter, stage)
             clock[stage] = end
-            ready[stage, _message_letter(letter), number] = end
+            ready[stage, _recorded_letter(letter), number] = end
         return ready
 
     def in_one_order(self, times: Times) -> PassOrder:
         """Return these passes with an order of each stage link's messages.
 
-        Messages are ordered by the moment halfway between the end of the pass that makes a message and the
-        beginning of the pass that needs it, as far as the passes of both stages allow.
+        Messages are ordered by the moment halfway between the end of the pass that makes a message
+        and the beginning of the pass that needs it, as far as the passes of both stages allow. The
+        result has the order as `activations_before`: for each gradient, the number of activations
+        before it.
 
         Args:
             times: Seconds of the passes and messages.
@@ -352,11 +371,14 @@ class PassOrder:
         begins: Ends = {}
         for stage, order in enumerate(self.stages):
             for letter, number in order:
-                key = (stage, _message_letter(letter), number)
+                key = (stage, _recorded_letter(letter), number)
                 begins[key] = ready[key] - times.of(letter, stage)
 
         def moments(sender: int, receiver: int, letter: str) -> list[float]:
-            """Return twice the moment of each micro-batch's message, which has the same order."""
+            """Return the moment of each micro-batch's message, times two.
+
+            The factor does not change the order, so the sum need not be halved.
+            """
             return [
                 ready[sender, letter, number] + begins[receiver, letter, number]
                 for number in range(self.micro_batches)
@@ -364,9 +386,11 @@ class PassOrder:
 
         counts_of_links = []  # by stage link and micro-batch: activations before the gradient
         counts = self._forwards_before_backward
+        # A gradient follows the activations that the later stage needs first, and precedes those
+        # that the earlier stage sends after it has used the gradient.
         for stage_link, (latest, earliest) in enumerate(zip(counts, counts[1:])):
             activations = moments(stage_link, stage_link + 1, "F")
-            gradients = moments(stage_link + 1, stage_link, "I")
+            gradients = moments(stage_link + 1, stage_link, "I")  # of "B" passes, too
             counts_of_links.append(
                 tuple(
                     min(max(bisect_left(activations, moment), low), high)
@@ -376,8 +400,11 @@ class PassOrder:
         return replace(self, activations_before=tuple(counts_of_links))
 
 
-def _message_letter(letter: str) -> str:
-    """Return "I" for "B", and other letters unchanged: both passes send a gradient to the previous stage."""
+def _recorded_letter(letter: str) -> str:
+    """Return the letter under which the end of a pass is recorded: "I" for "B", else the letter.
+
+    Both "I" and "B" make the gradient that the previous stage waits for.
+    """
     return "I" if letter == "B" else letter
 
 

@@ -19,10 +19,10 @@ from holmes_ext.words import some_of
 class ShardedWeights:
     """Weights and gradients of a model that is sharded."""
 
-    units: int  # parts of the model that are gathered one by one
+    units: int  # parts of the model that are gathered one by one (FSDP units, such as layers)
     weight_bytes: float  # of all units, in the dtype in which they travel
     gradient_bytes: float  # of all units, in the dtype in which they travel
-    again: float = 1.0  # part of the weights that the backward pass gathers again
+    regathered_share: float = 1.0  # part of the weights that the backward pass gathers again
 
 
 def sharded_seconds(
@@ -32,7 +32,10 @@ def sharded_seconds(
     network_api: str,
     hybrid: bool = False,
 ) -> float:
-    """Return the time of all gathers and reduce-scatters of a step, in seconds.
+    """Return the seconds of all gathers and reduce-scatters of a step, without computation.
+
+    The weights of each unit (such as a layer) are gathered before its forward pass, and partly
+    again before its backward pass. Its gradients are reduce-scattered.
 
     Args:
         plan: The plan.
@@ -56,14 +59,14 @@ def sharded_seconds(
     reduction = Sharded(
         load=slowest,
         zero=3,
-        again=sharded.again,
-        weights=sharded.weight_bytes / sharded.gradient_bytes,
+        regathered_share=sharded.regathered_share,
+        weight_bytes_per_gradient_byte=sharded.weight_bytes / sharded.gradient_bytes,
         # gloo's reduce-scatter takes as long as its all-reduce.
-        scatter_part=1.0 if network_api == SOCKETS else 0.5,
+        scatter_share=1.0 if network_api == SOCKETS else 0.5,
         across=across,
         shards=parts[0].ranks if parts else 1,
     )
-    # The time of one unit without computation, as a model with one layer of one kind.
+    # A unit is priced as a layer that computes nothing, in a model with this layer only.
     unit_bytes = sharded.gradient_bytes / sharded.units
     (forward_s,), (backward_s,) = reduction.passes(
         forward=(0.0,), backward=(0.0,), sizes=(unit_bytes,), repeats=(1,), prefetch=False

@@ -188,8 +188,8 @@ def groups(sizes: Sizes, kind: str) -> list[tuple[int, ...]]:
     if kind == "expert":
         return _expert_groups(sizes, strides)
     # A group is its first rank plus the same distances as in every other group.
-    members = _span(strides, {axis: sizes.size(axis) for axis in KINDS[kind]})
-    firsts = _span(strides, {axis: sizes.size(axis) for axis in AXES if axis not in KINDS[kind]})
+    members = _offsets(strides, {axis: sizes.size(axis) for axis in KINDS[kind]})
+    firsts = _offsets(strides, {axis: sizes.size(axis) for axis in AXES if axis not in KINDS[kind]})
     return [tuple(first + member for member in members) for first in firsts]
 
 
@@ -221,10 +221,12 @@ def _expert_groups(sizes: Sizes, rank_strides: dict[str, int]) -> list[tuple[int
         sizes: Parallel sizes, with the data size.
         rank_strides: Axis -> distance between neighbours in the grid of all ranks.
     """
+    # The grid of experts numbers the ranks of a stage from 0. For the first stage, `first_stage`
+    # maps these numbers to global ranks. Other stages are shifted by the stride of the pipeline.
     grid, strides = expert_grid(sizes)
-    first_stage = _span(rank_strides, {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
-    members = _span(strides, {"ep": grid["ep"]})
-    firsts = _span(strides, {"tp": grid["tp"], "dp": grid["dp"]})
+    first_stage = _offsets(rank_strides, {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
+    members = _offsets(strides, {"ep": grid["ep"]})
+    firsts = _offsets(strides, {"tp": grid["tp"], "dp": grid["dp"]})
     result = []
     for first in firsts:
         group = [first_stage[first + member] for member in members]
@@ -234,7 +236,7 @@ def _expert_groups(sizes: Sizes, rank_strides: dict[str, int]) -> list[tuple[int
     return sorted(result)
 
 
-def _span(strides: dict[str, int], sizes: dict[str, int]) -> list[int]:
+def _offsets(strides: dict[str, int], sizes: dict[str, int]) -> list[int]:
     """Return the sums of coordinate x stride for all coordinates of a grid, ascending.
 
     Args:

@@ -42,7 +42,7 @@ def neighbours(order: Sequence[T]) -> list[tuple[T, T]]:
 class CrossClusterAlgorithm:
     """Algorithm that adds up the sums of whole clusters (plan/across.py).
 
-    It has two halves: the first adds up the sums, the second distributes the total.
+    It has two halves: a reduce step adds up the sums, a gather step distributes the total.
     """
 
     algorithm: str  # "direct", "ring" or "tree"
@@ -53,7 +53,14 @@ class CrossClusterAlgorithm:
 
     @property
     def halves(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
-        """Return (from cluster, to cluster) -> bytes for each byte of the sum, for both halves."""
+        """Return the traffic of the reduce step, and that of the gather step.
+
+        In a tree, sums go up to the root, and the total comes down. On a ring, each cluster passes
+        parts to the next one. With direct exchanges, each cluster sends every other one its part.
+
+        Returns:
+            For both steps: (from cluster, to cluster) -> bytes for each byte of the sum.
+        """
         clusters = len(self.order)
         if self.algorithm == "tree":
             edges = [(child, parent) for child, parent in zip(self.order, self.parents) if parent]
@@ -63,6 +70,7 @@ class CrossClusterAlgorithm:
         if self.algorithm == "ring":
             around = dict.fromkeys(neighbours(self.order), (clusters - 1) / clusters)
             return around, around
+        # "direct"
         exchange = {
             (source, target): 1 / clusters
             for source in self.order
@@ -90,7 +98,7 @@ class CrossClusterAlgorithm:
         return max(to_root_s.values())
 
     @property
-    def part(self) -> float:
+    def message_share(self) -> float:
         """Return the part of the sum's bytes that one message carries."""
         return 1.0 if self.algorithm == "tree" else 1 / len(self.order)
 
@@ -128,16 +136,15 @@ class ReductionSpec:
 class StageLink:
     """Messages between two neighbouring stages.
 
-    `fabrics` and `pair_groups` have an entry for each pipeline group, in their order, or a single entry
-    if all are equal.
+    `fabrics` and `pair_groups` have an entry for each pipeline group, in their order, or a single
+    entry if all are equal. An entry of `pair_groups` names the frameworks that need a process group
+    of the two ranks: those that send over "pipeline" groups, over the "world", over either
+    ("pipeline+world"), or none.
     """
 
     stages: tuple[int, ...]
     fabrics: tuple[str, ...]  # fabric between the two ranks
-    #: Frameworks in which the two ranks need a separate group: "world" for those that send over the group
-    #: of all ranks, "pipeline" for those that send over the pipeline group, "pipeline+world" for both, ""
-    #: for none.
-    pair_groups: tuple[str, ...]
+    pair_groups: tuple[str, ...]  # frameworks that need a process group of the two ranks
     slices: int = 1  # tensor-parallel ranks that share the message that each of them has
     compression: str = "off"  # of activations and their gradients: "off", "bf16" or "int8"
 
@@ -162,6 +169,6 @@ class Traffic:
     tied: ReductionSpec | None = None
 
 
-def same(values: tuple[str, ...]) -> tuple[str, ...]:
+def one_if_equal(values: tuple[str, ...]) -> tuple[str, ...]:
     """Return a tuple with the first value only, if all values are equal; else all values."""
     return values[:1] if len(set(values)) == 1 else values

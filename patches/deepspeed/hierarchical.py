@@ -194,9 +194,9 @@ def _zero_3_message(current: Session, engine: Any) -> str:
     gathers = sum(bool(module._parameters) for module in engine.module.modules())
     # `again` is the part of the weights that the backward pass gathers over all ranks, too.
     forward_only = ShardedWeights(
-        units=gathers, weight_bytes=weight_bytes, gradient_bytes=weight_bytes, again=0
+        units=gathers, weight_bytes=weight_bytes, gradient_bytes=weight_bytes, regathered_share=0
     )
-    in_both_passes = replace(forward_only, again=1)
+    in_both_passes = replace(forward_only, regathered_share=1)
 
     # With ZeRO++'s zero_hpz_partition_size above 1, the backward pass gathers inside groups of this size.
     hpz_size = engine.zero_hpz_partition_size()

@@ -267,7 +267,8 @@ def _bytes_of_weights(groups: list[Any]) -> BytesOfWeights:
         units=len(groups),  # gathered one by one
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
-        again=regathered_bytes / weight_bytes,  # share of the weights that is gathered twice
+        regathered_share=regathered_bytes
+        / weight_bytes,  # share of the weights that is gathered twice
     )
     return BytesOfWeights(sent, stored_bytes)
 

@@ -35,7 +35,7 @@ def summed(plan, slower=1.0):
     """The sums of a job on whose Ethernet all takes `slower` times what the plan's rate says."""
     (reduction,) = plan.traffic_of("sockets").reductions
     decided = decisions(replace(plan, workload=replace(plan.workload, gradient_bytes=SIZE)), *KNOWN)
-    (sums,) = decided.prices.sums(decided.placement, 0)
+    (sums,) = decided.prices.family_reductions(decided.placement, 0)
     if is_hierarchical(reduction, SIZE):
         busy = {"ethernet": slower * sums.hierarchical.across.seconds(SIZE)}
         seconds = max(*busy.values(), sums.hierarchical.inside.seconds(SIZE))

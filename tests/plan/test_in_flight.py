@@ -9,9 +9,8 @@ from clusters import site
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu, load_model
-from holmes_ext.plan.decide import more_bytes
 from holmes_ext.plan.maker import complete_plan, with_loads
-from holmes_ext.plan.plan import parse_plan
+from holmes_ext.plan.plan import more_bytes, parse_plan
 from holmes_ext.plan.sizes import Sizes
 
 SITE = site("a ib 200Gb/s a[0-3]", "b roce 200Gb/s b[0-3]", ethernet="2Gb/s")

@@ -206,9 +206,9 @@ def test_a_chunk_that_is_passed_on_is_received_whole_first():
     assert both.route.algorithm == "tree" and both.route.rounds == 2  # c is its root
     assert both.relay_byte_s == pytest.approx(8 / 200e6)  # the second of two hops
     (last,) = both.flows([both.chunk_bytes], ("reduce",), 8)
-    assert [flow.way_s for flow in last] == [
+    assert [flow.wan_latency_s for flow in last] == [
         0.0,
-        *2 * [both.longer_s + both.chunk_bytes * 8 / 200e6],
+        *2 * [both.wan_latency_s + both.chunk_bytes * 8 / 200e6],
         0.0,
     ]
     at_once = replace(both, relay_byte_s=0.0)
@@ -217,7 +217,7 @@ def test_a_chunk_that_is_passed_on_is_received_whole_first():
         assert more == pytest.approx(2 * both.chunk_bytes * 8 / 200e6)
     # simulated chunks may stand for several: each of those waits for itself only
     (few,) = both.flows([40 * both.chunk_bytes], ("reduce",), 1)
-    assert few[1].way_s == pytest.approx(last[1].way_s)
+    assert few[1].wan_latency_s == pytest.approx(last[1].wan_latency_s)
     assert (
         sums_on_site(site_from_spec(THREE), size=1e7).hierarchical.relay_byte_s == 0.0
     )  # each sends to the root

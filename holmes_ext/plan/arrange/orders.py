@@ -5,8 +5,9 @@
                               (AB)      AB AB AB AB    every cluster holds whole pipelines, gradients cross
     clusters A B C D          (AB)(CD)  AB AB CD CD    both
 
-An order divides the node types into groups of equal numbers, which share stages, and puts the groups
-into a sequence. Kinds that are equal in nodes, GPUs, fabrics and links to other clusters are
+A node type are nodes of one cluster on the same fabrics. An order divides the node types into
+groups of equal size, and puts the groups into a sequence. The types of a group share stages: each
+holds a part of each of them. Types with equal nodes, GPUs, fabrics and links to other clusters are
 interchangeable, so only distinct orders are listed.
 """
 
@@ -25,7 +26,8 @@ from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
 
 #: Node types that share stages, in the order of the stages.
 Groups = tuple[tuple[int, ...], ...]
-#: Largest number of distinct orders for one way to group the kinds, times the number of stages.
+#: Largest number of distinct orders for one way to group the node types, times the number of
+#: stages.
 MAX_ORDERS = 9600
 #: Least number of distinct orders that are listed, however many stages there are.
 _LEAST_ORDERS = 8
@@ -46,29 +48,36 @@ class Orders:
         self.network = network
         self.gpus = tuple(gpus)
         self.node_types = range(len(network.node_types))
-        self.nodes = [len(names) for names in network.names]  # by kind
+        self.nodes = [len(names) for names in network.names]  # by node type
         fabrics_of = [fabrics for _, fabrics in network.node_types]
-        self._kinds_on = Counter(name for fabrics in fabrics_of for name in fabrics)  # by fabric
-        # By kind: a value that is equal for kinds with equal fabrics, numbers of nodes and GPUs.
-        self._looks = [
-            (tuple(map(self._fabric_look, fabrics)), nodes, gpu)
+        self._types_on = Counter(name for fabrics in fabrics_of for name in fabrics)  # by fabric
+        # By node type: a value that is equal for node types with equal fabrics, numbers of nodes
+        # and GPUs.
+        self._signatures = [
+            (tuple(map(self._fabric_signature, fabrics)), nodes, gpu)
             for fabrics, nodes, gpu in zip(fabrics_of, self.nodes, self.gpus)
         ]
-        #: By kind: the first kind that it is interchangeable with.
-        self.first_equal_kind = tuple(self._first_equal(kind) for kind in self.node_types)
+        #: By node type: the first node type that it is interchangeable with.
+        self.first_equal_type = tuple(self._first_equal(node_type) for node_type in self.node_types)
 
-    def _fabric_look(self, name: str) -> Hashable:
-        """Return a value that is equal for interchangeable fabrics: those of a single node type."""
-        if self._kinds_on[name] > 1:
+    def _fabric_signature(self, name: str) -> Hashable:
+        """Return a value that is equal for fabrics that can be exchanged without changing any cost.
+
+        A fabric that connects a single node type can be exchanged for one with equal rate and
+        latency. A fabric that connects several types cannot, because a group may span these types.
+        """
+        if self._types_on[name] > 1:
             return name
         fabric = self.network.line(self.network.site.fabric_by_name[name])
         return (fabric.kind, fabric.rate_bps, fabric.latency_s)
 
-    def _first_equal(self, kind: int) -> int:
+    def _first_equal(self, node_type: int) -> int:
         for first in self.node_types:
-            if self._looks[first] == self._looks[kind] and self._have_equal_links(kind, first):
+            if self._signatures[first] == self._signatures[node_type] and self._have_equal_links(
+                node_type, first
+            ):
                 return first
-        raise AssertionError("every kind is equal to itself")
+        raise AssertionError("every node type is equal to itself")
 
     def _have_equal_links(self, first: int, second: int) -> bool:
         """Return whether two node types have equal links to all other clusters."""
@@ -78,14 +87,14 @@ class Orders:
         if first_cluster == second_cluster or not wan:
             return True
 
-        def look(source: str, target: str) -> Hashable:
+        def signature(source: str, target: str) -> Hashable:
             """Return the type, rate and latency of each link on the way between two clusters."""
             return tuple(
                 (hop.key[0], hop.rate_bps, hop.latency_s) for hop in wan.hops(source, target)
             )
 
         return all(
-            look(first_cluster, other) == look(second_cluster, other)
+            signature(first_cluster, other) == signature(second_cluster, other)
             for other in self.network.site.clusters
             if other not in (first_cluster, second_cluster)
         )
@@ -97,78 +106,92 @@ class Orders:
             sizes: Parallel sizes with the data size, in the default order of the axes.
         """
         stages = sizes.pipeline
-        # Largest number of orders for each way to group the kinds.
+        # Largest number of orders for each group size. Pricing an order takes time in proportion to
+        # its stages.
         most = max(_LEAST_ORDERS, MAX_ORDERS // stages)
         most = min(MOST_CHAINED if self.network.wan else MAX_ORDERS, most)
         if stages == 1:
             most = 1  # a single stage holds all clusters, in any order
         is_complete = True
         placements: list[Placement] = []
-        kinds = len(self.node_types)
-        for together in range(1, kinds + 1):  # number of kinds that share stages
-            if kinds % together:
+        types_count = len(self.node_types)
+        for group_size in range(1, types_count + 1):  # number of node types that share stages
+            if types_count % group_size:
                 continue
-            if stages == 1 and together > 1:
-                break  # all kinds share the only stage in any case
-            orders = chain(self._chained(together), self._distinct(together))
-            listed = dict.fromkeys(islice(orders, most))
-            if stages > 1 and next(orders, None) is not None:
-                is_complete = False  # there are orders beyond those listed
-            for groups in listed:
+            if stages == 1 and group_size > 1:
+                break  # all node types share the only stage in any case
+            # With a WAN, orders with good links between neighbours come first, and again among all
+            # orders.
+            orders = chain(self._chained(group_size), self._distinct(group_size))
+            first_orders = list(islice(orders, most))
+            has_further_orders = next(orders, None) is not None
+            if stages > 1 and has_further_orders:
+                is_complete = False
+            for groups in dict.fromkeys(first_orders):  # each once
                 placements += self.placements_of(sizes, groups)
         return placements, is_complete
 
     def placements_of(self, sizes: Sizes, groups: Groups) -> list[Placement]:
-        """Return the placement with these groups of equal numbers of kinds, in the order of the stages.
+        """Return the placement in which each group of node types holds stages of its own.
+
+        Args:
+            sizes: Parallel sizes with the data size.
+            groups: Node types that share stages, in the order of the stages. All groups have
+                equally many.
 
         Returns:
-            One placement, or [] if the kinds of a group do not divide evenly among its stages.
+            One placement, or [] if the nodes of a group do not divide evenly among its stages.
         """
         if len(groups[0]) > 1:
             return self._shared(sizes, groups)
-        slots = tuple((kind, self.nodes[kind]) for (kind,) in groups)
-        return [Placement(sizes, self.network.processes, slots)]
+        node_runs = tuple((node_type, self.nodes[node_type]) for (node_type,) in groups)
+        return [Placement(sizes, self.network.processes, node_runs)]
 
-    def _chained(self, together: int) -> Iterator[Groups]:
+    def _chained(self, group_size: int) -> Iterator[Groups]:
         """Yield orders in which clusters with good WAN links are neighbours.
 
         These are the chain over the best links, its reverse, and the chain with two neighbours swapped.
 
         Args:
-            together: Number of kinds that share stages.
+            group_size: Number of node types that share stages.
         """
         if not self.network.wan or len(self.node_types) < 3:
             return
 
         def cost(pair: tuple[int, int]) -> tuple[float, float]:
-            """Return the cost of the WAN link between the clusters of two kinds."""
+            """Return the cost of the WAN link between the clusters of two node types."""
             source, target = map(self.network.cluster, pair)
             return self.network.wan.cost((source, target))
 
         order = self.network.remember("chain", lambda: best_order(self.node_types, cost))
-        groups = tuple(order[start : start + together] for start in range(0, len(order), together))
+        groups = tuple(
+            order[start : start + group_size] for start in range(0, len(order), group_size)
+        )
         yield groups
         yield groups[::-1]
         for left in range(len(groups) - 1):
             yield (*groups[:left], groups[left + 1], groups[left], *groups[left + 2 :])
 
-    def _distinct(self, together: int) -> Iterator[Groups]:
-        """Yield all sequences of groups of kinds, without those that only swap equal kinds.
+    def _distinct(self, group_size: int) -> Iterator[Groups]:
+        """Yield all sequences of groups of node types, without those that only swap equal types.
+
+        A depth-first search: `extend` appends each possible next group, and takes it back again.
 
         Args:
-            together: Number of kinds in each group.
+            group_size: Number of node types in each group.
         """
-        members: dict[int, list[int]] = {}  # first kind -> all kinds that are equal to it
-        for kind, first in enumerate(self.first_equal_kind):
-            members.setdefault(first, []).append(kind)
-        used = dict.fromkeys(members, 0)  # first kind -> how many equal kinds are in groups already
+        # Equal types form a class. The key of a class is the first type in it.
+        members: dict[int, list[int]] = {}  # key of a class -> all types of the class
+        for node_type, first in enumerate(self.first_equal_type):
+            members.setdefault(first, []).append(node_type)
+        used = dict.fromkeys(members, 0)  # key of a class -> number of its types that are in groups
 
         def choices(size: int, firsts: list[int]) -> Iterator[tuple[int, ...]]:
-            """Yield the multisets of `size` unused kinds.
+            """Yield the ways to choose `size` unused types from some classes, in any order.
 
             Args:
-                size: Number of kinds.
-                firsts: Kinds to choose from; each stands for all kinds that are equal to it.
+                size: Number of types.
+                firsts: Keys of the classes. A choice has a key once for each type of the class.
             """
             if not size:
                 yield ()
@@ -180,15 +203,15 @@ class Orders:
                         yield (first,) * amount + choice
 
         def extend(groups: Groups) -> Iterator[Groups]:
-            """Yield all complete sequences that begin with `groups`."""
-            if len(groups) * together == len(self.first_equal_kind):
+            """Yield all sequences that begin with `groups` and contain every node type."""
+            if len(groups) * group_size == len(self.first_equal_type):
                 yield groups
                 return
             # A list, because the loop changes `used`, on which the choices depend.
-            for choice in list(choices(together, list(members))):
+            for choice in list(choices(group_size, list(members))):
                 group = []
                 for first in choice:
-                    group.append(members[first][used[first]])
+                    group.append(members[first][used[first]])  # the next unused type of the class
                     used[first] += 1
                 yield from extend((*groups, tuple(group)))
                 for first in choice:  # undo the choice
@@ -197,40 +220,43 @@ class Orders:
         return extend(())
 
     def _shared(self, sizes: Sizes, groups: Groups) -> list[Placement]:
-        """Return the placement in which every kind of a group holds an equal part of each of its stages.
+        """Return the placement in which a node type holds an equal part of each stage of its group.
 
         Args:
             sizes: Parallel sizes with the data size.
             groups: Node types that share stages, in the order of the stages.
 
         Returns:
-            One placement, or [] if the kinds do not divide evenly among the stages.
+            One placement, or [] if the nodes do not divide evenly among the stages.
         """
         processes = self.network.processes
         stage_ranks = self.network.world // sizes.pipeline
         replica_ranks = sizes.tensor * sizes.context
-        slots = []
-        has_whole_nodes = True  # whether a kind's part of each stage consists of whole nodes
+        node_runs = []  # (node type, nodes), in the order of the ranks
+        has_whole_nodes = True  # whether a type's part of each stage consists of whole nodes
         for group in groups:
-            ranks_of = {kind: self.nodes[kind] * processes for kind in group}
+            ranks_of = {node_type: self.nodes[node_type] * processes for node_type in group}
             group_ranks = sum(ranks_of.values())
             stages = group_ranks // stage_ranks
             if group_ranks % stage_ranks:
                 return []  # the group does not hold whole stages
             if any(ranks % (stages * replica_ranks) for ranks in ranks_of.values()):
-                return []  # a kind's part of a stage does not consist of whole tensor and context groups
+                return []  # a type's part of a stage has incomplete tensor or context groups
             if any(ranks // stages % processes for ranks in ranks_of.values()):
                 has_whole_nodes = False
-            # (kind, nodes) of a stage; not used if a part is not a whole number of nodes
-            stage = [(kind, ranks // stages // processes) for kind, ranks in ranks_of.items()]
-            slots += stage * stages
+            # (node type, nodes) of a stage; not used if a part is not a whole number of nodes
+            stage = [
+                (node_type, ranks // stages // processes) for node_type, ranks in ranks_of.items()
+            ]
+            node_runs += stage * stages
         if has_whole_nodes:
-            return [Placement(sizes, processes, joined(slots))]
+            return [Placement(sizes, processes, joined(node_runs))]
+        # Stages share nodes. That is possible if neighbouring ranks form whole pipelines, but then
+        # all nodes hold all stages. So there can be only one group.
         if len(groups) > 1:
             return []
-        # Stages share nodes: whole pipelines follow each other.
-        slots = [(kind, self.nodes[kind]) for kind in groups[0]]
-        return [Placement(replace(sizes, order=PIPELINES_FIRST), processes, tuple(slots))]
+        node_runs = [(node_type, self.nodes[node_type]) for node_type in groups[0]]
+        return [Placement(replace(sizes, order=PIPELINES_FIRST), processes, tuple(node_runs))]
 
 
 def launched(network: Network, sizes: Sizes) -> Placement:

@@ -3,29 +3,30 @@
     launcher: a0 b0 a1 b1     stages: [a0 b0] [a1 b1]     every data-parallel group uses Ethernet
     planned:  a0 a1 b0 b1     stages: [a0 a1] [b0 b1]     groups use their own fabric, a stage link Ethernet
 
-Nodes on the same fast fabrics are interchangeable and form a class. A component (plan/placement.py) has no
-group that spans networks if all its nodes share a fabric. So such an order exists exactly if pack() finds
-one; it also decides which fabric a node serves that is on several.
+Nodes on the same fast fabrics are interchangeable and form a class. Stages that share nodes form a
+component. If all nodes of each component share a fabric, no group has to use Ethernet because its
+nodes are on different networks (it "spans networks"). pack() finds such a division of the nodes
+into components, if there is one.
 
-Among orders without (or with) spanning groups, the shortest predicted step wins; if steps are equal, the
-launcher's order wins, so a site that gains nothing stays as it is.
+An order in which no group spans networks is better than one in which some group does. Of two such
+orders, the one with the shorter predicted step is better. If steps are equal, the launcher's order
+stays.
 
-How exact the search is: up to `budget` distinct orders, all are tried. Above, runs of equal components are
-permuted, and then pairs are swapped while that helps. Whether spanning can be avoided is still exact (with
-nodes on several fabrics: by whole components), and the step is never longer than that of the launcher's
-order, unless that order spans more.
+If there are few distinct orders, all are tried. Else the search permutes runs of equal components,
+and then swaps pairs while that shortens the step. The result is never worse than the launcher's
+order.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, islice, permutations
+from itertools import islice, permutations
 from typing import NamedTuple, TypeVar
 
-from holmes_ext.plan.across import best_order
+from holmes_ext.plan.across import best_order, distinct_orders, order_count, swap_pairs
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.engine import FLAT, HIERARCHICAL
@@ -37,32 +38,33 @@ PACK_BUDGET = 150_000
 
 
 class Assignment(NamedTuple):
-    """Nodes of one class that serve a fabric."""
+    """Number of nodes of a class (nodes on the same fabrics) in components that use a fabric."""
 
     fabric: str
     node_class: int
     nodes: int
 
 
-#: Open components of a packing: (fabric, nodes beyond whole components).
+#: Components that still lack nodes: (fabric, nodes that its last component has so far).
 OpenComponents = frozenset[tuple[str, int]]
 
 
 def pack(
-    counts: Mapping[int, int], homes: Mapping[int, Sequence[str]], size: int
+    counts: Mapping[int, int], usable_fabrics: Mapping[int, Sequence[str]], size: int
 ) -> list[tuple[int, ...]] | None:
     """Divide nodes into components of equal size whose nodes share a fabric.
 
-    A component is a set of nodes that hold the same pipeline stages. Nodes on the same fabrics form a class.
+    A component are nodes with the same pipeline stages. Nodes on the same fabrics form a class.
 
-    Whether that is possible depends on the numbers modulo `size` only. So the search goes over the
-    classes, and its state is the number of nodes that each fabric has beyond whole components. If most
-    nodes are on three or more fast fabrics there can be too many states; then only PACK_BUDGET steps are
-    tried.
+    The search assigns the nodes of one class after the other to fabrics. Whether the rest fits
+    depends only on the number of nodes that each fabric has beyond whole components. So assignments
+    with equal numbers are one state, of which the first is kept. With many nodes on three or more
+    fast fabrics there are too many states; then only PACK_BUDGET steps are tried, and None does not
+    mean that there is no division.
 
     Args:
-        counts: Class of node -> number of nodes.
-        homes: Class of node -> fabrics that it can serve, at least one.
+        counts: Node class -> number of nodes.
+        usable_fabrics: Node class -> fabrics that its nodes can use, at least one.
         size: Nodes of a component.
 
     Returns:
@@ -71,15 +73,15 @@ def pack(
     if size == 1:
         return [(node_class,) for node_class, count in counts.items() for _ in range(count)]
     states: dict[OpenComponents, tuple[Assignment, ...]] = {frozenset(): ()}
-    waiting = list(counts)  # classes that are not assigned yet
+    waiting = list(counts)  # classes that are not assigned to fabrics yet
     while waiting:
         node_class = waiting.pop(0)
         states = _with_class(
             states,
             node_class,
             counts[node_class],
-            homes[node_class],
-            later={home for other in waiting for home in homes[other]},
+            usable_fabrics[node_class],
+            later={fabric for other in waiting for fabric in usable_fabrics[other]},
             size=size,
             most=PACK_BUDGET // len(counts),
         )
@@ -100,59 +102,71 @@ def _with_class(
     states: Mapping[OpenComponents, tuple[Assignment, ...]],
     node_class: int,
     count: int,
-    homes: Sequence[str],
+    usable_fabrics: Sequence[str],
     later: set[str],
     size: int,
     most: int,
 ) -> dict[OpenComponents, tuple[Assignment, ...]]:
-    """Return the states of pack()'s search after the nodes of one class were assigned to fabrics.
+    """Assign the nodes of one class to fabrics, in all ways that matter, and return the new states.
+
+    pack() divides nodes into components that each use one fabric. A state is the set of open
+    components, which lack nodes; its value are the assignments of nodes to fabrics that lead to it.
 
     Args:
         states: Open components -> assignments so far, before this class.
-        node_class: The class.
-        count: Number of its nodes.
-        homes: Fabrics that it can serve.
-        later: Fabrics that the remaining classes can serve; only there may components stay open.
+        node_class: The class: nodes on the same fabrics.
+        count: Number of nodes of the class.
+        usable_fabrics: Fabrics that the nodes of the class can use.
+        later: Fabrics that the remaining classes can use. Other components can no longer be
+            completed.
         size: Nodes of a component.
-        most: Largest number of steps.
+        most: Largest number of combinations (a state, a division of the nodes) to try.
     """
     result: dict[OpenComponents, tuple[Assignment, ...]] = {}
-    steps = ((before, shares) for before in states for shares in _shares(count, len(homes), size))
-    for before, shares in islice(steps, most):
+    steps = (
+        (before, division)
+        for before in states
+        for division in _divisions(count, len(usable_fabrics), size)
+    )
+    for before, division in islice(steps, most):
         open_nodes = dict(before)  # fabric -> nodes beyond whole components
-        for home, share in zip(homes, shares):
-            open_nodes[home] = (open_nodes.get(home, 0) + share) % size
-        after = frozenset((home, nodes) for home, nodes in open_nodes.items() if nodes)
-        can_be_completed = all(home in later for home, _ in after)
+        for fabric, share in zip(usable_fabrics, division):
+            open_nodes[fabric] = (open_nodes.get(fabric, 0) + share) % size
+        after = frozenset((fabric, nodes) for fabric, nodes in open_nodes.items() if nodes)
+        can_be_completed = all(fabric in later for fabric, _ in after)
         if after not in result and can_be_completed:
             assignments = tuple(
-                Assignment(home, node_class, share) for home, share in zip(homes, shares) if share
+                Assignment(fabric, node_class, share)
+                for fabric, share in zip(usable_fabrics, division)
+                if share
             )
             result[after] = states[before] + assignments
     return result
 
 
-def _shares(count: int, homes: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to divide nodes among fabrics that differ modulo `size`.
+def _divisions(count: int, usable_fabrics: int, size: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to divide `count` nodes among a number of fabrics.
 
-    Whole components stay with the first fabric.
+    Only the number of nodes beyond whole components of `size` nodes matters to pack(). So every
+    fabric but the first gets less than `size` nodes, and the first one gets the rest.
     """
-    if homes == 1:
+    if usable_fabrics == 1:
         yield (count,)
         return
     for last in range(min(count, size - 1) + 1):
-        for others in _shares(count - last, homes - 1, size):
+        for others in _divisions(count - last, usable_fabrics - 1, size):
             yield (*others, last)
 
 
 T = TypeVar("T")
-#: Classes of the nodes of a component.
-Part = tuple[int, ...]
-#: Ranks of components not priced yet that a search may look at.
+#: Node classes of a component's nodes: (0, 0, 1) has two nodes of class 0 and one of class 1.
+Component = tuple[int, ...]
+#: A search stops after this many ranks in components that were not priced before (about half a
+#: second).
 RANK_BUDGET = 30_000
-#: Stages of priced components whose costs a search may add up.
+#: The same for stages of components that were priced before: only their costs are added up.
 STAGE_BUDGET = 4_000
-#: Largest number of runs of equal components for which chains over good links are tried.
+#: Largest number of different components for which chains over good links are tried.
 MOST_CHAINED = 64
 #: A swap that saves less than this part of a step is not worth a less regular placement.
 SWAP_GAIN = 1e-3
@@ -182,9 +196,10 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
 def fastest_first(network: Network) -> tuple[str, ...]:
     """Return the order of the nodes for a job whose parallel sizes are not known.
 
-    The nodes of each cluster follow each other, the fastest fabric first. So no group spans networks if the
-    stages divide the clusters evenly, and the stage with the slowest reduction, which is the last one, starts
-    it first. With a WAN, clusters with good links are neighbours.
+    The nodes of each cluster follow each other, the fastest fabric first. So no group spans
+    networks if the stages divide the clusters evenly. The slowest fabric gets the last stages:
+    these end their backward passes first, so their slow reductions start earlier. With a WAN,
+    clusters with good links are neighbours.
     """
     nodes_of: dict[int, list[str]] = {}  # class -> its nodes
     for name, node_class in classes_of(network).items():
@@ -203,12 +218,13 @@ def fastest_first(network: Network) -> tuple[str, ...]:
 
 def classes_of(network: Network) -> dict[str, int]:
     """Return node -> its class: the first node type that it is interchangeable with."""
-    first_kind: dict[object, int] = {}
+    first_type: dict[object, int] = {}
     result = {}
-    for name, kind in network.node_type_of.items():
-        cluster = network.cluster(kind) if network.wan else ""
-        look = (tuple(network.usable_fabrics(kind)), cluster)  # equal for interchangeable kinds
-        result[name] = first_kind.setdefault(look, kind)
+    for name, node_type in network.node_type_of.items():
+        cluster = network.cluster(node_type) if network.wan else ""
+        # Equal for interchangeable types.
+        signature = (tuple(network.usable_fabrics(node_type)), cluster)
+        result[name] = first_type.setdefault(signature, node_type)
     return result
 
 
@@ -238,7 +254,10 @@ class _Search:
     """
 
     def __init__(self, prices: Prices, sizes: Sizes):
-        """Make the launcher's order the best one so far."""
+        """Make the launcher's order the best one so far.
+
+        Nodes on the same fabrics form a class. Stages that share nodes form a component.
+        """
         self.prices = prices
         self.sizes = sizes
         self.network = prices.network
@@ -248,45 +267,54 @@ class _Search:
         launcher = tuple(self.class_of.values())
         self.counts = Counter(launcher)  # class -> number of nodes
         placement = Placement.of(sizes, self.network.processes, launcher)
-        self.components = placement.components
+        self.nodes_of_components = placement.components
         component_ranks = placement.stage_ranks * placement.stages_per_component
-        self.ranks_per_order = component_ranks * len(self.components)  # looked at to price an order
-        self.best = self.cut(launcher)
-        self.score = self.score_of(self.best)
+        self.ranks_per_order = component_ranks * len(placement.components)  # to price an order
+        self.best = self.components_of(launcher)
+        self.score = self._score_of(self.best)
 
-    def cut(self, order: Sequence[int]) -> tuple[Part, ...]:
-        """Return the classes of each component's nodes, from the classes of all nodes in order."""
-        return tuple(tuple(order[slot] for slot in slots) for slots in self.components)
+    def components_of(self, order: Sequence[int]) -> tuple[Component, ...]:
+        """Return the node classes of each component, given the class of each node in order."""
+        return tuple(tuple(order[index] for index in nodes) for nodes in self.nodes_of_components)
 
-    def placement(self, parts: Sequence[Part]) -> Placement:
+    def placement(self, components: Sequence[Component]) -> Placement:
         """Return the placement with these components; with fewer than all, of a shorter pipeline."""
         sizes = self.sizes
-        if len(parts) < len(self.components):
-            sizes = replace(sizes, pipeline=len(parts) * sizes.pipeline // len(self.components))
-        return Placement.of_parts(sizes, self.network.processes, parts)
+        if len(components) < len(self.nodes_of_components):
+            sizes = replace(
+                sizes, pipeline=len(components) * sizes.pipeline // len(self.nodes_of_components)
+            )
+        return Placement.of_parts(sizes, self.network.processes, components)
 
-    def score_of(self, parts: Sequence[Part]) -> _Score:
-        """Return the score of an order, given as the classes of each component's nodes."""
-        placement = self.placement(parts)
+    def _score_of(self, components: Sequence[Component]) -> _Score:
+        """Return the score of an order: whether groups span networks, and the predicted step.
+
+        Args:
+            components: Node classes of each component (nodes that hold the same stages).
+        """
+        placement = self.placement(components)
         step_s = flat_s = self.prices.step_s(placement)
         if any(reduction.name == HIERARCHICAL for reduction in self.prices.reductions(placement)):
             flat_s = self.flat_prices.step_s(placement)
         return _Score(self.prices.spans_networks(placement), step_s, flat_s)
 
-    def offer(self, parts: Sequence[Part], gain: float = ROUNDING) -> bool:
-        """Make an order the best one if it spans less, or if it is faster and spans no more.
+    def accept_if_better(self, components: Sequence[Component], gain: float = ROUNDING) -> bool:
+        """Make an order the best one if it is better than the best one so far.
+
+        It is better if it avoids that some group has to use Ethernet because its nodes are on
+        different networks. If both orders do, or both do not, it is better if the step is shorter.
 
         Args:
-            parts: Classes of each component.
-            gain: Part of the time by which it must be faster.
+            components: Node classes of each component (nodes that hold the same stages).
+            gain: Part of the best step time that it must save.
 
         Returns:
             Whether the order was accepted.
         """
-        score = self.score_of(parts)
+        score = self._score_of(components)
         is_better = self._is_better(score, gain)
         if is_better:
-            self.best = tuple(parts)
+            self.best = tuple(components)
             self.score = score
         return is_better
 
@@ -301,9 +329,12 @@ class _Search:
                 return False
         return False
 
-    def offer_swap(self, parts: Sequence[Part]) -> bool:
-        """Make an order that results from a swap the best one if it is worth it."""
-        return self.offer(parts, SWAP_GAIN)
+    def accept_worthwhile_swap(self, components: Sequence[Component]) -> bool:
+        """Make an order the best one if it is better by SWAP_GAIN, and return whether it is.
+
+        A swap makes the order less regular, so a tiny gain is not enough (see `accept_if_better`).
+        """
+        return self.accept_if_better(components, SWAP_GAIN)
 
     def run(self, budget: int | None) -> None:
         """Search for the best order of the nodes.
@@ -313,39 +344,49 @@ class _Search:
         """
         if len(self.counts) == 1:
             return
-        # Orders with components that were not priced yet, and orders of components that were.
+        # Numbers of orders to try: of components that were not priced before (slow), or that were
+        # (fast). On large sites, at least a few.
         new_orders = budget or max(4, RANK_BUDGET // self.ranks_per_order)
         known_orders = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
-        component_nodes = len(self.components[0])
-        homes = {node_class: self.network.usable_fabrics(node_class) for node_class in self.counts}
-        packed = pack(self.counts, homes, component_nodes)
-        is_on_several = any(len(fabrics) > 1 for fabrics in homes.values())
+        component_nodes = len(self.nodes_of_components[0])
+        usable_fabrics = {each: self.network.usable_fabrics(each) for each in self.counts}
+        # Components whose nodes share a fabric, so no group spans networks.
+        unspanned = pack(self.counts, usable_fabrics, component_nodes)
+        has_choice = any(len(fabrics) > 1 for fabrics in usable_fabrics.values())
         is_small = order_count(self.counts) <= new_orders
-        if (packed is None or is_on_several) and is_small:
+        if is_small and (unspanned is None or has_choice):
+            # pack() found no good components, or one of several divisions: try everything.
             for order in distinct_orders(self.counts):
-                self.offer(self.cut(order))
-        elif packed is not None:
-            self.arrange(packed, known_orders)
+                self.accept_if_better(self.components_of(order))
+        elif unspanned is not None:
+            self.try_orders_of(unspanned, known_orders)
+        # Some group has to span networks.
         elif self.network.wan:
             self.line_up_clusters(component_nodes, new_orders)
         else:
-            self._arrange_mixtures(component_nodes, new_orders, known_orders)
+            self._try_mixtures(component_nodes, new_orders, known_orders)
 
-    def _arrange_mixtures(self, size: int, new_orders: int, known_orders: int) -> None:
-        """Try components of one class, and mixed components of the nodes that are left.
+    def _try_mixtures(self, size: int, new_orders: int, known_orders: int) -> None:
+        """Try orders with mixed components of the nodes that fill no component of their class.
+
+        A component is a set of stages that share nodes; a class are nodes on the same fabrics. All
+        other components have nodes of one class. At the end, pairs of single nodes are swapped.
 
         Args:
             size: Nodes of a component.
-            new_orders: Largest number of orders with new components.
-            known_orders: Largest number of orders of components that were priced already.
+            new_orders: Largest number of orders with components that were not priced before.
+            known_orders: Largest number of orders of components that were priced before.
         """
+        # Each way to mix the nodes has new components, and at least one order. So the ways get half
+        # of the slow orders, but two in any case, and share the budget evenly.
         mixture_count = min(MIXTURES, max(2, new_orders // 2))
         mixtures = list(islice(_with_leftovers(self.counts, size), mixture_count))
-        for parts in mixtures:
-            self.arrange(parts, min(known_orders, new_orders) // len(mixtures))
-        _swap(
+        orders_per_mixture = min(known_orders, new_orders) // len(mixtures)
+        for components in mixtures:
+            self.try_orders_of(components, orders_per_mixture)
+        swap_pairs(
             self.placement(self.best).node_types(),
-            lambda order: self.offer_swap(self.cut(order)),
+            lambda order: self.accept_worthwhile_swap(self.components_of(order)),
             limit=new_orders,
         )
 
@@ -362,7 +403,7 @@ class _Search:
         for node_class in self.counts:
             classes.setdefault(self.network.cluster(node_class), []).append(node_class)
 
-        def parts(clusters: Sequence[str]) -> tuple[Part, ...]:
+        def in_order(clusters: Sequence[str]) -> tuple[Component, ...]:
             """Return the classes of each component's nodes, for an order of the clusters."""
             nodes: list[int] = []
             for cluster in clusters:
@@ -371,50 +412,60 @@ class _Search:
             return tuple(tuple(nodes[start : start + size]) for start in range(0, len(nodes), size))
 
         chain = _chain(self.network, list(classes))
-        self.offer(parts(chain))
-        _swap(chain, lambda clusters: self.offer_swap(parts(clusters)), limit)
+        self.accept_if_better(in_order(chain))
+        swap_pairs(chain, lambda clusters: self.accept_worthwhile_swap(in_order(clusters)), limit)
 
-    def arrange(self, parts: Sequence[Part], limit: int) -> None:
-        """Try orders of components: all if they are few, else orders with equal ones together, and swaps.
+    def try_orders_of(self, components: Sequence[Component], limit: int) -> None:
+        """Try orders of components (stages that share nodes), and keep the best one in `best`.
+
+        If there are few orders, all are tried. Else equal components stay together, in each order
+        of the different ones if these are few, and then pairs of components are swapped.
 
         Args:
-            parts: Classes of each component.
-            limit: Largest number of orders.
+            components: Node classes (nodes on the same fabrics) of each component.
+            limit: Largest number of orders to try, about.
         """
-        counts = Counter(parts)
+        counts = Counter(components)
         if order_count(counts) <= limit:
             for order in distinct_orders(counts):
-                self.offer(order)
+                self.accept_if_better(order)
             return
 
-        def with_equal_together(distinct: Sequence[Part]) -> tuple[Part, ...]:
+        def with_equal_together(distinct: Sequence[Component]) -> tuple[Component, ...]:
             """Return all components, equal ones next to each other."""
             return tuple(part for part in distinct for _ in range(counts[part]))
 
         distinct = list(counts)
-        has_few_permutations = math.factorial(len(counts)) <= limit // 2  # half is left for swaps
+        # Permutations may take half of the tries. Each of the two rounds of swaps gets a quarter.
+        has_few_permutations = math.factorial(len(counts)) <= limit // 2
         if has_few_permutations:
             for order in permutations(distinct):
-                self.offer(with_equal_together(order))
+                self.accept_if_better(with_equal_together(order))
         else:
-            self.offer(with_equal_together(distinct))
+            self.accept_if_better(with_equal_together(distinct))
+            # The last stages end their backward passes first, so the slowest reductions belong
+            # there.
             distinct.sort(key=self._reduction_s)
-            self.offer(with_equal_together(distinct))
+            self.accept_if_better(with_equal_together(distinct))
         if self.network.wan and 2 < len(distinct) <= MOST_CHAINED:
             for chain in self._chains(distinct):
-                self.offer(with_equal_together(chain))
-            distinct = list(dict.fromkeys(self.best))
+                self.accept_if_better(with_equal_together(chain))
+            distinct = list(dict.fromkeys(self.best))  # swaps begin with the best order so far
         if not has_few_permutations:
-            _swap(distinct, lambda order: self.offer_swap(with_equal_together(order)), limit // 4)
-        _swap(self.best, self.offer_swap, limit // 4)
+            swap_pairs(
+                distinct,
+                lambda order: self.accept_worthwhile_swap(with_equal_together(order)),
+                limit // 4,
+            )
+        swap_pairs(self.best, self.accept_worthwhile_swap, limit // 4)
 
-    def _reduction_s(self, part: Part) -> float:
+    def _reduction_s(self, part: Component) -> float:
         """Return the seconds of reducing a block's gradients on the slowest stage of a component."""
         size = self.prices.job.block_bytes
         reductions = self.prices.reductions(self.placement([part]))
         return max(reduction.seconds(size) for reduction in reductions)
 
-    def _chains(self, distinct: Sequence[Part]) -> Iterator[Sequence[Part]]:
+    def _chains(self, distinct: Sequence[Component]) -> Iterator[Sequence[Component]]:
         """Yield chains of components with good stage links between neighbours, in both directions.
 
         The first chain has the fastest slowest link, the second one the least sum of all links.
@@ -433,7 +484,7 @@ class _Search:
             yield chain[::-1]
 
 
-def _with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Part]]:
+def _with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Component]]:
     """Yield divisions of nodes into components: of one class as far as possible, then mixed.
 
     The nodes that do not fill components of their class are mixed in every order of the classes.
@@ -447,54 +498,3 @@ def _with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Part]
     for classes in permutations(leftover):
         mixed = [node_class for node_class in classes for _ in range(leftover[node_class])]
         yield pure + [tuple(mixed[start : start + size]) for start in range(0, len(mixed), size)]
-
-
-def _swap(order: Sequence[T], offer: Callable[[tuple[T, ...]], bool], limit: int) -> None:
-    """Swap pairs of different items as long as some result is accepted.
-
-    Args:
-        order: Items to begin with.
-        offer: Returns whether an order is accepted; the next swaps then begin with it.
-        limit: Largest number of offers.
-    """
-    current = list(order)
-    offers = 0
-    is_improved = True
-    while is_improved:
-        is_improved = False
-        for left, right in combinations(range(len(current)), 2):
-            if current[left] == current[right]:
-                continue
-            if offers == limit:
-                return
-            offers += 1
-            current[left], current[right] = current[right], current[left]
-            if offer(tuple(current)):
-                is_improved = True
-            else:
-                current[left], current[right] = current[right], current[left]
-
-
-def order_count(counts: Mapping[T, int]) -> int:
-    """Return the number of distinct orders of a multiset."""
-    total = math.factorial(sum(counts.values()))
-    return total // math.prod(math.factorial(count) for count in counts.values())
-
-
-def distinct_orders(counts: Mapping[T, int]) -> Iterator[tuple[T, ...]]:
-    """Yield every distinct order of a multiset once, in lexicographic order of its keys as given.
-
-    This is the algorithm of the next permutation (Narayana): the rightmost item that is smaller than its
-    successor is swapped with the last greater item, and the items after it are reversed.
-    """
-    keys = list(counts)
-    order = [number for number, key in enumerate(keys) for _ in range(counts[key])]
-    while True:
-        yield tuple(keys[number] for number in order)
-        ascents = (i for i in reversed(range(len(order) - 1)) if order[i] < order[i + 1])
-        pivot = next(ascents, None)
-        if pivot is None:
-            return
-        greater = next(i for i in reversed(range(len(order))) if order[i] > order[pivot])
-        order[pivot], order[greater] = order[greater], order[pivot]
-        order[pivot + 1 :] = reversed(order[pivot + 1 :])

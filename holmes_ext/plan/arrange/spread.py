@@ -1,13 +1,18 @@
 """Distribution of nodes over pipeline stages, if the nodes of a cluster need not stay together.
 
-    clusters A B C D, 4 stages  (A)(B)(C)(D)  A | B | C | D           activations cross at every border of
-    stages of 4 nodes                  (A B)(C D)    AB | AB | CD | CD       gradients cross, activations
-    at one border
-                                exchanged     AAAB | ABBB | CCDD ...  whatever is fastest
+Example: four clusters A, B, C and D of four nodes, and a pipeline of four stages. A | B are two
+    stages, on
+nodes of A and on nodes of B. (A B) is a group of clusters, whose nodes are mixed evenly over its
+stages.
 
-Nodes of a cluster are interchangeable, so a stage is a multiset of clusters. The search is simulated
-annealing (Kirkpatrick et al. 1983) with a fixed seed. It first changes groups of clusters, whose nodes
-are mixed evenly over the stages of the group, and then exchanges single nodes of the best results.
+    groups          stages                        traffic between clusters
+    (A)(B)(C)(D)    AAAA | BBBB | CCCC | DDDD     activations, at three borders of stages
+    (A B)(C D)      AABB | AABB | CCDD | CCDD     activations at one border, and gradients
+    none            AAAB | ABBB | CCDD | CCDD     any mixture
+
+Nodes of a cluster are interchangeable, so only the number of nodes of each cluster on a stage
+matters. The search is simulated annealing (Kirkpatrick et al. 1983) with a fixed seed. It first
+changes the groups, and then exchanges single nodes of the best results.
 """
 
 from __future__ import annotations

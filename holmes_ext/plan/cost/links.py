@@ -203,24 +203,31 @@ class Links:
     ) -> tuple[tuple[str, float], ...]:
         """Return how much a flow uses the CPU cores that all nodes of a lab share.
 
+        In a lab, emulated nodes run on one machine, so copying bytes costs CPU time that all of
+        them share. The simulation treats the cores like a NIC with a rate of `core_bps`.
+
         Args:
             fabric: Fabric of the flow.
             senders: Number of nodes that send the flow at the same time.
-            messages: Messages of a hierarchical all-reduce per byte.
+            messages: Messages of a hierarchical all-reduce per byte of the flow.
 
         Returns:
-            (CORES, bits/s of core_bps for each bit/s of the flow), or () if it uses no shared cores.
+            (CORES, part of a core's `core_bps` that a flow of 1 bit/s uses), or () if it uses no
+            cores.
         """
+        # CPU seconds for each byte of the flow: to copy its bytes, and to handle its messages.
         cpu_byte_s = self.of(fabric).host_s * senders + self.host_message_s * messages
         if not cpu_byte_s:
             return ()
-        return ((CORES, cpu_byte_s / 8 * self.core_bps),)
+        cpu_bit_s = cpu_byte_s / 8
+        return ((CORES, cpu_bit_s * self.core_bps),)
 
     @property
     def core_bps(self) -> float:
-        """Return the bits/s that keep a CPU core busy, on the fabric that needs least CPU time per byte.
+        """Return the largest rate at which a CPU core can copy the bytes of some fabric, in bits/s.
 
-        The result is 1 if no fabric uses shared cores.
+        The simulation counts the use of cores in parts of this rate. If no fabric uses shared
+        cores, the rate does not matter, and the result is 1.
         """
         return max((8 / link.host_s for link in self.measured.values() if link.host_s), default=1.0)
 

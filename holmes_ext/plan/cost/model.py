@@ -563,8 +563,8 @@ class Model:
     def layers_of(self, sizes: Sizes) -> tuple[Layer, ...]:
         """Return the costs of all layers on a rank of a job with these parallel sizes.
 
-        With a tied embedding, a pipeline of a stage has a single copy of the weight; longer pipelines have
-        a second copy in the output layer.
+        With a tied embedding, a pipeline with a single stage has one copy of the weight. A longer
+        pipeline has a second copy in the output layer, on its last stage.
         """
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
         if not self.tied or sizes.pipeline > 1:

@@ -29,7 +29,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import Pair, neighbours
 
 T = TypeVar("T")
-#: (class of node, fabric, "out" or "in")
+#: (node class, fabric, "out" or "in"). Nodes of one class are equally busy (plan/placement.py).
 Nic = tuple[int, str, str]
 
 
@@ -57,20 +57,25 @@ FREE = Price()
 
 @dataclass(frozen=True)
 class Load:
-    """Use of the networks by a message or a collective, for each of its bytes."""
+    """Use of the networks by a message or a collective, in proportion to its bytes.
 
-    nics: tuple[tuple[Nic, float], ...] = ()  # NIC, and how many such flows it carries at once
-    hops: tuple[tuple[Hop, float], ...] = ()  # link between clusters, and its flows
+    The defaults are those of a single message from one rank to another.
+    """
+
+    nics: tuple[tuple[Nic, float], ...] = ()  # NIC, and number of such messages that share it
+    hops: tuple[tuple[Hop, float], ...] = ()  # link between clusters, and number of messages on it
     fabric: Fabric | None = None  # None: inside a node
     inside_bps: float = 0.0  # bits/s inside a node; 0: not known, counts as free
-    volume: float = 1.0  # bytes through a NIC
-    messages: float = 1.0  # messages that follow each other
-    part: float = 1.0  # part of the bytes that each message carries
-    longer_s: float = 0.0  # latency between clusters, in seconds, beyond the fabric's own
-    ring: bool = False  # whether the messages are steps of a ring, which selects the measured curve
-    across: bool = False  # whether it crosses between clusters
-    senders: float = 0.0  # nodes that send at the same time
-    posts: float = 0.0  # messages of a hierarchical all-reduce, which cost CPU time
+    volume: float = 1.0  # bytes through a NIC for each byte of the message or reduced tensor
+    messages: float = 1.0  # number of messages that follow each other, each with one latency
+    message_share: float = 1.0  # size of each message, as a part of all bytes
+    wan_latency_s: float = 0.0  # total latency between clusters beyond the fabric's own, in seconds
+    #: Whether both ends send at the same time, as in a ring. This selects the measured curve.
+    ring: bool = False
+    crosses_clusters: bool = False
+    # Only for a lab, where all nodes share the cores of one machine:
+    senders: float = 0.0  # messages at the same time, of all nodes; their bytes cost CPU time
+    cpu_messages: float = 0.0  # of a hierarchical all-reduce; each costs a fixed CPU time
 
     def scaled(self, factor: float) -> Load:
         """Return `factor` times as many messages and bytes; half of a ring is a reduce-scatter."""
@@ -78,7 +83,7 @@ class Load:
             self,
             volume=factor * self.volume,
             messages=factor * self.messages,
-            longer_s=factor * self.longer_s,
+            wan_latency_s=factor * self.wan_latency_s,
         )
 
     @cached_property
@@ -95,49 +100,50 @@ class Load:
             slowest_bit_s = max(slowest_bit_s, flows / hop.rate_bps)
         return Price(
             byte_s=8 * self.volume * slowest_bit_s,
-            latency_s=self.messages * self.fabric.latency_s + self.longer_s,
+            latency_s=self.messages * self.fabric.latency_s + self.wan_latency_s,
         )
 
 
 class Network:
     """Nodes and fabrics of a site, as the cost model uses them.
 
-    Nodes in the same cluster, on the same fabrics, form one kind and have the same number.
+    Nodes in the same cluster, on the same fabrics, form a node type, which is an index of
+    `node_types`.
 
     Args:
         site: Nodes and fabrics.
         links: Measured rates and latencies.
-        only: Fabric of all traffic, as without holmes; None: every group uses its fastest.
-        uneven: Whether NCCL's hierarchical all-reduce may have different numbers of ranks in the clusters
-            (for lower bounds).
-        on_best_fabrics: Whether every group uses the slowest of its nodes' best fabrics, even if its nodes do
-            not share it. This tells how fast a job would be if no group spanned networks.
+        single_fabric: The only fabric that groups may use, as in training without holmes. None:
+            every group uses the fastest fabric that its nodes share.
+        uneven: Whether clusters may have different numbers of ranks in NCCL's hierarchical
+            all-reduce. Real ones may not; a lower bound ignores that.
+        on_best_fabrics: Whether to pretend that groups never span networks: every group uses the
+            slowest of its nodes' best fabrics, even if its nodes do not share it.
     """
 
     def __init__(
         self,
         site: Site,
         links: Links = Links(),
-        only: Fabric | None = None,
+        single_fabric: Fabric | None = None,
         uneven: bool = False,
         on_best_fabrics: bool = False,
     ):
         """Find the node types of the site, and number them."""
         self.site = site
         self.links = links
-        self.only = only
+        self.single_fabric = single_fabric
         self.uneven = uneven
         self.on_best_fabrics = on_best_fabrics
         self.processes = site.processes  # of each node
         self.world = site.world_size
         self.measured = links.site(site)  # with measured rates, by which fabrics are chosen
         self.wan: Wan = self.measured.wan
-        kind_of_node = {node.name: (node.cluster, node.fabrics) for node in site.nodes}
-        self.node_types = tuple(
-            dict.fromkeys(kind_of_node.values())
-        )  # (cluster, its nodes' fabrics)
-        numbers = {kind: number for number, kind in enumerate(self.node_types)}
-        self.node_type_of = {name: numbers[kind] for name, kind in kind_of_node.items()}  # by node
+        type_of_node = {node.name: (node.cluster, node.fabrics) for node in site.nodes}
+        self.node_types = tuple(dict.fromkeys(type_of_node.values()))  # (cluster, nodes' fabrics)
+        numbers = {node_type: number for number, node_type in enumerate(self.node_types)}
+        #: Name of a node -> its type.
+        self.node_type_of = {name: numbers[each] for name, each in type_of_node.items()}
         self._known: dict[Hashable, Any] = {}  # results of `remember`
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -149,54 +155,54 @@ class Network:
 
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """Return the nodes of each kind, in the launcher's order."""
-        by_kind: list[list[str]] = [[] for _ in self.node_types]
-        for name, kind in self.node_type_of.items():
-            by_kind[kind].append(name)
-        return tuple(map(tuple, by_kind))
+        """Return the names of the nodes of each type, in the launcher's order."""
+        by_type: list[list[str]] = [[] for _ in self.node_types]
+        for name, node_type in self.node_type_of.items():
+            by_type[node_type].append(name)
+        return tuple(map(tuple, by_type))
 
-    def cluster(self, kind: int) -> str:
+    def cluster(self, node_type: int) -> str:
         """Return the cluster of a node type."""
-        return self.node_types[kind][0]
+        return self.node_types[node_type][0]
 
     def clusters(self, content: Content) -> list[str]:
         """Return the clusters of a stage's nodes, each once, in the order of the nodes."""
-        return list(dict.fromkeys(self.cluster(kind) for kind, _ in content))
+        return list(dict.fromkeys(self.cluster(node_type) for node_type, _ in content))
 
     def placement(self, names: Sequence[str], sizes: Sizes) -> Placement:
         """Return the placement of a job on these nodes, given in the order of the ranks."""
-        kinds = [self.node_type_of[name] for name in names]
-        return replace(Placement.of(sizes, self.processes, kinds), names=tuple(names))
+        node_types = [self.node_type_of[name] for name in names]
+        return replace(Placement.of(sizes, self.processes, node_types), names=tuple(names))
 
     def nodes(self, placement: Placement) -> tuple[str, ...]:
         """Return the names of a placement's nodes, in the order of the ranks.
 
-        If the placement has no names, the nodes of each kind are taken in the launcher's order.
+        If the placement has no names, the nodes of each type are taken in the launcher's order.
         """
         if placement.names:
             return placement.names
         unused = [iter(names) for names in self.names]
-        return tuple(next(unused[kind]) for kind in placement.node_types())
+        return tuple(next(unused[node_type]) for node_type in placement.node_types())
 
-    def fabric(self, kinds: Iterable[int]) -> Fabric:
-        """Return the fabric that a group of nodes of these kinds uses, as cluster.toml describes it.
+    def fabric(self, node_types: Iterable[int]) -> Fabric:
+        """Return the fabric that a group of nodes of these types uses, as in cluster.toml.
 
-        This is the fastest fabric that they share, unless `only` or `on_best_fabrics` is set.
+        This is the fastest that they share, unless `single_fabric` or `on_best_fabrics` is set.
         """
-        if self.only is not None:
-            return self.only
+        if self.single_fabric is not None:
+            return self.single_fabric
         if self.on_best_fabrics:
-            best_fabrics = [self._shared_fabric(frozenset([kind])) for kind in kinds]
+            best_fabrics = [self._shared_fabric(frozenset([node_type])) for node_type in node_types]
             return min(best_fabrics, key=lambda fabric: fabric.preference)
-        return self._shared_fabric(frozenset(kinds))
+        return self._shared_fabric(frozenset(node_types))
 
-    def _shared_fabric(self, kinds: frozenset[int]) -> Fabric:
+    def _shared_fabric(self, node_types: frozenset[int]) -> Fabric:
         def fastest() -> Fabric:
-            nodes = (self.names[kind][0] for kind in kinds)
+            nodes = (self.names[node_type][0] for node_type in node_types)
             name = self.measured.shared_fabric(nodes).name
             return self.site.fabric_by_name[name]
 
-        return self.remember(kinds, fastest)
+        return self.remember(node_types, fastest)
 
     def line(self, fabric: Fabric) -> Fabric:
         """Return `fabric` with the rate and latency that were measured, if any."""
@@ -215,8 +221,8 @@ class Network:
             return ()
         return tuple(hop_loads(self.wan, pairs).items())
 
-    def longer_s(self, fabric: Fabric, pair: Pair) -> float:
-        """Return the latency between two clusters beyond the fabric's own latency, in seconds."""
+    def wan_latency_s(self, fabric: Fabric, pair: Pair) -> float:
+        """Return a message's latency between two clusters beyond the fabric's own, in seconds."""
         if not self.wan or fabric.name != ETHERNET:
             return 0.0
         latency_s = sum(hop.latency_s for hop in self.wan.hops(*pair))
@@ -224,7 +230,7 @@ class Network:
 
     def neighbours(self, ring: Content) -> list[Pair]:
         """Return the pairs of different clusters that follow each other on a ring of nodes."""
-        return neighbours([self.cluster(kind) for kind, _ in ring])
+        return neighbours([self.cluster(node_type) for node_type, _ in ring])
 
     # ------------------------------------------------------------------- loads
 
@@ -233,9 +239,10 @@ class Network:
 
         Args:
             family: Groups that are equal.
-            groups: Number of groups that cross between clusters at once; 0 if each group is a load of its own
-                (simulation).
-            inside_bps: Bits/s between the GPUs of a node.
+            groups: Number of all groups that cross between clusters at the same time. 0: count only
+                the groups of this family (for the simulation, which adds the loads of other groups
+                itself).
+            inside_bps: Bits/s between the GPUs of a node; used if each group lies inside a node.
         """
         if family.nodes == 1:
             volume = 2 * (family.ranks - 1) / family.ranks
@@ -247,23 +254,27 @@ class Network:
 
         Args:
             family: Groups that are equal.
-            groups: Number of groups that cross between clusters at once; 0 if each group is a load of its own
-                (simulation).
+            groups: Number of all groups that cross between clusters at the same time. 0: count only
+                the groups of this family (for the simulation, which adds the loads of other groups
+                itself).
         """
         ranks = family.ranks
         fabric = self.fabric(family.node_types)
-        pairs = Counter(
-            self.neighbours(family.ring)
-        )  # (from, to cluster) -> links of the ring between them
-        # Each rank has a link to the next rank, with a longer latency if that is in another cluster. A chunk
-        # passes all links but one, twice.
-        longer_s = [
-            self.longer_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)
+        # (from cluster, to cluster) -> number of links of the ring between them.
+        pairs = Counter(self.neighbours(family.ring))
+        # Latency beyond the fabric's own, of each rank's link to the next rank; 0 inside a cluster.
+        link_latency_s = [
+            self.wan_latency_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)
         ]
-        longer_s += [0.0] * (ranks - len(longer_s))
+        link_latency_s += [0.0] * (ranks - len(link_latency_s))
+        # A chunk passes all links but one, first for the sum and again to distribute it. The
+        # slowest chunk leaves out the fastest link.
+        wan_latency_s = 2 * (sum(link_latency_s) - min(link_latency_s))
         crossing = {pair: times * (groups or family.count) for pair, times in pairs.items()}
+        # Node class -> groups that share a NIC: those of all families, or of this family only.
         flows = {
-            part.node: part.concurrent_groups if groups else part.groups for part in family.parts
+            part.node_class: part.concurrent_groups if groups else part.groups
+            for part in family.parts
         }
         return Load(
             nics=self.both_ways(fabric, flows),
@@ -271,22 +282,24 @@ class Network:
             fabric=self.line(fabric),
             volume=2 * (ranks - 1) / ranks,
             messages=2 * (ranks - 1),
-            part=1 / ranks,
+            message_share=1 / ranks,
             ring=True,
-            longer_s=2 * (sum(longer_s) - min(longer_s)),
-            across=self.across(family.node_types),
+            wan_latency_s=wan_latency_s,
+            crosses_clusters=self.spans_clusters(family.node_types),
             senders=family.count * family.nodes,
         )
 
-    def in_turn(self, family: GroupFamily, all_to_all: bool, inside_bps: float = 0.0) -> Load:
-        """Return the load of an all-to-all in each group of a family, or of passing bytes around a ring.
+    def exchange(self, family: GroupFamily, all_to_all: bool, inside_bps: float = 0.0) -> Load:
+        """Return the load of an all-to-all (expert groups) or a ring of messages (context groups).
 
-        The ranks exchange the bytes in parts that follow each other.
+        Both have n - 1 steps for n ranks. In step i of an all-to-all, a rank sends one part of its
+        bytes to the i-th next rank. In each step of a ring, it passes the parts that it has
+        received to its neighbour.
 
         Args:
             family: Groups that are equal.
-            all_to_all: Whether it is an all-to-all (expert groups); else it is a ring (context groups).
-            inside_bps: Bits/s between the GPUs of a node.
+            all_to_all: Whether it is an all-to-all; else a ring.
+            inside_bps: Bits/s between the GPUs of a node; used if each group lies inside a node.
         """
         if family.nodes == 1:
             return Load(inside_bps=inside_bps)
@@ -296,16 +309,19 @@ class Network:
         for part in family.parts:
             # In a ring, only the last rank on a node sends to another node.
             senders = part.ranks_per_node if all_to_all else 1
-            flows[part.node] = part.concurrent_groups * senders
-        longer_s = max((self.longer_s(fabric, pair) for pair in pairs), default=0.0)
+            flows[part.node_class] = part.concurrent_groups * senders
+        # In every step, some rank waits for the slowest link.
+        step_latency_s = max((self.wan_latency_s(fabric, pair) for pair in pairs), default=0.0)
         messages = family.ranks - 1
+        # The volume stays 1: `size` of such a load is the number of bytes that a rank sends in all
+        # steps.
         return Load(
             nics=self.both_ways(fabric, flows),
             hops=self.hops(fabric, pairs),
             fabric=self.line(fabric),
             messages=messages,
-            longer_s=messages * longer_s,
-            across=self.across(family.node_types),
+            wan_latency_s=messages * step_latency_s,
+            crosses_clusters=self.spans_clusters(family.node_types),
         )
 
     def message(
@@ -316,13 +332,14 @@ class Network:
         Args:
             stage_link: Messages of one pipeline class.
             inside_bps: Bits/s between the GPUs of a node.
-            crossing: Number of pipelines that cross between clusters at once; 0: those of this kind.
+            crossing: Number of all pipelines that cross between clusters at the same time; 0: only
+                those of this class.
         """
         if stage_link.local:
             return Load(inside_bps=inside_bps)
         fabric = self.fabric(stage_link.node_types)
-        sender_kind, receiver_kind = stage_link.node_types
-        pair = self.cluster(sender_kind), self.cluster(receiver_kind)
+        sender_type, receiver_type = stage_link.node_types
+        pair = self.cluster(sender_type), self.cluster(receiver_type)
         crosses = pair[0] != pair[1]
         flows = {pair: crossing or stage_link.count} if crosses else {}
         return Load(
@@ -332,23 +349,26 @@ class Network:
             ),
             hops=self.hops(fabric, flows),
             fabric=self.line(fabric),
-            longer_s=self.longer_s(fabric, pair) if crosses else 0.0,
-            across=crosses,
+            wan_latency_s=self.wan_latency_s(fabric, pair) if crosses else 0.0,
+            crosses_clusters=crosses,
             senders=stage_link.count,
         )
 
     def pairwise(self, stage_link: StageMessages, inside_bps: float = 0.0) -> Load:
-        """Return the load of an all-reduce between pairs of ranks of two stages.
+        """Return the load of an all-reduce between pairs of ranks: one of each of two stages.
+
+        The ranks of a pair exchange halves of the gradient, then halves of the sum, in both
+        directions at the same time. So each rank sends as many bytes as the gradient has, in two
+        messages.
 
         Args:
-            stage_link: Messages from one stage to the other, in pipelines of one kind.
+            stage_link: Messages from one stage to the other, in one class of pipelines.
             inside_bps: Bits/s between the GPUs of a node.
         """
         forward = self.message(stage_link, inside_bps)
         if forward.fabric is None:
             return forward
         backward = self.message(stage_link.turned, inside_bps)
-        # Ranks of a pair exchange halves of the gradient, then halves of the sum: both directions at once.
         hops: dict[Hop, float] = {}
         for hop, flows in (*forward.hops, *backward.hops):
             hops[hop] = hops.get(hop, 0.0) + flows
@@ -358,33 +378,37 @@ class Network:
             nics=tuple(nics.items()),
             hops=tuple(hops.items()),
             messages=2,
-            part=0.5,
-            ring=True,
-            longer_s=2 * forward.longer_s,
+            message_share=0.5,
+            ring=True,  # both ends send at the same time, as in a ring of two ranks
+            wan_latency_s=2 * forward.wan_latency_s,  # of two messages that follow each other
             senders=2 * stage_link.count,
         )
 
     def both_ways(
         self, fabric: Fabric, flows: Mapping[int, float]
     ) -> tuple[tuple[Nic, float], ...]:
-        """Return the NICs with their flows, if as many flows leave a node as reach it.
+        """Return the load of the NICs if as many messages leave every node as reach it.
 
         Args:
             fabric: Fabric of the NICs.
-            flows: Class of node -> number of flows in each direction.
+            flows: Node class (equally busy nodes) -> number of messages that share a NIC, in each
+                direction.
+
+        Returns:
+            (node class, fabric, "out" or "in") with the number of messages.
         """
         return tuple(
-            ((node, fabric.name, direction), count)
+            ((node_class, fabric.name, direction), count)
             for direction in ("out", "in")
-            for node, count in flows.items()
+            for node_class, count in flows.items()
         )
 
-    def usable_fabrics(self, kind: int) -> list[str]:
+    def usable_fabrics(self, node_type: int) -> list[str]:
         """Return the fabrics that should hold the groups of a node type.
 
         These are its fast fabrics, or Ethernet if it has none (with a WAN, that of its cluster only).
         """
-        cluster, fabrics = self.node_types[kind]
+        cluster, fabrics = self.node_types[node_type]
         ethernet = self.site.fabric_by_name[ETHERNET]
         fast = [
             name
@@ -393,15 +417,15 @@ class Network:
         ]
         return fast or [f"{ETHERNET} of {cluster}" if self.wan else ETHERNET]
 
-    def spans_networks(self, kinds: frozenset[int]) -> bool:
-        """Return whether nodes of these kinds share only Ethernet although some have a faster fabric."""
-        if len(kinds) == 1 or self.fabric(kinds).name != ETHERNET:
+    def spans_networks(self, node_types: frozenset[int]) -> bool:
+        """Return whether these node types share only Ethernet although one has a faster fabric."""
+        if len(node_types) == 1 or self.fabric(node_types).name != ETHERNET:
             return False
-        return len({tuple(self.usable_fabrics(kind)) for kind in kinds}) > 1
+        return len({tuple(self.usable_fabrics(node_type)) for node_type in node_types}) > 1
 
-    def across(self, kinds: Iterable[int]) -> bool:
-        """Return whether nodes of these kinds lie in more than one cluster."""
-        return len(set(map(self.cluster, kinds))) > 1
+    def spans_clusters(self, node_types: Iterable[int]) -> bool:
+        """Return whether nodes of these types lie in more than one cluster."""
+        return len(set(map(self.cluster, node_types))) > 1
 
     def link(self, load: Load) -> Link:
         """Return the measured link of a load's fabric."""

@@ -25,9 +25,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, inf
+from typing import TYPE_CHECKING
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.schedule import passes
+
+if TYPE_CHECKING:
+    from holmes_ext.options import Options
 
 Seconds = Sequence[float]
 #: Stage links that take less than this part of a stage's forward and backward need not be hidden: the sends
@@ -154,7 +158,7 @@ def quickest_in_flight(
     return more_counts if is_worth_it else counts
 
 
-def both_ways(
+def share_nics(
     transfer: Seconds, load: Seconds, nics: Sequence[tuple[int, int]], busy_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the times of stage links, longer if two stage links share a busy NIC.
@@ -398,6 +402,19 @@ def walked_ends(
     return clock
 
 
+def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Return the micro-batches in flight on each stage that --holmes-inflight sets, or ().
+
+    The option is a number of micro-batches more than 1F1B has. It does not apply to the last stage.
+    """
+    if options.inflight in ("auto", "off"):
+        return ()
+    extra = int(options.inflight)
+    of_1f1b = range(stages, 0, -1)
+    counts = [count + extra if count > 1 else count for count in of_1f1b]  # 1: the last stage
+    return tuple(min(count, micro_batches) for count in counts)
+
+
 def _least_end_s(
     forward: Seconds,
     backward: Seconds,
@@ -407,10 +424,12 @@ def _least_end_s(
     final: int,
     micro_batches: int,
 ) -> float:
-    """Return a lower bound on the end of stage first - 1, if the stages after it share a NIC.
+    """Return a lower bound on the end of stage `first` - 1, if the stages after it share a NIC.
 
-    Stages first to final send and receive everything through one NIC. It is busy with two messages for each
-    micro-batch, in each direction, from its first activation to its last gradient.
+    Stages `first` to `final` are on the same nodes. Their NIC sends two messages for each
+    micro-batch: an activation to the next stages and a gradient to the previous ones. It receives
+    as many. So the step takes at least the time of all messages of one direction, and the time in
+    which none can be sent that way.
 
     Args:
         forward: Seconds of a forward pass, by stage.
@@ -421,15 +440,16 @@ def _least_end_s(
         final: Last of the stages that share the NIC.
         micro_batches: Micro-batches per step.
     """
-    before = first - 1  # the stage before them, and the stage link from it
+    before = first - 1  # number of the stage before them, and of the stage link from it
     link_before_s = transfer[before]
     messages_s = micro_batches * (load[before] + load[final])
-    # From its first activation (of stage `final`) to its last gradient (of stage `first`), the NIC only
-    # sends.
+    # The NIC cannot send before the first activation leaves stage `final`, nor after the last
+    # gradient has left stage `first`: then only the latency of this message is left.
     until_first_send_s = sum(forward[: final + 1]) + sum(transfer[:final])
     not_sending_s = until_first_send_s + link_before_s - load[before]
-    # It receives from the first activation for stage `first` to the last gradient for stage `final`,
-    # which then travels through the stages `final` to `first`.
+    # It cannot receive before the first activation leaves the stage before `first`, nor after the
+    # last gradient has reached stage `final`: this gradient then travels through stages `final` to
+    # `first`.
     until_first_receive_s = sum(forward[:first]) + sum(transfer[:before])
     not_receiving_s = (
         until_first_receive_s
@@ -439,6 +459,7 @@ def _least_end_s(
         + sum(transfer[first:final])
         + link_before_s
     )
+    # The last gradient has arrived: stage `first` - 1 runs its last backward pass.
     return messages_s + max(not_sending_s, not_receiving_s) + backward[before]
 
 

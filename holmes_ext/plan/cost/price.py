@@ -1,8 +1,8 @@
 """Cost of every layer on every stage of a placement, with the reductions that the stages use.
 
-    StageSums               prices the possible reductions of a stage's groups
-    StageSums.reductions    chooses one for each stage: that of its slowest group
-    Prices.costs, price     -> StageCosts, the input of partition, search, bounds and plans
+    ReductionPrices               prices the possible reductions of a stage's groups
+    ReductionPrices.reductions    chooses one for each stage: that of its slowest group
+    Prices.costs, price           -> StageCosts, the input of partition, search, bounds and plans
 
 Results are kept, so stages on equal nodes are priced once. A stage is as fast as its slowest GPU and its
 slowest group, and holds as much as its smallest GPU.
@@ -40,20 +40,23 @@ T = TypeVar("T")
 
 
 class FoldedStages(NamedTuple):
-    """Some stages of a placement, as stages of a Fold that contains them."""
+    """Some stages of a placement, as a Fold: it counts equal pipelines, nodes and groups.
+
+    The fold contains only the nodes of these stages, and the stages that share these nodes.
+    """
 
     fold: Fold
-    stages: tuple[int, ...]  # numbers of the stages within the fold
+    stages: tuple[int, ...]  # the number that each stage has in the fold
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Possible reductions of the groups of a family, priced."""
+class FamilyReductions:
+    """Prices of the possible ways to reduce gradients in a family: equal groups of a stage."""
 
     family: GroupFamily
     flat: PricedReduction
     hierarchical: Hierarchical | None  # None: not possible
-    crossing: float  # number of groups that share the links between clusters
+    crossing_groups: float  # number of groups that share the links between clusters
 
 
 class _StageKey(NamedTuple):
@@ -64,31 +67,36 @@ class _StageKey(NamedTuple):
     stages: tuple[int, ...]  # numbers of the stages within these components
 
 
-class StageSums:
+class ReductionPrices:
     """Prices of the gradient reductions of a job on one network, for placements of the same sizes.
 
     Args:
         network: The site.
         job: Layers and bytes of a rank.
         rules: Reductions that the engine and the options allow.
-        on_best_fabrics: Kind of group, such as "data", to price as if each node could use the best of its
-            fabrics (Network.on_best_fabrics): the step time if no group of this kind spanned networks.
+        role_on_best_fabrics: Role of groups ("data", "tensor", "context" or "expert") that are priced
+            as if each node could use its best fabric. "": none.
     """
 
     def __init__(
-        self, network: Network, job: RankModel, rules: Rules = Rules(), on_best_fabrics: str = ""
+        self,
+        network: Network,
+        job: RankModel,
+        rules: Rules = Rules(),
+        role_on_best_fabrics: str = "",
     ):
         """Take over the arguments (see the class); no price is computed yet."""
         self.network = network
         self.job = job
         self.rules = rules
-        self.stock = network.only is not None  # training without holmes
+        self.stock = network.single_fabric is not None  # one fabric: training without holmes
         self.hide_stage_links = rules.hide_stage_links and not self.stock and rules.virtual == 1
         self.cached_results: dict[Hashable, Any] = {}  # results of `remember`
-        self.groups: dict[str, Network] = dict.fromkeys(INSIDE, network)  # kind of group -> network
-        if on_best_fabrics:
-            self.groups[on_best_fabrics] = Network(
-                network.site, network.links, network.only, on_best_fabrics=True
+        #: Role of a group ("data", "tensor", ...) -> network that its groups are priced on.
+        self.network_of_role: dict[str, Network] = dict.fromkeys(INSIDE, network)
+        if role_on_best_fabrics:
+            self.network_of_role[role_on_best_fabrics] = Network(
+                network.site, network.links, network.single_fabric, on_best_fabrics=True
             )
 
     # ------------------------------------------------------------------- results of equal stages
@@ -96,23 +104,20 @@ class StageSums:
     def _key_and_fold(
         self, placement: Placement, *stages: int
     ) -> tuple[_StageKey, Callable[[], FoldedStages]]:
-        """Return a key that equal stages share, and a function that analyses the nodes of the stages.
+        """Return a key that equal stages share, and a function that folds the nodes of the stages.
 
-        A component is a set of stages that share nodes. Stages are equal if their components have nodes of
-        the same kinds, and if they have the same numbers within their components. So prices are computed only
-        once for equal stages.
+        Results are cached under the key, so equal stages are priced once. The fold (a count of
+        equal pipelines, nodes and groups) is made only if no result is cached. A component is a set
+        of stages that share nodes. Stages are equal if their components have nodes of the same
+        types, and if they have the same numbers within their components.
 
         Args:
             placement: Nodes of each stage.
             stages: Numbers of the stages.
-
-        Returns:
-            The key, and a function that returns a Fold (pipeline classes, families of groups) of the
-            components, with the numbers of the stages in it.
         """
         count = placement.stages_per_component
         components = sorted({stage // count for stage in stages})
-        # Numbers of the stages if only these components existed.
+        # The fold has only these components, so the stages have other numbers in it.
         folded_stages = tuple(
             components.index(stage // count) * count + stage % count for stage in stages
         )
@@ -138,7 +143,7 @@ class StageSums:
 
         Args:
             name: Name of the result.
-            make: Computes the result from a Fold (plan/placement.py) and the stages' numbers in it.
+            make: Computes the result from a Fold (compact placement) and the stages' numbers there.
             placement: The placement.
             stages: Numbers of the stages.
         """
@@ -146,7 +151,10 @@ class StageSums:
         return self.remember(name, key, lambda: make(*folded()))
 
     def fold(self, placement: Placement, *stages: int) -> FoldedStages:
-        """Return a fold of the nodes of these stages, to look at their groups and stage links."""
+        """Return a compact form of these stages' nodes, which counts equal groups and links.
+
+        It lacks stages on other nodes, so the stages may have other numbers in it.
+        """
         _, folded = self._key_and_fold(placement, *stages)
         return folded()
 
@@ -170,7 +178,7 @@ class StageSums:
             (reduction.name, len(content)) for reduction, content in zip(result, placement.stages)
         }  # (reduction, number of runs of equal nodes) of each stage
         if len(choices) > 1 and any(name == HIERARCHICAL for name, _ in choices):
-            flat = StageSums(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
+            flat = ReductionPrices(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
             return flat.reductions(placement)
         return result
 
@@ -184,11 +192,12 @@ class StageSums:
 
         def slowest() -> PricedReduction:
             """Return the reduction that takes longest, out of those of all families of groups."""
-            all_sums = self.sums(placement, stage)
+            all_sums = self.family_reductions(placement, stage)
             across = [
                 sums
                 for sums in all_sums
-                if sums.hierarchical is not None or self.network.across(sums.family.node_types)
+                if sums.hierarchical is not None
+                or self.network.spans_clusters(sums.family.node_types)
             ]
             # The groups of a stage reduce at the same time, so they all use the same way.
             use_hierarchical = bool(across) and all(
@@ -201,7 +210,7 @@ class StageSums:
             "reduction", (key, self._stages_on_same_nodes(placement, stage)), slowest
         )
 
-    def _prefers_hierarchical(self, sums: Sums, size: float) -> bool:
+    def _prefers_hierarchical(self, sums: FamilyReductions, size: float) -> bool:
         """Return whether the hierarchical all-reduce of `size` bytes is possible, and faster or required."""
         if sums.hierarchical is None:
             return False
@@ -209,7 +218,7 @@ class StageSums:
             return True
         return sums.hierarchical.seconds(size) < sums.flat.seconds(size)
 
-    def _chosen(self, sums: Sums, use_hierarchical: bool) -> PricedReduction:
+    def _chosen(self, sums: FamilyReductions, use_hierarchical: bool) -> PricedReduction:
         """Return the reduction of a family: hierarchical if wanted and possible, sharded (ZeRO), or flat."""
         if sums.family.ranks == 1:
             return NONE
@@ -217,7 +226,7 @@ class StageSums:
         if use_hierarchical and sums.hierarchical is not None:
             if sharded is not None and self.rules.gathers:
                 # ZeRO 1: all-reduced gradients, and the updated weights are gathered afterwards.
-                return replace(sums.hierarchical, gather=sharded.gather)
+                return replace(sums.hierarchical, weight_gather=sharded.gather)
             return sums.hierarchical
         return sharded or sums.flat
 
@@ -230,84 +239,105 @@ class StageSums:
             return 1  # without such links, a stage shares none
         return placement.stages.count(placement.stages[stage])
 
-    def sums(self, placement: Placement, stage: int) -> list[Sums]:
-        """Return the ways to sum gradients that each family of a stage's groups has."""
+    def family_reductions(self, placement: Placement, stage: int) -> list[FamilyReductions]:
+        """Return the possible gradient reductions of each family (equal groups) of a stage, priced.
+
+        Results are cached: equal stages share them, if as many stages use the links between
+        clusters.
+        """
         key, folded = self._key_and_fold(placement, stage)
         stages_at_once = self._stages_on_same_nodes(placement, stage)
 
-        def price_families() -> list[Sums]:
+        def price_families() -> list[FamilyReductions]:
             fold, (folded_stage,) = folded()
             families = fold.families(folded_stage)
-            crossing = stages_at_once * sum(family.count for family in families)
-            return [self.sums_of(family, crossing, placement.sizes.pipeline) for family in families]
+            # All stages on the same nodes reduce at the same time, in all of their groups.
+            crossing_groups = stages_at_once * sum(family.count for family in families)
+            return [
+                self.reductions_of_family(family, crossing_groups, placement.sizes.pipeline)
+                for family in families
+            ]
 
         return self.remember("sums", (key, stages_at_once), price_families)
 
-    def sums_of(self, family: GroupFamily, crossing: float, pipeline: int = 1) -> Sums:
-        """Return the ways to sum gradients that one family of groups has.
+    def reductions_of_family(
+        self, family: GroupFamily, crossing_groups: float, pipeline: int = 1
+    ) -> FamilyReductions:
+        """Return the possible reductions of a family of equal groups: flat and hierarchical.
 
         Args:
             family: Groups that are equal.
-            crossing: Number of groups that share the links between clusters.
+            crossing_groups: Number of groups that use the links between clusters at the same time.
             pipeline: Number of stages, to divide the bytes of all gradients by.
         """
-        network = self.groups["data"]
+        network = self.network_of_role["data"]  # for the fabrics of data-parallel groups
         rules = self.rules
         link_bps = self.link_bps(family.node_types)
-        joint = None
-        # ZeRO 2 and 3 reduce-scatter the gradients of each micro-batch instead.
+        hierarchical_reduction = None
+        # Not without holmes. ZeRO 2 and 3 reduce-scatter the gradients of each micro-batch instead.
         if not self.stock and rules.zero < 2 and HIERARCHICAL in rules.reductions:
-            joint = hierarchical(
+            hierarchical_reduction = hierarchical(
                 network,
                 family,
                 self.job.total_bytes / pipeline,
                 direct=rules.direct,
-                groups=crossing,
+                groups=crossing_groups,
                 compress=rules.compress,
                 inside_bps=link_bps,
                 chunk_bytes=rules.bucket_bytes,
             )
         flat = PricedReduction(
-            load=network.ring(family, crossing, link_bps),
+            load=network.ring(family, crossing_groups, link_bps),
             name=FLAT if family.nodes > 1 else "local",
         )
-        return Sums(family, flat=flat, hierarchical=joint, crossing=crossing)
+        return FamilyReductions(
+            family,
+            flat=flat,
+            hierarchical=hierarchical_reduction,
+            crossing_groups=crossing_groups,
+        )
 
-    def _sharded(self, sums: Sums) -> Sharded:
-        """Return the collectives of sharded training (ZeRO, FSDP) for a family of groups."""
+    def _sharded(self, sums: FamilyReductions) -> Sharded:
+        """Return the collectives of sharded training (ZeRO, FSDP) for a family of equal groups."""
         sharded = Sharded(
             load=sums.flat.load,
             name=sums.flat.name,
             zero=self.rules.zero,
-            weights=self.job.weights,
+            weight_bytes_per_gradient_byte=self.job.weight_bytes_per_gradient_byte,
         )
         if self.rules.zero == 1 and self.rules.gathers:
-            sharded = replace(sharded, scatter_part=1.0)  # an all-reduce instead of a scatter
-        parts = inside_clusters(self.network, sums.family) if self.rules.hybrid else []
-        if not parts:
+            # The engine all-reduces gradients in place of a reduce-scatter, and still gathers
+            # weights.
+            sharded = replace(sharded, scatter_share=1.0)
+        cluster_families = inside_clusters(self.network, sums.family) if self.rules.hybrid else []
+        if not cluster_families:
             return sharded  # all shards are divided among the ranks of all clusters
-        # Hybrid: every cluster has all shards, and the owners of one shard all-reduce its gradient.
-        rings = [
-            self.network.ring(part, sums.crossing, self.link_bps(part.node_types)) for part in parts
+        # Hybrid: every cluster has all shards. Ranks gather and reduce-scatter inside their
+        # cluster.
+        rings_inside = [
+            self.network.ring(family, sums.crossing_groups, self.link_bps(family.node_types))
+            for family in cluster_families
         ]
-        slowest = max(rings, key=lambda ring: (ring.price.byte_s, ring.price.latency_s))
-        across = self.network.ring(owners(self.network, sums.family), sums.crossing)
-        return replace(sharded, load=slowest, name="hybrid", across=across, shards=parts[0].ranks)
+        slowest = max(rings_inside, key=lambda ring: (ring.price.byte_s, ring.price.latency_s))
+        # Ranks with the same shard in different clusters all-reduce its gradient.
+        across = self.network.ring(owners(self.network, sums.family), sums.crossing_groups)
+        shards = cluster_families[0].ranks
+        return replace(sharded, load=slowest, name="hybrid", across=across, shards=shards)
 
-    def link_bps(self, kinds: Iterable[int]) -> float:
-        """Return the slowest rate between the GPUs of a node of these kinds, in bits/s."""
-        kinds = frozenset(kinds)
-        clusters = map(self.network.cluster, kinds)
-        return self.remember("link", kinds, lambda: self.job.slowest(clusters).link_bps)
+    def link_bps(self, node_types: Iterable[int]) -> float:
+        """Return the slowest rate between the GPUs of a node of these node_types, in bits/s."""
+        node_types = frozenset(node_types)
+        clusters = map(self.network.cluster, node_types)
+        return self.remember("link", node_types, lambda: self.job.slowest(clusters).link_bps)
 
 
-class Prices(StageSums):
+class Prices(ReductionPrices):
     """Costs of a job on one network, for any placement of the same sizes."""
 
     def costs(
         self, placement: Placement, reductions: Sequence[PricedReduction] = (), sharded: bool = True
     ) -> StageCosts:
-        """Return the costs of every kind of layer on every stage.
+        """Return the costs of every type of layer on every stage.
 
         Args:
             placement: Nodes of each stage.
@@ -372,7 +402,7 @@ class Prices(StageSums):
     def _layer_costs_of(
         self, placement: Placement, stage: int, reduction: PricedReduction, sharded: bool
     ) -> _LayerCosts:
-        """Return the costs of each kind of layer on a stage, computed once for equal stages."""
+        """Return the costs of each type of layer on a stage, computed once for equal stages."""
         key, folded = self._key_and_fold(placement, stage)
         return self.remember(
             "layers",
@@ -383,10 +413,10 @@ class Prices(StageSums):
     def _layer_costs(
         self, folded: Callable[[], FoldedStages], reduction: PricedReduction, sharded: bool
     ) -> _LayerCosts:
-        """Return the costs of each kind of layer on a stage.
+        """Return the costs of each type of layer (embedding, block, output) on a stage.
 
         Args:
-            folded: Returns the fold that contains the stage, and the number of the stage in it.
+            folded: Returns a compact placement with the stage, and the stage's number in it.
             reduction: Reduction of the stage's gradients.
             sharded: Whether passes include the collectives of ZeRO 2 and 3 in each micro-batch.
         """
@@ -404,13 +434,15 @@ class Prices(StageSums):
             layer.backward_flops / flops + more_s for layer, more_s in zip(job.layers, groups_s)
         )
         if sharded and isinstance(reduction, Sharded):
+            # Adds the gathers and reduce-scatters of each micro-batch (ZeRO 2 and 3).
             forward_s, backward_s = reduction.passes(
                 forward_s, backward_s, job.reduced_bytes, job.repeats, self.rules.prefetch
             )
+        reduction_byte_s = reduction.once.byte_s  # of the collectives that run once a step
         return _LayerCosts(
             forward_s=forward_s,
             backward_s=backward_s,
-            reduction_s=tuple(size * reduction.once.byte_s for size in job.reduced_bytes),
+            reduction_s=tuple(size * reduction_byte_s for size in job.reduced_bytes),
             weights_s=tuple(layer.weight_flops / flops for layer in job.layers),
         )
 
@@ -421,17 +453,17 @@ class Prices(StageSums):
         """
         block = self.job.block
         sizes = fold.full_placement.sizes
-        groups = (  # (kind, ranks of a group, bytes that it exchanges)
+        groups = (  # (role, ranks of a group, bytes that it exchanges)
             ("tensor", sizes.tensor, block.tensor_bytes),
             ("context", sizes.context, block.context_bytes),
             ("expert", sizes.expert, block.expert_bytes),
         )
         return sum(
-            self._group_s(fold, stage, kind, size) for kind, ranks, size in groups if ranks > 1
+            self._group_s(fold, stage, role, size) for role, ranks, size in groups if ranks > 1
         )
 
-    def _group_s(self, fold: Fold, stage: int, kind: str, size: float) -> float:
-        """Return the seconds that the slowest group of a kind needs to exchange `size` bytes.
+    def _group_s(self, fold: Fold, stage: int, role: str, size: float) -> float:
+        """Return the seconds that the slowest group of a role needs to exchange `size` bytes.
 
         Tensor groups all-reduce them, expert groups run an all-to-all, and context groups pass them around a
         ring.
@@ -439,18 +471,18 @@ class Prices(StageSums):
         Args:
             fold: The placement.
             stage: Number of the stage in the fold.
-            kind: "tensor", "context" or "expert".
+            role: "tensor", "context" or "expert".
             size: Bytes.
         """
-        network = self.groups[kind]
+        network = self.network_of_role[role]
         slowest_s = 0.0
-        for family in fold.families(stage, kind):
+        for family in fold.families(stage, role):
             link_bps = self.link_bps(family.node_types)
-            if kind == "tensor":
+            if role == "tensor":
                 load = network.ring(family, groups=family.count, inside_bps=link_bps)
             else:
-                is_all_to_all = kind == "expert"
-                load = network.in_turn(family, is_all_to_all, inside_bps=link_bps)
+                is_all_to_all = role == "expert"
+                load = network.exchange(family, is_all_to_all, inside_bps=link_bps)
             slowest_s = max(slowest_s, load.price.seconds(size))
         return slowest_s
 
@@ -481,7 +513,7 @@ class Prices(StageSums):
         def prices() -> list[Price]:
             """Return the price of a message of each pipeline class, which all send at the same time."""
             stage_links = self._messages(fold, sender, receiver)
-            crossing: Counter[tuple[int, int]] = Counter()  # kinds of both nodes -> messages
+            crossing: Counter[tuple[int, int]] = Counter()  # types of both nodes -> messages
             for stage_link in stage_links:
                 crossing[stage_link.node_types] += stage_link.count
             result = []
@@ -498,10 +530,10 @@ class Prices(StageSums):
 
     def _messages(self, fold: Fold, sender: int, receiver: int) -> list[StageMessages]:
         """Return the messages between two stages, of each pipeline class."""
-        return fold.stage_links(sender, receiver, lambda kinds: self.network.fabric(kinds).name)
+        return fold.stage_links(sender, receiver, lambda types: self.network.fabric(types).name)
 
     def _transfer_s(self, stage_links: Sequence[Price]) -> tuple[Row, ...]:
-        """Return the seconds that each kind of layer's output takes to the next stage, by stage."""
+        """Return the seconds that each type of layer's output takes to the next stage, by stage."""
         job = self.job
         size = job.block.activation_bytes
         output: Row = (0.0,) if job.after else ()  # the output layer sends nothing
@@ -510,46 +542,49 @@ class Prices(StageSums):
         return tuple((price.seconds(size),) * senders + output for price in (*stage_links, FREE))
 
     def shared_nic_stages(self, placement: Placement) -> tuple[tuple[int, int], ...]:
-        """Return the ranges of stages that share NICs for the stage links on both of their sides.
+        """Return the stages whose nodes send to the previous and the next stage over one NIC.
 
         Returns:
-            (first, last) of neighbouring stages on the same nodes, if the stage links before and after them
-            use the same network.
+            (first, last) of neighbouring stages on the same nodes, if the stage links before the
+            first and after the last of them use the same fabric.
         """
         last = placement.sizes.pipeline - 1
+        # By stage link: fabrics of its messages. Link i connects stages i and i + 1.
         fabrics = [
             self._computed_once("fabrics", self._fabrics, placement, stage, stage + 1)
             for stage in range(last)
         ]
-        # By stage link: the fabrics of its messages.
-        inside_node = {""}
+        inside_node = {_INSIDE_NODE}
         ranges = []
-        first = 0  # first of the stages that share the nodes of `stage`
+        first = 0  # first of the stages on the same nodes as `stage`
         for stage in range(1, last):
             if fabrics[stage - 1] != inside_node:
-                first = stage
+                first = stage  # the link before this stage leaves the node: its nodes begin here
             has_link_before = first > 0
             has_link_after = fabrics[stage] != inside_node
             if not has_link_before or not has_link_after:
                 continue
-            if fabrics[first - 1] & fabrics[stage]:  # both links use the same NIC
+            # A node has one NIC on each fabric. So links on one fabric share it.
+            if fabrics[first - 1] & fabrics[stage]:
                 ranges.append((first, stage))
         return tuple(ranges)
 
     def _fabrics(self, fold: Fold, stages: tuple[int, ...]) -> set[str]:
-        """Return the fabrics that carry the messages between two stages; "" stands for inside a node."""
+        """Return the fabrics that carry the messages between two stages, or _INSIDE_NODE."""
         sender, receiver = stages
         return {
-            "" if stage_link.local else self.network.fabric(stage_link.node_types).name
+            _INSIDE_NODE if stage_link.local else self.network.fabric(stage_link.node_types).name
             for stage_link in self._messages(fold, sender, receiver)
         }
 
     def slices(self, placement: Placement) -> int:
-        """Return among how many tensor-parallel ranks an activation on Ethernet is divided.
+        """Return the number of slices into which an activation is cut to cross Ethernet.
 
-        Every rank sends one slice, and the receivers gather the slices inside their node
-        (runtime/groups/wire.py). So it is 1 if a tensor-parallel group has several nodes. If it is not known
-        whether the job uses sequence parallelism, all ranks take part.
+        Without sequence parallelism, all ranks of a tensor-parallel group have the same activation.
+        So each of them sends one slice, and the receivers gather the slices inside their node
+        (runtime/groups/wire.py). The result is 1 (no slices) if a tensor-parallel group has several
+        nodes. If it is not known whether the job uses sequence parallelism, the result assumes that
+        it does not.
         """
         is_possible = placement.sizes.tensor_inside(placement.processes)
         if self.stock or not self.rules.slices or not is_possible:
@@ -606,8 +641,8 @@ class Prices(StageSums):
         """Return the fastest reduction of a tied weight for each pipeline class."""
         size = self.job.tied_bytes
         result: list[PricedReduction] = []
-        for kind in range(len(fold.pipeline_classes)):
-            pairs, joint = self.tied_of(fold, kind, alone=False)
+        for pipeline_class in range(len(fold.pipeline_classes)):
+            pairs, joint = self.tied_of(fold, pipeline_class, alone=False)
             if joint and joint.seconds(size) < pairs.seconds(size):
                 result.append(joint)
             else:
@@ -615,21 +650,22 @@ class Prices(StageSums):
         return result
 
     def tied_of(
-        self, fold: Fold, kind: int, alone: bool
+        self, fold: Fold, pipeline_class: int, alone: bool
     ) -> tuple[PricedReduction, Hierarchical | None]:
         """Return the reductions of a tied weight: by pairs, and hierarchically (None: not possible).
 
         Args:
             fold: The placement.
-            kind: Pipeline class: pipelines of one kind run on equal nodes.
+            pipeline_class: Number of the class; pipelines of one class run on equal nodes.
             alone: Whether no other group sends at the same time.
         """
-        node_kinds = fold.node_type_on(kind, 0), fold.node_type_on(kind, fold.stages[-1])
-        pairs = by_pairs(self.network, fold, kind, self.link_bps(node_kinds))
+        last = fold.stages[-1]
+        node_types = [fold.node_type_on(pipeline_class, stage) for stage in (0, last)]
+        pairs = by_pairs(self.network, fold, pipeline_class, self.link_bps(node_types))
         if self.stock or not self.rules.tied:
             return pairs, None
         for family in tied_weight_families(fold):
-            if kind in family.pipeline_classes:
+            if pipeline_class in family.pipeline_classes:
                 joint = tied_hierarchical(
                     self.network,
                     family,
@@ -649,8 +685,12 @@ class Prices(StageSums):
         )
 
     def _spans_networks(self, fold: Fold, stages: tuple[int, ...]) -> bool:
-        families = (family for kind in INSIDE for family in fold.families(stages[0], kind))
+        families = (family for role in INSIDE for family in fold.families(stages[0], role))
         return any(self.network.spans_networks(family.node_types) for family in families)
+
+
+#: Stands for the fabric of messages that do not leave a node.
+_INSIDE_NODE = ""
 
 
 class _StageLimits(NamedTuple):
@@ -661,7 +701,7 @@ class _StageLimits(NamedTuple):
 
 
 class _LayerCosts(NamedTuple):
-    """Seconds of each kind of layer on a stage."""
+    """Seconds of each type of layer on a stage."""
 
     forward_s: Row
     backward_s: Row
@@ -691,7 +731,7 @@ def price(
     rules: Rules = Rules(),
     reductions: Sequence[PricedReduction] = (),
 ) -> StageCosts:
-    """Return the costs of every kind of layer on every stage of a placement.
+    """Return the costs of every type of layer on every stage of a placement.
 
     Args:
         network: The site.

@@ -59,17 +59,20 @@ Tag = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Flow:
-    """A transfer of the simulation: messages one after the other, or a step of a chain of transfers."""
+    """A transfer of the simulation.
 
-    loads: tuple[Load, ...]  # several only in a chain: the same step in several clusters at once
-    sizes: tuple[float, ...]  # bytes of each message
-    tag: Hashable
-    #: Transfers on one channel wait for each other, in the order of their start.
-    channel: Hashable = None
-    then: Hashable = None  # tag of the transfer that starts when this one has arrived
+    It is a sequence of collectives, one for each bucket. Or, if `chained`, it is one of the four
+    steps of a chunk of a hierarchical all-reduce.
+    """
+
+    loads: tuple[Load, ...]  # of a step inside clusters: one for each cluster; else a single one
+    sizes: tuple[float, ...]  # bytes of each collective, or of the chunk
+    tag: Hashable  # name of the transfer
+    channel: Hashable = None  # transfers on one channel run one after the other
+    then: Hashable = None  # tag of the step that starts when this one has arrived
     chained: bool = False
-    way_s: float = 0.0  # latency between clusters, in seconds
-    blocks: bool = False  # whether the next transfer on the channel waits for the latency too
+    wan_latency_s: float = 0.0  # latency between clusters beyond the fabric's own
+    awaits_arrival: bool = False  # whether the next transfer on the channel waits for the latency
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,14 @@ class Hierarchical(PricedReduction):
     name: str = "hierarchical"
     #: Step inside each cluster. It runs twice: as a reduce-scatter and as an all-gather.
     inside_loads: tuple[Load, ...] = ()
-    reduce_across: Load = Load()  # reduce step across clusters
-    gather_across: Load = Load()  # gather step across clusters
-    chunk_bytes: float = 0.0
+    reduce_across: Load = Load()  # step across clusters that adds up the clusters' sums
+    gather_across: Load = Load()  # step across clusters that distributes the total
+    chunk_bytes: float = 0.0  # gradients are cut into chunks of this size
     route: CrossClusterAlgorithm = field(default=CrossClusterAlgorithm("direct", ()))
     ranks: Mapping[str, int] = field(default_factory=dict, hash=False)  # cluster -> its ranks
     #: Latency of one step across clusters, in seconds, and the part of it beyond the fabric's own latency.
     step_latency_s: float = 0.0
-    longer_s: float = 0.0
+    wan_latency_s: float = 0.0
     #: Seconds per byte of a chunk that a step across takes longer because clusters on the route receive a
     #: chunk completely before they forward it.
     relay_byte_s: float = 0.0
@@ -139,26 +142,34 @@ class Hierarchical(PricedReduction):
     stalls: bool = False
     compressed_share: float = 1.0  # part of the bytes that compression leaves on the slow network
     senders: float = 1.0  # ranks of a node that send across at the same time
-    gather: Price = FREE  # of updated weights, once a step, per byte of gradients
+    weight_gather: Price = FREE  # ZeRO 1: of gathering updated weights, per byte of gradients
 
     @cached_property
     def inside(self) -> Price:
-        """Return the price of both steps inside the slowest cluster."""
+        """Return the price of the reduce-scatter and the all-gather inside the slowest cluster."""
         prices = [load.price for load in self.inside_loads]
         slowest = max(prices, key=lambda price: price.byte_s, default=FREE)
         return slowest.scaled(2)
 
     @property
     def _stall_byte_s(self) -> float:
-        """Return the seconds per byte that chunks wait for the latency of the chunk before them."""
+        """Return the latency that chunks add if each waits for the one before, in s per byte.
+
+        If chunks stall, a chunk is sent across clusters only after the previous one has arrived.
+        Then every chunk takes two latencies (reduce and gather), which are divided by its bytes.
+        """
         if not self.stalls:
             return 0.0
         return 2 * self.step_latency_s / self.chunk_bytes
 
     @cached_property
     def across(self) -> Price:
-        """Return the price of both steps across clusters, limited by the busiest NIC or link."""
-        # NIC or link between clusters -> seconds that it is busy per bit of gradients
+        """Return the price of reduce and gather step across clusters, per byte of gradients.
+
+        The rate is that of the busiest NIC or link between clusters. Compression sends fewer bytes.
+        Each chunk that stalls (see `_stall_byte_s`) adds its latency.
+        """
+        # NIC or link between clusters -> seconds that it is busy per bit, in both steps.
         bit_s: dict[object, float] = defaultdict(float)
         for load in (self.reduce_across, self.gather_across):
             assert load.fabric is not None
@@ -178,8 +189,9 @@ class Hierarchical(PricedReduction):
     def once(self) -> Price:
         """Return the price of reducing all gradients of a step, in many chunks.
 
-        Chunks pass the network inside clusters and the network across clusters in a pipeline. So the slower
-        of the two is always busy, and the faster one adds only the time of the first chunk.
+        Chunks pass the network inside clusters and the network across clusters in a pipeline. So
+        the slower of the two is always busy, and the faster one adds only the time of the first
+        chunk. With ZeRO 1, the gather of the updated weights follows (`weight_gather`).
         """
         slower_byte_s, faster_byte_s = sorted(
             (self.inside.byte_s, self.across.byte_s), reverse=True
@@ -187,7 +199,7 @@ class Hierarchical(PricedReduction):
         latency_s = self.inside.latency_s + self.across.latency_s
         relay_byte_s = 2 * self.relay_byte_s  # of the reduce step and the gather step
         first_chunk_s = self.chunk_bytes * (faster_byte_s + relay_byte_s)
-        return Price(byte_s=slower_byte_s, latency_s=latency_s + first_chunk_s) + self.gather
+        return Price(slower_byte_s, latency_s + first_chunk_s) + self.weight_gather
 
     def seconds(self, size: float) -> float:
         """Return the seconds that a sum of `size` bytes takes; a single chunk overlaps nothing."""
@@ -197,16 +209,18 @@ class Hierarchical(PricedReduction):
         # No chunk follows that would wait, so the price of waiting (part of `across`) is taken off again.
         byte_s = self.inside.byte_s + self.across.byte_s + relay_byte_s - self._stall_byte_s
         single_chunk = Price(byte_s, self.inside.latency_s + self.across.latency_s)
-        return (single_chunk + self.gather).seconds(size)
+        return (single_chunk + self.weight_gather).seconds(size)
 
     def sized(self, size: float) -> Hierarchical:
-        """Return this reduction with the chunk size that is fastest for `size` bytes.
+        """Return this reduction with the chunk size that is fastest for a sum of `size` bytes.
 
-        Small chunks keep both networks busy, large ones pay the latency less often. The candidates are the
-        present size and its doubles.
+        Candidates are the present chunk size, twice, four times ... of it. Small chunks keep the
+        networks inside and across clusters busy at the same time. Large chunks pay the latency
+        across clusters less often, if each chunk waits until the one before it has arrived
+        (`stalls`).
         """
         if not self.stalls or self.across.latency_s < HIDDEN_LATENCY_S:
-            return self  # the latency is paid once, or is short: larger chunks would save nothing
+            return self  # chunks do not add their latencies, or these are too short to matter
         candidates = [self]
         while candidates[-1].chunk_bytes < size:
             doubled = 2 * candidates[-1].chunk_bytes
@@ -214,22 +228,28 @@ class Hierarchical(PricedReduction):
         return min(candidates, key=lambda candidate: candidate.seconds(size))
 
     def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
-        """Return one chain of four transfers for each chunk.
+        """Return the transfers of each chunk: steps inside, across, back across and inside again.
 
         Args:
-            sizes: Bytes of each bucket.
+            sizes: Bytes of each bucket of gradients.
             tag: Name of the last transfer of the last chunk.
-            most: Largest number of chunks; above it, the simulated chunks are larger than the real ones.
+            most: Largest number of chunks to simulate. If there are more, the simulated chunks are
+                larger than the real ones.
+
+        Returns:
+            The four transfers of each chunk. Each starts the next one.
         """
         real_chunks = sum(chunks_of(size, self.chunk_bytes) for size in sizes)
         chunks = min(most, real_chunks)
-        real_chunk_bytes = sum(sizes) / real_chunks  # clusters relay chunks of this size
+        # A cluster on the way forwards a chunk after it has received all of it. This time depends
+        # on the real size of a chunk, also if larger chunks are simulated.
+        real_chunk_bytes = sum(sizes) / real_chunks
         relay_s = self.relay_byte_s * real_chunk_bytes
         chains = []
         for chunk in range(chunks):
             chain = self._chain(
                 size=sum(sizes) / chunks,
-                across_s=self.longer_s + relay_s,
+                wan_latency_s=self.wan_latency_s + relay_s,
                 tag=tag,
                 chunk=chunk,
                 is_last=chunk == chunks - 1,
@@ -238,17 +258,19 @@ class Hierarchical(PricedReduction):
         return chains
 
     def _chain(
-        self, size: float, across_s: float, tag: Tag, chunk: int, is_last: bool
+        self, size: float, wan_latency_s: float, tag: Tag, chunk: int, is_last: bool
     ) -> Iterator[Flow]:
         """Yield the transfers of a chunk: inside, across, back across, inside.
 
         Args:
             size: Bytes of the chunk.
-            across_s: Latency of a step across clusters, in seconds, beyond the fabric's own.
-            tag: Name of the whole reduction.
+            wan_latency_s: Seconds between the end of sending a chunk to another cluster and its
+                arrival, beyond the latency of the fabric.
+            tag: Name of the reduction; its first three elements are (collective, stage, pipelines).
             chunk: Number of the chunk.
             is_last: Whether this is the last chunk; its last transfer is named `tag`.
         """
+        reduction = tag[:3]  # equal for all buckets of a stage, which share the channels
         # Reduce-scatter inside, reduce across, gather across, all-gather inside.
         steps = [self.inside_loads, (self.reduce_across,), (self.gather_across,), self.inside_loads]
         names: list[Tag] = [(*tag, chunk, step) for step in range(len(steps))]
@@ -261,35 +283,37 @@ class Hierarchical(PricedReduction):
                 loads=loads,
                 sizes=(self.compressed_share * size if crosses else size,),
                 tag=names[step],
-                channel=(tag[:3], step),  # chunks take the same step one after the other
+                channel=(reduction, step),  # chunks take the same step one after the other
                 then=followers[step],
                 chained=True,
-                way_s=across_s if crosses else 0.0,
-                blocks=self.stalls and crosses,
+                wan_latency_s=wan_latency_s if crosses else 0.0,
+                awaits_arrival=self.stalls and crosses,
             )
 
-    def streams(self, network: Network, crossing: float) -> int:
-        """Return how many TCP streams between two ranks fill the measured links between clusters.
+    def streams(self, network: Network, crossing_groups: float) -> int:
+        """Return how many TCP streams each pair of ranks needs to fill the links between clusters.
 
-        Links whose rate, or whose rate of one stream, was not measured are left out.
+        A single stream is often slower than the link, because of the latency. A pair of ranks can
+        use at most its share of the sender's NIC and of the link. The result is enough streams for
+        STREAM_SHARE of that, on the link that needs most, up to MOST_STREAMS. Links without
+        measured rates are left out.
 
         Args:
-            network: The site, with measured rates of links and of a stream.
-            crossing: Number of groups that cross at the same time.
+            network: The site, with measured rates of links and of a single stream.
+            crossing_groups: Number of groups that cross at the same time.
         """
         assert self.reduce_across.fabric is not None
-        nic_bps = self.reduce_across.fabric.rate_bps / self.senders
+        nic_bps = self.reduce_across.fabric.rate_bps / self.senders  # share of each sending rank
         count = 1
         reduce_volumes, _ = self.route.halves  # the gather step uses the same links
         for source, target in reduce_volumes:
             link = network.wan.pair_of.get((source, target))
             if link is None or not link.stream_bps or not link.rate_bps:
                 continue
-            rank_pairs = min(
-                self.ranks[source], self.ranks[target]
-            )  # that share the link, for a group
-            wanted_bps = min(nic_bps, link.rate_bps / (crossing * rank_pairs))
-            count = max(count, ceil(STREAM_SHARE * wanted_bps / link.stream_bps))
+            # Pairs of ranks that share the link: each rank of the smaller cluster sends.
+            rank_pairs = crossing_groups * min(self.ranks[source], self.ranks[target])
+            pair_bps = min(nic_bps, link.rate_bps / rank_pairs)
+            count = max(count, ceil(STREAM_SHARE * pair_bps / link.stream_bps))
         return min(count, MOST_STREAMS)
 
     def faster_from(self, flat: PricedReduction) -> int | None:
@@ -308,7 +332,7 @@ class Hierarchical(PricedReduction):
 
 
 class _HierarchicalRequest(NamedTuple):
-    """Arguments of `hierarchical` that select the price, besides the size of the sum."""
+    """Arguments of `hierarchical`, which describes them, except the size of the sum."""
 
     family: GroupFamily
     direct: bool
@@ -344,11 +368,13 @@ def hierarchical(
         family: Groups that are equal; each sums its gradients.
         size: Bytes of the sum that the route and the chunks are chosen for.
         direct: Whether the steps are gloo's direct exchanges; else they are NCCL's rings.
-        groups: Number of groups that cross at once; 0 if each one is a load of its own (simulation).
+        groups: Number of all groups that cross between clusters at the same time. 0: count only the
+            groups of this family (for the simulation, which adds the loads of other groups itself).
         compress: Compression across clusters: "off", "bf16" or "int8".
         inside_bps: Bits/s between the GPUs of a node.
-        spread: Whether some cluster must have two nodes. With a node in every cluster, each rank sends
-            across as much as in a flat ring.
+        spread: Whether some cluster must have several nodes of the group. With one node in every
+            cluster, a hierarchical all-reduce sends as much across clusters as a flat ring, so it
+            saves nothing.
         chunk_bytes: Size of a chunk; 0 for the size that suits the network.
     """
     request = _HierarchicalRequest(
@@ -362,15 +388,9 @@ def hierarchical(
 def _hierarchical(
     network: Network, size: float, request: _HierarchicalRequest
 ) -> Hierarchical | None:
-    """Return the hierarchical all-reduce with the fastest route across clusters.
+    """Return the hierarchical all-reduce with the fastest route across clusters for `size` bytes.
 
-    Args:
-        network: The site.
-        size: Bytes of the sum that the route and the chunks are chosen for.
-        request: The groups, and how they reduce.
-
-    Returns:
-        None if the groups cannot reduce hierarchically, or if that would send no less than a flat ring.
+    It is None if the groups cannot reduce so, or if that would send no less than a flat ring.
     """
     members = _by_cluster(network, request.family)
     if not _can_be_hierarchical(network, request, members):
@@ -415,21 +435,18 @@ def _by_cluster(network: Network, family: GroupFamily) -> _ClusterMembers:
 def _can_be_hierarchical(
     network: Network, request: _HierarchicalRequest, members: _ClusterMembers
 ) -> bool:
-    """Return whether a hierarchical all-reduce is possible and sends less than a flat ring.
-
-    Args:
-        network: The site.
-        request: The groups, and how they reduce.
-        members: Members of a group by cluster.
-    """
+    """Return whether a hierarchical all-reduce is possible and sends less than a flat ring."""
     if len(members.parts) < 2:
         return False
-    with_several_nodes = [  # clusters, as the group's nodes in them
+    # For each cluster with several nodes of the group: these nodes.
+    with_several_nodes = [
         parts for parts in members.parts.values() if sum(part.nodes for part in parts) > 1
     ]
+    # With one node in every cluster, no step inside clusters takes bytes off the slow network: a
+    # flat ring already adds up the ranks of a node first.
     if request.spread and not with_several_nodes:
         return False
-    # NCCL's steps need an equal number of ranks in each cluster (network.uneven: a bound ignores that).
+    # NCCL's steps need equally many ranks in each cluster; lower bounds (uneven) ignore that.
     has_equal_ranks = len(set(members.ranks.values())) == 1
     if not (request.direct or network.uneven or has_equal_ranks):
         return False
@@ -446,15 +463,7 @@ def _priced_route(
     route: CrossClusterAlgorithm,
     inside_loads: tuple[Load, ...],
 ) -> Hierarchical:
-    """Return the hierarchical all-reduce whose sums take one route across clusters.
-
-    Args:
-        network: The site.
-        request: The groups, and how they reduce.
-        members: Members of a group by cluster.
-        route: Algorithm that adds up the clusters' sums.
-        inside_loads: Loads of the steps inside the clusters.
-    """
+    """Return the price of a hierarchical all-reduce with one algorithm (route) across clusters."""
     reduce_across, gather_across = (
         _step_across_clusters(network, request, members, volumes) for volumes in route.halves
     )
@@ -481,48 +490,50 @@ def _priced_route(
         ranks=members.ranks,
         step_latency_s=route.latency_s(latency_s),
         compressed_share=share,
-        longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),
+        wan_latency_s=route.latency_s(lambda pair: network.wan_latency_s(fabric, pair)),
         relay_byte_s=_relay_byte_s(network, fabric, route, members.ranks),
         stalls=bool(network.wan) and request.direct and route.algorithm == "direct",
-        senders=max(_senders(part, request.groups) for part in request.family.parts),
+        senders=max(_sending_ranks(part, request.groups) for part in request.family.parts),
     )
 
 
 def _relay_byte_s(
     network: Network, fabric: Fabric, route: CrossClusterAlgorithm, ranks: Mapping[str, int]
 ) -> float:
-    """Return the seconds per byte of a sum that a step across takes because clusters relay messages.
+    """Return the seconds that relaying adds to a step across clusters, per byte of the sum.
 
-    This is the time of all messages of a step that follow each other, less the time that the busiest link
-    needs anyway.
-
-    Args:
-        network: The site.
-        fabric: Fabric between the clusters.
-        route: Algorithm that adds up the clusters' sums.
-        ranks: Cluster -> ranks of the group in it, which send at the same time.
+    On a ring or a tree of clusters, a message passes several links, one after the other: a cluster
+    forwards it after it has received all of it. The loss is the time of the longest such sequence,
+    less the time that the busiest link is busy anyway. `ranks` maps each cluster to the number of
+    the group's ranks in it.
     """
 
     def message_s(pair: Pair) -> float:
-        """Return the seconds of a message between two clusters, per byte of the sum."""
+        """Return the seconds that one message between two clusters takes, per byte of the sum."""
+        # The ranks of the smaller cluster send through their NICs at the same time.
         rates_bps: list[float] = [fabric.rate_bps * min(ranks[cluster] for cluster in pair)]
         rates_bps += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
-        return 8 * route.part / min(rates_bps)
+        return 8 * route.message_share / min(rates_bps)
 
-    reduce_volumes, _ = route.halves  # (from cluster, to cluster) -> bytes for each byte of the sum
-    busiest_s = max(
-        message_s(pair) * volume / route.part  # a pair exchanges volume / part messages
-        for pair, volume in reduce_volumes.items()
-    )
-    return max(0.0, route.latency_s(message_s) - busiest_s)
+    # (from cluster, to cluster) -> bytes for each byte of the sum; the gather step has equal ones.
+    reduce_volumes, _ = route.halves
+    # Seconds of all messages on each link: volume / message_share is their number.
+    busy_s = [
+        message_s(pair) * volume / route.message_share for pair, volume in reduce_volumes.items()
+    ]
+    # Seconds of all messages that follow each other on the way of a sum, as if they were latencies.
+    way_s = route.latency_s(message_s)
+    return max(0.0, way_s - max(busy_s))
 
 
-def _senders(part: GroupPart, groups: float) -> float:
+def _sending_ranks(part: GroupPart, groups: float) -> float:
     """Return how many ranks of a node send at the same time.
 
     Args:
-        part: Nodes of a group.
-        groups: Number of groups that cross at once; 0 if each one is a load of its own (simulation).
+        part: Equal nodes of a group.
+        groups: 0: count only the groups of the part's family (for the simulation, which adds the
+            loads of other groups itself). Else the groups of all families and stages on the node
+            count.
     """
     return part.ranks_per_node * (part.concurrent_groups if groups else part.groups)
 
@@ -534,9 +545,9 @@ def _step_inside_cluster(
 
     Args:
         network: The site.
-        request: The groups, and how they reduce.
-        parts: Nodes of the cluster that a group has.
-        ranks: Ranks of the group in the cluster.
+        request: The groups, and how they reduce: with gloo's exchanges (`direct`) or NCCL's rings.
+        parts: Nodes of a group in the cluster.
+        ranks: Ranks of a group in the cluster.
     """
     nodes = sum(part.nodes for part in parts)
     ring_volume = (ranks - 1) / ranks  # bytes that a rank sends, for each byte of the sum
@@ -544,18 +555,19 @@ def _step_inside_cluster(
         return Load(inside_bps=request.inside_bps, volume=ring_volume)
     family = request.family
     fabric = network.fabric(part.node_type for part in parts)
+    # Node class -> groups that share a NIC: those of all families, or only of this one.
     flows = {
-        part.node: float(part.concurrent_groups if request.groups else part.groups)
+        part.node_class: float(part.concurrent_groups if request.groups else part.groups)
         for part in parts
     }
-    posts = 0.0
+    cpu_messages = 0.0
     if request.direct:
-        # Every rank exchanges one part with each other rank at the same time. The parts for ranks of other
-        # nodes pass the NIC.
+        # Every rank sends each other rank its part (1 / ranks of the sum). The parts for ranks of
+        # other nodes pass the NIC. All messages are sent at the same time, so there is one latency.
         ranks_per_node = max(part.ranks_per_node for part in parts)
         volume = ranks_per_node * (ranks - ranks_per_node) / ranks
         messages = 1
-        posts = family.count * ranks * (ranks - 1)
+        cpu_messages = family.count * ranks * (ranks - 1)
     else:
         volume = ring_volume
         messages = ranks - 1
@@ -564,11 +576,11 @@ def _step_inside_cluster(
         fabric=network.line(fabric),
         volume=volume,
         messages=messages,
-        part=1 / ranks,
+        message_share=1 / ranks,
         ring=not request.direct,
-        across=True,
+        crosses_clusters=True,  # as a part of a reduction that crosses
         senders=family.count * nodes,
-        posts=posts,
+        cpu_messages=cpu_messages,
     )
 
 
@@ -578,17 +590,19 @@ def _step_across_clusters(
     members: _ClusterMembers,
     volumes: Mapping[Pair, float],
 ) -> Load:
-    """Return the load of one step across clusters.
+    """Return the load of one step across clusters: reduce, or distribute the total.
+
+    The ranks of a cluster share its bytes evenly, so all of its NICs send.
 
     Args:
         network: The site.
         request: The groups, and how they reduce.
-        members: Members of a group by cluster.
-        volumes: (from cluster, to cluster) -> bytes sent for each byte of the sum.
+        members: Nodes and ranks of a group by cluster.
+        volumes: (from cluster, to cluster) -> bytes that a group sends for each byte of the sum.
     """
     family = request.family
     fabric = network.fabric(family.node_types)
-    # Bytes per rank of a cluster, for each byte of the sum.
+    # Cluster -> bytes that each of its ranks sends or receives, for each byte of the sum.
     sent_by: dict[str, float] = defaultdict(float)
     received_by: dict[str, float] = defaultdict(float)
     for (source, target), volume in volumes.items():
@@ -600,8 +614,8 @@ def _step_across_clusters(
             if cluster not in volume_of:
                 continue  # no traffic in this direction (the root or a leaf of a tree)
             for part in parts:
-                flows = _senders(part, request.groups) * volume_of[cluster]
-                nics.append(((part.node, fabric.name, direction), flows))
+                flows = _sending_ranks(part, request.groups) * volume_of[cluster]
+                nics.append(((part.node_class, fabric.name, direction), flows))
     groups = request.groups or family.count
     # Bytes between clusters for each byte of a sum, of all groups that cross at once.
     crossing = {pair: volume * groups for pair, volume in volumes.items()}
@@ -611,44 +625,52 @@ def _step_across_clusters(
         nics=tuple(nics),
         hops=network.hops(fabric, crossing),
         fabric=network.line(fabric),
-        part=max(sent_by.values()),
-        across=True,
+        message_share=max(sent_by.values()),  # of the largest message: one for each rank
+        crosses_clusters=True,
+        # CPU time grows with the bytes: as many messages as if each carried the whole sum.
         senders=family.count * sum(volumes.values()),
-        posts=family.count * messages,
+        cpu_messages=family.count * messages,
     )
 
 
-#: Seconds or bytes, one number for each kind of layer.
+#: Seconds or bytes, one number for each type of layer (embedding, block, output).
 Row = tuple[float, ...]
 _ZERO_OPTIMIZER, _ZERO_GRADIENTS, _ZERO_WEIGHTS = 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Sharded(PricedReduction):
-    """Collectives of sharded training (ZeRO, FSDP); `load` is an all-reduce among the ranks that share."""
+    """Collectives of sharded training (ZeRO, FSDP).
+
+    `load` is an all-reduce among the ranks over which the weights are sharded.
+    """
 
     zero: int = _ZERO_OPTIMIZER  # ZeRO stage
-    weights: float = 0.5  # bytes of weights that travel for each byte of gradients
-    scatter_part: float = 0.5  # time of a reduce-scatter, as a part of an all-reduce's
-    #: All-reduce of a shard across clusters (hybrid sharding only), and the number of shards.
+    weight_bytes_per_gradient_byte: float = 0.5  # as they travel
+    scatter_share: float = 0.5  # time of a reduce-scatter, as a part of an all-reduce's
+    #: Hybrid sharding: all-reduce of a shard's gradient among the clusters, and number of shards.
     across: Load | None = None
     shards: int = 1
-    again: float = 1.0  # part of the weights that the backward pass gathers again
+    regathered_share: float = 1.0  # ZeRO 3: part of the weights gathered again in the backward pass
 
     @property
     def gather(self) -> Price:
         """Return the price of gathering all weights, per byte of their gradients."""
         all_gather = self.load.price.scaled(0.5)
-        return Price(self.weights * all_gather.byte_s, all_gather.latency_s)
+        return Price(self.weight_bytes_per_gradient_byte * all_gather.byte_s, all_gather.latency_s)
 
     @property
     def scatter(self) -> Price:
         """Return the price of reduce-scattering all gradients, per byte of gradients."""
-        return self.load.price.scaled(self.scatter_part)
+        return self.load.price.scaled(self.scatter_share)
 
     @property
-    def owned(self) -> Price:
-        """Return the price of summing a shard across clusters, per byte of all gradients."""
+    def shard_sum(self) -> Price:
+        """Return the price of all-reducing shards across clusters, per byte of all gradients.
+
+        Only hybrid sharding needs it: every cluster has all shards, and the ranks that hold the
+        same shard in different clusters sum its gradient. It is free otherwise.
+        """
         if self.across is None:
             return FREE
         return Price(self.across.price.byte_s / self.shards, self.across.price.latency_s)
@@ -657,7 +679,7 @@ class Sharded(PricedReduction):
     def once(self) -> Price:
         """Return the price of the collectives that run once a step, per byte of gradients."""
         if self.zero == _ZERO_OPTIMIZER:
-            return self.scatter + self.owned + self.gather
+            return self.scatter + self.shard_sum + self.gather
         if self.zero == _ZERO_GRADIENTS:
             return self.gather
         return FREE
@@ -665,36 +687,42 @@ class Sharded(PricedReduction):
     def passes(
         self, forward: Row, backward: Row, sizes: Row, repeats: Sequence[int], prefetch: bool
     ) -> tuple[Row, Row]:
-        """Return the seconds of a forward and a backward pass with the collectives of each micro-batch.
+        """Return the seconds of a layer's passes, with the collectives of a micro-batch.
+
+        ZeRO 3 gathers the layer's weights before both passes. ZeRO 2 and 3 reduce-scatter its
+        gradients after the backward pass. With hybrid sharding, the shards' gradients are then
+        summed across clusters.
 
         Args:
-            forward: Seconds that each kind of layer computes in the forward pass.
-            backward: Seconds that each kind of layer computes in the backward pass.
-            sizes: Bytes of the gradients of each kind of layer.
-            repeats: Number of layers of each kind.
+            forward: Seconds of computation in the forward pass, of each type of layer (such as
+                embedding, block and output, in the order of the model).
+            backward: The same of the backward pass.
+            sizes: Bytes of the gradients of a layer of each type.
+            repeats: Number of layers of each type.
             prefetch: Whether the collectives of a layer overlap with the computation of another.
 
         Returns:
-            Seconds of each kind of layer in the forward pass, and in the backward pass.
+            Seconds of each type of layer in the forward pass, and in the backward pass.
         """
         if self.zero < _ZERO_GRADIENTS:
             return forward, backward  # ZeRO 1 has no collectives in a micro-batch
         gather = self.gather if self.zero == _ZERO_WEIGHTS else FREE
-        gather_again = gather.scaled(self.again)
+        backward_gather = gather.scaled(self.regathered_share)
         gather_s = _seconds_of(gather, sizes)
-        gather_again_s = _seconds_of(gather_again, sizes)
+        backward_gather_s = _seconds_of(backward_gather, sizes)
         scatter_s = _seconds_of(self.scatter, sizes)
-        across_s = _seconds_of(self.owned, sizes)
+        shard_sum_s = _seconds_of(self.shard_sum, sizes)
         if not prefetch:  # computation and collectives follow each other
             forward_s = added(forward, gather_s)
-            return forward_s, added(backward, gather_again_s, scatter_s, across_s)
+            return forward_s, added(backward, backward_gather_s, scatter_s, shard_sum_s)
         # Gathers and scatters share a NIC: their bytes add up, and the shorter latency is hidden.
         gather_and_scatter = Price(
-            byte_s=gather_again.byte_s + self.scatter.byte_s,
-            latency_s=max(gather_again.latency_s, self.scatter.latency_s),
+            byte_s=backward_gather.byte_s + self.scatter.byte_s,
+            latency_s=max(backward_gather.latency_s, self.scatter.latency_s),
         )
-        # The first gather of a pass and the last scatter have no computation to hide behind.
-        exposed_s = gather_again_s[-1] + scatter_s[0] + across_s[0]
+        # The backward pass begins with the last layer, whose weights no computation hides. It ends
+        # with the first layer, and nothing follows that could hide the sum of its gradients.
+        exposed_s = backward_gather_s[-1] + scatter_s[0] + shard_sum_s[0]
         forward_activities = [
             _Activity(forward, exposed_s=gather_s[0]),
             _Activity(gather_s, exposed_s=forward[-1]),
@@ -702,7 +730,7 @@ class Sharded(PricedReduction):
         backward_activities = [
             _Activity(backward, exposed_s=exposed_s),
             _Activity(_seconds_of(gather_and_scatter, sizes)),
-            _Activity(across_s),
+            _Activity(shard_sum_s),
         ]
         return longest(forward_activities, repeats), longest(backward_activities, repeats)
 
@@ -710,7 +738,7 @@ class Sharded(PricedReduction):
 class _Activity(NamedTuple):
     """Work of a pass over all layers: computation, or the use of one network."""
 
-    layer_s: Row  # seconds of each kind of layer
+    layer_s: Row  # seconds of a layer of each type
     exposed_s: float = 0.0  # seconds before or after it that overlap with nothing
 
 
@@ -724,11 +752,11 @@ def added(*rows: Row) -> Row:
 
 
 def longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> Row:
-    """Return the layer times of the longest activity; its exposed seconds are added to the first layer.
+    """Return the seconds of a layer of each type in the activity that takes longest.
 
-    Args:
-        activities: Work that overlaps within one pass.
-        repeats: Number of layers of each kind.
+    Activities run at the same time, so the longest one sets the time of the pass. Its exposed
+    seconds, which overlap with nothing, are divided among the layers of the first type. `repeats`
+    has the number of layers of each type.
     """
 
     def total_s(activity: _Activity) -> float:
@@ -736,7 +764,7 @@ def longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> Row:
         return layers_s + activity.exposed_s
 
     slowest = max(activities, key=total_s)
-    # The row has the seconds of one layer of each kind, and layers of one kind are equal.
+    # Layers of one type have one time, so each of them gets an equal part.
     first_s = slowest.layer_s[0] + slowest.exposed_s / repeats[0]
     return first_s, *slowest.layer_s[1:]
 
@@ -745,7 +773,8 @@ def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
     """Split the groups of a family by cluster.
 
     Returns:
-        One family for each cluster; [] if the groups lie in one cluster or the parts differ in size.
+        One family for each cluster; [] if the groups lie in one cluster, or if clusters have
+        different numbers of their ranks.
     """
     members = _by_cluster(network, family)
     sizes = set(members.ranks.values())
@@ -760,15 +789,18 @@ def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
 
 
 def owners(network: Network, family: GroupFamily) -> GroupFamily:
-    """Return the groups of ranks that own the same shard: one rank of each cluster.
+    """Return the groups that all-reduce a shard under hybrid sharding: one rank of each cluster.
 
-    A node belongs to as many of these groups as it has ranks in the groups of `family`.
+    Every cluster has all shards, one on each of its ranks. So each data-parallel group of n ranks
+    in every cluster is divided into n such groups.
 
     Args:
         network: The site.
-        family: Data-parallel groups. Each has all shards once in every cluster (hybrid sharding).
+        family: Data-parallel groups with equally many ranks in every cluster.
     """
-    first_of: dict[str, GroupPart] = {}  # cluster -> its first nodes in the group
+    # Cluster -> its first nodes in the group. They stand for all of its nodes: with equally many
+    # ranks on each node, the NICs are equally busy.
+    first_of: dict[str, GroupPart] = {}
     for part in family.parts:
         first_of.setdefault(network.cluster(part.node_type), part)
     parts = tuple(
@@ -776,6 +808,7 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
             part,
             nodes=1,
             ranks_per_node=1,
+            # Each rank of a node is in another group.
             groups=part.ranks_per_node * part.groups,
             concurrent_groups=part.ranks_per_node * part.concurrent_groups,
         )
@@ -820,7 +853,7 @@ def by_pairs(
     Args:
         network: The site.
         fold: The placement.
-        pipeline: Pipeline class: pipelines of one kind run on equal nodes.
+        pipeline: Pipeline class; pipelines of one class run on equal nodes.
         inside_bps: Bits/s between the GPUs of a node.
     """
     stage_link = fold.stage_link(pipeline, 0, fold.stages[-1])
@@ -837,28 +870,33 @@ def tied_hierarchical(
 ) -> Hierarchical | None:
     """Return the hierarchical all-reduce of a tied weight's gradient, or None if it is not possible.
 
-    It needs two stages of two or more ranks, each in a single cluster, not both in the same.
+    The weight is on the first and the last stage. Each of them must have two or more ranks in a
+    group, and lie in a single cluster, not both in the same. It is not possible without holmes,
+    either.
 
     Args:
         network: The site.
-        family: Groups of the first and last stage together (see `tied_weight_families`).
+        family: Groups that have the ranks of both stages. Their `ring` lists the nodes of the first
+            stage, then those of the last one.
         size: Bytes of the gradient.
         direct: Whether the steps are gloo's direct exchanges; else they are NCCL's rings.
-        groups: Number of groups that cross at once; 0 if each one is a load of its own (simulation).
+        groups: Number of all groups that cross between clusters at the same time. 0: count only the
+            groups of this family (for the simulation, which adds the loads of other groups itself).
         inside_bps: Bits/s between the GPUs of a node.
     """
-    clusters = [network.cluster(kind) for kind, _ in family.ring]
+    clusters = [network.cluster(node_type) for node_type, _ in family.ring]
     first_ranks = sum(
         part.nodes * part.ranks_per_node
         for part in family.parts
         if network.cluster(part.node_type) == clusters[0]
     )
     borders = sum(cluster != following for cluster, following in zip(clusters, clusters[1:]))
-    # The ring has the ranks of the first stage, then those of the last one. So each stage lies in a single
-    # cluster if the cluster changes once, in the middle.
+    # Each stage has half of the ranks. So each lies in a single cluster if the cluster changes once
+    # along the ring, in the middle.
     are_apart = 2 * first_ranks == family.ranks and borders == 1
     has_single_pair = family.ranks == 2
-    if network.only is not None or has_single_pair or not are_apart:
+    is_without_holmes = network.single_fabric is not None
+    if is_without_holmes or has_single_pair or not are_apart:
         return None
     return hierarchical(
         network,
@@ -868,5 +906,7 @@ def tied_hierarchical(
         groups=groups,
         compress="off",
         inside_bps=inside_bps,
+        # It pays with a single node in each cluster, too: otherwise each rank sends the whole
+        # gradient.
         spread=False,
     )

@@ -6,10 +6,7 @@
     predict(costs)    -> Estimate, pass by pass, with the micro-batches in flight that hide the stage links
 
 A gradient is final only in the last micro-batch. With overlap, a layer's gradients travel while the layers
-before it still run their backward pass. The part of the reduction that is not hidden, on a stage with layers
-i to j-1, is the maximum over all layers l of
-
-    reduction of layers i..l  -  backward of layers i..l-1
+before it still run their backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from typing import Any, NamedTuple
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.buckets import buffer_bytes
 from holmes_ext.plan.cost.model import Gpu, Layer, Model, in_flight, state_bytes, working_bytes
-from holmes_ext.plan.cost.pipeline import Estimate, both_ways, formula_ends, schedule, walked_ends
+from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, schedule, share_nics, walked_ends
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import StageLoad, Workload, passes_s
 
@@ -76,7 +73,7 @@ class RankModel:
     tied_bytes: float = 0.0  # gradient of a tied embedding; 0: there is none
     copies: int = 0  # tensor-parallel ranks that send the same activation; 0: not known
     activation_width: int = 2  # bytes of an activation element
-    weights: float = 0.5  # bytes of weights for each byte of gradients
+    weight_bytes_per_gradient_byte: float = 0.5  # bytes of weights for each byte of gradients
     gpus: Mapping[str, Gpu] = field(default_factory=dict, hash=False)  # cluster -> its GPU
     gpu: Gpu = Gpu()  # of all other clusters
 
@@ -90,7 +87,7 @@ class RankModel:
             model: The model.
             sizes: Parallel sizes, with the data size.
             kinds: Result of kinds_of(model, sizes), if it is known already.
-            replicas: Number of copies of all that is sharded (hybrid sharding).
+            replicas: Number of clusters that each have all shards (hybrid sharding); else 1.
         """
         layers, working = kinds or kinds_of(model, sizes)  # working memory, in bytes
         reducing_ranks = sizes.data * sizes.context
@@ -114,7 +111,7 @@ class RankModel:
             tied_bytes=model.tied_bytes(sizes),
             copies=model.copies(sizes),
             activation_width=model.activation_width,
-            weights=model.activation_width / model.gradient_width,
+            weight_bytes_per_gradient_byte=model.activation_width / model.gradient_width,
             gpus=model.gpus,
             gpu=model.gpu,
         )
@@ -360,14 +357,16 @@ class StageCosts:
     def exposed_s(self, stage: int, low: int, high: int) -> float:
         """Return the seconds of reduction after the last backward pass of a stage with layers [low, high).
 
-        With overlap this is the maximum, over layers l, of the reduction of layers low..l minus the backward
-        pass of layers low..l-1.
+        The backward pass runs from the last layer to the first. With overlap, a layer's gradients
+        can travel when its backward pass has ended. So the reduction of layers low..l cannot begin
+        before layer l is done, and is hidden only by the backward pass of layers low..l-1. The
+        largest difference over all l is exposed.
         """
         reduction = self.sums["reduction_s"][stage]
         if not self.overlap:
             return reduction[high] - reduction[low] + self.latency_s[stage]
         backward = self.sums["backward_s"][stage]
-        # Where the kind of layer does not change, costs are linear, so the maximum is at an end.
+        # Costs of equal layers are linear: the maximum is at the first or the last layer of a type.
         candidates = (layer for layer in (low, high - 1, *self._corners) if low <= layer < high)
         longest = max(reduction[layer + 1] - backward[layer] for layer in candidates)
         return longest - (reduction[low] - backward[low]) + self.latency_s[stage]
@@ -406,7 +405,8 @@ class StageCosts:
             return ()  # the framework's schedule
         loads = self.loads(stage_layers)
         forward_s, backward_s = passes_s(loads)
-        transfer_s, link_load_s = both_ways(
+        # Longer for stage links that share a NIC which is busier than the slowest stage.
+        transfer_s, link_load_s = share_nics(
             self.stage_links_s(stage_layers),
             self.link_load_s,
             self.shared_nic_stages,
@@ -437,10 +437,10 @@ def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int]
             and fit the memory.
     """
     in_flight = tuple(asked) or costs.in_flight(stage_layers)
-    if not in_flight:
+    if not in_flight:  # the framework's own schedule
         return estimate(costs, stage_layers, walked_ends)
-    load_s = costs.link_load_s or ()
-    ends = partial(walked_ends, in_flight=in_flight, load=load_s, nics=costs.shared_nic_stages)
+    link_load_s = costs.link_load_s or ()  # part of each transfer that occupies its stage link
+    ends = partial(walked_ends, in_flight=in_flight, load=link_load_s, nics=costs.shared_nic_stages)
     step = estimate(costs, stage_layers, ends)
     memory_bytes = tuple(
         load.bytes_of(count) for load, count in zip(costs.loads(stage_layers), in_flight)

@@ -186,7 +186,7 @@ class OrderBounds:
         """
         used = {cluster for group in beginning.groups for cluster in group}
         unused = [cluster for cluster in self.clusters if cluster not in used]
-        alike = self.orders.first_equal_kind  # equal values for interchangeable clusters
+        alike = self.orders.first_equal_type  # equal values for interchangeable clusters
         for group in combinations(unused, beginning.group_size):
             skips_an_equal_cluster = any(
                 earlier not in group

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Price
-from holmes_ext.plan.cost.pipeline import both_ways
+from holmes_ext.plan.cost.pipeline import share_nics
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions import (
     OTHER_ROUTE_SHARE,
@@ -193,7 +193,7 @@ class StageBounds:
         # Twice (seconds of a message on each stage link, seconds for which it occupies the link): if a NIC
         # carries one stage link at a time, and if it carries both of its stage's links.
         exclusive = (stage_links_s, self.costs.link_load_s)
-        shared = both_ways(*exclusive, self.costs.shared_nic_stages, mean_stage_s)
+        shared = share_nics(*exclusive, self.costs.shared_nic_stages, mean_stage_s)
         # A pace is the seconds between two micro-batches: the slowest of computation and stage links.
         paces = [(links_s, max(mean_stage_s, *loads_s)) for links_s, loads_s in (exclusive, shared)]
         for stage in reversed(range(self.stage_count - 1)):
@@ -381,7 +381,9 @@ class StageBounds:
         if run.zero == 1 and run.gather_overlap:
             return FREE
         half_ring = ring.scaled(0.5)  # an all-gather is half of an all-reduce
-        return Price(self.prices.job.weights * half_ring.byte_s, half_ring.latency_s)
+        return Price(
+            self.prices.job.weight_bytes_per_gradient_byte * half_ring.byte_s, half_ring.latency_s
+        )
 
     def reduction(self, stage: int) -> tuple[PricedReduction, GroupFamily]:
         """Return the reduction that the simulation uses on a stage, and the groups that it sums over.

@@ -467,9 +467,9 @@ class Collectives:
         extra_s = []  # latency of each hop between clusters
         for pair in zip(senders, receivers):
             source, target = pair
-            extra_s.append(self.network.longer_s(fabric, pair) if source != target else 0.0)
+            extra_s.append(self.network.wan_latency_s(fabric, pair) if source != target else 0.0)
         twice_around_s = 2 * sum(extra_s) - sum(extra_s[-2:])
         notice_s = extra_s[0]
-        load = replace(ring, longer_s=twice_around_s + notice_s)
+        load = replace(ring, wan_latency_s=twice_around_s + notice_s)
         transfer = self.maker.collective(load, [NUMBER_BYTES], parties)
         return replace(transfer, bits=0.0, uses=())

@@ -262,7 +262,7 @@ class JobStep:
     @property
     def _compressed_share(self) -> float:
         """Bytes sent for each byte of an activation on Ethernet."""
-        if self.network.only:
+        if self.network.single_fabric:
             return 1.0
         return compressed_share(self.run.compression, self.model.activation_width)
 
@@ -271,7 +271,7 @@ class JobStep:
         """Tensor parallel ranks that share out a message on Ethernet."""
         sizes = self.fold.full_placement.sizes
         is_sliced = (
-            self.network.only is None
+            self.network.single_fabric is None
             and self.run.cut
             and sizes.tensor_inside(self.network.processes)
         )

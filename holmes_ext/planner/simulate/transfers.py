@@ -48,8 +48,8 @@ class TransferMaker:
             bits=8 * size,
             limit_bps=curve.rate_bps,
             uses=self._uses(load, size),
-            across=load.across,
-            latency_s=load.longer_s,
+            across=load.crosses_clusters,
+            latency_s=load.wan_latency_s,
         )
 
     def collective(
@@ -68,15 +68,15 @@ class TransferMaker:
             return Transfer(parties, fixed_s=load.price.seconds(total_bytes))
         curve = self.network.curve(load)
         # Startup time of one message of each collective, which is `part` of the collective's bytes.
-        message_s = [curve.fixed_s(load.part * size) + self.message_s for size in sizes]
-        way_s = len(sizes) * load.longer_s  # latency between clusters
+        message_s = [curve.fixed_s(load.message_share * size) + self.message_s for size in sizes]
+        way_s = len(sizes) * load.wan_latency_s  # latency between clusters
         return Transfer(
             parties,
             fixed_s=load.messages * sum(message_s) + way_s,
             bits=8 * load.volume * total_bytes,
             limit_bps=curve.rate_bps,
             uses=self._uses(load, total_bytes, host),
-            across=load.across,
+            across=load.crosses_clusters,
         )
 
     def flow(self, flow: Flow, parties: int) -> Transfer:
@@ -97,12 +97,12 @@ class TransferMaker:
                 fixed_s = max(fixed_s, load.price.seconds(size))
             else:
                 curve = self.network.curve(load)
-                message_s = curve.fixed_s(load.part * size) + self.message_s
+                message_s = curve.fixed_s(load.message_share * size) + self.message_s
                 fixed_s = max(fixed_s, load.messages * message_s)
         # A blocking flow waits for the way there and back; another one only arrives later.
-        latency_s = flow.way_s
-        if flow.blocks:
-            fixed_s += 2 * flow.way_s
+        latency_s = flow.wan_latency_s
+        if flow.awaits_arrival:
+            fixed_s += 2 * flow.wan_latency_s
             latency_s = 0.0
         weights: dict[Hashable, float] = {}  # resource -> weight of the flow there
         for load in flow.loads:
@@ -139,7 +139,7 @@ class TransferMaker:
             self.capacities[nic] = link.rate_bps
         for hop, _ in load.hops:
             self.capacities[hop.key] = hop.rate_bps
-        posts_per_byte = load.posts / size / load.volume
+        posts_per_byte = load.cpu_messages / size / load.volume
         cores = self.network.links.on_cores(load.fabric, load.senders, posts_per_byte)
         hop_uses = [(hop.key, flows) for hop, flows in load.hops]
         core_uses = [(CORES, host * weight) for _, weight in cores]

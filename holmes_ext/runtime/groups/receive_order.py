@@ -251,7 +251,7 @@ class ListedOrder:
         stage_link = min(stage, neighbour)  # numbered by its earlier stage
         # By micro-batch: the number of activations before its gradient. With NCCL both results are the same.
         # With gloo each stage has its own numbers, by which it posts its receives as early as possible.
-        at_later_stage, at_earlier_stage = self.schedule.posted(stage_link)
+        at_later_stage, at_earlier_stage = self.schedule.receive_orders(stage_link)
         receives_gradients = stage < neighbour
         if receives_gradients:
             return ListedPostingRule(activations_before=at_earlier_stage)

@@ -10,8 +10,9 @@ from clusters import example
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.across import distinct_orders, order_count
 from holmes_ext.plan.arrange import place as placing
-from holmes_ext.plan.arrange.place import distinct_orders, fastest_first, order_count, pack
+from holmes_ext.plan.arrange.place import fastest_first, pack
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.stages import RankModel, estimate

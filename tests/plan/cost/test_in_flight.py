@@ -9,10 +9,10 @@ import pytest
 from holmes_ext.plan.cost.pipeline import (
     SETTLED,
     WORTH_MORE,
-    both_ways,
     formula_ends,
     in_flight,
     quickest_in_flight,
+    share_nics,
     walked_ends,
 )
 from holmes_ext.plan.schedule import passes
@@ -194,10 +194,10 @@ def test_fewer_in_front_than_behind_would_wait_for_ever():
 
 def test_messages_both_ways_through_one_nic_that_sets_the_pace_take_longer():
     transfer, load, nics = (1.0, 1.0, 3.0), (0.5, 0.5, 2.0), [(1, 1), (2, 2)]
-    assert both_ways(transfer, load, [], 0.1) == (transfer, load)
-    assert both_ways(transfer, load, nics, 0.9) == ((1.5, 1.5, 3.5), (1.0, 1.0, 2.0))
-    assert both_ways(transfer, load, nics, 1.0) == (
+    assert share_nics(transfer, load, [], 0.1) == (transfer, load)
+    assert share_nics(transfer, load, nics, 0.9) == ((1.5, 1.5, 3.5), (1.0, 1.0, 2.0))
+    assert share_nics(transfer, load, nics, 1.0) == (
         transfer,
         load,
     )  # a stage is as busy: few of them meet
-    assert both_ways(transfer, load, [(1, 2)], 0.9) == ((1.5, 1.0, 3.5), (1.0, 0.5, 2.0))
+    assert share_nics(transfer, load, [(1, 2)], 0.9) == ((1.5, 1.0, 3.5), (1.0, 0.5, 2.0))

@@ -340,9 +340,11 @@ def test_folding_changes_nothing(monkeypatch):
     order = [node.name for node in site.nodes]
     folded = simulate(site, order, sizes, gpt, Execution(overlap="on"))
     counter = itertools.count()
-    monkeypatch.setattr(folds, "_tensor_neighbours", lambda placement: 1)
-    monkeypatch.setattr(folds, "_repeating_ranks", lambda placement, step: placement.stage_ranks)
-    monkeypatch.setattr(Fold, "_look", lambda self, slots: next(counter))
+    monkeypatch.setattr(folds, "_count_folded_tensor_ranks", lambda placement: 1)
+    monkeypatch.setattr(
+        folds, "_count_repeating_ranks", lambda placement, step: placement.stage_ranks
+    )
+    monkeypatch.setattr(Fold, "_signature", lambda self, node_indices: next(counter))
     single = simulate(site, order, sizes, gpt, Execution(overlap="on"))
     assert len(folded.ranks) == 2 and len(single.ranks) == 8
     assert single.step_s == pytest.approx(folded.step_s)
