@@ -25,8 +25,9 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.planner.bound.nodes import alike
-from holmes_ext.planner.bound.shape import ShapeBound, rates_between
+from holmes_ext.planner.bound.best_links import rates_between
+from holmes_ext.planner.bound.nodes import first_equal_cluster
+from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search.result import EQUAL, SearchResult
 from holmes_ext.planner.search.search import proven, search
 from holmes_ext.planner.search.sketch import Progress
@@ -134,8 +135,8 @@ class _NodeSets:
         self.rows = rows
         #: For each cluster, the first cluster with equal nodes and networks: in a job on several clusters,
         #: and in a job on one cluster, where the networks between clusters do not matter.
-        self.kin = alike(spec, result.model)
-        self.kin_alone = alike(spec, result.model, alone=True)
+        self.kin = first_equal_cluster(spec, result.model)
+        self.kin_alone = first_equal_cluster(spec, result.model, alone=True)
         #: Sets examined, in canonical form.
         self.seen = {self._canonical(self.counts)}
         self.batch_flops = result.batch_flops

@@ -19,7 +19,8 @@ from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.planner.bound.shape import ShapeBound, rates_between
+from holmes_ext.planner.bound.best_links import rates_between
+from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import timed
 

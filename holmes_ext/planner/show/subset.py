@@ -29,8 +29,8 @@ from holmes_ext.plan.cost.stages import compressed_share
 from holmes_ext.plan.shape import Shape, shape_of
 from holmes_ext.planner.bound.nodes import (
     Family,
-    alike,
     fastest_first,
+    first_equal_cluster,
     ideal,
     ideal_gpus,
     is_flat,
@@ -185,7 +185,9 @@ class AvailableNodes:
     def best(self, end: float) -> Subsets:
         """Search for the best subset until the moment `end` of time.monotonic()."""
         model = self.job.known_model
-        interchangeable = alike(self.spec, model)  # for each cluster, the first one that equals it
+        interchangeable = first_equal_cluster(
+            self.spec, model
+        )  # for each cluster, the first one that equals it
         return best_subset(
             idle=tuple(len(cluster.nodes) for cluster in self.spec.clusters),
             count=self.count,
