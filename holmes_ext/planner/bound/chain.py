@@ -75,8 +75,7 @@ class ChainBound(StepLowerBound):
         """Return a split that may take `step_s` seconds; () if there is none.
 
         Dynamic programming from the last stage to the first: for each sum of layers of a stage and
-            the
-        stages behind it, the least moment at which the stage's last backward pass ends.
+        the stages behind it, the least moment at which the stage's last backward pass ends.
 
         Args:
             step_s: Seconds of the step.

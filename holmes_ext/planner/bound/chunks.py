@@ -318,9 +318,8 @@ class _InterleavedBound:
         """Return lower bounds on the step time that the work of one stage sets; the largest one holds.
 
         Without overlap: the last backward pass, then the whole reduction. The NIC sends all
-            activations and
-        all gradients. With overlap: for the last n chunks to be reduced (n = 1, 2, ...), the start
-        of their first backward pass that ends a chunk, then their reductions.
+        activations and all gradients. With overlap: for the last n chunks to be reduced (n = 1, 2,
+        ...), the start of their first backward pass that ends a chunk, then their reductions.
 
         Args:
             stage: The stage.

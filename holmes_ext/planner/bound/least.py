@@ -10,11 +10,11 @@ A step takes at least, for each stage, the sum of three times:
     passes        the stage's own passes, and its waits for micro-batches that travel to the last stage and
                   back (passes.py)
     the end       after the stage's last backward pass, the larger of
-                      the way up: backward passes and stage links of the stages before, then the end
-                          of
-                      the first stage its gradient reduction as far as not overlapped, the tied
-                      embedding's reduction, then the longest optimizer step and weight gather of
-                      all stages (the gradient norm is a barrier)
+                  the way up: backward passes and stage links of the stages before, then the end
+                  of the first stage
+                  its gradient reduction as far as not overlapped, the tied embedding's reduction,
+                  then the longest optimizer step and weight gather of all stages (the gradient
+                  norm is a barrier)
 
 The passes also end no earlier than all activations have flowed over each stage link, one after the
 other, and the last one's gradient has come back.
@@ -127,10 +127,9 @@ class StepLowerBound(PassBounds):
         """Return the intervals in which the longest update of all stages may lie, shortest first.
 
         The gradient norm is a barrier: no stage begins its update before the last reduction has
-            ended, so
-        the longest update counts for every stage. Which one is the longest depends on the split.
-        Within an interval it is known within a small error: at least the interval's start, for
-        every stage, and no stage has so many layers that its update reaches the interval's end.
+        ended, so the longest update counts for every stage. Which one is the longest depends on the
+        split. Within an interval it is known within a small error: at least the interval's start,
+        for every stage, and no stage has so many layers that its update reaches the interval's end.
 
         Args:
             groups: ((update of a stage, most layers of the stage), number of stages with both

@@ -62,9 +62,8 @@ class ShapeBound:
         """Return a lower bound from the computation of all stages, in seconds; inf if no memory suffices.
 
         It is a lower bound because each relaxation can only shorten a step: stages compute and
-            communicate
-        inside as if each node type were alone, layers are divisible, activations take the fastest
-        network, and each node type reduces its gradients in the cheapest way.
+        communicate inside as if each node type were alone, layers are divisible, activations take
+        the fastest network, and each node type reduces its gradients in the cheapest way.
         """
         node_types = range(len(self.ranks))
         times = [self._block_times(node_type) for node_type in node_types]
@@ -439,8 +438,7 @@ class ShapeBound:
         """Bits of all gradients, if rings of all ranks sum them over the links between clusters.
 
         0 if the gradients travel in another way, for which this bound does not hold: direct
-            exchanges, ZeRO,
-        experts or compression.
+        exchanges, ZeRO, experts or compression.
         """
         rules = self.prices.rules
         _, block, _ = self.job.layers

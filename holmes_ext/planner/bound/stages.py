@@ -122,8 +122,7 @@ class StageBounds:
         """Set the lower bounds on messages, reductions and the work after the last backward pass.
 
         They become attributes of this object: lists with one entry for each stage, or for each
-            stage but the
-        last one (messages to the next stage).
+        stage but the last one (messages to the next stage).
         """
         run = self.run
         count = self.stage_count
@@ -236,9 +235,8 @@ class StageBounds:
         """Return the seconds for which an activation down and a gradient up occupy each stage's NIC.
 
         The bound is 0 where no such time is certain: if activation and gradient leave through
-            different NICs,
-        if stages share nodes, and on measured networks, as a NIC may carry more there than one
-        message was measured to need.
+        different NICs, if stages share nodes, and on measured networks, as a NIC may carry more
+        there than one message was measured to need.
 
         Args:
             messages: For each stage, the message to the next one.

@@ -1,8 +1,7 @@
 """Places where experts can live, and the cost of sending a token between them.
 
 A place is a set of expert parallel ranks without a network between them: the ranks of a node. An
-    expert has
-the same place in all expert parallel groups, so a cost is the mean over the groups:
+expert has the same place in all expert parallel groups, so a cost is the mean over the groups:
 
     0                                                  ranks on one node
     INSIDE                                             nodes of one cluster

@@ -434,7 +434,7 @@ class _Problem:
         """Return a placement after swapping pairs of experts, best pair first, as long as the cost falls.
 
         Counts are by pairs of experts here: a token that two experts share costs the way between
-            their places.
+        their places.
 
         Args:
             place_of: [experts] number of the place (node) of each expert.

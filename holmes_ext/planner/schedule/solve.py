@@ -6,11 +6,11 @@ pass (F) to its W. A stage that has ended a pass chooses its next one by its rul
 these that applies:
 
     1. I, if its gradient has arrived, unless an F is ready and fewer than `ahead` micro-batches are
-    between
-       F and I
-    2. W, if more than `late` of them are delayed 3. F, if its activation has arrived and the memory
-    has room 4. W, unless a message arrives within `patience` times the duration of W (at once if
-    the memory is full)
+       between F and I
+    2. W, if more than `late` of them are delayed
+    3. F, if its activation has arrived and the memory has room
+    4. W, unless a message arrives within `patience` times the duration of W (at once if the memory
+       is full)
 
 The local search changes the rule of one stage at a time, and keeps changes that shorten the step.
 In a local minimum it makes three random changes and begins again (iterated local search). The
@@ -229,8 +229,7 @@ def _neighbours(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Ru
     """Yield copies of the rules in which one stage's rule has one of its three numbers changed.
 
     The numbers: `ahead`, forward passes before gradients take precedence; `late`, most delayed
-        gradients of the
-    weights; `patience`, longest wait for a message.
+    gradients of the weights; `patience`, longest wait for a message.
 
     Args:
         rules: Rule of each stage.

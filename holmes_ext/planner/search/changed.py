@@ -85,8 +85,7 @@ def ethernet_s(result: SearchResult, candidate: Candidate) -> float:
     """Return the seconds of a step that depend on Ethernet's rate.
 
     They are found from a step with a slower Ethernet, of LESS times the rate: t seconds of traffic
-        at full
-    rate then take t / LESS seconds, so the step grows by t (1 / LESS - 1).
+    at full rate then take t / LESS seconds, so the step grows by t (1 / LESS - 1).
     """
     network = result.network
     site = with_fabric(network.site, ETHERNET, rate=LESS)
@@ -166,7 +165,7 @@ def _kept_plan_s(changed: SearchResult, candidate: Candidate) -> float:
     """Return the step of an unchanged plan on a changed site; inf if it does not fit the memory.
 
     The better of two schedules counts: the plan's warm-up depths, and new ones for the changed
-        site.
+    site.
     """
     same_plan = changed.candidate(candidate.shape, candidate.placement, candidate.split)
     if not same_plan.fits:

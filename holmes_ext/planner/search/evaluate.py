@@ -173,8 +173,7 @@ class Evaluator:
         """Return the item with a tighter lower bound, and a split of the layers that has this bound.
 
         If the bound shows that no split can beat the best step, the outcome is empty: nothing of
-            the item is
-        left to examine, so `remaining_s` is inf.
+        the item is left to examine, so `remaining_s` is inf.
 
         Args:
             item: Shape with a placement.

@@ -1,8 +1,7 @@
 """Request and result of a search for the best plan: candidates, optimality gap, counts.
 
 The closed form is a formula for the step time of a plan: quick, but less exact than a simulated
-    step.
-"Stock" is the same job without holmes.
+step. "Stock" is the same job without holmes.
 """
 
 from __future__ import annotations

@@ -7,15 +7,14 @@
 
 Each entry of this tree is an item. It has a lower bound on the step time of all its plans.
 
-1. A first look (sketch.py) finds good plans by the closed form and simulates the fastest. 2. The
-item with the least lower bound is divided or simulated next. Before all others come the "early"
-items,
-   which probably contain a better plan: shapes with the parallel sizes of the best plan, but other
-   recomputation or ZeRO, and their placements. Only a limited number of items is processed early.
+1. A first look (sketch.py) finds good plans by the closed form and simulates the fastest.
+2. The item with the least lower bound is divided or simulated next. Before all others come the
+   "early" items, which probably contain a better plan: shapes with the parallel sizes of the best
+   plan, but other recomputation or ZeRO, and their placements. Only a limited number of items is
+   processed early.
 3. The search ends when the least remaining bound is no better than the best simulated step: no
-other plan
-   can be faster. With a time limit, a WAN, or if some cluster orders were left out, the optimality
-   gap says how much faster another plan could be.
+   other plan can be faster. With a time limit, a WAN, or if some cluster orders were left out, the
+   optimality gap says how much faster another plan could be.
 
 After ALONE_S seconds the work is shared with worker processes. The main process owns all queues; a
 worker receives one item and returns its Outcome, so workers share no state.

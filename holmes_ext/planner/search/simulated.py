@@ -1,10 +1,9 @@
 """Simulated step times of the search's candidates, and variants of their pipeline schedules.
 
 Variants are other orders of the forward and backward passes: breadth-first, or an order that is
-    optimized for
-the plan and then written out ("listed"). Under 1F1B a plan may also start more micro-batches before
-the first backward pass than the framework does (the warm-up depth), which hides slow links between
-stages.
+optimized for the plan and then written out ("listed"). Under 1F1B a plan may also start more
+micro-batches before the first backward pass than the framework does (the warm-up depth), which
+hides slow links between stages.
 """
 
 from __future__ import annotations

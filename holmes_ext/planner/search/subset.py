@@ -8,17 +8,13 @@ The method is branch and bound:
     families    (8, ?, ?)  (7, ?, ?)  ...             floor: a lower bound on the price of all subsets in
                                                       the family, "?" being any number of nodes
 
-1. Likely subsets are priced first: clusters filled one after the other in every order, whole
-stages, equal
-   parts; then neighbours of the best subset, and all subsets of two clusters.
-2. Then the family with the least floor is divided by the number of nodes of its next open cluster.
-A family
-   whose floor is no better than the best price is left out: bound/nodes.py replaces its open
-       clusters by
-   ideal ones, and better hardware never makes a step longer.
-3. If no family is left, the best subset found is the best of all; if the time is over first, it is
-so within
-   a known fraction.
+1. Likely subsets are priced first: clusters filled one after the other in every order, whole stages,
+   equal parts; then neighbours of the best subset, and all subsets of two clusters.
+2. Then the family with the least floor is divided by the number of nodes of its next open cluster. A
+   family whose floor is no better than the best price is left out: bound/nodes.py replaces its open
+   clusters by ideal ones, and better hardware never makes a step longer.
+3. If no family is left, the best subset found is the best of all; if the time is over first, it is so
+   within a known fraction.
 """
 
 from __future__ import annotations
@@ -100,9 +96,8 @@ def best_subset(
     """Search for the `count` nodes that train fastest.
 
     Branch and bound: a family is all subsets with given numbers of nodes of some clusters (the
-        fixed ones); the
-    other clusters are open. Families are divided by fixing a cluster, and those with a lower bound
-    above the best step are left out.
+    fixed ones); the other clusters are open. Families are divided by fixing a cluster, and those
+    with a lower bound above the best step are left out.
 
     Args:
         idle: Idle nodes of each cluster.

@@ -1,8 +1,7 @@
 """Command `holmes plan --experts FILE`: place the experts of a mixture-of-experts model on ranks.
 
 FILE has the traffic: for each layer, how many tokens go to each expert, and from where. The
-    placement found
-sends few tokens across clusters and nodes, and keeps the load of the clusters even.
+placement found sends few tokens across clusters and nodes, and keeps the load of the clusters even.
 """
 
 from __future__ import annotations

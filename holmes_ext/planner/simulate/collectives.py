@@ -9,9 +9,8 @@ ZeRO 1          weights are gathered after the optimizer, or under the next forw
 ZeRO 2, 3       in each micro-batch a layer's gradients are scattered after its backward pass; ZeRO 3
                 gathers its weights before both passes, ZeRO 2 once a step
 single numbers  the gradient norm among a pipeline's stages before the optimizer; the loss, averaged
-over
-                the last stage's ranks and sent to the other stages at the step's end; sums of the
-                script
+                over the last stage's ranks and sent to the other stages at the step's end; sums of
+                the script
 
 A pipeline class is all pipelines on equal nodes; their ranks do the same at the same time. A family
 is all groups of a stage with equal nodes; they act as one. A tag is the key of a transfer: (name of
@@ -430,10 +429,9 @@ class Collectives:
         """Return the all-reduce of one number over gloo's ring (gloo/allreduce.cc).
 
         The number goes around the ring twice, less one hop each time: from the last rank down to
-            the first,
-        and from there over the last rank down to the second. Before that, the rank below the last
-        one tells it that it is ready (a notice). Only the latencies between clusters count here;
-        the ring's load has the others.
+        the first, and from there over the last rank down to the second. Before that, the rank below
+        the last one tells it that it is ready (a notice). Only the latencies between clusters count
+        here; the ring's load has the others.
 
         Args:
             family: Groups that sum the number.

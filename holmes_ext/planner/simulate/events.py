@@ -8,9 +8,8 @@ message or a collective, and its tag is its key. `kind` is the kind of the span 
     ("post", tag)                          this actor is ready for the transfer
     ("post", tag, AS_RECEIVER)             the same by the receiver of a message: its notice (that it is
                                            ready) reaches the sender a latency later
-    ("post", tag, AS_RECEIVER, sent, ...)  the same; the notice leaves after the messages `sent`, if
-    they are
-                                           still leaving
+    ("post", tag, AS_RECEIVER, sent, ...)  the same; the notice leaves after the messages `sent`,
+                                           if they are still leaving
     ("wait", tag, kind, micro_batch)       wait until the transfer has arrived
     ("wait", tag, kind, micro_batch, AS_SENDER)    wait until all bytes have left
 
