@@ -21,7 +21,10 @@ ZERO_WEIGHTS = 3
 
 
 def limited(limits: Limits, engine: EngineTraits, framework: str) -> Limits:
-    """Return the limits of the user and of the framework together.
+    """Return the values of each size that both the user and the framework allow.
+
+    The result also has the ZeRO stages in which the framework has a hierarchical reduction of its
+    own (None: holmes reduces), as the search then may not choose the reduction of each stage.
 
     Args:
         limits: Limits of the user on the search space.
@@ -229,8 +232,11 @@ def _unsupported(candidate: Candidate, name: str) -> tuple[str, ...]:
         value = getattr(shape, axis, None)
         if value is not None and value not in allowed:
             lacks.append(f"{axis} {value} (limit {axis}={','.join(map(str, allowed))})")
-    # Without a limit on the order, the framework supports every order.
-    if order == PIPELINES_FIRST and order not in limits.get("order", [order]):
+    # Without a limit on the order of the axes, the framework supports every order. Users know this
+    # order by its effect: pipelines cross clusters, data parallel groups do not.
+    allowed_orders = limits.get("order")
+    is_refused = allowed_orders is not None and order not in allowed_orders
+    if order == PIPELINES_FIRST and is_refused:
         lacks.append("pipelines one after the other (limit clusters=pipeline)")
     return tuple(lacks)
 
@@ -238,7 +244,10 @@ def _unsupported(candidate: Candidate, name: str) -> tuple[str, ...]:
 def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
     """Return how FSDP2 runs a plan.
 
-    With several replicas of the sharded model, either holmes makes the hybrid mesh, or the script does.
+    With several replicas of the sharded model (hybrid sharding) there are two ways. The script has
+    a device mesh with one dimension of data parallelism, and --holmes-fsdp hybrid divides it into
+    replicas and shards. Or the script has the mesh of two dimensions itself, and runs without
+    --holmes-fsdp.
 
     Args:
         candidate: Plan to start.
@@ -248,7 +257,7 @@ def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
     flags = list(holmes)
     script = ""
     if replicas > 1:
-        flags += ["--holmes-fsdp", "hybrid"]
+        flags += ["--holmes-fsdp", "hybrid"]  # the first way; `script` names both
         shards = candidate.shape.data // replicas
         mesh = f"(replicate {replicas}, shard {shards})"
         script = f"one dimension of data parallelism; or a mesh {mesh}, without --holmes-fsdp"
@@ -259,8 +268,8 @@ def replicas_of(candidate: Candidate) -> int:
     """Return the number of clusters of each stage, if all stages have as many.
 
     Returns:
-        Number of clusters; 0 if stages differ, or if a stage has more ranks on one of its clusters than on
-        another.
+        Number of clusters; 0 if stages differ, or if a stage has more ranks on one of its clusters
+        than on another.
     """
     counts = set()
     for clusters in candidate.placement.stages:  # (cluster, ranks on it)

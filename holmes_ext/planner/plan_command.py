@@ -70,16 +70,19 @@ def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
     Args:
         args: Arguments of `holmes plan`.
         given: Plan and costs of the given sizes.
-        explains: Print or draw every partition of the layers.
+        explains: Print (--explain) or draw (--picture) the predicted step of each way to partition
+            the layers.
     """
     job = given.job
     plan = given.plan
     costs = given.costs
-    layout = None  # result of a search with only the given layout
+    layout = None  # result of a search with only the given sizes, which simulates their step
     starts = {}  # framework -> how to start it
+    # A profile has measured times of the layers, which the simulation of a model does not use.
     if job.model is not None and not args.profile and plan.sizes is not None:
         layout = search.alone(plan, given.network, job, job.model)
-        plan = replace(plan, predicted=plan.predicted | times(layout, layout.best))
+        simulated_times = times(layout, layout.best)  # name -> seconds
+        plan = replace(plan, predicted=plan.predicted | simulated_times)
         given = replace(given, plan=plan)
         starts = search_table.launches_of(layout, args, job)
     if args.output:

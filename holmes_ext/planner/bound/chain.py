@@ -1,7 +1,9 @@
-"""Lower bound on a placement's step time that follows the last backward passes from stage to stage.
+"""Tighter lower bound on a placement's step time, with one split of the layers for all stages.
 
-The bound of least.py looks at each stage alone: the other stages are as fast as any split makes them. Here
-one split is valid for all stages. The bound is closer, and returns a split that reaches it.
+The bound of least.py looks at each stage alone: the other stages have the layers that suit this
+stage best. Here all stages have the layers of one split, which dynamic programming finds: it
+follows the last backward pass of a step from the last stage to the first. The bound is tighter, and
+returns a split that reaches it.
 """
 
 from __future__ import annotations
@@ -15,43 +17,48 @@ PRECISION = 2e-4
 
 
 class ChainedBound(NamedTuple):
-    """Lower bound on the step time, and a split of the layers that the bound allows."""
+    """Lower bound on the step time, and a split of the layers into stages that has this bound."""
 
     step_s: float
     split: tuple[int, ...]  # () if no split is faster than the step time already reached
 
 
 class _StageChoices(NamedTuple):
-    """Best ways to put layers on a stage and the stages behind it, by their number of layers together."""
+    """Best numbers of layers for one stage, for each sum of its layers and those of the stages behind it."""
 
-    #: Layers -> least moment at which the stage's last backward pass ends, in seconds.
+    #: Sum of layers -> least moment at which the stage's last backward pass ends, in seconds.
     end_s: dict[int, float]
-    #: Layers -> how many of them are on the stage itself.
+    #: Sum of layers -> number of layers on the stage itself for which that moment is reached.
     stage_layers: dict[int, int]
 
 
 class ChainBound(StepLowerBound):
-    """Lower bound on the step time of one placement, with one split for all stages."""
+    """Lower bound on the step time of one placement, in which all stages have the layers of one split.
 
-    def chained(self, low: float, known: float) -> ChainedBound:
-        """Return a lower bound on the step time between `low` and `known`, found by bisection.
+    A split is the number of layers of each stage. (The base class lets each stage assume the split
+    of the other stages that suits it best, so its bound is lower.)
+    """
+
+    def chained(self, low: float, reached_s: float) -> ChainedBound:
+        """Return a lower bound on the step time between `low` and `reached_s`, found by bisection.
 
         Args:
             low: A lower bound, in seconds.
-            known: A step time already reached, in seconds.
+            reached_s: A step time already reached by another plan, in seconds.
 
         Returns:
-            The bound and a split; (`known`, ()) if no split can take less than `known`.
+            The bound and a split; (`reached_s`, ()) if no split can take less than `reached_s`.
         """
-        split = self._possible_split(known)
+        split = self._possible_split(reached_s)
         if not split:
-            return ChainedBound(known, ())
-        while known - low > PRECISION * low:
-            middle = (low + known) / 2
+            return ChainedBound(reached_s, ())
+        high = reached_s
+        while high - low > PRECISION * low:
+            middle = (low + high) / 2
             faster_split = self._possible_split(middle)
             if faster_split:
                 split = faster_split
-                known = middle
+                high = middle
             else:
                 low = middle
         return ChainedBound(low, split)
@@ -65,15 +72,22 @@ class ChainBound(StepLowerBound):
         return ()
 
     def _split_within(self, step_s: float, update: UpdateInterval) -> tuple[int, ...]:
-        """Return a split that may take `step_s` seconds if the longest update lies in an interval.
+        """Return a split that may take `step_s` seconds; () if there is none.
 
-        Dynamic programming from the last stage to the first: for each number of layers on the stages so
-        far, the least moment at which the last backward pass of the front stage ends.
+        Dynamic programming from the last stage to the first: for each sum of layers of a stage and
+        the stages behind it, the least moment at which the stage's last backward pass ends.
+
+        Args:
+            step_s: Seconds of the step.
+            update: Interval in which the longest update (optimizer step and weight gather) of all
+                stages lies.
         """
         limits = self._layer_limits(step_s, update.least_s, update.limit_s)
         if limits is None:
             return ()
-        end_of: dict[int, float] = {0: 0.0}  # layers behind -> end of the last backward pass there
+        end_of: dict[int, float] = {
+            0: 0.0
+        }  # layers behind -> end of the next stage's last backward pass
         choices_of_stages = []  # from the last stage to the first
         most_before = sum(limits)  # layers that the stages before can hold
         for stage in reversed(range(self.stage_count)):
@@ -89,7 +103,8 @@ class ChainBound(StepLowerBound):
             end_of = choices.end_s
             choices_of_stages.append(choices)
 
-        # Read the split from the first stage to the last: each choice says how many layers are left behind.
+        # Read the split from the first stage, which has all layers on it and behind it, to the
+        # last.
         remaining = self.layer_count
         split = []
         for choices in reversed(choices_of_stages):
@@ -109,12 +124,15 @@ class ChainBound(StepLowerBound):
         step_s: float,
         update_s: float,
     ) -> _StageChoices:
-        """Return, for each number of layers on a stage and behind it, the choice that ends first.
+        """Return the best number of layers of a stage, for each sum of its layers and those behind it.
 
-        The last backward pass of a stage ends after the stage's passes, after the next stage's last
-        backward pass and the stage link, and after the stage's NIC has sent all messages.
+        The best is the one for which the stage's last backward pass ends first. That pass ends
+        after the stage's passes, after the next stage's last backward pass and the stage link, and
+        after the stage's NIC has sent all messages. Numbers of layers that make the step longer
+        than `step_s` are left out.
 
         Args:
+            stage: The stage.
             limit: Most layers of the stage.
             end_of: Layers behind the stage -> least end of the next stage's last backward pass.
             most_before: Most layers of all stages before.
@@ -127,9 +145,12 @@ class ChainBound(StepLowerBound):
         link_s = 0.0 if is_last else self.stage_links_s[stage]
         link_before_s = self.stage_links_s[stage - 1] if stage else 0.0
         layer_down_s = self.layer_down_s[stage] if stage else 0.0
-        down_s = self.down_s[stage] + self.links_before_s[stage]
+        down_s = (
+            self.down_s[stage] + self.links_before_s[stage]
+        )  # with one layer on each stage before
         sent_s = self.micro_batches * self.nic_busy_s[stage]
-        # The NIC begins to send after the first forward pass; its last gradient arrives a stage link later.
+        # The NIC begins to send after the first forward pass; its last gradient arrives a stage
+        # link later.
         sent_end_s = down_s + self.extra_forward_s[stage] + sent_s - link_before_s
         passes = [self._pass_times(stage, layers) for layers in range(limit + 1)]
         after_s = [
@@ -137,31 +158,37 @@ class ChainBound(StepLowerBound):
         ]
         stages_behind = self.stage_count - 1 - stage
         choices = _StageChoices(end_s={}, stage_layers={})
-        least_end_s, stage_layers = choices  # both are filled below
+        least_end_s, stage_layers = choices  # the dictionaries, filled below
         for behind, behind_end_s in end_of.items():
-            available = self.layer_count - behind
-            more_behind = behind - stages_behind  # besides one layer a stage
+            available = self.layer_count - behind  # for this stage and the stages before
+            further_behind = behind - stages_behind  # besides one layer on each stage
             round_trip_s = self.round_trip_s[stage]
-            round_trip_s += more_behind * self.layer_round_trip_s[stage] if more_behind else 0.0
+            if further_behind:
+                round_trip_s += further_behind * self.layer_round_trip_s[stage]
             if is_last:
                 before_backward_s = self.flow_end_s[stage]
             else:
                 before_backward_s = behind_end_s + link_s + self.extra_backward_s[stage]
-            for layers in range(max(1, available - most_before), min(limit, available - stage) + 1):
+            # The stages before must hold the remaining layers, and have one each.
+            least_layers = max(1, available - most_before)
+            most_layers = min(limit, available - stage)
+            for layers in range(least_layers, most_layers + 1):
                 times = passes[layers]
-                more_down_s = layer_down_s * (available - layers - stage)
+                further_before = available - layers - stage  # besides one layer on each stage
+                further_down_s = layer_down_s * further_before
+                # times.seconds(round_trip_s), written out: this loop takes most of the time
                 passes_s = max(
                     times.one_trip_s + round_trip_s,
                     times.two_trips_s + 2 * round_trip_s,
                     times.many_trips_s + (times.rounds + 1) * round_trip_s,
                 )
                 end_s = max(
-                    passes_s + down_s + more_down_s, before_backward_s + backward_s * layers
+                    passes_s + down_s + further_down_s, before_backward_s + backward_s * layers
                 )
                 if end_s + after_s[layers] > step_s:
                     continue
                 if sent_s:
-                    end_s = max(end_s, sent_end_s + forward_s * layers + more_down_s)
+                    end_s = max(end_s, sent_end_s + forward_s * layers + further_down_s)
                 total = behind + layers
                 if total not in least_end_s or end_s < least_end_s[total]:
                     least_end_s[total] = end_s

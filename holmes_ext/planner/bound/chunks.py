@@ -1,33 +1,20 @@
 """Lower bound on the simulated step time of an interleaved schedule (least.py has the one for 1F1B).
 
-All chunks have the same number of layers, so a placement has one split. The bound is computed from four
-moments of each stage, each of which nothing in the simulation can precede. The letters, in seconds:
+A stage has several chunks of layers, all of the same size, so a placement has one split. The passes
+of one kind (forward or backward) on a stage take the chunks in turn, with one micro-batch for each
+stage. A pass here is one micro-batch through one chunk.
 
-    f, b    forward and backward pass of one chunk
-    x       stage link: from sending an activation to its arrival
-    y       interval between messages that follow each other on a stage link
-    N       passes of one kind on a stage: chunks * micro-batches
-    u       forward passes of a stage before its first backward pass (plan/cost/pipeline.py, passes)
-    r       u + 1: backward passes that come after the stage's last forward pass
+The bound is computed from the earliest possible times of four events on each stage. Each is the
+largest of several times that the event cannot precede (the functions derive them):
 
-    first forward starts     sum of (f + x) over the stages before
-    first backward starts    the first micro-batch has passed all chunks; r forward passes, or r messages from
-                             the stage before, after the first forward started; after stage s + 1's
-    last forward ends        N forward passes after the first started; N intervals y after the first message
-                             from the stage before; N - r pairs of passes after the first backward started;
-                             after stage s - 1's
-    last backward ends       N backward passes, or messages from the stage behind, after the first backward
-                             started; r passes after the last forward; r messages from the stage behind after
-                             its last forward; after stage s + 1's; after the last micro-batch's way back
-                             through all chunks; after a NIC that sends both ways has sent all messages
+    first forward pass starts
+    first backward pass starts
+    last forward pass ends
+    last backward pass ends
 
-Passes of one kind take the chunks in turn, `stages` micro-batches of each. A micro-batch reaches its next
-chunk after a turn through all stages; if a turn takes longer than `stages` passes, the stage waits for the
-difference, once for each chunk but the first.
-
-The reductions follow: of the chunks whose last backward pass lies within the last r passes, and of all
-chunks if nothing overlaps; then the tied embedding's. A NIC that carries both the activations and the
-reductions of its stage must send all of both.
+The reductions follow. If they overlap with the backward pass, those of the chunks that end last are
+left; else those of all chunks. Then the tied embedding's follows. A NIC that carries both the
+activations and the reductions of its stage must send all of both.
 """
 
 from __future__ import annotations
@@ -43,10 +30,13 @@ def interleaved_s(bounds: StageBounds) -> float:
 
 
 class _InterleavedBound:
-    """Moments of one step that nothing in the simulation precedes, in seconds from its start."""
+    """Earliest possible times of the first and last passes of every stage, in seconds from the step's start.
+
+    A pass is one micro-batch through one chunk. Lists have one entry for each stage.
+    """
 
     def __init__(self, bounds: StageBounds):
-        """Compute the moments.
+        """Compute the times.
 
         Args:
             bounds: Lower bounds on the work of every stage of a placement.
@@ -57,20 +47,22 @@ class _InterleavedBound:
         self.stage_count = bounds.stage_count
         self.stage_links_s = bounds.stage_links_s
         self.stage_layers = bounds.layer_count // bounds.stage_count
-        #: Passes of one kind on each stage (N).
+        #: Number of forward passes of each stage in a step, and of backward passes.
         self.passes = self.chunks * self.micro_batches
-        #: Pass of one chunk on each stage (f, b).
+        #: Seconds of a pass through one chunk.
         self.forward_s = self._of_chunk(bounds.forward_s)
         self.backward_s = self._of_chunk(bounds.backward_s)
         #: Embedding and output layer.
         self.embedding_forward_s = bounds.extra_forward_s[0]
         self.output_forward_s = bounds.extra_forward_s[-1]
         self.output_backward_s = bounds.extra_backward_s[-1]
-        #: Forward passes of each stage before its first backward pass (u), and backward passes after its
-        #: last forward pass (r).
+        #: Forward passes of each stage before forward and backward passes alternate.
         self.warm_up = [self._warm_up(stage) for stage in range(self.stage_count)]
-        self.cool_down = [min(passes + 1, self.passes) for passes in self.warm_up]
-        #: One micro-batch's turn through all stages and back to the first.
+        #: Forward passes before the first backward pass: the warm-up, and one of the first pair.
+        #: The schedule is symmetric: as many backward passes come after the last forward pass.
+        self.in_flight = [min(passes + 1, self.passes) for passes in self.warm_up]
+        #: Seconds of one micro-batch through one chunk of every stage, and back to the stage where
+        #: it began.
         links_s = sum(self.stage_links_s)
         self.forward_turn_s = sum(self.forward_s) + links_s + bounds.last_to_first.total_s
         self.backward_turn_s = sum(self.backward_s) + links_s + bounds.last_to_first.total_s
@@ -84,29 +76,41 @@ class _InterleavedBound:
         return [self.stage_layers * seconds / self.chunks for seconds in block_s]
 
     def _warm_up(self, stage: int) -> int:
-        """Return the number of forward passes of a stage before its first backward pass."""
-        if self.micro_batches <= self.stage_count:
+        """Return the number of forward passes of a stage before its first pair of forward and backward pass.
+
+        The numbers are those of Megatron's schedule, which holds two micro-batches for each stage
+        behind, and one for each stage and further chunk.
+        """
+        if self.micro_batches <= self.stage_count:  # all forward passes come first
             return self.passes
         stages_behind = self.stage_count - stage - 1
         return min(self.passes, stages_behind * 2 + (self.chunks - 1) * self.stage_count)
 
     def _turns_wait_s(self, turn_s: float, each_s: float, turns: int | None = None) -> float:
-        """Return the seconds that a stage waits for micro-batches to come round to their next chunk.
+        """Return the seconds that a stage waits because micro-batches are late for their next chunk.
+
+        A stage passes `stage_count` micro-batches through a chunk before it begins the next chunk
+        with the first of them. That one must have been through all stages by then (a turn). If a
+        turn takes longer than those `stage_count` passes, the stage waits for the difference, once
+        each time.
 
         Args:
-            turn_s: One turn through all stages.
-            each_s: A pass, or the interval between messages; `stage_count` of them fill a turn.
-            turns: Number of turns waited for (default: one for each chunk but the first).
+            turn_s: Seconds of a turn through all stages.
+            each_s: Seconds from one pass of the stage to its next: a pass, or the interval between
+                messages.
+            turns: Number of chunks that are waited for (default: all but the first).
         """
         if turns is None:
             turns = self.chunks - 1
-        return turns * max(0.0, turn_s - self.stage_count * each_s)
+        stage_passes_s = self.stage_count * each_s
+        return turns * max(0.0, turn_s - stage_passes_s)
 
     def _interval_before_s(self, stage: int) -> float:
+        """Return the seconds between two messages from the stage before; 0 for the first stage."""
         return self.bounds.interval_s[stage - 1] if stage else 0.0
 
     def _first_forward_starts(self) -> list[float]:
-        """Return the least start of each stage's first forward pass: after those of all stages before."""
+        """Return the earliest start of each stage's first forward pass: after those of all stages before."""
         starts_s = [0.0]
         for stage in range(1, self.stage_count):
             before = stage - 1
@@ -117,17 +121,21 @@ class _InterleavedBound:
         return starts_s
 
     def _first_backward_starts(self) -> list[float]:
-        """Return the least start of each stage's first backward pass.
+        """Return the earliest start of each stage's first backward pass.
 
-        It follows the first micro-batch's way through all chunks, the forward passes (or their messages) of
-        the warm-up, and the first backward pass of the stage behind.
+        It is the latest of four times, none of which the pass can precede:
+
+            first_returns_s    the first micro-batch has been through all chunks, and back to this stage
+            passes_s           the stage has done its forward passes before the first backward pass
+            messages_s         the activations of these forward passes have arrived, one after the other
+            behind_s           the next stage has ended its first backward pass, and sent the gradient
         """
         last_stage = self.stage_count - 1
         all_links_s = (
             self.chunks * sum(self.stage_links_s)
             + (self.chunks - 1) * self.bounds.last_to_first.total_s
         )
-        # The first micro-batch passes all chunks down, and then the last chunk of each stage up.
+        # First on the last stage: the first micro-batch has passed all chunks forward.
         first_returns_s = (
             self.chunks * sum(self.forward_s)
             + self.embedding_forward_s
@@ -138,10 +146,15 @@ class _InterleavedBound:
         for stage in reversed(range(self.stage_count)):
             interval_s = self._interval_before_s(stage)
             forward_s = self.forward_s[stage]
-            passes_first = self.cool_down[stage]  # r of the module docstring
-            passes_s = passes_first * forward_s + self._turns_wait_s(self.forward_turn_s, forward_s)
+            forwards_first = self.in_flight[stage]
+            # The waits count for all chunks: the warm-up reaches the stage's last chunk.
+            passes_s = forwards_first * forward_s + self._turns_wait_s(
+                self.forward_turn_s, forward_s
+            )
+            # After the first activation: one interval for each further one, then the last forward
+            # pass.
             messages_s = (
-                (passes_first - 1) * interval_s
+                (forwards_first - 1) * interval_s
                 + self._turns_wait_s(self.forward_turn_s, interval_s)
                 + forward_s
             )
@@ -152,20 +165,33 @@ class _InterleavedBound:
                 behind_s = self.backward_s[stage + 1] + self.output_backward_s * is_before_last
                 start_s = max(start_s, starts_s[stage + 1] + behind_s + self.stage_links_s[stage])
             starts_s[stage] = start_s
-            # On to the stage before, for the next iteration.
+            # The first micro-batch's gradient goes on to the stage before, for the next iteration.
             link_before_s = self.stage_links_s[stage - 1] if stage else 0.0
             first_returns_s += self.backward_s[stage] + link_before_s
             first_returns_s += self.output_backward_s * (stage == last_stage)
         return starts_s
 
     def _last_forward_ends(self) -> list[float]:
-        """Return the least end of each stage's last forward pass; see the module docstring."""
+        """Return the earliest end of each stage's last forward pass.
+
+        It is the latest of these times, none of which the pass can precede. After the first forward
+        pass
+        starts:
+
+            after_passes_s      all forward passes, with the embedding or output layer for each micro-batch
+            after_turns_s       all forward passes, and the waits for micro-batches that are late for a chunk
+            after_messages_s    all activations arrive one after the other, then the last forward pass
+            after_pairs_s       after the first backward pass starts: pairs of a backward and a forward pass,
+                                for all forward passes but those before the first backward pass
+            after_before_s      after the last forward pass of the stage before: its message, and one pass
+        """
         bounds = self.bounds
         ends_s = [0.0] * self.stage_count
         for stage in range(self.stage_count):
             interval_s = self._interval_before_s(stage)
             forward_s = self.forward_s[stage]
             start_s = self.first_forward_start_s[stage]
+            # Embedding or output layer: once for each micro-batch, as only one chunk has it.
             extra_s = self.micro_batches * bounds.extra_forward_s[stage]
             after_passes_s = start_s + self.passes * forward_s + extra_s
             after_turns_s = (
@@ -179,29 +205,40 @@ class _InterleavedBound:
                 + self._turns_wait_s(self.forward_turn_s, interval_s)
                 + forward_s
             )
-            moments = [after_passes_s, after_turns_s, after_messages_s]
+            times_s = [after_passes_s, after_turns_s, after_messages_s]
             if self.passes > self.warm_up[stage]:
                 pairs = self.passes - self.warm_up[stage] - 1
                 pair_s = forward_s + self.backward_s[stage]
-                moments.append(self.first_backward_start_s[stage] + pairs * pair_s)
+                after_pairs_s = self.first_backward_start_s[stage] + pairs * pair_s
+                times_s.append(after_pairs_s)
             if stage:
                 output_s = self.output_forward_s * (stage == self.stage_count - 1)
                 link_s = self.stage_links_s[stage - 1]
-                moments.append(ends_s[stage - 1] + link_s + forward_s + output_s)
-            ends_s[stage] = max(moments)
+                after_before_s = ends_s[stage - 1] + link_s + forward_s + output_s
+                times_s.append(after_before_s)
+            ends_s[stage] = max(times_s)
         return ends_s
 
     def _last_backward_ends(self) -> list[float]:
-        """Return the least end of each stage's last backward pass; see the module docstring."""
+        """Return the earliest end of each stage's last backward pass.
+
+        It is the latest of these times, none of which the pass can precede:
+
+            last_returns_s    the last micro-batch's gradient has come back through all chunks to this stage
+            closing           after the last forward pass: the backward passes that must follow it
+            after_passes_s    after the first backward pass starts: all backward passes, with the waits for
+                              micro-batches that are late for a chunk
+            those of _ends_after_stage_behind()
+        """
         bounds = self.bounds
         last_stage = self.stage_count - 1
-        # The last micro-batch returns through all chunks.
-        turn_s = sum(self.backward_s) + sum(self.stage_links_s) + bounds.last_to_first.total_s
-        last_returns_s = self.last_forward_end_s[-1] + (self.chunks - 1) * turn_s
+        # First on the last stage: the last micro-batch has returned through all chunks but one.
+        last_returns_s = self.last_forward_end_s[-1] + (self.chunks - 1) * self.backward_turn_s
         ends_s = [0.0] * self.stage_count
         for stage in reversed(range(self.stage_count)):
             backward_s = self.backward_s[stage]
-            closing_s = self.cool_down[stage] * backward_s
+            closing_s = self.in_flight[stage] * backward_s
+            # Through the last chunk to be passed: the sum grows from stage to stage.
             last_returns_s += backward_s + bounds.extra_backward_s[stage]
             last_returns_s += self.stage_links_s[stage] if stage < last_stage else 0.0
             after_passes_s = (
@@ -209,21 +246,27 @@ class _InterleavedBound:
                 + self.passes * backward_s
                 + self._turns_wait_s(self.backward_turn_s, backward_s)
             )
-            moments = [
+            times_s = [
                 last_returns_s,
                 self.last_forward_end_s[stage] + closing_s,
                 after_passes_s,
             ]
             if stage < last_stage:
-                moments += self._ends_after_stage_behind(stage, ends_s[stage + 1])
-            ends_s[stage] = max(moments)
+                times_s += self._ends_after_stage_behind(stage, ends_s[stage + 1])
+            ends_s[stage] = max(times_s)
         return ends_s
 
     def _ends_after_stage_behind(self, stage: int, behind_end_s: float) -> list[float]:
-        """Return moments that a stage's last backward pass cannot precede because of the stage behind.
+        """Return times that a stage's last backward pass cannot precede because of stage + 1 (`behind`).
 
-        They are, in this order: after all messages from the stage behind (`behind`, stage + 1), its last
-        backward pass, its last r messages, and all messages of its NIC.
+        Each time ends with this stage's last backward pass:
+
+            after_messages_s    all gradients arrive from the stage behind, one after the other
+            after_last_s        the stage behind ends its last backward pass, and sends that gradient
+            after_closing_s     the stage behind ends its last forward pass; `in_flight` backward passes
+                                come after it, so as many gradients follow each other on the stage
+                                link
+            after_nic_s         the NIC of the stage behind sends all its activations and gradients
 
         Args:
             stage: The stage.
@@ -243,7 +286,7 @@ class _InterleavedBound:
         after_closing_s = (
             self.last_forward_end_s[behind]
             + self.backward_s[behind]
-            + self.cool_down[behind] * interval_s
+            + self.in_flight[behind] * interval_s
             + backward_s
         )
         after_nic_s = (
@@ -255,8 +298,11 @@ class _InterleavedBound:
         return [after_messages_s, after_last_s, after_closing_s, after_nic_s]
 
     def step_s(self) -> float:
-        """Return the bound on the step: all messages, and each stage's end."""
-        steps_s = [self.micro_batches * (self.chunks - 1) * self.bounds.last_to_first.interval_s]
+        """Return the bound on the step: the largest of the bounds that messages and stages set."""
+        # Each micro-batch goes from the last stage to the first one before each chunk but the
+        # first, and these messages follow each other on one stage link.
+        returns = self.micro_batches * (self.chunks - 1)
+        steps_s = [returns * self.bounds.last_to_first.interval_s]
         updates_s = [
             self.stage_layers * after.update.block_s + after.update.fixed_s
             for after in self.bounds.after_backward
@@ -269,11 +315,16 @@ class _InterleavedBound:
         return max(steps_s)
 
     def _steps_by_stage(self, stage: int, after_reduction_s: float) -> list[float]:
-        """Return lower bounds on the step time that one stage sets.
+        """Return lower bounds on the step time that the work of one stage sets; the largest one holds.
+
+        Without overlap: the last backward pass, then the whole reduction. The NIC sends all
+        activations and all gradients. With overlap: for the last n chunks to be reduced (n = 1, 2,
+        ...), the start of their first backward pass that ends a chunk, then their reductions.
 
         Args:
             stage: The stage.
-            after_reduction_s: Seconds of the tied embedding's reduction, optimizer step and weight gather.
+            after_reduction_s: Seconds of the tied embedding's reduction, optimizer step and weight
+                gather.
         """
         bounds = self.bounds
         after = bounds.after_backward[stage]
@@ -284,6 +335,7 @@ class _InterleavedBound:
         block_reduction_s, fixed_reduction_s = after.reduction
 
         exposed_s = 0.0 if after.overlapped else layers * block_reduction_s + fixed_reduction_s
+        # Activations and gradients of all passes, and the stage's reduction, go through one NIC.
         nic_done_s = (
             self.first_forward_start_s[stage]
             + self.forward_s[stage]
@@ -297,13 +349,15 @@ class _InterleavedBound:
         if not after.overlapped:
             return steps_s
 
-        closing = self.cool_down[stage]
+        closing = self.in_flight[stage]  # backward passes after the last forward pass
         chunks_in_closing = (closing - 1) // self.stage_count + 1
-        # Once the last backward pass of `followers` + 1 chunks has begun, their reductions are left.
+        # Before a chunk's last backward pass begins, neither its gradients can be reduced nor those
+        # of the chunks that follow it (`followers`). The step ends after these reductions.
         for followers in range(min(self.chunks, chunks_in_closing)):
             passes_after = followers * self.stage_count
             backward_end_s = last_backward_end_s
             if followers:
+                # `passes_after` passes before the last one, counted as in _last_backward_ends().
                 after_closing_s = (
                     self.last_forward_end_s[stage] + (closing - passes_after) * backward_s
                 )
@@ -315,9 +369,11 @@ class _InterleavedBound:
                 )
                 backward_end_s = max(after_closing_s, after_passes_s)
             backward_start_s = backward_end_s - backward_s - bounds.extra_backward_s[stage]
-            reduced = followers + 1
+            reduced = followers + 1  # chunks
             fixed_s = fixed_reduction_s if stage < self.stage_count - 1 else 0.0
             reduction_s = layers * block_reduction_s * reduced / self.chunks + fixed_s
+            # The NIC also sends the gradients of the passes that follow: half of a micro-batch's
+            # messages.
             carried_s = (
                 layers * after.shared_nic_block_s * reduced / self.chunks
                 + passes_after * sent_s / 2

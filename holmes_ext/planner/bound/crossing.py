@@ -1,11 +1,16 @@
 """Limits on the layers of stages whose gradient reductions share a link between clusters.
 
-    clusters a, b    stages 0 and 1 lie on both    all gradients of stages 0 and 1 pass the hop a -> b
+Example: stages 0 and 1 both lie on clusters a and b. Then all their gradients pass the hop from a
+    to b. A hop
+is a link between two clusters, or the uplink of one.
 
-A hop (a link or an uplink) carries all these reductions in the time that a step leaves for them. No reduction
-begins before its stage's last backward pass, and the first stage's begins last. Hops are shared fairly:
-while the first stage's reduction is under way, each other reduction between the same clusters gets as much
-of the hop until it has ended. The tied embedding's reduction comes after the first stage's.
+The hop carries all these reductions within the time that a step leaves for them:
+
+  * No reduction begins before its stage's last backward pass. The first stage's pass is the last of
+    all, so its reduction begins last.
+  * Reductions share the hop fairly. While the first stage's reduction runs, each reduction of
+    another stage between the same clusters gets about the same rate, until it ends.
+  * The tied embedding's reduction comes after the first stage's.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from holmes_ext.plan.cost.network import Load
 from holmes_ext.plan.cost.reductions import Hierarchical
 from holmes_ext.planner.bound.stages import StageBounds
 
-#: Least share of a hop that another reduction gets, relative to the first stage's: below 1 because the
-#: chunks of a reduction wait for each other.
+#: Bytes that another stage's reduction sends over a hop for each byte of the first stage's, at
+#: least, while both run: below 1 because the chunks of a reduction wait for each other.
 FAIR = 0.9
 
 
@@ -31,59 +36,69 @@ class SharedHop(NamedTuple):
     stages: tuple[int, ...]
     #: Least seconds for one block's gradients, on any of the stages.
     block_s: float
-    #: Seconds for the gradients of embedding and output layer.
+    #: Seconds for the gradients of the embedding and the output layer, as far as their stages use
+    #: the hop.
     ends_s: float
     #: Seconds for the embedding's gradients, if the first stage uses the hop.
     embedding_s: float = 0.0
-    #: Stages between the same clusters as the first stage, which is among them.
+    #: Stages on the same nodes as the first stage, and the first stage itself: their reductions
+    #: share the hop fairly with the first stage's.
     beside_first: tuple[int, ...] = ()
 
     def blocks(self, seconds: float) -> float:
-        """Return the number of blocks whose gradients the hop carries in `seconds`; a fraction is possible.
+        """Return the number of blocks (layers) whose gradients the hop carries in `seconds`.
 
-        The number is negative if the time is too short for embedding and output layer.
+        The number may be a fraction. It is negative if the time is too short for embedding and
+        output layer.
         """
         return (seconds - self.ends_s) / self.block_s
 
     def blocks_beside_first(self, max_layers: Sequence[int], seconds: float) -> float:
-        """Return the most blocks of all stages on the hop if the first stage has `seconds` to reduce.
+        """Return the most layers of all stages on the hop if the first stage has `seconds` to reduce.
+
+        While the first stage's reduction runs, each other stage in `beside_first` sends at least
+        FAIR bytes for each byte of the first stage, until its own reduction ends. All of this must
+        fit in `seconds`. The number of layers of the first stage is open, so every number is tried.
 
         Args:
             max_layers: Most layers of each stage.
-            seconds: Time for the first stage's reduction, which shares the hop fairly.
+            seconds: Time for the first stage's reduction.
 
         Returns:
-            Number of blocks: inf if the first stage does not use the hop, -inf if `seconds` is too short.
+            Number of layers: inf if the first stage does not use the hop, -inf if `seconds` is too
+                short.
         """
         if 0 not in self.stages:
             return inf
-        # Layers of the stages that compete with the first one, the largest first.
+        # Most layers of the stages that share the hop with the first one, the largest first.
         sharing = sorted((max_layers[stage] for stage in self.beside_first if stage), reverse=True)
         all_layers = sum(max_layers[stage] for stage in self.stages)
-        # layers of the stages on the hop that do not compete with the first stage
+        # Layers of the other stages on the hop. They cost the first stage no time here.
         independent = all_layers - max_layers[0] - sum(sharing)
         best = -inf
-        for first_blocks in range(1, max_layers[0] + 1):
-            first_s = first_blocks * self.block_s + self.embedding_s
-            # Stages with more layers than the first one share the hop as long as the first one needs it. How
-            # many there are is open, so every number is tried.
+        for first_layers in range(1, max_layers[0] + 1):
+            first_s = first_layers * self.block_s + self.embedding_s
+            # Stages with more gradients than the first one send as long as it does: FAIR * first_s
+            # each. The others send all of their gradients, at FAIR seconds for each second of the
+            # hop's time. How many stages have more is open, so every number is tried.
             for larger in range(len(sharing) + 1):
                 remaining_s = seconds - (1 + FAIR * larger) * first_s
                 if remaining_s >= 0:
-                    smaller_blocks = min(sum(sharing[larger:]), remaining_s / (FAIR * self.block_s))
-                    larger_blocks = sum(sharing[:larger])
-                    blocks = first_blocks + independent + larger_blocks + smaller_blocks
-                    best = max(best, blocks)
+                    carried = remaining_s / (FAIR * self.block_s)
+                    smaller_layers = min(sum(sharing[larger:]), carried)
+                    larger_layers = sum(sharing[:larger])
+                    layers = first_layers + independent + larger_layers + smaller_layers
+                    best = max(best, layers)
         return best
 
 
 def shared_hops(bounds: StageBounds) -> list[SharedHop]:
     """Return the hops between clusters that limit the layers of several stages, slowest first.
 
-    A hop that would share a stage with a slower one is left out. So no two hops have a stage in common, and
-    their limits add up.
+    A hop that would share a stage with a slower one is left out. So no two hops have a stage in
+    common, and their limits add up.
     """
-    byte_s: dict[Hop, dict[int, float]] = defaultdict(dict)  # hop -> stage -> seconds of a byte
+    byte_s: dict[Hop, dict[int, float]] = defaultdict(dict)  # hop -> stage -> seconds for a byte
     for stage in range(bounds.stage_count):
         for hop, seconds in _hop_byte_s(bounds, stage).items():
             byte_s[hop][stage] = seconds
@@ -107,15 +122,19 @@ def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
     embedding_bytes, block_bytes, output_bytes = bounds.prices.job.reduced_bytes
     first_byte_s = byte_s.get(0, 0.0)
     last_byte_s = byte_s.get(bounds.stage_count - 1, 0.0)
-    nodes = bounds.placement.stages  # of each stage: clusters and the ranks on each
-    beside_first = [  # stages on the same clusters as stage 0
+    nodes = bounds.placement.stages  # of each stage: node types and the ranks on each
+    # Stages like stage 0. Only between equal reductions is the hop shared fairly, and stages on
+    # equal nodes may reduce in different ways (ring, hierarchical): then their traffic for each
+    # byte differs.
+    beside_first = [
         stage
         for stage, seconds in byte_s.items()
         if nodes[stage] == nodes[0] and seconds == first_byte_s
     ]
     return SharedHop(
         stages=tuple(byte_s),
-        block_s=min(byte_s.values()) * block_bytes,
+        block_s=min(byte_s.values())
+        * block_bytes,  # on the stage with least traffic: a lower bound
         ends_s=first_byte_s * embedding_bytes + last_byte_s * output_bytes,
         embedding_s=first_byte_s * embedding_bytes,
         beside_first=tuple(beside_first),
@@ -123,20 +142,27 @@ def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
 
 
 def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
-    """Return, for each hop that a stage's reduction passes, the seconds for a byte of gradients."""
+    """Return, for each hop that a stage's reduction passes, the seconds for a byte of gradients.
+
+    The result is empty if the hops are not known.
+
+    Args:
+        bounds: Lower bounds on the work of the stages.
+        stage: Stage that reduces its gradients.
+    """
+    # Traffic relative to an all-reduce; 0.5 if the gradients are only reduce-scattered once a step.
     share = bounds.all_reduce_share
-    reduction, _ = bounds.reduction(stage)
+    reduction, _ = bounds.reduction(stage)  # _: the groups that are summed over
     loads: tuple[Load, ...] = (reduction.load,)
     if isinstance(reduction, Hierarchical):
-        if bounds.run.direct:
+        if bounds.run.direct:  # gloo's direct exchanges instead of rings
             return {}  # the route depends on the stage's bytes, which are not known yet
-        loads = (
-            reduction.reduce_across,
-            reduction.gather_across,
-        )  # to the other clusters, and back
+        # Only these two steps pass between clusters: the sums to the owners of a slice, and back.
+        loads = (reduction.reduce_across, reduction.gather_across)
         share *= reduction.compressed_share
     byte_s = defaultdict[Hop, float](float)
     for load in loads:
+        # For each byte of gradients a flow sends `volume` bytes, and `flows` flows pass the hop.
         for hop, flows in load.hops:
             byte_s[hop] += 8 * share * load.volume * flows / hop.rate_bps
     return byte_s
@@ -148,18 +174,20 @@ def blocks_at_most(
     seconds: Sequence[float],
     first_s: float = inf,
 ) -> float:
-    """Return the most blocks of all stages if the hops carry their gradients in time.
+    """Return the most layers of all stages together if the hops carry their gradients in time.
 
     Args:
         hops: Hops without a common stage (shared_hops).
         max_layers: Most layers of each stage.
-        seconds: Time that each hop has for all its reductions.
-        first_s: Time for the first stage's reduction.
+        seconds: For each hop, the time for all its reductions.
+        first_s: Time for the first stage's reduction, which begins last.
     """
     total: float = sum(max_layers)
     for hop, hop_s in zip(hops, seconds):
         # The stages on the hop lose the layers whose gradients it cannot carry.
         possible = sum(max_layers[stage] for stage in hop.stages)
-        carried = min(hop.blocks(hop_s), hop.blocks_beside_first(max_layers, first_s))
+        in_hop_time = hop.blocks(hop_s)
+        in_first_stage_time = hop.blocks_beside_first(max_layers, first_s)
+        carried = min(in_hop_time, in_first_stage_time)
         total -= max(0.0, possible - carried)
     return total

@@ -1,11 +1,14 @@
 """Ideal node sets for lower bounds on the step time of many subsets of nodes at once.
 
-Better GPUs and networks never make a step longer. So the lower bound for a set of nodes at least as good as
-every member of a family of subsets holds for the whole family.
+A family is all subsets of a given size with given numbers of nodes from some clusters (the fixed
+ones). The other nodes of a subset are of the open clusters, divided in any way:
 
-    family (8, ?, ?)     8 nodes of the first cluster; the other nodes are of the open clusters ("?"). They
-                         become one cluster with the best GPUs of the open clusters, on one network as fast
-                         as their best fabric and Ethernet together.
+    family (8, ?, ?)     8 nodes of the first cluster; the second and the third are open
+
+Better GPUs and networks never make a step longer. So the lower bound for an ideal set of nodes, at
+least as good as every subset of the family, holds for the whole family. In the ideal set, the open
+clusters become one cluster with the best of their GPUs, on one network as fast as their best fabric
+and Ethernet together.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
 
-#: Number of nodes of each cluster. None marks an open cluster: the remaining nodes belong to the open
-#: clusters, divided in any way.
+#: Subsets with these numbers of nodes of each cluster. None marks an open cluster: the remaining
+#: nodes of a subset belong to the open clusters, divided in any way.
 Family = tuple[int | None, ...]
 #: Name of the ideal cluster and fabric that replace the open clusters; no cluster.toml can use it.
 OPEN = "?"
@@ -31,22 +34,29 @@ def is_flat(spec: SiteSpec) -> bool:
     return not (spec.wan or spec.pairs)
 
 
-def alike(spec: SiteSpec, model: Model, alone: bool = False) -> list[int]:
+def first_equal_cluster(spec: SiteSpec, model: Model, alone: bool = False) -> list[int]:
     """Return, for each cluster, the index of the first cluster with equal nodes and networks.
 
-    A cluster without an equal one has its own index.
+    A cluster without an equal one has its own index. Equal clusters are interchangeable: a job on
+    nodes of one takes as long as on nodes of the other. In a job with several clusters this also
+    needs equal links to the other clusters, so the clusters must reach each other at one rate, and
+    none may share its fast fabric with another.
 
     Args:
         spec: Clusters to compare.
         model: GPUs of the clusters.
-        alone: Compare the clusters as the only cluster of a job, whatever connects them.
+        alone: Compare the clusters for jobs on one cluster only; the links between clusters do not
+            matter.
     """
     fabrics = [cluster.fabric for cluster in spec.clusters]
     properties: list[object] = []  # of each cluster: equal for interchangeable ones
     for cluster in spec.clusters:
         has_private_fabric = is_flat(spec) and fabrics.count(cluster.fabric) == 1
-        is_interchangeable = alone or has_private_fabric
-        if is_interchangeable and cluster.fabric not in spec.links:
+        has_equal_links = alone or has_private_fabric
+        is_measured = (
+            cluster.fabric in spec.links
+        )  # then its rates differ from those of its kind of NIC
+        if has_equal_links and not is_measured:
             gpu = model.gpu_of(cluster.name)
             properties.append((cluster.kind, cluster.rate_bps, cluster.latency_s, gpu))
         else:
@@ -54,20 +64,22 @@ def alike(spec: SiteSpec, model: Model, alone: bool = False) -> list[int]:
     return [properties.index(values) for values in properties]
 
 
-def fastest_first(spec: SiteSpec, model: Model, kin: Sequence[int]) -> list[int]:
+def fastest_first(spec: SiteSpec, model: Model, first_equal: Sequence[int]) -> list[int]:
     """Return the indices of the clusters by network rate and GPU speed, equal clusters together.
 
     Args:
-        kin: Result of alike().
+        spec: All clusters.
+        model: GPUs of the clusters.
+        first_equal: Result of first_equal_cluster().
     """
 
     def order(index: int) -> tuple[float, ...]:
         """Return the sort key: fastest network, then fastest GPUs, then groups of equal clusters."""
-        first = spec.clusters[kin[index]]
-        fast_rate_bps = first.rate_bps * (first.fabric != ETHERNET)
-        return (-fast_rate_bps, -model.gpu_of(first.name).flops, kin[index])
+        first = spec.clusters[first_equal[index]]
+        fast_rate_bps = 0 if first.fabric == ETHERNET else first.rate_bps
+        return (-fast_rate_bps, -model.gpu_of(first.name).flops, first_equal[index])
 
-    return sorted(range(len(kin)), key=order)
+    return sorted(range(len(first_equal)), key=order)
 
 
 def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
@@ -89,7 +101,8 @@ def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Mod
 def ideal_gpus(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
     """Return the `count` nodes with the fastest GPUs on one ideal network, and the model there.
 
-    Each GPU speed is a cluster. The step time on these nodes bounds the computing time of every subset.
+    Each GPU speed is a cluster. The step time on these nodes bounds the computing time of every
+    subset.
 
     Args:
         links: Measured links.
@@ -124,9 +137,9 @@ def _best_gpu(gpus: Sequence[Gpu]) -> Gpu:
 def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Site:
     """Return a site whose nodes share one ideal network.
 
-    The network has the least latency of all fabrics in use, and the rate of the fastest one and Ethernet
-    together, because a hierarchical all-reduce uses both at once. It is called Ethernet, so the tensor
-    parallel ranks share out the messages of a stage.
+    The network has the least latency of all fabrics in use, and the rate of the fastest one and
+    Ethernet together, because a hierarchical all-reduce uses both at once. It is called Ethernet,
+    so the tensor parallel ranks share out the messages of a stage.
 
     Args:
         site: Nodes and fabrics to take the best values from.
@@ -151,18 +164,20 @@ def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Sit
 def of_family(
     spec: SiteSpec, family: Family, count: int, model: Model, links: Links, slices: float
 ) -> tuple[Site, Model]:
-    """Return `count` nodes no worse than those of any subset in a family, and the model with their GPUs.
+    """Return ideal nodes, at least as good as any subset of a family, and the model with their GPUs.
 
-    The fixed clusters keep their nodes. The nodes of the open clusters become the ideal cluster OPEN. The
-    network between the clusters must be flat (is_flat).
+    A family is all subsets of `count` nodes with the given numbers of nodes from the fixed
+    clusters. The fixed clusters keep their nodes. The other nodes become an ideal cluster (OPEN)
+    with the best GPUs and networks of the open clusters.
 
     Args:
-        spec: All clusters.
+        spec: All clusters. They must reach each other at one rate (is_flat).
         family: Number of nodes of each cluster, None for open clusters.
         count: Nodes of every subset.
+        model: Model with the GPUs of all clusters.
         links: Measured links.
-        slices: Tensor parallel ranks that share out messages over Ethernet, which carries an activation up to
-            so many times faster than its rate says. Faster fabrics carry it whole.
+        slices: How many times faster Ethernet carries an activation than its rate says, at most:
+            tensor parallel ranks send a slice each. Faster fabrics carry it whole.
     """
     fixed_names: set[str] = set()  # nodes of the clusters that are not open
     for cluster, nodes in zip(spec.clusters, family):
@@ -180,7 +195,8 @@ def of_family(
     ports = [Port(ETHERNET, rate_bps=ethernet.rate_bps)]
     fast_bps = max((fabric.rate_bps for fabric in fast), default=0)
     if fast_bps:
-        # One ideal fabric: as fast as the fastest one and Ethernet together, or as Ethernet with slices.
+        # One ideal fabric: as fast as the fastest one and Ethernet together, or as Ethernet with
+        # slices.
         ideal_bps = max(fast_bps + ethernet.rate_bps, int(slices * ethernet.rate_bps))
         latency_s = min(fabric.latency_s for fabric in (ethernet, *fast))
         fabrics = (*fabrics, Fabric(OPEN, open_clusters[0].kind, ideal_bps, latency_s))

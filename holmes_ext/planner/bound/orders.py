@@ -1,15 +1,22 @@
 """Best-first search over the orders in which a pipeline passes clusters of equal size.
 
-Used if a WAN makes the orders differ. A* (Hart, Nilsson and Raphael, 1968) extends the beginning of an order
-by one group of clusters at a time:
+Used if a WAN makes the orders differ. An order is a sequence of groups of clusters, all of one
+size:
 
     (a)(b)(c)...      groups of one cluster
     (a b)(c d)...     groups of two clusters that share stages
 
-The lower bound of a beginning has the messages over the chosen links down and up, the micro-batches over the
-slowest of these links, and the best possible link for each border still open; for groups of one cluster also
-the work of the first stage after its last backward pass. A complete order whose bound is below the best step
-time already reached is then bounded as a placement (least.py).
+A* (Hart, Nilsson and Raphael, 1968) extends a prefix (the first groups of an order) by one group at
+a time. The lower bound of a prefix has
+
+  * the messages of one micro-batch over the chosen links, forward and back
+  * the messages of all micro-batches over the slowest of these links
+  * the best possible link for each border between groups that is still open
+  * for groups of one cluster, the work of the first stage after its last backward pass
+  * for larger groups, the reduction of the gradients between the clusters of a group
+
+A complete order with a bound below the best step time already reached is then bounded as a
+placement (least.py).
 """
 
 from __future__ import annotations
@@ -23,10 +30,10 @@ from typing import NamedTuple
 from holmes_ext.plan.arrange.orders import Groups, Orders
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.bound.best_links import best_links, rates_between
 from holmes_ext.planner.bound.least import StepLowerBound
-from holmes_ext.planner.bound.shape import best_links, rates_between
 
-#: Most beginnings that are extended, and most placements that are bounded.
+#: Most prefixes of orders that are extended, and most placements that are bounded.
 MAX_EXTENDED = 6000
 MAX_BOUNDED = 1000
 #: Fewest clusters for which a search is worth it; all orders of fewer are listed anyway.
@@ -40,8 +47,8 @@ class _ClusterLink(NamedTuple):
     interval_s: float  # between messages that follow each other
 
 
-class _Beginning(NamedTuple):
-    """Entry of the search's heap: the groups at the beginning of an order."""
+class _Prefix(NamedTuple):
+    """Entry of the search's heap: the first groups of an order."""
 
     bound_s: float
     number: int  # order of creation; decides between equal bounds
@@ -50,6 +57,7 @@ class _Beginning(NamedTuple):
 
     @property
     def clusters(self) -> int:
+        """Number of clusters in the groups."""
         return len(self.groups) * self.group_size
 
 
@@ -62,7 +70,7 @@ class OrderSearch(NamedTuple):
 
 
 class OrderBounds:
-    """Lower bounds on the step time for cluster orders of one shape."""
+    """Lower bounds on the step time for the orders of a pipeline's clusters, with given parallel sizes."""
 
     def __init__(
         self,
@@ -73,17 +81,22 @@ class OrderBounds:
     ):
         """Read the costs of all links between clusters from sample placements.
 
+        The samples are chains of all clusters. In the samples, each pair of clusters is
+        neighbouring at least once, and is first and last cluster once; so every cost that depends
+        on a pair is read.
+
         Args:
             orders: Clusters to order.
             sizes: Complete parallel sizes.
             bound_of: Returns the lower bound of a placement.
-            ring_bits: Bits of all gradients if they travel around the clusters (ShapeBound.ring_bits).
+            ring_bits: Bits of all gradients if they travel around the clusters
+                (ShapeBound.ring_bits).
         """
         self.orders = orders
         self.sizes = sizes
         self.bound_of = bound_of
         self.ring_bits = ring_bits
-        self.clusters = orders.node_types
+        self.clusters = orders.node_types  # each cluster is one node type here
         #: (cluster, next cluster) -> bits/s
         self.rates_bps = rates_between(orders.network)
         #: Rates of the best links that connect all clusters, fastest first.
@@ -92,42 +105,48 @@ class OrderBounds:
         self.links: dict[tuple[int, int], _ClusterLink] = {}
         #: (first cluster, last cluster) -> all-reduce of the tied embedding, seconds
         self.tied_s: dict[tuple[int, int], float] = {}
-        self.micro_batches = 0
+        self.micro_batches = 0  # set from the first sample
         #: Cluster -> least seconds of a first stage on it after its last backward pass.
         self.first_stage_end_s = [inf] * len(self.clusters)
         #: Least seconds of one micro-batch's passes and messages inside clusters.
-        self.inside_s = 0.0
+        self.inside_s = inf
         for first in self.clusters:
-            others = [(first + offset) % len(self.clusters) for offset in self.clusters[1:]]
-            # Rotations: each other cluster is second once and last once.
+            others = [*self.clusters[first + 1 :], *self.clusters[:first]]
+            # Rotations of the others: each of them is second once and last once.
             for index, last in enumerate(others):
                 self._read_chain((first, *others[index + 1 :], *others[:index], last))
 
     @staticmethod
     def applies_to(orders: Orders, sizes: Sizes) -> bool:
-        """Return whether the orders differ and these bounds hold for their clusters.
+        """Return whether a search over orders is worth it, and these bounds hold for the clusters.
 
-        The bounds need a WAN, several clusters with equally many GPUs, and whole stages in each cluster.
+        It needs a pipeline over MIN_CLUSTERS or more clusters, which a WAN connects (else all
+        orders are equal or listed anyway). The bounds need equally many ranks in each cluster, and
+        whole stages in each.
+
+        Args:
+            orders: Clusters to order.
+            sizes: Complete parallel sizes.
         """
+        if not orders.network.wan or sizes.pipeline == 1 or len(orders.node_types) < MIN_CLUSTERS:
+            return False
         ranks_of_clusters = {nodes * orders.network.processes for nodes in orders.nodes}
+        if len(ranks_of_clusters) > 1:
+            return False
+        (cluster_ranks,) = ranks_of_clusters
         stage_ranks = orders.network.world // sizes.pipeline
-        is_ordered = len(orders.node_types) >= MIN_CLUSTERS and sizes.pipeline > 1
-        return (
-            bool(orders.network.wan)
-            and is_ordered
-            and len(ranks_of_clusters) == 1
-            and ranks_of_clusters.pop() % stage_ranks == 0
-        )
+        return cluster_ranks % stage_ranks == 0
 
     def _read_chain(self, chain: Sequence[int]) -> None:
-        """Read the costs of a chain from the bound of its placement, and keep them in this object.
+        """Read the costs of a chain of clusters from the bound of its placement.
 
-        They are the links between neighbouring clusters, the work of the first stage at the end of a step,
-        the tied embedding's all-reduce, and the least time inside clusters.
+        Sets the entries of `links`, `tied_s` and `first_stage_end_s` for the pairs and the first
+        cluster of the chain, and lowers `inside_s` if this chain's time inside clusters is less.
 
         Args:
             chain: All clusters in the order of the pipeline.
         """
+        # A group for each cluster: there is one placement with this order.
         (placement,) = self.orders.placements_of(self.sizes, tuple((cluster,) for cluster in chain))
         bound = self.bound_of(placement)
         stages_per_cluster = bound.stage_count // len(chain)
@@ -138,75 +157,84 @@ class OrderBounds:
         first = chain[0]
         tied_s = bound.tied_s[0]
         self.tied_s[first, chain[-1]] = tied_s
+        # The tied embedding's all-reduce depends on the last cluster, too, so it is kept apart.
         first_end_s = bound.first_stage_end_s() - tied_s
         self.first_stage_end_s[first] = min(self.first_stage_end_s[first], first_end_s)
         self.micro_batches = bound.micro_batches
         compute_s = bound.layer_count * min(bound.block_s)
         border_links_s = sum(bound.stage_links_s[stage] for stage in borders)
         inside_links_s = sum(bound.stage_links_s) - border_links_s
-        self.inside_s = min(self.inside_s or inf, compute_s + 2 * inside_links_s)
+        # An activation passes each link, and its gradient comes back.
+        self.inside_s = min(self.inside_s, compute_s + 2 * inside_links_s)
 
     def below(self, best_s: float) -> OrderSearch:
         """Search for the placements whose lower bound is below `best_s` seconds.
 
-        The search ends early after MAX_EXTENDED beginnings or MAX_BOUNDED placements.
+        The search ends early after MAX_EXTENDED prefixes or MAX_BOUNDED placements.
         """
         placements = []
         bounded = 0  # placements so far
         number = count()
-        heap: list[_Beginning] = []
-        # The empty beginning, for each size of the groups that divides the clusters.
-        for group_size in self.clusters[1:]:
-            if len(self.clusters) % group_size == 0 and len(self.clusters) > group_size:
-                heap.append(_Beginning(0.0, next(number), group_size, groups=()))
+        heap: list[_Prefix] = []
+        # The empty prefix, for each size of the groups that divides the clusters. (A single group
+        # has no order.)
+        for group_size in range(1, len(self.clusters)):
+            if len(self.clusters) % group_size == 0:
+                heap.append(_Prefix(0.0, next(number), group_size, groups=()))
         for _ in range(MAX_EXTENDED):
             if not heap or heap[0].bound_s >= best_s or bounded == MAX_BOUNDED:
                 break
-            beginning = heapq.heappop(heap)  # the one with the least bound
-            if beginning.clusters == len(self.clusters):  # a complete order
-                for placement in self.orders.placements_of(self.sizes, beginning.groups):
+            prefix = heapq.heappop(heap)  # the one with the least bound
+            if prefix.clusters == len(self.clusters):  # a complete order
+                for placement in self.orders.placements_of(self.sizes, prefix.groups):
                     bounded += 1
-                    bound_s = max(beginning.bound_s, self.bound_of(placement).seconds(best_s))
+                    bound_s = max(prefix.bound_s, self.bound_of(placement).seconds(best_s))
                     if bound_s < best_s:
                         placements.append((bound_s, placement))
                 continue
-            for group in self._next_groups(beginning):
-                groups = (*beginning.groups, group)
-                bound_s = self.seconds(groups, beginning.group_size)
+            for group in self._next_groups(prefix):
+                groups = (*prefix.groups, group)
+                bound_s = self.prefix_bound_s(groups, prefix.group_size)
                 if bound_s < best_s:
-                    longer = _Beginning(bound_s, next(number), beginning.group_size, groups)
+                    longer = _Prefix(bound_s, next(number), prefix.group_size, groups)
                     heapq.heappush(heap, longer)
         remaining_s = heap[0].bound_s if heap and heap[0].bound_s < best_s else inf
         return OrderSearch(placements, remaining_s)
 
-    def _next_groups(self, beginning: _Beginning) -> Iterator[tuple[int, ...]]:
-        """Yield the groups that may follow a beginning.
+    def _next_groups(self, prefix: _Prefix) -> Iterator[tuple[int, ...]]:
+        """Yield the groups of unused clusters that may follow the first groups of an order.
 
-        Of interchangeable clusters, those with lower numbers are used first, so equal orders appear once.
+        Of interchangeable clusters, those with lower numbers are used first, so equal orders appear
+        once.
         """
-        used = {cluster for group in beginning.groups for cluster in group}
+        used = {cluster for group in prefix.groups for cluster in group}
         unused = [cluster for cluster in self.clusters if cluster not in used]
-        alike = self.orders.first_equal_type  # equal values for interchangeable clusters
-        for group in combinations(unused, beginning.group_size):
+        first_equal = self.orders.first_equal_type  # equal values for interchangeable clusters
+        for group in combinations(unused, prefix.group_size):
             skips_an_equal_cluster = any(
                 earlier not in group
                 for cluster in group
                 for earlier in unused
-                if earlier < cluster and alike[earlier] == alike[cluster]
+                if earlier < cluster and first_equal[earlier] == first_equal[cluster]
             )
             if not skips_an_equal_cluster:
                 yield group
 
-    def seconds(self, groups: Groups, group_size: int) -> float:
+    def prefix_bound_s(self, groups: Groups, group_size: int) -> float:
         """Return a lower bound on the step time of every order that begins with `groups`, in seconds.
 
-        A micro-batch is divided among the chains of a group's clusters: pipeline i runs through the i-th
-        cluster of every group. A border is a step from a group to the next one.
+        The clusters of a group share stages, so there is a chain of clusters for each of them:
+            chain i runs
+        through the i-th cluster of every group, and each micro-batch is divided among the chains.
+        The bound has the way of the first activation over the slowest chain, all activations over
+        the slowest link, and then the way back or the reduction. Borders between groups that are
+        not chosen yet have the best link.
 
         Args:
-            groups: Groups of clusters at the beginning of the order.
+            groups: First groups of the order.
             group_size: Number of clusters in each group.
         """
+        # A border is a step from a group to the next one.
         open_borders = len(self.clusters) // group_size - len(groups)
         least_link_s = min(link.total_s for link in self.links.values())
         least_interval_s = min(link.interval_s for link in self.links.values())
@@ -214,42 +242,51 @@ class OrderBounds:
         intervals_s = [link.interval_s for chain in chains for link in chain]
         if open_borders > 0:
             intervals_s.append(least_interval_s)
-        # A chain's link carries 1 / group_size of each micro-batch.
+        # `interval_s` is the time of a whole micro-batch's bytes, which `total_s` contains besides
+        # latency. A chain's link carries only 1 / group_size of the micro-batch, so this share of
+        # the bytes is saved:
         saved_share = 1 - 1 / group_size
 
         def chain_s(chain: Sequence[_ClusterLink]) -> float:
+            """Return the seconds of one activation over the links of a chain."""
             return sum(link.total_s - link.interval_s * saved_share for link in chain)
 
         least_link_s -= least_interval_s * saved_share
         one_way_s = max(map(chain_s, chains)) + open_borders * least_link_s
         all_down_s = one_way_s + (self.micro_batches - 1) * max(intervals_s) / group_size
         messages_s = one_way_s + all_down_s
-        if group_size > 1:
+        if group_size > 1:  # groups of one cluster have no reduction between clusters
             reduction_s = self._reduction_s(groups, open_borders, group_size)
             return max(messages_s, all_down_s + reduction_s)
-        first = groups[0][0]
-        if open_borders:
+        (first,) = groups[0]
+        if open_borders:  # any cluster that is not used yet may be the last
             last_clusters = [cluster for cluster in self.clusters if (cluster,) not in groups]
         else:
-            last_clusters = [groups[-1][0]]
+            last_clusters = list(groups[-1])
         tied_s = min(self.tied_s[first, last] for last in last_clusters)
         return self.inside_s + messages_s + self.first_stage_end_s[first] + tied_s
 
     def _reduction_s(self, groups: Groups, open_borders: int, group_size: int) -> float:
         """Return the least seconds to sum the gradients around the clusters of each group.
 
-        Each group has a part of all gradients, and at best all groups end at the same time.
+        How the gradients are divided among the groups is open, as it depends on the layers of each
+        stage. At best all groups end at the same time; then each has gradients in proportion to its
+        rate, so the sum of their rates counts.
 
         Args:
-            groups: Groups of clusters at the beginning of the order.
+            groups: First groups of the order.
             open_borders: Number of groups that are not chosen yet.
             group_size: Number of clusters in each group.
         """
         # A ring around the clusters of a group is as fast as its slowest link.
+        peers = group_size - 1
         rings_bps = (
             min(self.rates_bps[pair] for pair in zip(group, (*group[1:], group[0])))
             for group in groups
         )
-        open_rings_bps = open_borders * self.tree_bps[group_size - 2]
+        # A ring connects the clusters of a group, so its slowest link is at best the `peers`-th
+        # fastest of the links that connect all clusters.
+        open_rings_bps = open_borders * self.tree_bps[peers - 1]
         total_bps = sum(rings_bps) + open_rings_bps
-        return self.ring_bits * 2 * (group_size - 1) / group_size / total_bps
+        # A ring all-reduce among g clusters sends 2 (g - 1) / g of the bytes over each link.
+        return self.ring_bits * 2 * peers / group_size / total_bps

@@ -1,28 +1,31 @@
-"""Lower bound on the step time of every placement of a shape.
+"""Lower bound on the step time of all plans that have the same parallel sizes.
 
-A shape fixes parallel sizes, micro-batch, recomputation and ZeRO stage; the nodes of each stage are still
-open. The bound has two parts: computation of all clusters together, and the traffic that must cross between
-clusters.
+A "shape" fixes the parallel sizes, micro-batch, recomputation and ZeRO stage; which nodes hold
+which stage is still open. The bound has two parts: the computation of all clusters together, and
+the traffic that must cross between clusters.
+
+A node type is a cluster (with its GPUs and fabrics). 1F1B, warm-up depth and chunk are Megatron's
+terms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import permutations
 from math import inf
 from typing import NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
-from holmes_ext.cluster.wan import Hop
 from holmes_ext.plan.cost.model import in_flight
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions import SHARES
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.shape import Shape
+from holmes_ext.planner.bound.best_links import BestLinks, best_links
 
-#: Embedding and output layer may have a larger share of forward passes than the blocks.
+#: Factor on the share of forward passes in the blocks' time: with embedding and output layer a
+#: stage's share may be larger.
 FORWARD_SHARE_MARGIN = 1.2
 
 
@@ -34,18 +37,11 @@ class _BlockTimes(NamedTuple):
     limit_bytes: float  # memory of a GPU
 
 
-class BestLinks(NamedTuple):
-    """Best rates that any choice of links between clusters can reach."""
-
-    #: Rates of the maximum spanning tree (Prim 1957), fastest first, bits/s.
-    tree_bps: list[float]
-    #: [n - 1] the rates into each cluster from n others, fastest first, bits/s.
-    into_bps: list[list[float]]
-    latency_s: float  # the least of all pairs
-
-
 class ShapeBound:
-    """Lower bound on the step time of all placements of one shape."""
+    """Lower bound on the step time of all placements (which nodes hold which stage) of one shape.
+
+    A shape fixes parallel sizes, micro-batch, recomputation and ZeRO stage.
+    """
 
     def __init__(self, network: Network, prices: Prices, shape: Shape):
         self.network = network
@@ -65,16 +61,16 @@ class ShapeBound:
     def computing_s(self) -> float:
         """Return a lower bound from the computation of all stages, in seconds; inf if no memory suffices.
 
-        It is a lower bound because each relaxation can only shorten a step: stages compute and communicate
-        inside as if each node type were alone, layers are divisible, activations take the fastest
-        network, and each kind reduces its gradients in the cheapest way.
+        It is a lower bound because each relaxation can only shorten a step: stages compute and
+        communicate inside as if each node type were alone, layers are divisible, activations take
+        the fastest network, and each node type reduces its gradients in the cheapest way.
         """
-        kinds = range(len(self.ranks))
-        times = [self._block_times(kind) for kind in kinds]
-        if not self._layers_fit(max(kind.limit_bytes for kind in times)):
+        node_types = range(len(self.ranks))
+        times = [self._block_times(node_type) for node_type in node_types]
+        if not self._layers_fit(max(block.limit_bytes for block in times)):
             return inf
         stage_counts = [ranks / self.stage_ranks for ranks in self.ranks]
-        reductions_s = [self._reduction_s(kind) for kind in kinds]
+        reductions_s = [self._reduction_s(node_type) for node_type in node_types]
         if self.shape.virtual > 1:
             return self._interleaved_s(stage_counts, times, reductions_s)
         return self._in_1f1b_s(stage_counts, times, reductions_s)
@@ -85,10 +81,13 @@ class ShapeBound:
         times: Sequence[_BlockTimes],
         reductions_s: Sequence[float],
     ) -> float:
-        """Return the lower bound of computing_s() for a 1F1B schedule, in seconds.
+        """Return a lower bound on the step time under a 1F1B schedule, in seconds.
+
+        It is the largest of the bounds at the end. Layers are divisible here, so all stages can
+        take equally long: then they compute `blocks_per_s` blocks of a micro-batch in a second.
 
         Args:
-            stage_counts: Number of stages that the nodes of each kind can hold; may be a fraction.
+            stage_counts: Number of stages that the nodes of each type can hold; may be a fraction.
             times: Times of a block on each node type.
             reductions_s: Least seconds for the gradients of a block on each node type.
         """
@@ -97,24 +96,27 @@ class ShapeBound:
         links = self.shape.pipeline - 1
         link_s = self.stage_link_s()
         hides_links = self.prices.hide_stage_links
-        # Blocks of one micro-batch that all stages compute in a second, if all take equally long.
-        blocks_per_s = sum(count / kind.both_s for count, kind in zip(stage_counts, times))
-        fastest_s = layers * min(kind.both_s for kind in times)
-        # Largest warm-up depth, however long the stage links are.
+        blocks_per_s = sum(count / block.both_s for count, block in zip(stage_counts, times))
+        fastest_s = layers * min(block.both_s for block in times)
+        # Largest warm-up depth: micro-batches that a stage begins before its first backward pass.
+        # To hide long stage links it may be all micro-batches, as long as the links are not known.
         if hides_links and links:
             warm_up = micro_batches
         else:
             warm_up = min(self.shape.pipeline, micro_batches)
         round_trip_s = fastest_s + 2 * links * link_s
         rounds = (micro_batches - 1) // warm_up + 1
-        # While one micro-batch makes its round trip, a stage has computed warm_up - 1 forward passes.
-        forward_share = max(kind.forward_s / kind.both_s for kind in times)
+        # While the first micro-batch makes its round trip, a stage can compute only warm_up - 1
+        # other forward passes. The remaining passes come before or after the trip (exposed),
+        # counted in micro-batches.
+        forward_share = max(block.forward_s / block.both_s for block in times)
         forward_share = min(1.0, forward_share * FORWARD_SHARE_MARGIN)
         exposed_passes = max(0.0, micro_batches - 1 - (warm_up - 1) * forward_share)
         link_interval_s = self.stage_link_s(latency=False) if hides_links else link_s
 
         with_round_trip_s = round_trip_s + exposed_passes * layers / blocks_per_s
         compute_s = micro_batches * layers / blocks_per_s
+        # The next warm_up micro-batches begin only when the ones before have returned.
         in_rounds_s = rounds * round_trip_s
         messages_s = micro_batches * link_interval_s  # all activations over one stage link
         with_reduction_s = self._with_reduction_s(
@@ -132,20 +134,27 @@ class ShapeBound:
     ) -> float:
         """Return the least seconds until each stage has computed and reduced its share of the layers.
 
+        A stage's first activation arrives after the forward passes of the stages before. Then the
+        stage does all passes of its layers, and its reduction follows. Layers are divisible, so all
+        stages can end at the same time: then they handle `blocks_per_s` layers a second.
+
         Args:
-            stage_counts: Number of stages that the nodes of each kind can hold; may be a fraction.
+            stage_counts: Number of stages that the nodes of each type can hold; may be a fraction.
             times: Times of a block on each node type.
             reductions_s: Least seconds for the gradients of a block on each node type.
-            warm_up: Largest number of micro-batches that a stage begins before its first backward pass.
+            warm_up: Largest number of micro-batches that a stage begins before its first backward
+                pass.
             link_s: Least seconds of a stage link.
         """
         block_s = []  # of one block of a stage: all its passes, then its reduction
-        for kind, reduction_s in zip(times, reductions_s):
-            backward_s = kind.both_s - kind.forward_s
+        for block, reduction_s in zip(times, reductions_s):
+            backward_s = block.both_s - block.forward_s
             exposed_s = max(0.0, reduction_s - backward_s)  # the last backward pass hides the rest
-            passes_s = self.shape.micro_batches * kind.both_s - (warm_up - 1) * kind.forward_s
-            block_s.append(passes_s + exposed_s - kind.forward_s)
-        fastest_forward_s = self.job.blocks * min(kind.forward_s for kind in times)
+            # While the stage waits for its first gradient it can do warm_up - 1 forward passes.
+            passes_s = self.shape.micro_batches * block.both_s - (warm_up - 1) * block.forward_s
+            # One forward pass of every layer is in down_s below, also of this stage's own layers.
+            block_s.append(passes_s + exposed_s - block.forward_s)
+        fastest_forward_s = self.job.blocks * min(block.forward_s for block in times)
         down_s = fastest_forward_s + (self.shape.pipeline - 1) * link_s
         if min(block_s) <= 0:  # few micro-batches: no bound beyond the first one's way down
             return down_s
@@ -158,12 +167,14 @@ class ShapeBound:
         times: Sequence[_BlockTimes],
         reductions_s: Sequence[float],
     ) -> float:
-        """Return the lower bound of computing_s() for an interleaved schedule, in seconds.
+        """Return a lower bound on the step time under an interleaved schedule, in seconds.
 
-        All stages have the same number of layers.
+        All stages have the same number of layers, divided into chunks. So the stages on the slowest
+        nodes set the pace. The bound is the largest of three: computation, messages, and passes
+        with reduction.
 
         Args:
-            stage_counts: Number of stages that the nodes of each kind can hold; may be a fraction.
+            stage_counts: Number of stages that the nodes of each type can hold; may be a fraction.
             times: Times of a block on each node type.
             reductions_s: Least seconds for the gradients of a block on each node type.
         """
@@ -172,48 +183,61 @@ class ShapeBound:
         stages = self.shape.pipeline
         link_s = self.stage_link_s()
         stage_blocks = self.job.blocks / stages
-        slowest_block_s = max(kind.both_s for kind in times)
+        slowest_block_s = max(block.both_s for block in times)
         slowest_stage_s = slowest_block_s * self.job.blocks / stages
         slowest_stages = sum(
-            count for count, kind in zip(stage_counts, times) if kind.both_s == slowest_block_s
+            count for count, block in zip(stage_counts, times) if block.both_s == slowest_block_s
         )
-        # The first micro-batch passes the other slowest stages down, and the last one up.
+        # The last of the slowest stages computes all micro-batches. Before that the first
+        # micro-batch passes one chunk of each other slowest stage forward, and after that the last
+        # one passes them backward. Both use the stage links in between.
         others = max(0.0, slowest_stages - 1)
-        through_others_s = others / chunks
-        compute_s = slowest_stage_s * (micro_batches + through_others_s) + 2 * others * link_s
-        # At most two stage links at each border between clusters leave a cluster. If there are many more,
-        # two neighbouring stage links are inside a cluster and share its NICs.
+        passes_of_others = others / chunks  # in passes of a whole stage
+        compute_s = slowest_stage_s * (micro_batches + passes_of_others) + 2 * others * link_s
+        # At most two stage links at each border between clusters leave a cluster. If there are many
+        # more, two neighbouring stage links are inside a cluster and share its NICs.
         borders = len(stage_counts) - 1
         links_on_nic = 2 if (stages - 1) // 2 > 2 * borders else 1
         messages_s = micro_batches * chunks * links_on_nic * link_s
-        # The gradients of the last chunk are reduced first, under the last micro-batch's backward pass.
-        backward_s = min(kind.both_s - kind.forward_s for kind in times)
-        forward_s = micro_batches * min(kind.forward_s for kind in times)
-        early_passes = (stages * (chunks - 1) + 1) / chunks  # in micro-batches
-        late_backward_s = max(0.0, micro_batches - early_passes) * backward_s
-        with_reduction_s = stage_blocks * (forward_s + late_backward_s + min(reductions_s))
+        # The gradients of the last chunk are reduced first: when its last backward pass begins, all
+        # forward passes have ended, and all backward passes but the `early_passes` that follow.
+        backward_s = min(block.both_s - block.forward_s for block in times)
+        forward_s = micro_batches * min(block.forward_s for block in times)
+        passes_behind = (stages * (chunks - 1) + 1) / chunks  # in passes of a whole stage
+        backward_before_s = max(0.0, micro_batches - passes_behind) * backward_s
+        with_reduction_s = stage_blocks * (forward_s + backward_before_s + min(reductions_s))
         return max(compute_s, messages_s, with_reduction_s)
 
-    def _block_times(self, kind: int) -> _BlockTimes:
-        """Return the times of one block of a stage that lies on one node type only."""
-        gpu = self.job.gpu_of(self.network.cluster(kind))
+    def _block_times(self, node_type: int) -> _BlockTimes:
+        """Return the times of one block of a stage that lies on one node type only.
+
+        Args:
+            node_type: Index of the cluster.
+        """
+        gpu = self.job.gpu_of(self.network.cluster(node_type))
         block = self.job.block
 
         def collective_s() -> float:
-            """Return the seconds of a block's collectives, forward and backward."""
-            # priced on a placement with one stage (or the stages of one node) on nodes of this kind
+            """Return the seconds of a block's tensor, context and expert parallel collectives.
+
+            Forward and backward pass together. They are priced on the smallest placement that has
+            such a stage: one stage on nodes of this type, or the stages that share a node.
+            """
             processes = self.network.processes
             stages = max(1, processes // self.stage_ranks)
             nodes = max(1, self.stage_ranks // processes)
             sizes = replace(self.sizes, pipeline=stages)
-            fold, (stage,) = self.prices.fold(Placement(sizes, processes, ((kind, nodes),)), 0)
+            placement = Placement(sizes, processes, node_runs=((node_type, nodes),))
+            fold, (stage,) = self.prices.fold(placement, 0)
             return self.prices.collective_s(fold, stage)
 
         group_sizes = (self.shape.tensor, self.shape.context, self.shape.expert)
         collective_bytes = (block.tensor_bytes, block.context_bytes, block.expert_bytes)
-        collectives_s = 0.0  # in each of forward and backward pass
+        collectives_s = (
+            0.0  # of one pass: half of them are in the forward pass, half in the backward pass
+        )
         if max(group_sizes) > 1:
-            key = ("alone", kind, self.stage_ranks, group_sizes, collective_bytes, gpu)
+            key = ("alone", node_type, self.stage_ranks, group_sizes, collective_bytes, gpu)
             collectives_s = self.network.remember(key, collective_s) / 2
         forward_s = block.forward_flops / gpu.flops + collectives_s
         return _BlockTimes(
@@ -228,7 +252,7 @@ class ShapeBound:
             return True
         shape = self.shape
         available_bytes = max(0.0, limit_bytes - self.job.working_bytes)
-        state_bytes = self.job.state_bytes[1]  # of a block: weights, gradients and optimizer
+        _, state_bytes, _ = self.job.state_bytes  # of a block: weights, gradients and optimizer
         layers = 0
         for stage in range(shape.pipeline):
             # Micro-batches whose activations the stage holds at the same time.
@@ -250,80 +274,99 @@ class ShapeBound:
         shape = self.shape
         processes = self.network.processes
         pipeline_ranks = shape.pipeline * shape.tensor * shape.context
-        # Each cluster can hold whole pipelines, whose stages then need not fill nodes.
+        # Stages may share a node in two cases: each cluster can hold whole pipelines, whose stages
+        # then are smaller than a node; or the ranks of a stage do not fill nodes.
         whole_pipelines = all(ranks % pipeline_ranks == 0 for ranks in self.ranks)
         splits_nodes = any(ranks // shape.pipeline % processes for ranks in self.ranks)
         may_share_node = (whole_pipelines and splits_nodes) or self.stage_ranks % processes
         if shape.pipeline == 1 or may_share_node:
             return 0.0
         message_bytes = self.job.block.activation_bytes
-        # Over Ethernet, tensor parallel ranks send a slice of the message each, and it may be compressed.
-        slices = self.prices.slices(Placement(self.sizes, processes, ()))
+        # Over Ethernet, tensor parallel ranks send a slice of the message each, and it may be
+        # compressed. The number of slices depends on the sizes only.
+        slices = self.prices.slices(Placement(self.sizes, processes, node_runs=()))
         share = self.job.compressed_share(self.prices.rules.compression) / slices
-        kinds = range(len(self.ranks))
+        node_types = range(len(self.ranks))
 
         def least_s() -> float:
             """Return the seconds on the fastest network between any two node types."""
-            fabrics = {self.network.fabric((kind, other)) for kind in kinds for other in kinds}
+            fabrics = {
+                self.network.fabric((node_type, other))
+                for node_type in node_types
+                for other in node_types
+            }
             seconds = []
             for fabric in fabrics:
                 sent_bytes = message_bytes * share if fabric.name == ETHERNET else message_bytes
                 line = self.network.line(fabric)
                 latency_s = latency * line.latency_s
-                seconds.append(8 * processes * sent_bytes / line.rate_bps + latency_s)
+                # All ranks of a node send at once through its NIC.
+                node_bits = 8 * processes * sent_bytes
+                seconds.append(node_bits / line.rate_bps + latency_s)
             return min(seconds)
 
         return self.network.remember(("stage_link", message_bytes, share, latency), least_s)
 
-    def _reduction_s(self, kind: int) -> float:
+    def _reduction_s(self, node_type: int) -> float:
         """Return the least seconds in which a stage reduces a block's gradients.
 
-        The bound holds for every part that a cluster of this node type has in the stage: the reduction
-        uses the cluster's fabric, among as few ranks as a hierarchical all-reduce leaves there, or Ethernet
-        among all ranks.
+        The reduction is hierarchical or a ring. The hierarchical one uses the cluster's fabric,
+        among the ranks that a group has there: the fewest if it spreads evenly over all clusters.
+        The ring uses Ethernet among all ranks of the group.
+
+        Args:
+            node_type: Index of the cluster, which has some of the stage's ranks.
         """
         shape = self.shape
         network = self.network
         processes = network.processes
-        if shape.zero > 1 or self.stage_ranks % processes or network.wan:
+        if shape.zero > 1:  # ZeRO 2 and 3 sum the gradients of each micro-batch, not once a step
             return 0.0
-        kinds = range(len(self.ranks))
+        # Stages that share nodes may have groups inside a node. With a WAN, crossing_s() has the
+        # bound.
+        if self.stage_ranks % processes or network.wan:
+            return 0.0
+        node_types = range(len(self.ranks))
         shards = shape.data * shape.context  # ranks of a data parallel group
         shards_per_node = max(1, min(processes, self.stage_ranks) // shape.tensor)
         groups_per_node = processes // shards_per_node
 
         def byte_s(fabric: Fabric, ranks: int) -> float:
             """Return the seconds for each byte of gradients in a ring all-reduce of so many ranks."""
-            traffic = 2 * (ranks - 1) / ranks if ranks > shards_per_node else 0.0  # of a ring
-            return 8 * traffic * groups_per_node / network.line(fabric).rate_bps
+            if ranks <= shards_per_node:  # inside a node
+                return 0.0
+            sent_bytes = (
+                2 * (ranks - 1) / ranks
+            )  # by each rank of a ring, for each byte of gradients
+            return 8 * sent_bytes * groups_per_node / network.line(fabric).rate_bps
 
         def least_byte_s() -> float:
-            """Return the same for the cheaper way: inside the cluster, or among all ranks."""
-            inside_s = byte_s(network.fabric([kind]), max(1, shards // len(kinds)))
-            across_s = byte_s(network.fabric(kinds), shards)
+            """Return the seconds for each byte: inside the cluster or among all ranks, whichever is less."""
+            inside_s = byte_s(network.fabric([node_type]), max(1, shards // len(node_types)))
+            across_s = byte_s(network.fabric(node_types), shards)
             return min(inside_s, across_s)
 
-        key = ("least reduction", kind, shards, shards_per_node)
+        key = ("least reduction", node_type, shards, shards_per_node)
         block_byte_s = network.remember(key, least_byte_s)
         share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
-        return block_byte_s * self.job.reduced_bytes[1] * share
+        _, block_bytes, _ = self.job.reduced_bytes
+        return block_byte_s * block_bytes * share
 
     # ------------------------------------------------------------------- traffic between clusters
 
     def crossing_s(self) -> float:
         """Return a lower bound from the traffic between clusters of equal size, in seconds.
 
-        The bound needs a WAN between the clusters; it is 0 without one, or if clusters differ in size.
+        A placement divides the clusters into groups of equal size. The clusters of a group share
+        stages, and the pipeline passes from group to group. The group size is open, so the least
+        bound of all sizes counts (_group_crossing_s).
 
-        Groups of g clusters share stages. The pipeline passes from group to group in g chains. Chains over
-        all clusters use as many links as a forest of g trees, whose slowest link is at best that of the
-        maximum spanning tree without its g - 1 slowest links. After the last micro-batch the gradients are
-        summed: the group with most layers has at least its share, and each of its clusters needs a whole
-        sum (or half of a flat ring's traffic) over g - 1 links. The group size g is open, so the least
-        bound of all sizes counts.
+        The bound is 0 if the clusters have no WAN between them, or differ in size.
         """
         cluster_count = len(self.ranks)
         cluster_ranks = self.ranks[0]
+        # Groups of whole clusters are the only possibility if a stage fills clusters, or clusters
+        # fill with whole stages.
         fills_clusters = (
             self.stage_ranks % cluster_ranks == 0 or cluster_ranks % self.stage_ranks == 0
         )
@@ -338,7 +381,11 @@ class ShapeBound:
         )
 
     def _group_crossing_s(self, group_size: int, links: BestLinks) -> float:
-        """Return the bound of crossing_s() if groups of `group_size` clusters share stages, in seconds.
+        """Return a lower bound on the step time if groups of `group_size` clusters share stages, in seconds.
+
+        Two kinds of traffic cross between clusters. The gradients of a group are summed over its
+        clusters after the last micro-batch. Before that, the activations pass from group to group:
+        `group_size` chains of links, one for each cluster of a group.
 
         Args:
             group_size: Number of clusters on which each stage lies.
@@ -352,24 +399,35 @@ class ShapeBound:
             # The gradients of each stage are summed over the clusters of its group.
             shards = shape.data * shape.context
             gradient_bits = 0.0  # no bound with experts
-            if not job.layers[1].expert_parameters:  # [1]: a block
+            _, block, _ = job.layers
+            if not block.expert_parameters:
                 gradient_bits = 8 * shape.tensor * job.total_bytes
             gradient_bits *= (1 - 1 / shards) * SHARES[self.prices.rules.compress]
-            # Even the slowest of the group's clusters receives the sums from group_size - 1 others. Its rate
-            # is at best the group_size-th fastest of all clusters.
-            into_bps = links.into_bps[group_size - 2][group_size - 1]
+            # The group with most gradients has at least its share of them: group_size /
+            # cluster_count. Each of its clusters receives a whole sum from its group_size - 1
+            # peers. The slowest of these clusters is at best the group_size-th fastest of all.
+            peers = group_size - 1
+            fastest_into_bps = links.into_bps[peers - 1]  # of each cluster, fastest first
+            into_bps = fastest_into_bps[group_size - 1]
             sums_s = gradient_bits * group_size / cluster_count / into_bps
-            # No link of a ring around the clusters is faster than the spanning tree's.
+            # A ring sends 2 (g - 1) / g of the group's gradients over each link, for g =
+            # group_size. It connects g clusters, so its slowest link is at best the (g - 1)-th
+            # fastest of the tree.
             ring_bits = self.ring_bits * 2 * (group_size - 1) / cluster_count
-            ring_s = ring_bits / links.tree_bps[group_size - 2]
+            slowest_ring_bps = links.tree_bps[peers - 1]
+            ring_s = ring_bits / slowest_ring_bps
             seconds = max(sums_s, ring_s)
         if group_size < cluster_count:
-            # The pipeline passes from group to group. Hidden stage links overlap their latency with passes.
+            # The pipeline passes from group to group. Hidden stage links overlap their latency with
+            # passes.
             latency_s = links.latency_s * (not self.prices.hide_stage_links)
             activation_bits = 8 * shape.micro_batches * job.block.activation_bytes / shape.tensor
             activation_bits *= job.compressed_share(self.prices.rules.compression)
-            # Slowest link of a forest: of the tree without its group_size - 1 slowest links.
-            slowest_bps = links.tree_bps[cluster_count - group_size - 1]
+            # The chains contain all clusters, so they have cluster_count - group_size links without
+            # a cycle. The slowest of them is at best the last of that many fastest links of the
+            # spanning tree.
+            chain_links = cluster_count - group_size
+            slowest_bps = links.tree_bps[chain_links - 1]
             latencies_s = shape.micro_batches * latency_s
             bytes_s = self.stage_ranks / group_size * activation_bits / slowest_bps
             seconds += latencies_s + bytes_s
@@ -377,61 +435,14 @@ class ShapeBound:
 
     @property
     def ring_bits(self) -> float:
-        """Bits of all gradients that travel uncompressed around the clusters, over the slowest link.
+        """Bits of all gradients, if rings of all ranks sum them over the links between clusters.
 
-        0 if nothing is known: direct exchanges, ZeRO, experts or compression.
+        0 if the gradients travel in another way, for which this bound does not hold: direct
+        exchanges, ZeRO, experts or compression.
         """
         rules = self.prices.rules
-        has_experts = self.job.layers[1].expert_parameters
+        _, block, _ = self.job.layers
+        has_experts = block.expert_parameters
         if rules.direct or self.shape.zero or has_experts or rules.compress != "off":
             return 0.0
         return 8 * self.shape.tensor * self.job.total_bytes
-
-
-def rates_between(network: Network) -> dict[tuple[int, int], float]:
-    """Return the rate from cluster to cluster in bits/s: (from, to) -> rate of the slowest hop.
-
-    The rate is inf for clusters on one fast network.
-    """
-    rates_bps = {}
-    for pair in permutations(range(len(network.node_types)), 2):
-        hops = _hops(network, pair)
-        rates_bps[pair] = min((hop.rate_bps for hop in hops), default=inf)
-    return rates_bps
-
-
-def _hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
-    """Return the WAN hops from one cluster to another; none if a fast network connects them."""
-    if network.fabric(pair).name != ETHERNET:
-        return ()
-    source, target = pair
-    return network.wan.hops(network.cluster(source), network.cluster(target))
-
-
-def best_links(network: Network) -> BestLinks:
-    """Return the best rates between the clusters of a network that any choice of links can reach."""
-    kinds = range(len(network.node_types))
-    rates_bps = rates_between(network)
-    paths = [_hops(network, pair) if rates_bps[pair] < inf else () for pair in rates_bps]
-
-    # Maximum spanning tree (Prim 1957): always add the fastest link to a cluster not yet in the tree.
-    in_tree = {0}
-    tree_bps = []
-    while len(in_tree) < len(kinds):
-        border = (pair for pair in rates_bps if pair[0] in in_tree and pair[1] not in in_tree)
-        inside, outside = max(border, key=rates_bps.__getitem__)
-        in_tree.add(outside)
-        tree_bps.append(rates_bps[inside, outside])
-
-    # Rate at which each cluster receives from its `count` fastest peers, at most that of its uplink.
-    links_into = []
-    for target in kinds:
-        links = [rates_bps[source, target] for source in kinds if source != target]
-        links_into.append(sorted(links, reverse=True))
-    uplinks_bps = [network.wan.uplink_of.get(network.cluster(kind), inf) for kind in kinds]
-    into_bps = []
-    for count in kinds[1:]:
-        rates = [min(sum(links[:count]), uplink) for links, uplink in zip(links_into, uplinks_bps)]
-        into_bps.append(sorted(rates, reverse=True))
-    latency_s = min(sum(hop.latency_s for hop in path) for path in paths)
-    return BestLinks(sorted(tree_bps, reverse=True), into_bps, latency_s)

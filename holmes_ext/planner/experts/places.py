@@ -1,14 +1,14 @@
 """Places where experts can live, and the cost of sending a token between them.
 
-A place is a set of expert parallel ranks without a network between them: the ranks of a node. An expert has
-the same place in all expert parallel groups, so a cost is the mean over the groups:
+A place is a set of expert parallel ranks without a network between them: the ranks of a node. An
+expert has the same place in all expert parallel groups, so a cost is the mean over the groups:
 
     0                                                  ranks on one node
     INSIDE                                             nodes of one cluster
     rate of the fastest path / rate of this path       clusters; 1 if the network between them is flat
 
-A token that crosses clusters costs far more than a token that stays. So the least total cost crosses clusters
-least (over slow links least of all), and then crosses nodes least.
+A token that crosses clusters costs far more than a token that stays. So the least total cost
+crosses clusters least (over slow links least of all), and then crosses nodes least.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ MIN_RANKS = 2
 
 @dataclass(frozen=True)
 class Places:
-    """Places of the experts, and the costs between expert parallel ranks."""
+    """Places where experts can live, and the cost of sending a token between expert parallel ranks.
 
-    #: Expert parallel ranks of each place.
+    A place is a set of ranks without a network between them: the ranks of a node.
+    """
+
+    #: For each place, its ranks within an expert parallel group (0, 1, ...).
     of: tuple[tuple[int, ...], ...]
     #: [from rank][to rank] cost of a token.
     far: tuple[tuple[float, ...], ...]
@@ -44,7 +47,10 @@ class Places:
 
 
 def places_of(plan: Plan) -> Places:
-    """Return the places of a plan's expert parallel groups.
+    """Return the places of a plan's expert parallel groups: the sets of ranks that share a node.
+
+    An expert has the same rank number in all expert parallel groups, so costs and shares are means
+    over the groups.
 
     Raises:
         HolmesError: The plan has no expert parallel groups.
@@ -66,7 +72,8 @@ def places_of(plan: Plan) -> Places:
         if source != target
     }
     fastest_bps = max(rates_bps.values(), default=1.0)
-    # [from rank][to rank], as means over the groups: cost, share across clusters, share across nodes.
+    # [from rank][to rank], as means over the groups: cost, share across clusters, share across
+    # nodes.
     far = [[0.0] * size for _ in range(size)]
     crossing = [[0.0] * size for _ in range(size)]
     moving = [[0.0] * size for _ in range(size)]
@@ -74,14 +81,22 @@ def places_of(plan: Plan) -> Places:
         for i, source in enumerate(nodes):
             for j, target in enumerate(nodes):
                 pair = (plan.cluster_of[source], plan.cluster_of[target])
-                moves = float(source != target)
-                crosses = float(pair[0] != pair[1])
+                moves = float(source != target)  # to another node
+                crosses = float(pair[0] != pair[1])  # to another cluster
+                # Between clusters 1 on the fastest path, more on slower ones. Inside a cluster
+                # INSIDE, which is so little that it only decides between placements with equal
+                # traffic between clusters.
                 cost = fastest_bps / rates_bps[pair] if crosses else INSIDE * moves
                 far[i][j] += cost / len(groups_nodes)
                 crossing[i][j] += crosses / len(groups_nodes)
                 moving[i][j] += moves / len(groups_nodes)
     costs = _frozen(far)
-    return Places(_joined_ranks(costs), costs, _frozen(crossing), _frozen(moving))
+    return Places(
+        of=_ranks_of_places(costs),
+        far=costs,
+        crossing=_frozen(crossing),
+        moving=_frozen(moving),
+    )
 
 
 def _frozen(table: list[list[float]]) -> tuple[tuple[float, ...], ...]:
@@ -103,7 +118,7 @@ def _first_rank(plan: Plan, cluster: str) -> int:
     raise AssertionError(f"the plan has no node of cluster {cluster}")
 
 
-def _joined_ranks(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
+def _ranks_of_places(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
     """Return the places: groups of ranks that cost nothing between them and the same to all other ranks.
 
     Args:

@@ -1,10 +1,11 @@
 """Search for the placement of experts on ranks with the least traffic, with a bound on the optimum.
 
-A place is a set of ranks without a network between them, such as a node (places.py). Each rank has slots for
-as many experts. The load of an expert is its number of tokens.
+A place is a set of ranks without a network between them, such as a node (places.py). Each rank has
+slots for as many experts. The load of an expert is its number of tokens.
 
-If the tokens are counted by rank and expert, an integer program finds the placement (arXiv 2508.09229, whose
-servers are places here). x[e, p] is 1 if expert e lives at place p, and far[r, p] is the cost of a token from
+If the tokens are counted by rank and expert, an integer program finds the placement (arXiv
+2508.09229, whose servers are places here). x[e, p] is 1 if expert e lives at place p, and far[r, p]
+is the cost of a token from
 rank r to place p:
 
     minimize      sum_e sum_p x[e, p] sum_r counts[r, e] far[r, p]      cost of all tokens to their experts
@@ -15,13 +16,14 @@ rank r to place p:
 
 HiGHS (scipy.optimize.milp) solves it and bounds the optimum.
 
-Counts by pairs of experts (tokens that two experts share, for dispatchers that send a token once to each
-place) make the program quadratic. Then experts are swapped as long as that helps; the bound assumes that each
-expert has its most frequent companions in the other slots of its place, or of its cluster.
+Counts by pairs of experts (tokens that two experts share, for dispatchers that send a token once to
+each place) make the program quadratic. Then experts are swapped as long as that helps; the bound
+assumes that each expert has its most frequent companions in the other slots of its place, or of its
+cluster.
 
-EPLB is DeepSeek's heuristic without its copies of experts, which training cannot have: the fullest expert
-goes first, to the emptiest rank with room, whatever the costs. Its placement always meets the limits, so the
-result never costs more than EPLB's.
+EPLB is DeepSeek's heuristic without its copies of experts, which training cannot have: the fullest
+expert goes first, to the emptiest rank with room, whatever the costs. Its placement always meets
+the limits, so the result never costs more than EPLB's.
 """
 
 from __future__ import annotations
@@ -93,14 +95,21 @@ class _Solution(NamedTuple):
 def solve(
     counts: Counts, places: Places, balance: float = 1.1, seconds: float = 10.0, per_rank: int = 0
 ) -> Answer:
-    """Place the experts of one layer.
+    """Find the placement of one layer's experts on the expert parallel ranks with the least traffic.
+
+    Each rank gets equally many experts.
 
     Args:
         counts: Tokens by rank and expert, or by pairs of experts.
-        places: Places of the expert parallel ranks.
-        balance: Most load of a place, relative to the mean.
-        seconds: Time limit of HiGHS.
-        per_rank: Most experts of a rank; 0 for as many as the experts divided by the ranks.
+        places: Expert parallel ranks by node (a place is the ranks of one node), and the cost of
+            sending a token between ranks.
+        balance: Most tokens of a node's experts, relative to the mean.
+        seconds: Time limit of the solver (HiGHS).
+        per_rank: Most experts for which a rank has memory; 0 for no limit.
+
+    Returns:
+        The placement, with two others to compare it with, and a lower bound on the cost of every
+        placement.
 
     Raises:
         HolmesError: The experts do not fit the ranks, `balance` is below 1, or scipy is missing.
@@ -123,13 +132,16 @@ def place_experts(
 ) -> Placed:
     """Return the order of the experts with the least traffic.
 
-    `order[s]` is the expert of slot s. Slots are numbered rank by rank within an expert parallel group.
+    `order[s]` is the expert of slot s. Slots are numbered rank by rank within an expert parallel
+    group.
 
     Args:
         counts: Tokens, with a row for each rank and a column for each expert.
         plan: A Plan with an expert parallel size, or the path of its plan.json.
-        rows: "rank"; or "expert" if `counts` has a row for each expert too, with the tokens that both get.
-        balance: Most tokens of a cluster, relative to its share, or what EPLB gives it if that is more.
+        rows: "rank"; or "expert" if `counts` has a row for each expert too, with the tokens that
+            both get.
+        balance: Most tokens of a cluster, relative to its share, or what EPLB gives it if that is
+            more.
 
     Raises:
         HolmesError: The counts do not fit the plan, or scipy is missing.
@@ -154,15 +166,16 @@ def _libraries() -> tuple[ModuleType, ModuleType, ModuleType]:
 class _Problem:
     """Placement problem of one layer.
 
-    Dictionaries "rank -> experts" are whole placements; arrays [experts] hold the number of each expert's
-    place. Regions are groups of places inside one cluster.
+    A place is the expert parallel ranks of one node, a region the places of one cluster. A slot
+    holds one expert. Dictionaries "rank -> experts" are whole placements; arrays [experts] hold the
+    number of each expert's place.
     """
 
     def __init__(self, counts: Counts, places: Places, balance: float):
-        """Read the counts and compute the limits; the arguments are those of solve()."""
+        """Compute the most load of each place and region, from the arguments of solve()."""
         self.np, self.optimize, self.sparse = np, _, _ = _libraries()
         self.places = places
-        #: Experts of each rank.
+        #: Slots (experts) of each rank.
         self.slots = counts.experts // places.ranks
         self.by_rank = counts.rows == RANK
         #: Tokens [ranks, experts], or [experts, experts] without the diagonal.
@@ -180,23 +193,27 @@ class _Problem:
         self.place_of_rank = {
             rank: place for place, ranks in enumerate(places.of) for rank in ranks
         }
+        # EPLB's placement, by load only. It must be within the limits, so they depend on it.
         self.eplb = self.packed(range(counts.experts), range(places.ranks))
-        #: Cost of a token [from place, to place].
-        self.far = self.rank_cost[self.first_ranks][:, self.first_ranks]
+        #: Cost of a token [from place, to place]. The ranks of a place have equal costs, so the
+        #: first stands for all.
+        self.place_cost = self.rank_cost[self.first_ranks][:, self.first_ranks]
         self.regions = self._regions()
         self.balance = balance
         single_places = [[place] for place in range(len(self.room))]
         #: Most load of each place, and of each region.
         self.limit = self.limits(single_places)
         self.limits_of_regions = self.limits(self.regions) if self.regions else self.limit
+        #: (places of a region, most load of the region), which every placement must keep. Without
+        #: regions each place is limited.
         self.limited = list(zip(self.regions or single_places, self.limits_of_regions))
 
     def _regions(self) -> list[list[int]]:
         """Return the places of each cluster; [] if they overlap, or clusters have a single place."""
-        # For each place, those to which a token crosses no cluster.
-        neighbours = [tuple(self.np.flatnonzero(row <= INSIDE)) for row in self.far]
+        # For each place, those to which a token crosses no cluster (costs up to INSIDE).
+        neighbours = [tuple(self.np.flatnonzero(row <= INSIDE)) for row in self.place_cost]
         regions = list(dict.fromkeys(neighbours))
-        places = len(self.far)
+        places = len(self.place_cost)
         is_partition = sum(map(len, regions)) == places
         if not is_partition or not 1 < len(regions) < places:
             return []
@@ -306,7 +323,7 @@ class _Problem:
         return Answer((*baselines, best), min(float(bound), best.cost))
 
     def fits(self, place_of: Any) -> bool:
-        """Return whether the load of every region (or place, without regions) is within its limit."""
+        """Return whether every region (or place, without regions) is within its limit of load."""
         return all(
             self.load[self.np.isin(place_of, region)].sum() <= limit * (1 + LOAD_TOLERANCE)
             for region, limit in self.limited
@@ -315,8 +332,8 @@ class _Problem:
     def solve_linear(self, seconds: float) -> _Solution:
         """Solve the program for counts by ranks: first regions, then places within each region.
 
-        A region is the places of a cluster. The program for regions assumes that each expert gets its best
-        place there, so its bound holds for the whole problem.
+        A region is the places of a cluster. The program for regions assumes that each expert gets
+        its best place there, so its bound holds for the whole problem.
 
         Args:
             seconds: Time limit of HiGHS, half of it for the regions.
@@ -324,10 +341,12 @@ class _Problem:
         np = self.np
         cost = self.table.T @ self.rank_cost[:, self.first_ranks]  # [experts, places]
         if not self.regions:
-            return self.program(cost, self.room, self.limits_of_regions, seconds)
+            return self.solve_program(cost, self.room, self.limits_of_regions, seconds)
         region_cost = np.stack([cost[:, region].min(1) for region in self.regions], 1)
         slots = np.array([self.room[region].sum() for region in self.regions])
-        region_of, bound = self.program(region_cost, slots, self.limits_of_regions, seconds / 2)
+        region_of, bound = self.solve_program(
+            region_cost, slots, self.limits_of_regions, seconds / 2
+        )
         if region_of is None:
             return _Solution(None, bound)
         place_of = np.zeros(len(self.load), int)
@@ -339,33 +358,40 @@ class _Problem:
         return _Solution(place_of, bound)
 
     def places_within(self, cost: Any, experts: Any, region: list[int], seconds: float) -> Any:
-        """Return the place of each of a region's experts, numbered within the region.
+        """Distribute a cluster's experts over its nodes with the least cost, within a limit on their load.
 
-        No place gets more load a slot than the fullest place under EPLB, or `balance` times the mean if that
-        is more.
+        No node gets more load for each slot than the fullest node under EPLB, or `balance` times
+        the mean of all experts if that is more. (Every slot of the layer holds one expert, so that
+        is the mean of a slot.)
 
         Args:
-            cost: [experts, places] cost of an expert's tokens at a place.
+            cost: [experts, places] cost of an expert's tokens at a place. A place is the ranks of a
+                node.
             experts: Experts of the region.
-            region: Places of the region.
-            seconds: Time limit of HiGHS.
+            region: Places of the cluster.
+            seconds: Time limit of the solver (HiGHS).
+
+        Returns:
+            For each of `experts` the index of its place in `region`.
         """
         np = self.np
         ranks = [rank for place in region for rank in self.places.of[place]]
         eplb = self.place_of(self.packed(list(experts), ranks))
-        # EPLB's place of each expert, numbered within the region, whose places ascend.
+        # Index in `region` of EPLB's place of each expert. The places of a region ascend.
         eplb_within = np.searchsorted(region, eplb[experts])
         slots = self.room[region]
         load = self.load[experts]
         fullest = (np.bincount(eplb_within, load, len(region)) / slots).max()
         limit = slots * max(fullest, self.balance * self.load.mean())
-        solution = self.program(cost[experts][:, region], slots, limit, seconds, load)
+        solution = self.solve_program(cost[experts][:, region], slots, limit, seconds, load)
         return eplb_within if solution.places is None else solution.places
 
-    def program(
+    def solve_program(
         self, cost: Any, room: Any, limit: Any, seconds: float, load: Any = None
     ) -> _Solution:
-        """Solve the integer program of the module docstring with HiGHS.
+        """Assign each expert to a place with the least total cost: an integer program, solved by HiGHS.
+
+        Each place gets as many experts as it has slots, and no more load than its limit.
 
         Args:
             cost: [experts, places] cost of an expert's tokens at a place.
@@ -407,54 +433,65 @@ class _Problem:
     def swapped(self, place_of: Any) -> Any:
         """Return a placement after swapping pairs of experts, best pair first, as long as the cost falls.
 
+        Counts are by pairs of experts here: a token that two experts share costs the way between
+        their places.
+
         Args:
-            place_of: Place of each expert.
+            place_of: [experts] number of the place (node) of each expert.
         """
         np = self.np
-        far = self.far
+        place_cost = self.place_cost
         place_of = place_of.copy()
         experts = np.arange(len(place_of))
         while True:
             is_at = np.eye(len(self.room))[place_of]  # [experts, places] 0 or 1
-            cost_at = self.table @ is_at @ far  # [experts, places] cost of the expert there
-            now = cost_at[experts, place_of]
+            cost_at = self.table @ is_at @ place_cost  # [experts, places] cost of the expert there
+            current = cost_at[experts, place_of]
             # Gain of swapping experts i and j: the costs of both now, less their costs after it.
+            # The latter are computed as if the other one stayed, so i at the place of j would share
+            # its tokens with j for free. In fact they stay as far apart as they were: this cost is
+            # subtracted once for each.
             swapped = cost_at[:, place_of]  # [i, j] cost of i at the place of j
-            between = (
-                2 * self.table * far[place_of][:, place_of]
-            )  # a swap keeps the pair's own cost
-            gain = now[:, None] - swapped + now[None, :] - swapped.T - between
+            between = 2 * self.table * place_cost[place_of][:, place_of]
+            gain = current[:, None] - swapped + current[None, :] - swapped.T - between
             loads = np.bincount(place_of, self.load, len(self.room))
             growth = (
                 self.load[None, :] - self.load[:, None]
             )  # [i, j] load that the place of i gains
-            free = self.limit - loads  # load that each place can still take
-            overfills_i = growth > free[place_of][:, None] + ROUNDING
-            overfills_j = -growth > free[place_of][None, :] + ROUNDING
+            spare_load = self.limit - loads  # load that each place can still take
+            overfills_i = growth > spare_load[place_of][:, None] + ROUNDING
+            overfills_j = -growth > spare_load[place_of][None, :] + ROUNDING
             gain[overfills_i | overfills_j] = 0
             i, j = np.unravel_index(gain.argmax(), gain.shape)
-            if gain[i, j] <= ROUNDING * max(1.0, float(now.sum())):
+            if gain[i, j] <= ROUNDING * max(1.0, float(current.sum())):
                 return place_of
             place_of[i], place_of[j] = place_of[j], place_of[i]
 
     def companions_bound(self) -> float:
         """Return a lower bound on the cost for counts by pairs of experts.
 
-        Here a token is shared by two experts, its companions. An expert's place, or its cluster, has a number
-        of other slots. So the tokens that an expert shares with all experts beyond that number leave the
-        place; at best they are those of its rarest companions.
+        Here each token is shared by two experts, and costs the way between their places (nodes).
+        The node of an expert, or its cluster, has room for a number of experts. All others must be
+        elsewhere, and the tokens shared with them leave the node or cluster. At best these are the
+        experts with which it shares the fewest tokens. Two bounds follow: for clusters and for
+        nodes.
         """
         np = self.np
-        far = self.far
-        across = far[far > INSIDE]
-        inside = far[(far > 0) & (far <= INSIDE)]
-        # (least cost of a token that leaves, slots that it can stay in)
-        levels = [(float(across.min()) if across.size else 0.0, (far <= INSIDE) @ self.room)]
+        costs = self.place_cost
+        is_inside = costs <= INSIDE  # [from place, to place] inside one cluster
+        across = costs[~is_inside]
+        inside = costs[(costs > 0) & is_inside]
+        # (least cost of a token that leaves, slots of each place's surroundings in which it can
+        # stay)
+        levels = [(float(across.min()) if across.size else 0.0, is_inside @ self.room)]
         if inside.size:
             levels.append((float(inside.min()), self.room))
         ascending = np.sort(self.table, 1)[:, 1:]  # without the expert itself
         bounds = []
         for cost, slots in levels:
-            leaving = len(self.load) - int(np.max(slots))
-            bounds.append(float(ascending[:, :leaving].sum()) * cost / 2)
+            # Experts that cannot be in the largest node or cluster, whichever the expert itself is
+            # in.
+            elsewhere = len(self.load) - int(np.max(slots))
+            # The sum has each token twice: for both of its experts.
+            bounds.append(float(ascending[:, :elsewhere].sum()) * cost / 2)
         return max(bounds)

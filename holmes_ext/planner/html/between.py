@@ -95,8 +95,9 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
 def draw_what_if(result: SearchResult) -> Any:
     """Return a figure with the step time by the rate (left) and by the latency (right) between clusters.
 
-    It shows the best plan and the job without holmes ("stock") at equal sizes, simulated if the plan is. If
-    the site does not describe links between clusters (a WAN), the rate of a node's Ethernet changes.
+    It shows the best plan and the job without holmes ("stock") at equal sizes, simulated if the
+    plan is. If the site does not describe links between clusters (a WAN), the rate of a node's
+    Ethernet changes.
     """
     plt = pyplot()
     site = result.network.measured

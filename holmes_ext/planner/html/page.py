@@ -1,7 +1,7 @@
 """Parts of the HTML pages that `holmes demo`, `plan` and `report` write: tables, and pictures as inline SVG.
 
-A page loads nothing from the network and runs no script. It follows the browser's light or dark mode. On a
-narrow screen tables and pictures scroll, with a shade at the edge where there is more.
+A page loads nothing from the network and runs no script. It follows the browser's light or dark
+mode. On a narrow screen tables and pictures scroll, with a shade at the edge where there is more.
 """
 
 from __future__ import annotations

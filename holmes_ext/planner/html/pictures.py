@@ -1,8 +1,8 @@
 """Pictures of a run: placement of ranks, timeline of one step; and helpers of all pictures.
 
-A span is what a rank did in an interval of time, such as a forward pass or a wait for a message. svg() turns
-a figure into a part of a page (page.py). matplotlib is imported only when a picture is drawn, so no other
-command needs it.
+A span is what a rank did in an interval of time, such as a forward pass or a wait for a message.
+svg() turns a figure into a part of a page (page.py). matplotlib is imported only when a picture is
+drawn, so no other command needs it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CLUSTERS = ("#4c78a8", "#e8a33d", "#72b7b2", "#b07aa1", "#9c755f", "#54a24b", "#
 
 #: Colors of texts and lines, and of the background; a page replaces them by its own (svg).
 INK, PAPER = "#1f2328", "#fefefe"
-#: Most spans of a row that are drawn one by one; more are drawn as shares of the time. A row then has so many
-#: pieces, and each piece so many samples.
+#: Most spans of a row that are drawn one by one; more are drawn as shares of the time. A row then
+#: has so many pieces, and each piece so many samples.
 MANY, PIECES, MOMENTS = 250, 300, 100
 #: Horizontal distance of cluster boxes.
 _BOX_DISTANCE = 3
@@ -92,7 +92,8 @@ def svg(figure: Any) -> str:
 def _smaller(text: str) -> str:
     """Shorten an SVG: one decimal in tags, short rectangles, one path for neighbours of equal style."""
     text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", tag[0]), text)
-    # Rectangles: four lines become vertical and horizontal ones (V, H) with a single coordinate each.
+    # Rectangles: four lines become vertical and horizontal ones (V, H) with a single coordinate
+    # each.
     text = re.sub(
         r'd="M (\S+) (\S+) \nL \1 (\S+) \nL (\S+) \3 \nL \4 \2 \nz\n"',
         r'd="M\1 \2V\3H\4V\2z"',
@@ -144,11 +145,12 @@ def name_rows(axis: Any, names: Sequence[str]) -> None:
 def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], sizes: Sizes) -> Any:
     """Return a figure of placements, with a panel for each.
 
-    Nodes are in the boxes of their clusters, with their ranks. Lines are data parallel groups (thick) and
-    stage links (thin, dashed), in the color of their network.
+    Nodes are in the boxes of their clusters, with their ranks. Lines are data parallel groups
+    (thick) and stage links (thin, dashed), in the color of their network.
 
     Args:
-        panels: (title, site, nodes in rank order, whether each group uses its best NIC; else Ethernet).
+        panels: (title, site, nodes in rank order, whether each group uses its best NIC; else
+            Ethernet).
         sizes: Parallel sizes.
     """
     plt = pyplot()
@@ -216,7 +218,11 @@ def _placement_panel(
 
 
 def _cluster_boxes(site: Site) -> list[tuple[str, list[str]]]:
-    """Return (cluster, names of its nodes) for each box; a single cluster is divided into two boxes."""
+    """Return (cluster, names of its nodes) for each box.
+
+    A single cluster is divided into two boxes side by side, or all nodes would stand in one column
+    and lines between them would hide each other.
+    """
     boxes = []
     for cluster in site.clusters:
         boxes.append((cluster, [node.name for node in site.nodes if node.cluster == cluster]))
@@ -286,8 +292,8 @@ def load_traces(directory: Path) -> list[dict[str, Any]]:
 def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Return start and end of the last whole step in monotonic seconds.
 
-    Traces without a "step" are divided by the ends of the optimizer. The last of these may be of a step that
-    is not complete, so the step between the two before it is returned.
+    Traces without a "step" are divided by the ends of the optimizer. The last of these may be of a
+    step that is not complete, so the step between the two before it is returned.
 
     Args:
         traces: Trace of each rank; its events are (kind, start, end, ...).
@@ -314,7 +320,8 @@ def timeline_figure(
         begin, end = last_step(traces)
         rows = []
         for trace in traces:
-            # Events that overlap the step, cut off at its start and end. event: (kind, start, end, ...)
+            # Events that overlap the step, cut off at its start and end. event: (kind, start, end,
+            # ...)
             within = (event for event in trace["events"] if event[2] > begin and event[1] < end)
             spans = [
                 (kind, max(start, begin) - begin, min(stop, end) - begin)

@@ -13,11 +13,11 @@ from holmes_ext.report.trace import pictured
 
 
 def document(job: Run, summary: Summary, step: int) -> str:
-    """Return the page of a run.
+    """Return the HTML page of a training run: notes, tables, steps over time, and a timeline of one step.
 
     Args:
-        job: Telemetry of a run.
-        summary: Figures of the run.
+        job: Telemetry of the run: events of every rank, and what differed from its plan.
+        summary: Figures computed from the telemetry.
         step: Number of the step to show as a timeline.
     """
     figure = pictures.timeline_figure(
@@ -25,9 +25,9 @@ def document(job: Run, summary: Summary, step: int) -> str:
     )
     lines = [f"note: {note}" for note in job.notes]
     lines += [f"not as planned: {text}" for text in job.done.differences]
-    if summary.joined:
+    if summary.joined:  # the run trained together with other jobs (holmes join)
         lines.append(joined_line(summary.joined))
-    lines.append(verdict(summary))
+    lines.append(verdict(summary))  # the slowest rank, and the network that costs most
     table_parts = []  # HTML
     for title, columns, rows in tables(summary):
         table_parts.append(heading(title) + table([column.name for column in columns], rows))

@@ -1,29 +1,8 @@
 """Lower bound on the time of a pipeline over all orders of its passes, with split backward passes.
 
-Letters of the formulas, in seconds:
-
-    f, i, w    forward pass, gradient of the input, gradient of the weights, of a micro-batch on a stage
-    x          stage link: from sending an activation to its arrival
-    m          number of micro-batches
-    K          micro-batches whose activations fit the stage's memory, from the forward pass to the
-               gradient of the weights
-
-On stage s
-
-    down       sum of (f + x) over the stages before: the first forward pass cannot begin earlier
-    trip       f + sum of (f + i + 2 x) over the stages behind: from the start of a forward pass to the
-               arrival of that micro-batch's gradient
-    idle       max(0, trip - min(K, m) f): before its first gradient a stage can do K forward passes only
-    last i     m (f + i) + max(0, m - K) w: when the last gradient of the input is done, all but K
-               gradients of the weights are
-    rounds     trip + i + w for each K micro-batches: the forward pass K later waits for the memory
-    up         sum of (i + x) over the stages before, then one w of the first stage
-
-The time is at least each of
-
-    down + idle + m (f + i + w)
-    down + idle + last i + up
-    down + rounds + trip + i + up
+A backward pass is split into the gradient of the input, which the stage before waits for, and the
+gradient of the weights, which may come later. A stage keeps a micro-batch's activations from the
+forward pass to the gradient of the weights, so its memory limits the micro-batches under way.
 """
 
 from __future__ import annotations
@@ -34,33 +13,57 @@ from holmes_ext.plan.schedule import Times
 def least_s(times: Times) -> float:
     """Return a lower bound on the seconds from the first forward pass to the end of the last pass.
 
-    The letters and terms are those of the module docstring: f, i, w are the passes of each stage, x its link
-    to the next stage, m the micro-batches.
+    Each stage gives three bounds, which hold for every order of passes; the result is the largest
+    of all. Each begins with the way down: the first activation reaches the stage after the forward
+    passes and links of the stages before.
+
+        by_work      the stage does all of its passes, and waits idly for its first gradient in between
+        by_memory    the same up to the last gradient of the input, then that gradient goes to the first stage
+        by_rounds    with room for K micro-batches, micro-batch n + K waits for the end of micro-batch n
 
     Args:
-        times: Seconds of the passes, and most micro-batches of each stage.
+        times: Seconds of the passes and stage links, and most micro-batches that each stage can
+            hold.
     """
-    f, i, w, x = times.forward, times.inputs, times.weights, times.transfer
-    m = times.micro_batches
+    micro_batches = times.micro_batches
+    stage_count = len(times.forward)
     result = 0.0
-    down = 0.0
-    up = 0.0
+    down_s = 0.0  # forward passes and links of the stages before
+    up_s = 0.0  # gradients of the input, and links, of the stages before
     for stage, most in enumerate(times.most):
-        in_flight = min(most, m)  # K
-        behind = range(stage + 1, len(f))
-        trip = f[stage] + sum(f[later] + i[later] + 2 * x[later - 1] for later in behind)
-        idle = max(0.0, trip - in_flight * f[stage])
-        all_work = m * (f[stage] + i[stage] + w[stage])
-        tail = (
-            up + w[0]
-        )  # way of the last gradient to the first stage, and its gradient of the weights
+        forward_s = times.forward[stage]
+        input_s = times.inputs[stage]
+        weights_s = times.weights[stage]
+        in_flight = min(most, micro_batches)
+        # From the start of a forward pass until the micro-batch's gradient comes back: the stages
+        # behind do its forward pass and its gradient of the input, and both use the links.
+        trip_s = forward_s + sum(
+            times.forward[later] + times.inputs[later] + 2 * times.transfer[later - 1]
+            for later in range(stage + 1, stage_count)
+        )
+        # Before its first gradient the stage can do only the forward passes that its memory has
+        # room for.
+        idle_s = max(0.0, trip_s - in_flight * forward_s)
+        # The last gradient goes to the first stage, which then does its gradient of the weights.
+        tail_s = up_s + times.weights[0]
 
-        by_work = down + idle + all_work
-        by_memory = down + idle + m * (f[stage] + i[stage]) + (m - in_flight) * w[stage] + tail
-        rounds = (m - 1) // in_flight
-        by_rounds = down + rounds * (trip + i[stage] + w[stage]) + trip + i[stage] + tail
-        result = max(result, by_work, by_memory, by_rounds)
-        if stage < len(x):
-            down = down + f[stage] + x[stage]
-            up = up + i[stage] + x[stage]
+        all_passes_s = micro_batches * (forward_s + input_s + weights_s)
+        by_work_s = down_s + idle_s + all_passes_s
+
+        # When the last gradient of the input is done, at most `in_flight` gradients of the weights
+        # are not: the memory holds the activations of no more micro-batches.
+        inputs_s = micro_batches * (forward_s + input_s)
+        weights_before_s = (micro_batches - in_flight) * weights_s
+        by_memory_s = down_s + idle_s + inputs_s + weights_before_s + tail_s
+
+        # Each round takes a trip and both gradients. After the rounds, one last micro-batch makes
+        # its trip.
+        rounds = (micro_batches - 1) // in_flight
+        round_s = trip_s + input_s + weights_s
+        by_rounds_s = down_s + rounds * round_s + trip_s + input_s + tail_s
+
+        result = max(result, by_work_s, by_memory_s, by_rounds_s)
+        if stage < len(times.transfer):
+            down_s = down_s + forward_s + times.transfer[stage]
+            up_s = up_s + input_s + times.transfer[stage]
     return result

@@ -1,16 +1,20 @@
 """Search for a short order of the passes of a pipeline: list scheduling under local search.
 
-A backward pass is split into the gradient of the input (I) and of the weights (W), which may be delayed as
-far as the memory allows. A stage that has ended a pass chooses its next one by its rule:
+A backward pass is split into the gradient of the input (I) and the gradient of the weights (W). W
+may be delayed as far as the memory allows: a micro-batch's activations are kept from its forward
+pass (F) to its W. A stage that has ended a pass chooses its next one by its rule, the first of
+these that applies:
 
-    1. W, if more than `late` of them are undone, or the memory is full
-    2. I, unless fewer than `ahead` micro-batches are under way and a forward pass (F) is ready
-    3. F
-    4. W of the oldest micro-batch, unless a message arrives sooner than `patience` of its time
+    1. I, if its gradient has arrived, unless an F is ready and fewer than `ahead` micro-batches are
+       between F and I
+    2. W, if more than `late` of them are delayed
+    3. F, if its activation has arrived and the memory has room
+    4. W, unless a message arrives within `patience` times the duration of W (at once if the memory
+       is full)
 
-The local search changes one rule of one stage at a time, and keeps changes that shorten the step. In a local
-minimum it makes three random changes and begins again (iterated local search). The budget is a number of
-passes, not seconds, so the result is deterministic.
+The local search changes the rule of one stage at a time, and keeps changes that shorten the step.
+In a local minimum it makes three random changes and begins again (iterated local search). The
+budget is a number of passes, not seconds, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -36,11 +40,11 @@ RESTARTS = 40
 RANDOM_CHANGES = 3
 #: Number of starting points from which the search descends.
 STARTS = 3
-#: Fraction of the step that a change must save.
+#: Fraction of the step that a change must save; smaller differences are rounding errors.
 BETTER = 1e-9
 #: Fewest stages for which the order of passes matters.
 MIN_STAGES = 2
-#: A starting point delays any number of W.
+#: A starting point delays as many W as the memory allows.
 ANY_NUMBER = -1
 
 
@@ -48,11 +52,11 @@ ANY_NUMBER = -1
 class Rule:
     """Rule by which a stage chooses its next pass."""
 
-    #: Micro-batches under way before gradients take precedence over forward passes.
+    #: Micro-batches between F and I from which on I takes precedence over F.
     ahead: int
-    #: Most gradients of weights that are delayed.
+    #: Most gradients of the weights (W) that are delayed.
     late: int
-    #: Longest wait for a message instead of a gradient of the weights, relative to its time.
+    #: Longest wait for a message while a W could be done, in durations of a W.
     patience: float = 0.0
 
 
@@ -64,18 +68,22 @@ def quickest(
     micro_batches: int,
     one_order: bool,
 ) -> PassOrder | None:
-    """Return an order of passes that is faster than 1F1B with hidden stage links.
+    """Return an order of passes that is faster than 1F1B, by splitting and delaying backward passes.
+
+    1F1B is compared with a warm-up depth that hides the transfers between stages.
 
     Args:
-        loads: Seconds and memory of each stage. A memory of unknown size holds as many micro-batches as the
-            fullest stage under 1F1B.
-        transfer: Seconds of an activation over each stage link.
-        sent: The part of `transfer` in which the stage link carries nothing else.
+        loads: Seconds and memory of each stage. A memory of unknown size holds as many
+            micro-batches as the fullest stage under 1F1B.
+        transfer: Seconds of an activation from each stage to the next one.
+        sent: Seconds of these for which the bytes occupy the link; the remaining time is latency,
+            in which other messages can follow.
         micro_batches: Number of micro-batches.
-        one_order: The messages of a stage link need a common order (see solved()).
+        one_order: Sends and receives between two stages must follow one order on both (NCCL).
 
     Returns:
-        None if no faster order was found, or it is unknown which part of a backward pass can be delayed.
+        None if no faster order was found, or it is unknown which part of a backward pass can be
+        delayed.
     """
     forward, backward = passes_s(loads)
     weights = tuple(load.weights_s for load in loads)
@@ -89,10 +97,12 @@ def quickest(
     for count, limit in zip(in_flight, most):
         if limit == inf:  # memory of unknown size
             limit = largest_in_flight
+        # 1F1B's own number always counts as fitting.
         room.append(max(count, limit))
     inputs = tuple(backward_s - weights_s for backward_s, weights_s in zip(backward, weights))
     times = Times(forward, inputs, weights, transfer, micro_batches, tuple(room))
     pass_order = solved(times, in_flight, one_order)
+    # An order that saves less than WORTH_MORE of the step is not worth it.
     is_faster = max(pass_order.ends(times)) < step_1f1b_s * (1 - WORTH_MORE)
     return pass_order if is_faster else None
 
@@ -102,9 +112,10 @@ def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassO
 
     Args:
         times: Seconds of the passes, and memory of the stages.
-        ahead: Warm-up depth of each stage under 1F1B, where the search begins.
-        one_order: Sends and receives of a stage link need a common order (NCCL); such an order is found for
-            every try, and its time counts.
+        ahead: Warm-up depth of each stage under 1F1B, where the search begins: micro-batches that
+            the stage begins before its first backward pass.
+        one_order: Sends and receives between two stages must follow one order on both (NCCL). Such
+            an order is made for every try, and its time counts.
     """
     return _LocalSearch(times, ahead, one_order).best_order()
 
@@ -113,27 +124,35 @@ class _LocalSearch:
     """Iterated local search over the rules of all stages."""
 
     def __init__(self, times: Times, ahead: Sequence[int], one_order: bool):
-        """Start a search; the arguments are those of solved()."""
+        """Set the budget of the search.
+
+        Args:
+            times: Seconds of the passes, and memory of the stages.
+            ahead: Warm-up depth of each stage under 1F1B, where the search begins.
+            one_order: Sends and receives between two stages must follow one order on both (NCCL).
+        """
         self.times = times
         self.ahead = ahead
         self.one_order = one_order
         #: Micro-batches that fit the memory of each stage.
         self.room = [int(min(most, times.micro_batches)) for most in times.most]
-        passes = 3 * times.micro_batches * len(times.forward)  # F, I and W of a try
+        # Passes to schedule in a try: forward (F), gradient of the input (I) and of the weights
+        # (W).
+        passes = 3 * times.micro_batches * len(times.forward)
         if one_order:
-            passes *= ONE_ORDER_WORK
+            passes *= ONE_ORDER_WORK  # making one order takes longer than scheduling the passes
         self.max_tries = max(1, MAX_PASSES // passes)
         #: Rules tried -> seconds of their order.
         self.tried: dict[tuple[Rule, ...], float] = {}
 
     def best_order(self) -> PassOrder:
-        """Run the search until its budget is spent or the lower bound is reached."""
+        """Return the best order of passes that is found until the budget is spent or the bound is reached."""
         bound_s = least_s(self.times)
         dice = Random(0)  # always the same changes
         starts = sorted(self._starts(), key=self._seconds)
         best = min(map(self._descend, starts[:STARTS]), key=self._seconds)
         for _ in range(RESTARTS):
-            is_optimal = self._seconds(best) <= bound_s * (1 + BETTER)
+            is_optimal = self._seconds(best) <= bound_s * (1 + BETTER)  # but for rounding
             if len(self.tried) >= self.max_tries or is_optimal:
                 break
             # Leave the local minimum by random changes, and descend again.
@@ -141,11 +160,16 @@ class _LocalSearch:
             for _ in range(RANDOM_CHANGES):
                 changed = dice.choice([*_neighbours(changed, self.room)])
             best = min(best, self._descend(changed), key=self._seconds)
-        orders, _ = listed(self.times, best)
-        return self._ordered([_merged(stage, order) for stage, order in enumerate(orders)])
+        orders, _ = order_by_rules(self.times, best)  # _: its seconds
+        whole_backward = [_with_whole_backward(stage, order) for stage, order in enumerate(orders)]
+        return self._as_pass_order(whole_backward)
 
     def _starts(self) -> Iterator[list[Rule]]:
-        """Yield starting points: a rule for each stage, with several warm-up depths, and W delayed or not."""
+        """Yield starting points of the search: a rule for each stage.
+
+        They have several warm-up depths, delay several numbers of W (gradients of the weights), and
+        wait for messages or not.
+        """
         stages = len(self.ahead)
         one_more = [depth + 1 for depth in self.ahead]
         wide = [min(2 * depth, depth + stages) for depth in self.ahead]  # about twice as deep
@@ -159,17 +183,28 @@ class _LocalSearch:
                     ]
 
     def _seconds(self, rules: Sequence[Rule]) -> float:
-        """Return the seconds of the order that rules make; computed once."""
+        """Return the seconds of a step whose stages choose their passes by these rules; computed once.
+
+        Args:
+            rules: Rule of each stage.
+        """
         key = tuple(rules)
         if key not in self.tried:
-            orders, end_s = listed(self.times, rules)
+            orders, end_s = order_by_rules(self.times, rules)
             if self.one_order:
-                end_s = max(self._ordered(orders).ends(self.times))
+                end_s = max(self._as_pass_order(orders).ends(self.times))
             self.tried[key] = end_s
         return self.tried[key]
 
-    def _ordered(self, orders: Sequence[Sequence[OnePass]]) -> PassOrder:
-        """Return the PassOrder of the passes of each stage, with a common order of messages if needed."""
+    def _as_pass_order(self, orders: Sequence[Sequence[OnePass]]) -> PassOrder:
+        """Return the passes of each stage as a PassOrder.
+
+        If sends and receives need one order on both ends, the passes are changed to have such an
+        order.
+
+        Args:
+            orders: For each stage its passes in order: (letter, micro-batch).
+        """
         pass_order = PassOrder(tuple(tuple(order) for order in orders))
         return pass_order.in_one_order(self.times) if self.one_order else pass_order
 
@@ -191,7 +226,10 @@ class _LocalSearch:
 
 
 def _neighbours(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Rule]]:
-    """Yield the rules with one stage's rule changed in one of its three numbers.
+    """Yield copies of the rules in which one stage's rule has one of its three numbers changed.
+
+    The numbers: `ahead`, forward passes before gradients take precedence; `late`, most delayed
+    gradients of the weights; `patience`, longest wait for a message.
 
     Args:
         rules: Rule of each stage.
@@ -209,8 +247,11 @@ def _neighbours(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Ru
                 yield [*rules[:stage], change, *rules[stage + 1 :]]
 
 
-def _merged(stage: int, order: list[OnePass]) -> tuple[OnePass, ...]:
-    """Return an order with I and an immediate W merged into a whole backward pass (B) on the first stage.
+def _with_whole_backward(stage: int, order: list[OnePass]) -> tuple[OnePass, ...]:
+    """Return the passes of a stage; on the first stage, I and a W right after it become one B.
+
+    I and W are a micro-batch's gradient of the input and of the weights, B is the whole backward
+    pass.
 
     No stage waits for the gradient of the first stage's input, so both can be one pass there.
 
@@ -271,8 +312,14 @@ class _StageState:
     def choose(self, rule: Rule, now: float, weights_s: float) -> str:
         """Return the letter of the pass to begin now; "" to wait for a message.
 
-        F is a forward pass, I a gradient of the input, W a gradient of the weights. The order of precedence
-        is in the module docstring.
+        F is a forward pass, I a gradient of the input, W a gradient of the weights. The first that
+        applies:
+
+            I    is ready, unless F is ready and fewer than `rule.ahead` micro-batches are between F and I
+            W    more than `rule.late` are delayed
+            F    is ready, and the memory has room
+            W    nothing else is ready, and no message arrives within `rule.patience` durations of a W; or
+                 the memory is full
 
         Args:
             rule: Rule of the stage.
@@ -284,19 +331,29 @@ class _StageState:
         prefers_forward = self.forwards - self.inputs < rule.ahead and next_forward_s <= now
         if next_input_s <= now and not prefers_forward:
             return "I"
-        undone = self.inputs - self.weights  # W that could begin
-        if undone > rule.late and undone:
+        delayed = self.inputs - self.weights  # W that could begin
+        if delayed > rule.late:
             return "W"
-        if undone and next_forward_s > now:
-            # Nothing else is ready. W fills the time unless a message is worth waiting for.
+        if delayed and next_forward_s > now:
+            # Nothing else is ready. W fills the time unless a message is worth waiting for. (If the
+            # memory is full, only W makes room, so waiting for a message is of no use.)
             wait_s = min(next_forward_s, next_input_s) - now
             if wait_s >= rule.patience * weights_s or self.is_full:
                 return "W"
         return "F" if next_forward_s <= now else ""
 
 
-def listed(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePass]], float]:
-    """Return the order of passes on each stage that rules make, and the seconds that it takes."""
+def order_by_rules(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePass]], float]:
+    """Schedule the passes of all stages by the stages' rules.
+
+    Args:
+        times: Seconds of the passes and links, and memory of the stages.
+        rules: Rule of each stage.
+
+    Returns:
+        For each stage its passes in order, (letter, micro-batch); and the end of the last pass, in
+        seconds.
+    """
     micro_batches = times.micro_batches
     last = len(rules) - 1
     stages = []

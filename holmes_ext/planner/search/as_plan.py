@@ -1,8 +1,9 @@
 """Conversion between candidates of a search and plans or layouts of a job.
 
-plan_of() turns a candidate of a search into the Plan that a job loads. layout_candidate() turns the parallel
-sizes that the user gave into a candidate: unless the user says otherwise, the nodes are in the order that the
-job would choose (plan/arrange/place.py), and every stage has the same number of layers.
+plan_of() turns a candidate of a search into the Plan that a job loads. layout_candidate() turns the
+parallel sizes that the user gave into a candidate: unless the user says otherwise, the nodes are in
+the order that the job would choose (plan/arrange/place.py), and every stage has the same number of
+layers.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
         )  # the framework's own number of micro-batches in flight
     engine = result.engine
     if HIERARCHICAL in candidate.reductions:
-        # The command line will make the framework itself reduce hierarchically, so any stage may do it.
+        # The command line will make the framework itself reduce hierarchically, so any stage may do
+        # it.
         engine = replace(engine, hierarchical_zero=None)
     workload = model.workload(sizes)
     # Adds the network of each communication group to the plan.
@@ -110,7 +112,8 @@ def layout_candidate(
     if nodes:
         placement = result.network.placement(nodes, sizes)
     else:
-        # The same inputs as at the start of the job, so that its order of nodes comes out.
+        # place() chooses the order of nodes when a job starts. It does so without overlap of
+        # reductions; with the same inputs the same order comes out here.
         workload = shape.model(result.model).workload(sizes)
         rules = replace(result.rules, overlap=False)
         if flat:

@@ -70,7 +70,8 @@ def with_site(
 def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> StepTimes:
     """Return the step times of a plan and of stock with `factor` times the rates between clusters.
 
-    If the site does not describe the links between clusters (its WAN), Ethernet's rate on every node changes.
+    If the site does not describe the links between clusters (its WAN), Ethernet's rate on every
+    node changes.
     """
     site = result.network.measured
     links = result.network.links
@@ -83,8 +84,8 @@ def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> 
 def ethernet_s(result: SearchResult, candidate: Candidate) -> float:
     """Return the seconds of a step that depend on Ethernet's rate.
 
-    They are found from a step with a slower Ethernet, of LESS times the rate: t seconds of traffic at full
-    rate then take t / LESS seconds, so the step grows by t (1 / LESS - 1).
+    They are found from a step with a slower Ethernet, of LESS times the rate: t seconds of traffic
+    at full rate then take t / LESS seconds, so the step grows by t (1 / LESS - 1).
     """
     network = result.network
     site = with_fabric(network.site, ETHERNET, rate=LESS)
@@ -128,8 +129,9 @@ def with_latency(site: Site, seconds: float) -> Site:
 def what_if(result: SearchResult) -> list[SiteChange]:
     """Return the step of the best plan for each of some changes of the site.
 
-    The first shapes of the result are searched again, and the plans found are tried as they are, so a faster
-    network or GPU never makes the step longer. Changes for which no plan fits are left out.
+    The first shapes of the result are searched again, and the plans found are tried as they are, so
+    a faster network or GPU never makes the step longer. Changes for which no plan fits are left
+    out.
     """
     changes = []
     for description, changed in _changed_requests(result):
@@ -162,7 +164,8 @@ def _best_step_s(result: SearchResult, changed: SearchResult) -> float:
 def _kept_plan_s(changed: SearchResult, candidate: Candidate) -> float:
     """Return the step of an unchanged plan on a changed site; inf if it does not fit the memory.
 
-    The better of two schedules counts: the plan's warm-up depths, and new ones for the changed site.
+    The better of two schedules counts: the plan's warm-up depths, and new ones for the changed
+    site.
     """
     same_plan = changed.candidate(candidate.shape, candidate.placement, candidate.split)
     if not same_plan.fits:

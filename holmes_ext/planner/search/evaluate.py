@@ -1,7 +1,7 @@
 """Work on one item of the search: list a shape's placements, tighten a bound, simulate a placement.
 
-An item is an entry of the search tree (search.py): a shape, or a shape with a placement of its stages on
-cluster nodes. A split is the number of layers (transformer blocks) of each stage.
+An item is an entry of the search tree (search.py): a shape, or a shape with a placement of its
+stages on cluster nodes. A split is the number of layers (transformer blocks) of each stage.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from holmes_ext.planner.simulate.repeat import folded_s
 
 #: Most passes of a step that is simulated.
 MAX_PASSES = 200_000
-#: A split is improved by moving blocks if its simulated step is within this factor of the best step. At most
-#: MAX_MOVES moves are simulated, with MAX_MOVED_PASSES passes together.
+#: A split is improved by moving blocks if its simulated step is within this factor of the best
+#: step. At most MAX_MOVES moves are simulated, with MAX_MOVED_PASSES passes together.
 NEAR = 1.02
 MAX_MOVES = 30
 MAX_MOVED_PASSES = 40_000
@@ -47,11 +47,12 @@ class PlacedShape:
 
     shape: Shape
     placement: Placement
-    #: The bound of the item is the one of bound/chain.py.
-    closer: bool = False
-    #: A split that the closer bound allows, and its step time by the closed form pass by pass, in seconds.
+    #: The item has the tighter of two lower bounds (bound/chain.py).
+    is_tightened: bool = False
+    #: Then: a split of the layers that has this bound, and its step time by the closed form, in
+    #: seconds.
     split: Split = ()
-    walked_s: float = 0.0
+    predicted_s: float = 0.0
 
 
 Item = Shape | PlacedShape
@@ -71,7 +72,8 @@ class Outcome(NamedTuple):
     items: list[BoundedItem]
     #: Simulated plans.
     candidates: list[Candidate]
-    #: Lower bound on the step time of the plans that neither are in `items` nor were simulated; inf if none.
+    #: Lower bound on the step time of the plans that neither are in `items` nor were simulated; inf
+    #: if none.
     remaining_s: float
 
 
@@ -83,7 +85,11 @@ class Placements(NamedTuple):
 
 
 class Evaluator:
-    """Work on the items of one search."""
+    """Examines the items of one search: divides an item into smaller ones, or simulates its plans.
+
+    An item is a shape (parallel sizes, micro-batch, recomputation, ZeRO stage), or a shape with a
+    placement (the nodes of every stage).
+    """
 
     def __init__(self, result: SearchResult):
         self.result = result
@@ -92,8 +98,8 @@ class Evaluator:
     def process(self, item: Item, bound_s: float, best_s: float) -> Outcome:
         """Divide or simulate an item.
 
-        A shape is divided into its placements. A placement with several splits first gets a closer bound, and
-        then, as an item of its own, it is simulated.
+        A shape is divided into its placements. A placement with several splits first gets a tighter
+        bound, and then, as an item of its own, it is simulated.
 
         Args:
             item: Shape, or shape with a placement.
@@ -103,7 +109,7 @@ class Evaluator:
         if isinstance(item, Shape):
             return self._list_placements(item, bound_s, best_s)
         has_splits = item.shape.virtual == 1 and item.shape.pipeline > 1
-        if has_splits and not item.closer:
+        if has_splits and not item.is_tightened:
             return self._tighten(item, bound_s, best_s)
         return self._simulate(item, bound_s, best_s)
 
@@ -164,28 +170,36 @@ class Evaluator:
         return Outcome(items, candidates=[], remaining_s=max(ideal_s, remaining_s))
 
     def _tighten(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
-        """Return the item with a closer bound, which follows the passes from stage to stage (bound/chain.py).
+        """Return the item with a tighter lower bound, and a split of the layers that has this bound.
 
-        If the closer bound shows that no split can beat the best step, the outcome is empty.
+        If the bound shows that no split can beat the best step, the outcome is empty: nothing of
+        the item is left to examine, so `remaining_s` is inf.
 
         Args:
+            item: Shape with a placement.
             bound_s: Lower bound of the item so far, in seconds.
             best_s: Best simulated step time so far.
         """
         costs = self.result.prices(item.shape).costs(item.placement)
         chain_bound = self.lower_bound(item.shape, item.placement, costs)
-        closer_s, split = chain_bound.chained(bound_s, best_s)
+        tighter_s, split = chain_bound.chained(bound_s, best_s)
         if not split:
             return Outcome(items=[], candidates=[], remaining_s=inf)
-        walked_s = predict(costs, split).step_s
-        closer = replace(item, closer=True, split=split, walked_s=walked_s)
-        return Outcome([BoundedItem(closer_s, closer)], candidates=[], remaining_s=inf)
+        predicted_s = predict(costs, split).step_s  # decides which items are simulated first
+        tightened = replace(item, is_tightened=True, split=split, predicted_s=predicted_s)
+        return Outcome([BoundedItem(tighter_s, tightened)], candidates=[], remaining_s=inf)
 
     def _simulate(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
         """Simulate a placement with good splits of its layers.
 
-        Without a pipeline, or with chunks, a placement has a single split, so its simulation settles it.
-        Otherwise some splits are not simulated, and the item's bound remains in the optimality gap.
+        Without a pipeline, or with chunks, a placement has a single split, so its simulation
+        settles it. Otherwise some splits are not simulated, so the item's bound stays in the
+        outcome (`remaining_s`) and counts in the optimality gap.
+
+        Args:
+            item: Shape with a placement.
+            bound_s: Lower bound on the step time of its plans, in seconds.
+            best_s: Best simulated step time so far.
         """
         result = self.result
         shape = item.shape
@@ -194,11 +208,12 @@ class Evaluator:
         simulated: dict[Split, Candidate] = {}
 
         def seconds_of(split: Split) -> float:
-            """Return the simulated step of a split; inf if it does not fit the memory."""
+            """Return the simulated step of a split, and keep its plan; inf if it does not fit the memory."""
             if split not in simulated and stages.fits(split):
                 candidate = result.candidate(shape, placement, split)
                 simulated_s = folded_s(job_of(result, candidate))
                 timed = replace(candidate, simulated_s=simulated_s)
+                # with the number of micro-batches in flight that makes the plan fastest
                 simulated[split] = with_flight(result, timed)
             return simulated[split].simulated_s if split in simulated else inf
 
@@ -208,12 +223,16 @@ class Evaluator:
         if shape.virtual > 1 or shape.pipeline == 1:
             seconds_of(uniform(stages.layer_count, stages.stage_count))  # adds it to `simulated`
             return Outcome(items=[], candidates=[*simulated.values()], remaining_s=inf)
-        splits = (self.levelled_split(stages), self.good_split(stages), item.split)
+        splits = (self.balanced_split(stages), self.good_split(stages), item.split)
         first = min(filter(None, splits), key=seconds_of)  # () is no split
         if seconds_of(first) < best_s * NEAR:
 
             def moves(split: Split) -> Iterator[tuple[int, int]]:
-                """Yield some (from stage, to stage) for a block, from much to little work."""
+                """Yield some (from stage, to stage) for a block, from much to little work.
+
+                A third of all tries for one round of moves, so that the search can go several
+                rounds.
+                """
                 return islice(full_to_empty(_work_s(stages, split)), MAX_MOVES // 3)
 
             # The local search adds all splits that it tries to `simulated`.
@@ -221,29 +240,30 @@ class Evaluator:
             improved(first, seconds_of, moves, max_tries)
         return Outcome(items=[], candidates=[*simulated.values()], remaining_s=bound_s)
 
-    def levelled_split(self, stages: StageBounds) -> Split:
+    def balanced_split(self, stages: StageBounds) -> Split:
         """Return the split whose slowest stage is as fast as possible; () if none fits the memory."""
         if stages.run.virtual > 1 or stages.stage_count == 1:
             even = uniform(stages.layer_count, stages.stage_count)
             return even if stages.fits(even) else ()
-        return levelled_blocks(stages)
+        return balanced_blocks(stages)
 
     def good_split(self, stages: StageBounds) -> Split:
         """Return a split with a short step by the closed form; () if none fits the memory.
 
-        A local search moves single blocks, from the better of two levelled splits: with and without the
-        seconds for the gradients of each block.
+        A local search moves single blocks. It starts from the better of two balanced splits (all
+        stages take about equally long): of the passes alone, and of passes and gradient reduction.
         """
-        levelled = self.levelled_split(stages)
-        if not levelled or stages.run.virtual > 1 or stages.stage_count == 1:
-            return levelled
+        balanced = self.balanced_split(stages)
+        if not balanced or stages.run.virtual > 1 or stages.stage_count == 1:
+            return balanced
 
         def seconds_of(split: Split) -> float:
             return estimate(stages.costs, split).step_s if stages.fits(split) else inf
 
-        # A row has the seconds for the embedding, a block and the output layer; [1] is a block's.
-        reduction_s = [row[1] / stages.micro_batches for row in stages.costs.reduction_s]
-        start = min(levelled, levelled_blocks(stages, reduction_s), key=seconds_of)
+        # Seconds to reduce a block's gradients, once a step. Balanced is the time of one
+        # micro-batch, so each gets its share.
+        reduction_s = [block_s / stages.micro_batches for _, block_s, _ in stages.costs.reduction_s]
+        start = min(balanced, balanced_blocks(stages, reduction_s), key=seconds_of)
 
         def moves(split: Split) -> Iterator[tuple[int, int]]:
             """Yield (from stage, to stage) for a block, from much to little work."""
@@ -252,15 +272,18 @@ class Evaluator:
         return improved(start, seconds_of, moves, MAX_TRIES)
 
 
-def levelled_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
+def balanced_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
     """Return the split that makes the slowest stage as fast as possible; () if none fits the memory.
 
-    Greedy: each block goes to the stage that is fastest with it. Most blocks are handed out at once, by the
-    time that all stages would take if blocks were divisible.
+    Greedy: each block goes to the stage that is fastest with it. To save time, most blocks are
+        handed out
+    before: if blocks were divisible, all stages would take the same time (`level_s`), and each
+        stage gets the
+    whole blocks that it computes in this time.
 
     Args:
-        stages: For each stage, the seconds of a block and of the embedding or output layer (`extra_s`), and
-            the number of blocks that fit its memory.
+        stages: For each stage, the seconds of a block and of the embedding or output layer
+            (`extra_s`), and the number of blocks that fit its memory.
         more_s: For each stage, seconds of a block besides its passes.
     """
     max_layers = stages.max_layers
@@ -280,7 +303,8 @@ def levelled_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
             remaining_s = level_s * (1 - ROUNDING) - stages.extra_s[stage]
             counts[stage] = max(1, min(most, floor(remaining_s / block_s[stage])))
 
-    # Every stage got at least one block, which may be more than its share, so the sum may be too large.
+    # Every stage got at least one block, which may be more than its share, so the sum may be too
+    # large.
     while sum(counts) > layers:
         slowest = max(
             (stage for stage in range(stages.stage_count) if counts[stage] > 1),

@@ -1,7 +1,7 @@
 """Explanation of the best plan in sentences: thin stages, gains over other plans, effects of site changes.
 
-A stage is thin if it has far fewer layers than the mean. All numbers are seconds of a step, simulated if
-the plan was simulated.
+A stage is thin if it has far fewer layers than the mean. All numbers are seconds of a step,
+simulated if the plan was simulated.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _thin_reasons(
 ) -> Iterator[str]:
     """Yield the costs because of which a stage has few layers, in words.
 
-    The rows of `costs` have numbers for the embedding, a block and the output layer. A "layer" is a block.
+    The rows of `costs` have numbers for the embedding, a block and the output layer. A "layer" is a
+    block.
     """
     forward_s = costs.forward_s
     backward_s = costs.backward_s
@@ -193,9 +194,9 @@ def _slow_layer_reason(
 def explain(result: SearchResult) -> list[str]:
     """Return at most ten sentences on the best plan.
 
-    First its gain over the runner-up, the user's layout and the job without holmes, by cause. Then the
-    effect of each change of the site, the largest gain first; effects within the optimality gap are
-    summed up as "unchanged".
+    First its gain over the runner-up, the user's layout and the job without holmes, by cause. Then
+    the effect of each change of the site, the largest gain first; effects within the optimality gap
+    are summed up as "unchanged".
     """
     best = result.best
     best_causes = causes(result, best)

@@ -6,9 +6,9 @@ Fewer nodes can be faster if the traffic to a cluster takes longer than its GPUs
     fewer clusters   (8, 8, 0)    every set of clusters (of many, the sets that fast links connect)
     fewer nodes      (7, 8, 0)    the best set without a cluster, or a node of a cluster, while that is faster
 
-A set is not searched if its GPUs need longer to compute the batch than the best step so far, or if no shape's
-lower bound (bound/shape.py) is below that step. Each set gets a first look (sketch.py): a quick search
-without a proof. The result is for starting a job; a running job keeps its nodes.
+A set is not searched if its GPUs need longer to compute the batch than the best step so far, or if
+no shape's lower bound (bound/shape.py) is below that step. Each set gets a first look (sketch.py):
+a quick search without a proof. The result is for starting a job; a running job keeps its nodes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.planner.bound.nodes import alike
-from holmes_ext.planner.bound.shape import ShapeBound, rates_between
+from holmes_ext.planner.bound.best_links import rates_between
+from holmes_ext.planner.bound.nodes import first_equal_cluster
+from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search.result import EQUAL, SearchResult
 from holmes_ext.planner.search.search import proven, search
 from holmes_ext.planner.search.sketch import Progress
@@ -38,7 +39,8 @@ from holmes_ext.planner.search.subset import Counts
 FEWER_NODES_SHARE = 0.1
 #: Most clusters of which every set is examined; of more, the sets that links above a rate connect.
 MAX_ALL_SETS = 5
-#: The plan of all nodes is proven too if its step is within this factor of the best step on fewer nodes.
+#: The plan of all nodes is proven too if its step is within this factor of the best step on fewer
+#: nodes.
 NEAR = 1.2
 
 
@@ -66,8 +68,8 @@ def best_use(
         rows: Number of shapes that a table shows.
 
     Returns:
-        A result with an optimality gap; `on_all` is set if it uses fewer nodes. After Ctrl-C: the best so
-        far, with `interrupted` set.
+        A result with an optimality gap; `on_all` is set if it uses fewer nodes. After Ctrl-C: the
+        best so far, with `interrupted` set.
     """
     begin = time.monotonic()
     on_all = with_spread(
@@ -80,7 +82,8 @@ def best_use(
             return replace(on_all, interrupted=True)
         return proven(on_all, end, progress)
     if not interrupted and on_all.best.step_s < NEAR * fewer.best.step_s:
-        # The full search may still find a faster plan on all nodes. It gets half of the remaining time.
+        # The full search may still find a faster plan on all nodes. It gets half of the remaining
+        # time.
         half_end = (time.monotonic() + end) / 2
         on_all = proven(on_all, half_end, progress)
         interrupted = on_all.interrupted
@@ -132,10 +135,10 @@ class _NodeSets:
         self.spec = spec
         self.end = end
         self.rows = rows
-        #: For each cluster, the first cluster with equal nodes and networks: in a job on several clusters,
-        #: and in a job on one cluster, where the networks between clusters do not matter.
-        self.kin = alike(spec, result.model)
-        self.kin_alone = alike(spec, result.model, alone=True)
+        #: For each cluster, the first cluster with equal nodes and networks: in a job on several
+        #: clusters, and in a job on one cluster, where the networks between clusters do not matter.
+        self.kin = first_equal_cluster(spec, result.model)
+        self.kin_alone = first_equal_cluster(spec, result.model, alone=True)
         #: Sets examined, in canonical form.
         self.seen = {self._canonical(self.counts)}
         self.batch_flops = result.batch_flops
@@ -156,8 +159,9 @@ class _NodeSets:
     def cluster_sets(self) -> Iterator[Counts]:
         """Yield sets of whole clusters.
 
-        Of few clusters, they are all subsets. Of many, they are those that fast links connect: for each rate
-        of a link, the connected components of the graph of all links that are at least as fast.
+        Of few clusters, they are all subsets. Of many, they are those that fast links connect: for
+        each rate of a link, the connected components of the graph of all links that are at least as
+        fast.
         """
         indices = range(len(self.counts))
         if len(indices) <= MAX_ALL_SETS:
@@ -209,7 +213,7 @@ class _NodeSets:
             if canonical in self.seen:
                 continue
             self.seen.add(canonical)
-            result = self._first_look(counts)
+            result = self._searched_briefly(counts)
             if result is not None and result.best.step_s < best_s * (1 - EQUAL):
                 self.best = result
                 self.counts = counts
@@ -220,14 +224,22 @@ class _NodeSets:
         flops = sum(count * node_flops for count, node_flops in zip(counts, self.node_flops))
         return self.batch_flops / flops if flops else inf
 
-    def _first_look(self, counts: Counts) -> SearchResult | None:
-        """Return the first look at a set of nodes; None if no plan fits, or none can be faster."""
+    def _searched_briefly(self, counts: Counts) -> SearchResult | None:
+        """Search for the best plan on a set of nodes, without proof that no other plan is faster.
+
+        Args:
+            counts: Number of nodes of each cluster.
+
+        Returns:
+            None if no plan fits, or none can be faster than the best plan on the best set so far.
+        """
         names: set[str] = set()
         for cluster, count in zip(self.spec.clusters, counts):
             names.update(cluster.nodes[:count])
         spec = self.spec.only(names)
         request = self.best.on(Network(site_from_spec(spec), Links.of_spec(spec)))
-        best_s = self.best.best.step_s  # step of the best plan on the best set
+        best_plan = self.best.best  # on the best set so far
+        best_s = best_plan.step_s
         all_shapes = shapes(request.network, request.model, request.global_batch, request.limits)
         promising = [  # shapes whose lower bound is below the best step
             shape
@@ -238,6 +250,7 @@ class _NodeSets:
             return None
         remaining_s = max(0.0, self.end - time.monotonic())
         try:
+            # rows: number of shapes that the caller's table shows, so as many are searched at least
             result = search(request, remaining_s, rows=self.rows, only=promising, prove=False)
             return with_spread(result)
         except HolmesError:  # no plan fits the memory

@@ -1,7 +1,7 @@
 """Request and result of a search for the best plan: candidates, optimality gap, counts.
 
-The closed form is a formula for the step time of a plan: quick, but less exact than a simulated step.
-"Stock" is the same job without holmes.
+The closed form is a formula for the step time of a plan: quick, but less exact than a simulated
+step. "Stock" is the same job without holmes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from holmes_ext.planner.search.space import Limits
 EQUAL = 1e-9
 #: An optimality gap up to so many times EQUAL counts as zero.
 ROUNDING_ERRORS = 10
-#: Forward and backward pass of a matrix multiplication: floating-point operations relative to the forward.
+#: Forward and backward pass of a matrix multiplication: floating-point operations relative to the
+#: forward.
 FLOPS_FACTOR = 3
 
 
@@ -49,8 +50,8 @@ class Candidate:
     reductions: tuple[str, ...]
     #: Simulated step time in seconds; 0 if not simulated.
     simulated_s: float = 0.0
-    #: Warm-up depth of each stage: micro-batches that it begins before its first backward pass; () under the
-    #: framework's own schedule.
+    #: Warm-up depth of each stage: micro-batches that it begins before its first backward pass; ()
+    #: under the framework's own schedule.
     in_flight: tuple[int, ...] = ()
     #: All micro-batches pass a chunk before the next chunk (arXiv 2211.05953).
     breadth_first: bool = False
@@ -132,13 +133,15 @@ class SearchResult:
     engine: EngineTraits = EngineTraits()
     #: Plans found, the fastest first.
     candidates: list[Candidate] = field(default_factory=list)
-    #: Shape -> lower bound on the step time of its placements, in seconds; shapes that fit the memory only.
+    #: Shape -> lower bound on the step time of its placements, in seconds; shapes that fit the
+    #: memory only.
     ideals: dict[Shape, float] = field(default_factory=dict)
     #: None before a step was simulated.
     optimality_gap: OptimalityGap | None = None
     #: The layout that the user gave, if any.
     user_layout: Candidate | None = None
-    #: Number of shapes; of placements excluded by their bound; of shapes and placements that fit no memory.
+    #: Number of shapes; of placements excluded by their bound; of shapes and placements that fit no
+    #: memory.
     shapes: int = 0
     pruned: int = 0
     misfits: int = 0
@@ -146,7 +149,8 @@ class SearchResult:
     seconds: float = 0.0
     #: Ended by Ctrl-C.
     interrupted: bool = False
-    #: Reductions that the framework overlaps without holmes: "off", "first" (of the first stage) or "on".
+    #: Reductions that the framework overlaps without holmes: "off", "first" (of the first stage) or
+    #: "on".
     stock_overlap: str = "off"
     #: The same for this result's plans; "" for `rules.overlap`.
     overlap: str = ""
@@ -198,8 +202,14 @@ class SearchResult:
         return lru_cache(maxsize=64)(self._compute_prices)
 
     def _compute_prices(self, shape: Shape, flat: bool) -> Prices:
-        """Return the times of computation and communication for a shape; see prices()."""
-        # ZeRO stages with hierarchical reductions of the framework itself; None if each stage may choose.
+        """Return the times of computation and communication for a shape.
+
+        Args:
+            shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
+            flat: Without hierarchical all-reduce.
+        """
+        # ZeRO stages with hierarchical reductions of the framework itself; None if each stage may
+        # choose.
         hierarchical_zero = self.limits.hierarchical
         reductions = self.limits.of("reduction", self.rules.reductions)
         is_unsupported = hierarchical_zero is not None and shape.zero not in hierarchical_zero
@@ -218,7 +228,9 @@ class SearchResult:
         remember = (
             self.network.remember
         )  # (key, function) -> the function's value, computed once a key
-        # Shapes with equal keys share the costs of their layers.
+        # Shapes with equal keys share the costs of their layers: the keys have all that these
+        # depend on. A model depends on micro-batch and recomputation; its layers on a rank also on
+        # the sizes that divide a layer, and on whether one stage has all layers.
         key = (id(self.model), shape.micro_batch, shape.recompute)
         model_key = (*key, shape.micro_batches, shape.zero)
         model = remember(model_key, lambda: shape.model(self.model))
@@ -268,8 +280,8 @@ class SearchResult:
     ) -> tuple[SearchResult, Candidate]:
         """Return the request for the job without holmes ("stock"), and the job's plan for a shape.
 
-        The ranks are in the launcher's order, all traffic uses the network that all nodes share, and
-        reductions overlap as in the framework.
+        The ranks are in the launcher's order, all traffic uses the network that all nodes share,
+        and reductions overlap as in the framework.
 
         Args:
             split: Layers of each stage; () for the same number on every stage.
@@ -287,7 +299,8 @@ class SearchResult:
     def with_known(self, candidate: Candidate) -> SearchResult:
         """Return the result with a candidate from another search first, if it is faster than all.
 
-        The result is unchanged unless the candidate was simulated, fits, and its shape is in this search.
+        The result is unchanged unless the candidate was simulated, fits, and its shape is in this
+        search.
         """
         is_faster = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
         if not is_faster or candidate.shape not in self.ideals or self.optimality_gap is None:

@@ -2,20 +2,22 @@
 
     shape            parallel sizes, micro-batch, recomputation, ZeRO    bound: bound/shape.py
      `- placement        nodes of every stage                            bound: bound/least.py
-         `- placement        the same with a closer bound, and a split that the bound allows
+         `- placement        the same with a tighter bound (bound/chain.py), and a split that has this bound
              `- splits           layers of every stage, simulated
 
 Each entry of this tree is an item. It has a lower bound on the step time of all its plans.
 
 1. A first look (sketch.py) finds good plans by the closed form and simulates the fastest.
-2. The item with the least lower bound is divided or simulated next. Before all others come the "early" items:
-   shapes that differ from the best plan's in recomputation and ZeRO only, and their placements.
-3. The search ends when the least remaining bound is no better than the best simulated step: no other plan
-   can be faster. With a time limit, a WAN, or if some cluster orders were left out, the optimality gap says
-   how much faster another plan could be.
+2. The item with the least lower bound is divided or simulated next. Before all others come the
+   "early" items, which probably contain a better plan: shapes with the parallel sizes of the best
+   plan, but other recomputation or ZeRO, and their placements. Only a limited number of items is
+   processed early.
+3. The search ends when the least remaining bound is no better than the best simulated step: no
+   other plan can be faster. With a time limit, a WAN, or if some cluster orders were left out, the
+   optimality gap says how much faster another plan could be.
 
-After ALONE_S seconds the work is shared with worker processes. The main process owns all queues; a worker
-receives one item and returns its Outcome, so workers share no state.
+After ALONE_S seconds the work is shared with worker processes. The main process owns all queues; a
+worker receives one item and returns its Outcome, so workers share no state.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
+from enum import IntEnum
 from math import inf
 from multiprocessing import get_context
 from typing import NamedTuple
@@ -43,12 +46,13 @@ ALONE_S = 2.0
 MAX_PROCESSES = 2
 #: Share of the time limit that the first look may take.
 FIRST_LOOK_SHARE = 0.1
-#: With a WAN the bounds know little of the traffic between clusters, so the search would hardly ever end. It
-#: ends after PATIENCE items without a step that is shorter by the factor GAIN.
+#: With a WAN the bounds know little of the traffic between clusters, so the search would hardly
+#: ever end. It ends after PATIENCE items without a step that is shorter by the factor GAIN.
 PATIENCE = 12
 GAIN = 0.01
-#: Most placements of the early shapes that get a closer bound, and most that are simulated early.
-MAX_EARLY_CLOSER = 20
+#: Most placements of the early shapes that get a tighter bound early, and most that are simulated
+#: early.
+MAX_EARLY_TIGHTENED = 20
 MAX_EARLY_SIMULATED = 4
 #: Longest wait for a worker process, in seconds.
 MAX_WAIT_S = 60.0
@@ -75,8 +79,8 @@ def search(
         simulate: Simulate the fastest plans instead of using the closed form only.
 
     Returns:
-        The request with candidates, the fastest first. After a KeyboardInterrupt: the best so far, with
-        `interrupted` set.
+        The request with candidates, the fastest first. After a KeyboardInterrupt: the best so far,
+        with `interrupted` set.
 
     Raises:
         HolmesError: No parallel sizes are possible, or no plan fits the memory.
@@ -90,7 +94,10 @@ def search(
         if prove and simulate and not first_look.interrupted:
             first_look = proven(first_look, begin + seconds, progress)
     finally:
+        # The caller has this object, the request, even if the search ends with an error or an
+        # interrupt.
         result.seconds = time.monotonic() - begin
+    # What is returned may be a copy of the request.
     return replace(first_look, seconds=time.monotonic() - begin)
 
 
@@ -139,11 +146,19 @@ class _Entry(NamedTuple):
     item: Item
 
 
-class _EarlyEntry(NamedTuple):
-    """Entry of the early queue: shapes first, then placements, then placements with a closer bound."""
+class _Phase(IntEnum):
+    """State of an item of the early queue. Items of an earlier phase are processed first."""
 
-    phase: int  # 0: shape, 1: placement, 2: placement with a closer bound
-    order: float  # within the phase: bound, rank among its siblings, or step by the closed form
+    SHAPE = 0  # to be divided into placements
+    PLACEMENT = 1  # to get a tighter bound
+    TIGHTENED = 2  # placement with the tighter bound, to be simulated
+
+
+class _EarlyEntry(NamedTuple):
+    """Entry of the early queue; the least is processed first."""
+
+    phase: _Phase
+    order: float  # within the phase; see _push_shapes() and _record()
     number: int
     bound_s: float
     item: Item
@@ -176,8 +191,12 @@ class _BranchAndBound:
         self.number = itertools.count()
         self.queue: list[_Entry] = []
         self.early_queue: list[_EarlyEntry] = []
-        #: Items that may still be processed early, by phase.
-        self.early_left = [len(result.ideals), MAX_EARLY_CLOSER, MAX_EARLY_SIMULATED]
+        #: Number of items of each phase that may still be processed early.
+        self.early_left = {
+            _Phase.SHAPE: len(result.ideals),  # all
+            _Phase.PLACEMENT: MAX_EARLY_TIGHTENED,
+            _Phase.TIGHTENED: MAX_EARLY_SIMULATED,
+        }
         self.candidates = {candidate.key: candidate for candidate in result.candidates}
         self.pool: ProcessPoolExecutor | None = None
         #: Tasks of the worker processes.
@@ -203,14 +222,18 @@ class _BranchAndBound:
                 break
 
     def _push_shapes(self) -> None:
-        """Queue all shapes whose bound is below the best step, early if they are close to the best plan."""
+        """Queue all shapes whose lower bound is below the best step.
+
+        Those that differ from the best plan's shape only in recomputation or ZeRO stage probably
+        have a better plan, so they go to the early queue, which is processed first.
+        """
         best = self.result.best.shape
         for shape, ideal_s in self.result.ideals.items():
             if ideal_s >= self.best_s * (1 - EQUAL):
                 continue  # no plan of the shape can be faster
             same_sizes = replace(shape, recompute=best.recompute, zero=best.zero) == best
             if same_sizes and best.virtual == 1 and best.pipeline > 1:
-                self._push_early(phase=0, order=ideal_s, bound_s=ideal_s, item=shape)
+                self._push_early(_Phase.SHAPE, order=ideal_s, bound_s=ideal_s, item=shape)
             else:
                 self._push(ideal_s, shape)
 
@@ -258,7 +281,12 @@ class _BranchAndBound:
         return True
 
     def _next_task(self) -> _Task | None:
-        """Remove the item to process next from its queue; None if no item can beat the best plan."""
+        """Remove the item to process next from its queue, and return it; None if none can beat the best plan.
+
+        The early queue comes first. It has items that probably contain a better plan; of each phase
+        (shape, placement, placement with a tighter bound) only a number (`early_left`) is processed
+        early.
+        """
         while self.early_queue:
             entry = heapq.heappop(self.early_queue)
             if self.early_left[entry.phase] and entry.bound_s < self.best_s * (1 - EQUAL):
@@ -278,23 +306,27 @@ class _BranchAndBound:
     def _push(self, bound_s: float, item: Item) -> None:
         heapq.heappush(self.queue, _Entry(bound_s, next(self.number), item))
 
-    def _push_early(self, phase: int, order: float, bound_s: float, item: Item) -> None:
+    def _push_early(self, phase: _Phase, order: float, bound_s: float, item: Item) -> None:
         entry = _EarlyEntry(phase, order, next(self.number), bound_s, item)
         heapq.heappush(self.early_queue, entry)
 
     def _record(self, outcome: Outcome, early: bool) -> None:
-        """Queue the new items of an outcome, and keep its candidates and its bound.
+        """Queue the new items of an outcome, and keep its plans and its bound.
 
         Args:
-            outcome: Result of the work on one item.
-            early: The outcome is of an early item, so its placements are early too.
+            outcome: Result of the work on one item: smaller items, and simulated plans.
+            early: The item was of the early queue, so the new placements go there, too.
         """
         by_bound = sorted(outcome.items, key=lambda entry: entry.bound_s)
         for rank, (bound_s, item) in enumerate(by_bound):
             if early and isinstance(item, PlacedShape):
-                phase = 2 if item.closer else 1  # see _EarlyEntry
-                # With a closer bound: by the step of its split. Before: by rank among its siblings.
-                order = item.walked_s or rank
+                if item.is_tightened:
+                    # The placement whose split has the shortest predicted step is simulated first.
+                    phase, order = _Phase.TIGHTENED, item.predicted_s
+                else:
+                    # By rank among the placements of one shape, so the best of each shape come
+                    # first.
+                    phase, order = _Phase.PLACEMENT, float(rank)
                 self._push_early(phase, order, bound_s, item)
             else:
                 self._push(bound_s, item)
@@ -303,9 +335,9 @@ class _BranchAndBound:
             previous = self.candidates.get(candidate.key)
             if previous is None or not previous.simulated_s:
                 self.candidates[candidate.key] = candidate
-        # A closer bound of the same placement is no progress of its own.
+        # A tighter bound of the same placement is no progress of its own.
         only_tightened = any(
-            isinstance(item, PlacedShape) and item.closer for _, item in outcome.items
+            isinstance(item, PlacedShape) and item.is_tightened for _, item in outcome.items
         )
         if not only_tightened:
             self.processed += 1

@@ -1,8 +1,9 @@
 """Simulated step times of the search's candidates, and variants of their pipeline schedules.
 
-Variants are other orders of the forward and backward passes: breadth-first, or an order that is optimized for
-the plan and then written out ("listed"). Under 1F1B a plan may also start more micro-batches before the first
-backward pass than the framework does (the warm-up depth), which hides slow links between stages.
+Variants are other orders of the forward and backward passes: breadth-first, or an order that is
+optimized for the plan and then written out ("listed"). Under 1F1B a plan may also start more
+micro-batches before the first backward pass than the framework does (the warm-up depth), which
+hides slow links between stages.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def execution_of(
         overlap = result.overlap
     else:
         overlap = "on" if result.rules.overlap else "off"
-    # Hierarchical ZeRO scatters inside clusters, sums across and gathers inside: a hierarchical all-reduce,
-    # so it is simulated as one, without ZeRO.
+    # Hierarchical ZeRO scatters inside clusters, sums across and gathers inside: a hierarchical
+    # all-reduce, so it is simulated as one, without ZeRO.
     is_all_reduce = is_hierarchical and result.engine.scatters
     return Execution(
         result.engine,
@@ -86,7 +87,8 @@ def job_of(
     """Return the simulation of a candidate's step, not yet run.
 
     Args:
-        hide_stage_links: Use the plan's schedule, which hides the stage links; False for the framework's.
+        hide_stage_links: Use the plan's schedule, which hides the stage links; False for the
+            framework's.
         in_flight: Warm-up depth of each stage, to use instead of the plan's; () for the plan's.
     """
     shape = candidate.shape
@@ -184,8 +186,8 @@ def _kept_micro_batches(candidate: Candidate, stage: int) -> float:
 def with_passes(result: SearchResult) -> SearchResult:
     """Return the result with a candidate in an optimized pass order first, if it beats the best.
 
-    Only the MAX_SOLVED fastest simulated candidates are tried. The optimality gap stays that of 1F1B
-    schedules.
+    Only the MAX_SOLVED fastest simulated candidates are tried. The optimality gap stays that of
+    1F1B schedules.
     """
     simulated_plans = [
         candidate
@@ -208,8 +210,8 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
     """Return a candidate with an optimized order of passes on each stage.
 
     Returns:
-        None if no order makes the candidate faster, if the search for it would take too long, or if the
-        candidate has no pipeline, an interleaved one, or ZeRO 2 or 3.
+        None if no order makes the candidate faster, if the search for it would take too long, or if
+        the candidate has no pipeline, an interleaved one, or ZeRO 2 or 3.
     """
     shape = candidate.shape
     step_passes = passes(shape, result.model.layers)
@@ -219,7 +221,8 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
     costs = result.costs(candidate)
     loads = costs.loads(candidate.split)  # of each stage: pass times and memory
     stage_links_s = costs.stage_links_s(candidate.split)
-    # Of the seconds of a message, those in which its stage link carries nothing else.
+    # Seconds for which a message's bytes occupy the link; the others are latency. Without such a
+    # distinction the link is occupied all the time.
     occupied_links_s = costs.link_load_s or stage_links_s
     one_order = (
         not result.rules.direct
@@ -236,8 +239,8 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
 def with_breadth_first(result: SearchResult) -> SearchResult:
     """Return the result with a candidate in breadth-first order first, if it beats the best.
 
-    Breadth-first pipeline parallelism (arXiv 2211.05953) passes all micro-batches through a chunk before
-    the next one. The framework must support it.
+    Breadth-first pipeline parallelism (arXiv 2211.05953) passes all micro-batches through a chunk
+    before the next one. The framework must support it.
     """
     pipelines = [
         candidate

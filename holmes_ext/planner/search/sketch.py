@@ -1,8 +1,8 @@
 """First look of the search: rank the shapes by the closed form, and simulate the fastest.
 
-The closed form, a formula for the step time, takes microseconds for a plan; a simulation takes milliseconds
-to seconds. So the first look finds good plans soon, and their step times let branch and bound (search.py)
-exclude most of the space.
+The closed form, a formula for the step time, takes microseconds for a plan; a simulation takes
+milliseconds to seconds. So the first look finds good plans soon, and their step times let branch
+and bound (search.py) exclude most of the space.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from holmes_ext.units import format_bytes
 #: Most candidates that are simulated, and most passes of all of them together.
 MAX_SIMULATED = 30
 MAX_PASSES = 60_000
-#: With a WAN a simulated pass takes so many times as long. The hierarchical all-reduce of a chunk takes as
-#: long as so many passes.
+#: With a WAN a simulated pass takes so many times as long. The hierarchical all-reduce of a chunk
+#: takes as long as so many passes.
 WAN_PASS_FACTOR = 4
 HIERARCHICAL_PASSES = 1000
 #: A plan is not simulated if its closed form exceeds the best simulated step by this factor.
@@ -68,12 +68,16 @@ class _PlacedSplit(NamedTuple):
 
     @property
     def crossing(self) -> str:
-        """Groups that span clusters."""
+        """Groups that span clusters: "pipeline", "data" (data parallel groups) or "both"."""
         return crossing_groups(self.stages.placement)
 
 
 class Sketch:
-    """First look at the shapes of a search."""
+    """First part of a search: ranks all shapes by the closed form, and simulates the fastest plans.
+
+    A shape is parallel sizes, micro-batch, recomputation and ZeRO stage. Branch and bound
+    (search.py) goes on from here.
+    """
 
     def __init__(self, result: SearchResult, rows: int, only: Sequence[Shape] = ()):
         """Prepare the first look.
@@ -142,8 +146,8 @@ class Sketch:
     def _rank_shapes(self, end: float, progress: Progress | None) -> None:
         """Add the best plan of each shape by the closed form to the candidates, until the time is over.
 
-        With a WAN, also stop after PATIENCE shapes without a better plan. Shapes that cannot be faster than
-        the best plan are left out, once there are candidates for all rows of the table.
+        With a WAN, also stop after PATIENCE shapes without a better plan. Shapes that cannot be
+        faster than the best plan are left out, once there are candidates for all rows of the table.
 
         Args:
             end: Moment of time.monotonic() at which to stop.
@@ -171,7 +175,11 @@ class Sketch:
                 progress(number, len(result.ideals) - number, self.best_s, gap)
 
     def _by_bound(self) -> Iterator[Shape]:
-        """Return the shapes by lower bound; of many, the best of each pipeline size first."""
+        """Return the shapes by lower bound, the least first.
+
+        If there are more than MANY_SHAPES, the time may end before all are ranked. So the shape
+        with the least bound of each pipeline size comes before all others.
+        """
         ideals = self.result.ideals
         ordered = sorted(ideals, key=ideals.__getitem__)
         best_of_depth: dict[int, Shape] = {}  # pipeline size -> shape with the least bound
@@ -184,15 +192,15 @@ class Sketch:
     def _add_candidates(self, shape: Shape) -> None:
         """Add the shape's best placement by the closed form to the candidates.
 
-        With a WAN the closed form is less exact about the traffic between clusters. Then more placements are
-        added, if they are good: the best one in which pipelines cross clusters, the best one in which data
-        parallel groups do, and the best one in which both do.
+        With a WAN the closed form is less exact about the traffic between clusters. Then more
+        placements are added, if they are good: the best one in which pipelines cross clusters, the
+        best one in which data parallel groups do, and the best one in which both do.
         """
         result = self.result
         placed: list[_PlacedSplit] = []
         for placement in self.evaluator.placements(shape).listed:
             stages = self.evaluator.stage_bounds(shape, placement)
-            split = self.evaluator.levelled_split(stages)
+            split = self.evaluator.balanced_split(stages)
             if split:
                 step_s = estimate(stages.costs, split).step_s
                 placed.append(_PlacedSplit(step_s, len(placed), split, stages))
@@ -220,14 +228,17 @@ class Sketch:
     def _count_misfit(self, shape: Shape) -> None:
         """Count a shape or placement that fits no memory, and remember the shape nearest to fitting.
 
-        That shape is named in the error message if no plan fits. Nearest is the one that needs the fewest
-        bytes on its first stage, which holds the most micro-batches.
+        That shape is named in the error message if no plan fits. Nearest is the one that needs the
+        fewest bytes on its first stage, which holds the most micro-batches.
         """
         self.result.misfits += 1
         job = self.result.prices(shape).job
         # Micro-batches whose activations stage 0 holds at the same time.
         kept = in_flight(0, shape.pipeline, shape.virtual, shape.micro_batches)
-        # state: weights, gradients and optimizer; kept_bytes: activations of a micro-batch
+        # The first stage has the embedding. The output layer counts in its place if it is larger:
+        # it is what the last stage needs besides its blocks. Only blocks have activations of
+        # several micro-batches. state: weights, gradients and optimizer; kept_bytes: activations of
+        # a micro-batch
         embedding, block, output = job.layers
         embedding_state, block_state, output_state = job.state_bytes
         embedding_bytes = embedding_state + embedding.kept_bytes
@@ -253,8 +264,8 @@ class Sketch:
     def _misfit_message(self) -> str:
         """Return the error message for a job that does not fit the memory.
 
-        It names the shape that comes nearest to fitting, the stage of it that lacks most memory, and the
-        largest term of that stage's memory.
+        It names the shape that comes nearest to fitting, the stage of it that lacks most memory,
+        and the largest term of that stage's memory.
         """
         result = self.result
         if self.nearest is None:
@@ -286,13 +297,14 @@ class Sketch:
 def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int = 1) -> SearchResult:
     """Simulate the fastest candidates, and return the result with these first.
 
-    The budget of all simulations together is MAX_PASSES passes. The optimality gap is computed from the lower
-    bounds of the shapes.
+    The budget of all simulations together is MAX_PASSES passes. The optimality gap is computed from
+    the lower bounds of the shapes.
 
     Args:
         result: Candidates ranked by the closed form.
         count: Most candidates to simulate.
-        rows: Number of candidates to simulate even if they are slower than the best, up to the factor FAR.
+        rows: Number of candidates to simulate even if they are slower than the best, up to the
+            factor FAR.
     """
     passes_left = MAX_PASSES
     best_s = inf
@@ -300,8 +312,8 @@ def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int =
     simulated: list[Candidate] = []
     others: list[Candidate] = []
     for number, candidate in enumerate(result.candidates):
-        # The closed form seldom exceeds the simulated step, so a candidate above the limit is not faster. Nor
-        # are the following ones.
+        # The closed form seldom exceeds the simulated step, so a candidate above the limit is not
+        # faster. Nor are the following ones.
         limit_s = best_s if len(simulated) >= rows else FAR * best_s
         if len(simulated) == count or candidate.formula_s >= limit_s:
             others += result.candidates[number:]

@@ -11,8 +11,8 @@ A shape must divide its job: in each row, the left number must be a multiple of 
     experts               expert
     data x context        expert
 
-Groups of ranks fill nodes evenly. ZeRO 2 and 3 need a single pipeline stage (DeepSpeed's rule). The user can
-limit the values of each size (--limit).
+Groups of ranks fill nodes evenly. ZeRO 2 and 3 need a single pipeline stage (DeepSpeed's rule). The
+user can limit the values of each size (--limit).
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Limits:
     allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     #: Memory of a GPU; 0 for the memory that the GPUs have.
     memory_bytes: float = 0.0
-    #: ZeRO stages under which the framework itself reduces hierarchically, on all stages or none; None if
-    #: each stage may choose.
+    #: ZeRO stages under which the framework itself reduces hierarchically, on all stages or none;
+    #: None if each stage may choose.
     hierarchical: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ def parse_limits(texts: list[str]) -> Limits:
 
 
 def _value_of(text: str) -> int | str:
-    """Return a limit's value as a number if it is a short one, else as text."""
+    """Return a limit's value as a number if it has fewer than MAX_DIGITS digits, else as text."""
     return int(text) if text.isdecimal() and len(text) < MAX_DIGITS else text
 
 
@@ -214,8 +214,8 @@ def _inner_shapes(
         sequences: Sequences of a step on each data parallel rank.
         sizes: (pipeline, tensor, context)
         data: Data parallel size.
-        clusters: Number of clusters if they are equal, else 1. ZeRO 3 may keep a replica of the model in
-            each of them.
+        clusters: Number of clusters if they are equal, else 1. ZeRO 3 may keep a replica of the
+            model in each of them.
     """
     pipeline, _, context = sizes
     experts = model.experts or 1

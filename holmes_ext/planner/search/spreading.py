@@ -1,7 +1,8 @@
 """Spreads the nodes of clusters over the stages of a pipeline so that less traffic crosses a WAN.
 
-The search itself keeps clusters whole. Here the nodes of its fastest plans are moved between stages by local
-search (plan/arrange/spread.py), so that the busiest link between clusters carries its traffic sooner.
+The search itself keeps clusters whole. Here the nodes of its fastest plans are moved between stages
+by local search (plan/arrange/spread.py), so that the busiest link between clusters carries its
+traffic sooner.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.planner.bound.shape import ShapeBound, rates_between
+from holmes_ext.planner.bound.best_links import rates_between
+from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import timed
 
@@ -41,9 +43,9 @@ class ClusterPair(NamedTuple):
 def with_spread(result: SearchResult) -> SearchResult:
     """Return the result with spread variants of its fastest plans, where these are faster.
 
-    In a spread variant of a plan, a stage may have nodes of several clusters. Variants are simulated if they
-    beat the best plan by the closed form. The optimality gap stays that of whole clusters. Without a WAN the
-    result does not change.
+    In a spread variant of a plan, a stage may have nodes of several clusters. Variants are
+    simulated if they beat the best plan by the closed form. The optimality gap stays that of whole
+    clusters. Without a WAN the result does not change.
     """
     has_clusters = len(result.network.node_types) > 1
     if not result.network.wan or not has_clusters or result.optimality_gap is None:
@@ -80,16 +82,20 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
     """Return a candidate with its nodes spread over the stages so that less traffic crosses clusters.
 
     Returns:
-        None if stages do not hold whole nodes, no arrangement has less traffic, or the memory is too small.
+        None if stages do not hold whole nodes, no arrangement has less traffic, or the memory is
+        too small.
     """
     network = result.network
     shape = candidate.shape
     job = result.prices(shape).job
     processes = network.processes
     stage_ranks = network.world // shape.pipeline
-    # tied: number of neighbouring stages that share nodes
-    has_whole_nodes = stage_ranks % processes == 0 and candidate.placement.stages_per_component <= 1
-    if not has_whole_nodes or processes % (shape.tensor * shape.context):
+    # Number of neighbouring stages that share nodes.
+    stages_per_component = candidate.placement.stages_per_component
+    has_whole_nodes = stage_ranks % processes == 0 and stages_per_component <= 1
+    # Tensor and context parallel groups must lie inside nodes, or their traffic would cross, too.
+    has_groups_inside = processes % (shape.tensor * shape.context) == 0
+    if not has_whole_nodes or not has_groups_inside:
         return None
     # Traffic of a step: what a node sends to the next stage, and what a stage's ranks reduce.
     sent_bytes = shape.micro_batches * job.block.activation_bytes * processes / shape.tensor
@@ -171,7 +177,8 @@ def _crossing_messages(sender: tuple[int, ...], receiver: tuple[int, ...]) -> li
     Returns:
         (source, target) cluster of each message.
     """
-    # Nodes of the same cluster are matched; only the surplus nodes of each cluster send to another one.
+    # Nodes of the same cluster are matched; only the surplus nodes of each cluster send to another
+    # one.
     sends = Counter(sender)
     receives = Counter(receiver)
     sources = (sends - receives).elements()
@@ -187,8 +194,9 @@ def _cluster_of_nodes(counts: Iterable[tuple[int, int]]) -> list[int]:
 def laid(stages: Stages, sizes: Sizes, processes: int) -> Placement:
     """Return the placement in which most nodes send to a node of the same cluster.
 
-    A node sends to the node at the same position of the next stage. So the clusters of each stage are ordered
-    such that at as many positions as possible, the previous stage has a node of the same cluster.
+    A node sends to the node at the same position of the next stage. So the clusters of each stage
+    are ordered such that at as many positions as possible, the previous stage has a node of the
+    same cluster.
 
     Args:
         stages: For each stage, the cluster of every node.

@@ -63,8 +63,8 @@ def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
 def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
     """Return the request for the job without holmes, and the job's plan with the candidate's parallel sizes.
 
-    If the candidate is a layout that the user gave, the plan keeps its layers of the stages; otherwise they
-    are even. The plan is simulated if the candidate is.
+    If the candidate is a layout that the user gave, the plan keeps its layers of the stages;
+    otherwise they are even. The plan is simulated if the candidate is.
     """
     is_user_layout = bool(candidate.placement.names)  # only a given layout names its nodes
     split = candidate.split if is_user_layout else ()
@@ -77,7 +77,8 @@ def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult
 def best_stock(result: SearchResult) -> Candidate | None:
     """Return the fastest plan without holmes, over all shapes that the search examined; None if none fits.
 
-    If the best plan with holmes is simulated, the plans that are fastest by the closed form are simulated.
+    If the best plan with holmes is simulated, the plans that are fastest by the closed form are
+    simulated.
     """
     user_layout = result.user_layout
     examined = list(result.candidates)
@@ -93,7 +94,8 @@ def best_stock(result: SearchResult) -> Candidate | None:
     if not result.best.simulated_s:
         return next(iter(ranked), None)
     chosen: dict[Candidate, None] = {}  # to simulate; an ordered set
-    # The closed form underestimates interleaved schedules, so each schedule has its own fastest plans.
+    # The closed form underestimates interleaved schedules, so each schedule has its own fastest
+    # plans.
     for interleaved in (False, True):
         same_schedule = [plan for plan in ranked if (plan.shape.virtual > 1) == interleaved]
         chosen |= dict.fromkeys(same_schedule[:MAX_STOCKS])

@@ -8,13 +8,13 @@ The method is branch and bound:
     families    (8, ?, ?)  (7, ?, ?)  ...             floor: a lower bound on the price of all subsets in
                                                       the family, "?" being any number of nodes
 
-1. Likely subsets are priced first: clusters filled one after the other in every order, whole stages, equal
-   parts; then neighbours of the best subset, and all subsets of two clusters.
-2. Then the family with the least floor is divided by the number of nodes of its next open cluster. A family
-   whose floor is no better than the best price is left out: bound/nodes.py replaces its open clusters by
-   ideal ones, and better hardware never makes a step longer.
-3. If no family is left, the best subset found is the best of all; if the time is over first, it is so within
-   a known fraction.
+1. Likely subsets are priced first: clusters filled one after the other in every order, whole stages,
+   equal parts; then neighbours of the best subset, and all subsets of two clusters.
+2. Then the family with the least floor is divided by the number of nodes of its next open cluster. A
+   family whose floor is no better than the best price is left out: bound/nodes.py replaces its open
+   clusters by ideal ones, and better hardware never makes a step longer.
+3. If no family is left, the best subset found is the best of all; if the time is over first, it is so
+   within a known fraction.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from holmes_ext.planner.bound.nodes import Family
 Counts = tuple[int, ...]
 #: Most clusters that are filled in every order; of more, each pair of clusters comes first once.
 MAX_ALL_ORDERS = 5
-#: Shares of the remaining time for likely subsets (and again for their neighbours), and for subsets of two
-#: clusters.
+#: Shares of the remaining time for likely subsets (and again for their neighbours), and for subsets
+#: of two clusters.
 LIKELY_SHARE = 0.5
 TWO_CLUSTERS_SHARE = 0.2
 #: Steps that differ by less than this fraction are equal.
@@ -49,7 +49,7 @@ TWO_CLUSTERS = 2
 
 @dataclass(frozen=True)
 class Priced:
-    """Price of a subset of the nodes."""
+    """Step time of the best plan on a subset of the nodes (the subset's price)."""
 
     #: Step time of the best plan found, in seconds.
     step_s: float
@@ -89,21 +89,28 @@ def best_subset(
     floor: Callable[[Family], float],
     *,
     unit: int = 1,
-    alike: Sequence[int] = (),
+    first_equal: Sequence[int] = (),
     order: Sequence[int] = (),
     end: float = inf,
 ) -> Subsets:
     """Search for the `count` nodes that train fastest.
 
+    Branch and bound: a family is all subsets with given numbers of nodes of some clusters (the
+    fixed ones); the other clusters are open. Families are divided by fixing a cluster, and those
+    with a lower bound above the best step are left out.
+
     Args:
         idle: Idle nodes of each cluster.
         count: Number of nodes.
-        price: Returns the price of a subset, or raises HolmesError if no plan fits there.
+        price: Returns the step time of the best plan on a subset, or raises HolmesError if no plan
+            fits.
         floor: Returns a lower bound on the step time of all subsets in a family, in seconds.
-        unit: Number of nodes that a stage fills.
-        alike: For each cluster, the first cluster that is interchangeable with it (default: itself).
-        order: Clusters in the order in which families fix them (default: as they are). Equal and slow
-            clusters should come last.
+        unit: Number of nodes that a pipeline stage fills. Good subsets have multiples of it in each
+            cluster.
+        first_equal: For each cluster, the first cluster that is interchangeable with it (default:
+            itself).
+        order: Clusters in the order in which families fix them (default: as they are). Equal and
+            slow clusters should come last.
         end: Moment of time.monotonic() at which to stop with the best so far.
 
     Raises:
@@ -121,7 +128,7 @@ def best_subset(
         count,
         price,
         floor,
-        alike=alike or clusters,
+        first_equal=first_equal or clusters,
         order=order or clusters,
         end=end,
     )
@@ -158,10 +165,16 @@ class _SubsetSearch:
         count: int,
         price: Callable[[Counts], Priced],
         floor: Callable[[Family], float],
-        alike: Sequence[int],
+        first_equal: Sequence[int],
         order: Sequence[int],
         end: float,
     ):
+        """Begin with the family of all subsets; the arguments are those of best_subset().
+
+        Args:
+            price: Returns the step time of the best plan on a subset; HolmesError if none fits.
+            floor: Returns a lower bound on the step time of all subsets of a family.
+        """
         self.idle = idle
         self.count = count
         self.price = price
@@ -170,8 +183,8 @@ class _SubsetSearch:
         self.end = end
         #: Groups of interchangeable clusters, those with most idle nodes first.
         self.groups = []
-        for representative in dict.fromkeys(alike):
-            group = [index for index, kin in enumerate(alike) if kin == representative]
+        for representative in dict.fromkeys(first_equal):
+            group = [index for index, first in enumerate(first_equal) if first == representative]
             self.groups.append(sorted(group, key=lambda index: -idle[index]))
         #: Subsets that were priced, whether or not a plan fits.
         self.seen: set[Counts] = set()
@@ -184,6 +197,7 @@ class _SubsetSearch:
         #: Floors of families with a single fixed cluster.
         self.floors: dict[Family, float] = {}
         all_open: Family = (None,) * len(idle)  # the family of all subsets
+        # Of equal bounds the newest family is divided first (depth first), so numbers fall.
         self.number = count_from(0, -1)
         #: Heap of the families that are neither divided nor excluded: the least floor is the first.
         self.families = [_OpenFamily(floor(all_open), next(self.number), all_open)]
@@ -245,15 +259,16 @@ class _SubsetSearch:
     def _floor_s(self, family: Family) -> float:
         """Return a lower bound on the step time of a family, in seconds.
 
-        The floor of a larger family that contains this one is valid too. Families that fix a single cluster
-        are few, so their floors are computed once and kept. This family's own floor is computed only if those
-        do not exclude it.
+        The floor of a larger family that contains this one is valid too. Families that fix a single
+        cluster are few, so their floors are computed once and kept. This family's own floor is
+        computed only if those do not exclude it.
 
         Args:
             family: Number of nodes of each cluster; None for an open cluster.
         """
         fixed = [index for index, nodes in enumerate(family) if nodes is not None]
         floor_s = 0.0
+        # With two clusters, fixing one leaves a single subset, which is priced instead.
         if len(family) > TWO_CLUSTERS:
             for index in fixed:
                 single: list[int | None] = [None] * len(family)  # only cluster `index` is fixed
@@ -264,7 +279,8 @@ class _SubsetSearch:
                 floor_s = max(floor_s, self.floors[larger])
                 if floor_s >= self.best_s:
                     return floor_s
-        # A single subset (no open cluster) has no floor of its own: it is priced instead.
+        # A family with one fixed cluster has its own bound above. A single subset (no open cluster)
+        # needs none: it is priced instead.
         if None in family and len(fixed) > 1:
             return max(floor_s, self.floor(family))
         return floor_s
@@ -272,7 +288,8 @@ class _SubsetSearch:
     def _divide(self, family: Family) -> Iterator[Family]:
         """Divide a family by the number of nodes of its first open cluster, most nodes first.
 
-        Of interchangeable clusters, an earlier one never has fewer nodes, so equal subsets appear once.
+        Of interchangeable clusters, an earlier one never has fewer nodes, so equal subsets appear
+        once.
 
         Args:
             family: Number of nodes of each cluster; None for an open cluster.
@@ -297,7 +314,10 @@ class _SubsetSearch:
         return fixed == sorted(fixed, reverse=True)
 
     def _price(self, counts: Counts) -> None:
-        """Price a subset, unless an equal one was priced before."""
+        """Compute the step time of the best plan on a subset, and add it to `found`, whose least is `best_s`.
+
+        A subset that equals an earlier one (up to interchangeable clusters) is skipped.
+        """
         counts = self._canonical(counts)
         if counts in self.seen:
             return
@@ -310,7 +330,11 @@ class _SubsetSearch:
         heapq.heappush(self.found, _Found(priced.step_s, counts, priced))
 
     def _canonical(self, counts: Counts) -> Counts:
-        """Return an equal subset in which the interchangeable clusters with most idle nodes have most."""
+        """Return an equal subset that stands for all that differ only in interchangeable clusters.
+
+        Among interchangeable clusters, the one with most idle nodes gets the largest number of
+        nodes of the subset, and so on.
+        """
         result = list(counts)
         for group in self.groups:
             descending = sorted((counts[index] for index in group), reverse=True)
@@ -322,11 +346,13 @@ class _SubsetSearch:
         """Improve the best subset by moving nodes between two clusters, as long as that helps.
 
         Args:
-            unit: Nodes of a stage; so many nodes and single nodes are moved.
+            unit: Nodes of a stage. A move takes this number of nodes, or a single one.
             end: Moment of time.monotonic() at which to stop.
         """
         while not self.is_over(end) and self.found:
-            before_s, best, _ = self.found[0]  # the fastest subset
+            fastest = self.found[0]
+            before_s = fastest.step_s
+            best = fastest.counts  # nodes of each cluster
             for source, target in permutations(range(len(best)), 2):
                 for nodes in dict.fromkeys((unit, 1)):  # once, if they are equal
                     is_possible = (
@@ -336,7 +362,7 @@ class _SubsetSearch:
                         moved = list(best)
                         moved[source] -= nodes
                         moved[target] += nodes
-                        self._price(tuple(moved))
+                        self._price(tuple(moved))  # may lower best_s
             if self.best_s >= before_s:
                 return
 
@@ -367,7 +393,8 @@ def _likely_subsets(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
         unit: Nodes of a stage.
     """
     clusters = range(len(idle))
-    # Clusters filled one after the other, in every order; of many clusters, every choice of the first two.
+    # Clusters filled one after the other, in every order; of many clusters, every choice of the
+    # first two.
     ordered = len(idle) if len(idle) <= MAX_ALL_ORDERS else TWO_CLUSTERS
     for order in permutations(clusters, ordered):
         others = sorted(set(clusters) - set(order), key=lambda index: -idle[index])
@@ -389,8 +416,8 @@ def _fill_clusters(idle: Counts, count: int, order: Sequence[int], multiple: int
     Args:
         idle: Idle nodes of each cluster.
         order: Indices of the clusters.
-        multiple: Each cluster gets a multiple of so many nodes; the remaining nodes are then taken from the
-            first clusters that have idle nodes left.
+        multiple: Each cluster gets a multiple of so many nodes; the remaining nodes are then taken
+            from the first clusters that have idle nodes left.
     """
     counts = [0] * len(idle)
     remaining = count

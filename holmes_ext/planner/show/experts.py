@@ -1,7 +1,7 @@
 """Command `holmes plan --experts FILE`: place the experts of a mixture-of-experts model on ranks.
 
-FILE has the traffic: for each layer, how many tokens go to each expert, and from where. The placement found
-sends few tokens across clusters and nodes, and keeps the load of the clusters even.
+FILE has the traffic: for each layer, how many tokens go to each expert, and from where. The
+placement found sends few tokens across clusters and nodes, and keeps the load of the clusters even.
 """
 
 from __future__ import annotations
@@ -99,13 +99,14 @@ def _solve_layers(args: argparse.Namespace, places: Places) -> dict[int, Answer]
     The number ALL_LAYERS stands for all layers together, if the file does not tell them apart.
 
     Raises:
-        HolmesError: The traffic does not fit the ranks, such as too few ranks for the experts; the message
-            names the layer.
+        HolmesError: The traffic does not fit the ranks, such as too few ranks for the experts; the
+            message names the layer.
     """
     answers = {}
     for number, counts in load_traffic(args.experts).items():
         try:
-            # Limits: a cluster's tokens relative to the mean, seconds to solve, experts that a rank holds.
+            # Limits: a cluster's tokens relative to the mean, seconds to solve, experts that a rank
+            # holds.
             answers[number] = solve(
                 counts, places, args.experts_balance, args.experts_seconds, args.experts_per_rank
             )
@@ -118,8 +119,8 @@ def _solve_layers(args: argparse.Namespace, places: Places) -> dict[int, Answer]
 def _table_rows(number: int, answer: Answer) -> list[tuple[str, ...]]:
     """Return a row for each placement of a layer's experts, in the order of COLUMNS.
 
-    Only the first row has the layer's number, and only the best placement has a proven distance from the
-    optimum.
+    Only the first row has the layer's number, and only the best placement has a proven distance
+    from the optimum.
     """
     rows: list[tuple[str, ...]] = []
     for placed in answer.placements:

@@ -1,7 +1,8 @@
 """Command `holmes plan --explain`: layers, times and memory of each stage, for every partition method.
 
-A partition method (plan/partition.py) splits the layers into pipeline stages. All partitions use the same
-order of nodes. Times are predictions by the closed form (plan/cost/stages.py), in seconds of one step.
+A partition method (plan/partition.py) splits the layers into pipeline stages. All partitions use
+the same order of nodes. Times are predictions by the closed form (plan/cost/stages.py), in seconds
+of one step.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def outcomes(costs: StageCosts, alpha: float) -> dict[str, Estimate]:
     """Return the predicted step of every partition method (plan/partition.py): name -> Estimate.
 
     Args:
-        alpha: Parameter of the partition methods (--alpha).
+        costs: Times and memory of the stages.
+        alpha: Factor on each stage's share of the layers in the method "speed" (--alpha). The share
+            is in proportion to the stage's compute speed.
     """
     return {method: predict(costs, partition(method, costs, alpha)) for method in METHODS}
 

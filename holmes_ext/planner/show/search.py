@@ -58,7 +58,8 @@ INTERRUPTED_STATUS = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the search, and those of extensions that forecast beside it."""
-    # `add` is add_argument() of the search's group; extensions add their own options to the same group.
+    # `add` is add_argument() of the search's group; extensions add their own options to the same
+    # group.
     title = "search (when no sizes are given, and --model or a command line says what to train)"
     add = parser.add_argument_group(title).add_argument
     add(
@@ -110,9 +111,12 @@ def wanted_companions(args: argparse.Namespace) -> list[Contribution]:
 def wanted(args: argparse.Namespace) -> bool:
     """Return whether the arguments ask for a search.
 
-    They do if they name a model, a command or a global batch, and no parallel sizes. They do too if they
-    contain --search, --limit or an option of an extension's forecast. --picture never searches; --explain
-    without a model or an option of the search explains given sizes instead.
+    The first rule that applies decides:
+
+        --picture                                      no
+        --explain without a model or a search option   no: it explains the given sizes
+        --search, --limit, or an extension's option    yes
+        a model, a command or a global batch           yes, unless parallel sizes are given
     """
     has_search_option = (
         args.global_batch is not None
@@ -228,8 +232,8 @@ def leave_out(
         job: What to train.
 
     Returns:
-        Lines to print, with flags if the job's command line has sizes for all nodes; and a dictionary for
-        --json.
+        Lines to print, with flags if the job's command line has sizes for all nodes; and a
+        dictionary for --json.
     """
     nodes = [node.name for node in fewer.network.site.nodes]
     left_out = grouped(  # cluster -> names of its nodes
@@ -273,7 +277,8 @@ def asked_for(
     """
     rules = rules_of(job.engine, job.options, job.is_gloo, overlap=job.overlap)
     if job.engine.hierarchical_zero is not None:
-        # The framework has hierarchical reductions of its own, so its flags can name any kind of reduction.
+        # The framework has hierarchical reductions of its own, so its flags can name any kind of
+        # reduction.
         rules = replace(rules, reductions=REDUCTIONS)
     request = SearchResult(
         network,
@@ -345,9 +350,9 @@ def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Tr
     """Simulate the user's layout, to compare it with the plans of a search.
 
     Returns:
-        The result with the layout (as user_layout, and as a candidate if it is the fastest), and the job.
-        If the layout is impossible: the result as it is, and the job with a line on the reason. Without
-        given sizes: both as they are.
+        The result with the layout (as user_layout, and as a candidate if it is the fastest), and
+        the job. If the layout is impossible: the result as it is, and the job with a line on the
+        reason. Without given sizes: both as they are.
     """
     if job.sizes is None:
         return search_result, job
@@ -391,7 +396,8 @@ def _candidate_of_layout(
     command = job.command_line
     options = job.options
     is_partitioned = bool(options.plan) or options.partition != "uniform"
-    # refusals() yields the reasons why Megatron cannot run the command line; the first ends the planning.
+    # refusals() yields the reasons why Megatron cannot run the command line; the first ends the
+    # planning.
     for refusal in refusals(command, sizes, result.network.world, is_partitioned):
         raise HolmesError(refusal)
     shape = shape_of(result.model, sizes, *job.zero_and_chunks)
@@ -400,7 +406,8 @@ def _candidate_of_layout(
     if plan is not None:
         layers = plan.stage_layers or layers
         nodes = plan.nodes
-    # The framework's own hierarchical reduction is off unless its flags ask for several optimizer instances.
+    # The framework's own hierarchical reduction is off unless its flags ask for several optimizer
+    # instances.
     is_flat = job.engine.hierarchical_zero is not None and command.instances <= 1
     return layout_candidate(result, sizes, shape, split=layers, nodes=nodes, flat=is_flat)
 
@@ -419,6 +426,8 @@ def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
         return given
     if model.global_batch:
         return model.global_batch
+    # `command_line` is what the script's command line states. If it names the model, job.known_model has
+    # the micro-batches of the command line.
     if job.command_line.model is not None and job.sizes is not None:
         sizes = job.sizes.complete(site.world_size, site.processes)
         return model.micro_batches * model.micro_batch * sizes.data
@@ -457,7 +466,8 @@ class _Bar(Progress):
             done: Items of the search that were examined.
             left: Items that are left.
             best: Best step so far, in seconds; inf before the first.
-            gap: Largest fraction of that step that another plan could save; 1 before a step was simulated.
+            gap: Largest fraction of that step that another plan could save; 1 before a step was
+                simulated.
         """
         text = "searching" if best == inf else f"best so far {best:.4g} s"
         text += f", simulated; at most {gap:.1%} can be saved" if gap < 1 else ""

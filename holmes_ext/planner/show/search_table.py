@@ -77,7 +77,7 @@ def distinct(result: SearchResult) -> list[Candidate]:
 
 
 def ranked(result: SearchResult, count: int) -> list[RankedPlan]:
-    """Return the rows of the table: the user's layout, the best on all nodes, and the `count` best plans."""
+    """Return the user's layout, the best plan on all nodes (if the best use fewer), and the `count` best."""
     rows = []
     if result.user_layout:
         rows.append(RankedPlan("yours", result.user_layout, result))

@@ -29,8 +29,8 @@ from holmes_ext.plan.cost.stages import compressed_share
 from holmes_ext.plan.shape import Shape, shape_of
 from holmes_ext.planner.bound.nodes import (
     Family,
-    alike,
     fastest_first,
+    first_equal_cluster,
     ideal,
     ideal_gpus,
     is_flat,
@@ -183,17 +183,18 @@ class AvailableNodes:
         return min(result.ideals.values())
 
     def best(self, end: float) -> Subsets:
-        """Search for the best subset until the moment `end` of time.monotonic()."""
+        """Search for the subset that trains fastest, until the moment `end` of time.monotonic()."""
         model = self.job.known_model
-        interchangeable = alike(self.spec, model)  # for each cluster, the first one that equals it
+        first_equal = first_equal_cluster(self.spec, model)  # of each cluster
         return best_subset(
             idle=tuple(len(cluster.nodes) for cluster in self.spec.clusters),
             count=self.count,
             price=self.price,
             floor=self.floor,
-            unit=self.count // self.shapes[0].pipeline,  # nodes of a stage
-            alike=interchangeable,
-            order=fastest_first(self.spec, model, interchangeable),
+            unit=self.count
+            // self.shapes[0].pipeline,  # nodes of a stage; the first shape is the best
+            first_equal=first_equal,
+            order=fastest_first(self.spec, model, first_equal),
             end=end,
         )
 
@@ -285,18 +286,18 @@ def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) ->
     shapes: tuple[Shape, ...] = ()  # all
     if job.sizes is not None:
         sizes = job.sizes.complete(ideal_site.world_size, ideal_site.processes)
-        shapes = (shape_of(model, sizes, *job.zero_and_chunks),)
+        shapes = (shape_of(model, sizes, *job.zero_and_chunks),)  # () if the command has no model
     ideal_result = in_closed_form(
         Network(ideal_site),
         replace(job, model=ideal_model),
         batch,
         limits,
         shapes,
-        seconds=SIZES_SHARE * args.seconds,
+        seconds=SIZES_SHARE * args.seconds,  # share of the time limit for the choice of sizes
     )
     shapes = shapes or _shapes_of_depths(ideal_result)
     available = AvailableNodes(spec, job, batch, limits, shapes=shapes, count=args.nodes)
-    # No subset is faster than ideal nodes, and none computes faster than the fastest GPUs.
+    # No subset is faster than ideal nodes, and none computes faster than the nodes with the fastest GPUs.
     floor_s = max(floor(ideal_result), available.computing_s())
     return replace(available, floor_s=floor_s)
 
@@ -329,7 +330,7 @@ def _simulate_best(subsets: Subsets, available: AvailableNodes, end: float) -> l
     ranked = []
     fastest = subsets.found[:MAX_SIMULATED]
     for number, (counts, priced) in enumerate(fastest):
-        result = priced.plan
+        result: SearchResult = priced.plan  # of the search that gave the step time
         if len(available.shapes) > 1:
             # An equal part of the remaining time for each subset that is left.
             seconds = max(0.0, end - time.monotonic()) / (len(fastest) - number)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from holmes_ext.plan.cost.reductions import Tag
 from holmes_ext.planner.simulate.collectives import Collectives
-from holmes_ext.planner.simulate.events import Op
+from holmes_ext.planner.simulate.events import AS_RECEIVER, AS_SENDER, NO_CHUNK, NO_MICRO_BATCH, Op
 
 #: Layer -> operations.
 Operations = dict[int, list[Op]]
@@ -25,33 +25,46 @@ class PassOperations(NamedTuple):
 class CollectiveOps(Collectives):
     """Operations of collectives in the program of a rank.
 
-    A rank calls before() at the step's start, along() for each pass, after() once its last pass is over, and
-    report() at the step's end. In all of them `kind` is the kind of the rank's pipeline.
+    A rank calls before() at the step's start, along() for each pass, after() once its last pass is
+    over, and report() at the step's end. In all of them `pipeline_class` is the class of the rank's
+    pipeline: all pipelines on equal nodes, which do the same.
     """
 
     def _post(self, tag: Tag) -> list[Op]:
-        """Return the posts (starts) of a collective: of the first transfer of each of its chains."""
+        """Return the operations that start a collective: they post the first transfer of each chain."""
         return [("post", name) for name in self.starts.get(tag, [tag])]
 
     @staticmethod
-    def _post_and_wait(tag: object, kind: str) -> Iterator[Op]:
+    def _post_and_wait(tag: object, span_kind: str) -> Iterator[Op]:
+        """Yield the start of a collective and the wait for it, recorded as a span of `span_kind`."""
         yield ("post", tag)
-        yield ("wait", tag, kind, -1)
+        yield ("wait", tag, span_kind, NO_MICRO_BATCH)
 
-    def before(self, kind: int, stage: int) -> list[Op]:
+    def before(self, pipeline_class: int, stage: int) -> list[Op]:
         """Return the gathers at the step's start: the last step's weights, in order of the forward pass."""
         if not self.late_gather:
             return []
-        tags = reversed(self._tags(kind, stage, "gather"))
+        tags = reversed(self._tags(pipeline_class, stage, "gather"))
         return [op for tag in tags for op in self._post(tag)]
 
     def along(
-        self, kind: int, stage: int, chunk: int, letter: str, micro_batch: int, final: bool
+        self,
+        pipeline_class: int,
+        stage: int,
+        chunk: int,
+        letter: str,
+        micro_batch: int,
+        final: bool,
     ) -> PassOperations:
         """Return the operations of one pass: gathers awaited before layers, buckets sent after layers.
 
+        Gradients are sent only in the last micro-batch's backward pass, where they become final.
+        The weights of ZeRO 1 may be gathered under the first micro-batch's forward pass
+        (gather_overlap): each group of buckets is awaited before the first layer that it belongs
+        to. ZeRO 2 and 3 do this for every pass.
+
         Args:
-            kind: Kind of the rank's pipeline.
+            pipeline_class: Class of the rank's pipeline (those on equal nodes).
             stage: The rank's stage.
             chunk: Chunk of the pass.
             micro_batch: Micro-batch of the pass.
@@ -60,35 +73,41 @@ class CollectiveOps(Collectives):
         """
         needs: Operations = {}
         launches: Operations = {}
-        if self.run.zero >= ZERO_GRADIENTS and (kind, stage) in self.groups:
-            return self._along_shards(kind, stage, letter, micro_batch)
+        if self.run.zero >= ZERO_GRADIENTS and (pipeline_class, stage) in self.groups:
+            return self._along_shards(pipeline_class, stage, letter, micro_batch)
         awaits_gathers = self.late_gather and letter == "F" and micro_batch == 0
         if not final and not awaits_gathers:
             return PassOperations(needs, launches)
-        for number, buckets in enumerate(self.leaving.get((kind, stage), [])):
-            layers = [layer for part, layer in buckets.places if part == chunk]
+        for number, group in enumerate(self.bucket_groups.get((pipeline_class, stage), [])):
+            # Layers of this pass's chunk with gradients in the group's buckets.
+            layers = [item.layer for item in group.chunk_layers if item.chunk == chunk]
             if layers and letter == "F":
                 # The first of the layers waits for the weights of all of them.
-                gather = self._tag(kind, stage, "gather", number)
-                needs.setdefault(min(layers), []).append(("wait", gather, "gather", 0))
-            if final and buckets.after:  # the buckets are full after this layer's backward pass
-                last_chunk, last_layer = buckets.after
+                gather = self._tag(pipeline_class, stage, "gather", number)
+                needs.setdefault(min(layers), []).append(("wait", gather, "gather", micro_batch))
+            if final and group.after:  # the buckets are full after this layer's backward pass
+                last_chunk, last_layer = group.after
                 if last_chunk == chunk:
-                    reduction = self._tag(kind, stage, "reduce", number)
+                    reduction = self._tag(pipeline_class, stage, "reduce", number)
                     launches[last_layer] = self._post(reduction)
         return PassOperations(needs, launches)
 
-    def _along_shards(self, kind: int, stage: int, letter: str, micro_batch: int) -> PassOperations:
+    def _along_shards(
+        self, pipeline_class: int, stage: int, letter: str, micro_batch: int
+    ) -> PassOperations:
         """Return the operations of one pass under ZeRO 2 and 3.
 
-        Each layer waits for its weights before the pass, and its gradients are scattered after a backward
-        pass. Without prefetch both are awaited at once. With prefetch the next layer's weights are sent
-        before a layer, and its gradients are awaited after the next layer.
+        Each layer waits for its weights before the pass (ZeRO 3), and its gradients are
+        reduce-scattered after the backward pass. Without prefetch both are awaited at once. With
+        prefetch
+
+          * a layer's weights are sent before the layer that comes before it in the pass
+          * a layer's gradients are awaited after the layer that comes next in the pass
         """
         needs: Operations = {}
         launches: Operations = {}
-        shards = self.shards[kind, stage]
-        group = self.groups[kind, stage]
+        shards = self.shards[pipeline_class, stage]
+        group = self.groups[pipeline_class, stage]
         layers = list(range(*self.ranges[stage]))
         if letter == "B":
             layers.reverse()
@@ -126,7 +145,8 @@ class CollectiveOps(Collectives):
                 continue
             ops = post("scatter", index)
             if prefetch:
-                # The layer before, and after the last layer that layer itself, have had time to arrive.
+                # The layer before, and after the last layer that layer itself, have had time to
+                # arrive.
                 scattered = [index - 1, index] if index == last else [index - 1]
                 for earlier in scattered:
                     ops += [*wait("scatter", earlier), *post("across", earlier)]
@@ -139,27 +159,34 @@ class CollectiveOps(Collectives):
             launches[layer] = ops
         return PassOperations(needs, launches)
 
-    def after(self, kind: int, stage: int) -> Iterator[Op]:
-        """Yield the operations after the last pass: remaining reductions, optimizer, weight gather."""
-        reductions = [self._reduce(kind, stage), self._reduce_tied(kind, stage)]
+    def after(self, pipeline_class: int, stage: int) -> Iterator[Op]:
+        """Yield the operations after the last pass: remaining reductions, optimizer, weight gather.
+
+        The weights are gathered here under ZeRO 1 and 2, unless that overlaps with the next forward
+        pass. ZeRO 3 gathers them before each pass, and ZeRO 0 has all weights on each rank.
+        """
+        reductions = [self._reduce(pipeline_class, stage), self._reduce_tied(pipeline_class, stage)]
         if self.run.engine.tied_first:
             reductions.reverse()
         for ops in reductions:
             yield from ops
-        if ("norm", kind) in self.transfers:
-            yield from self._post_and_wait(("norm", kind), "reduce")
-        yield ("software", "optimizer", self._optimizer_s(kind, stage), -1, 0)
+        if ("norm", pipeline_class) in self.transfers:
+            yield from self._post_and_wait(("norm", pipeline_class), span_kind="reduce")
+        optimizer_s = self._optimizer_s(pipeline_class, stage)
+        yield ("software", "optimizer", optimizer_s, NO_MICRO_BATCH, NO_CHUNK)
         if self.run.zero in (1, 2) and not self.late_gather:
-            for tag in self._tags(kind, stage, "gather"):
+            for tag in self._tags(pipeline_class, stage, "gather"):
                 yield from self._post_and_wait(tag, "gather")
 
-    def _optimizer_s(self, kind: int, stage: int) -> float:
+    def _optimizer_s(self, pipeline_class: int, stage: int) -> float:
         """Return the seconds of the optimizer for a rank's parameters, or for its shard of them."""
         shards = 1  # ranks that share the parameters
         if self.run.zero:
+            # Groups that shard: under ZeRO 2 and 3 those in `shards` (hybrid sharding: of one
+            # cluster), under ZeRO 1 those that sum the gradients.
             groups = self.shards or self.groups
-            if (kind, stage) in groups:
-                shards = groups[kind, stage].ranks
+            if (pipeline_class, stage) in groups:
+                shards = groups[pipeline_class, stage].ranks
         # All chunks of the stage: chunk c is at c x stages + stage.
         parameters = sum(
             self.parameters[layer]
@@ -168,51 +195,64 @@ class CollectiveOps(Collectives):
         )
         return self.run.parameter_s * parameters / shards
 
-    def report(self, kind: int, stage: int) -> Iterator[Op]:
-        """Yield the operations at the step's end: the loss, and sums that the script makes itself."""
-        has_group = (kind, stage) in self.groups
+    def report(self, pipeline_class: int, stage: int) -> Iterator[Op]:
+        """Yield the operations at the step's end: the loss, and sums that the training script makes itself.
+
+        The engine averages the loss over the last stage's ranks, and sends it to the other stages.
+        A training script may sum further numbers over each stage's ranks, such as counts of tokens
+        (run.sums).
+        """
+        has_group = (pipeline_class, stage) in self.groups
         if has_group:
-            average = self._tag(kind, stage, "average", 0)
+            average = self._tag(pipeline_class, stage, "average", 0)
             if average in self.transfers:
                 yield from self._post_and_wait(average, "reduce")
-        yield from self._loss(kind, stage)
+        yield from self._loss(pipeline_class, stage)
         if has_group:
             for number in range(self.run.sums):
-                yield from self._post_and_wait(self._tag(kind, stage, "sum", number), "reduce")
+                yield from self._post_and_wait(
+                    self._tag(pipeline_class, stage, "sum", number), "reduce"
+                )
 
-    def _loss(self, kind: int, stage: int) -> list[Op]:
-        """Return a rank's operations for the loss, which the last stage sends to all others."""
+    def _loss(self, pipeline_class: int, stage: int) -> list[Op]:
+        """Return a rank's operations for the loss, which the last stage sends to all others.
+
+        The sender's waits end when all bytes have left, the receivers' when they have arrived.
+        """
         last = self.stages - 1
-        if stage < last and ("loss", kind, stage) in self.transfers:
-            tag = ("loss", kind, stage)
-            return [("post", tag, True), ("wait", tag, "send", -1)]  # True: as the receiver
+        if stage < last and ("loss", pipeline_class, stage) in self.transfers:
+            tag = ("loss", pipeline_class, stage)
+            return [("post", tag, AS_RECEIVER), ("wait", tag, "send", NO_MICRO_BATCH)]
         # On the last stage: a message to each of the others.
-        tags = [("loss", kind, other) for other in range(last)]
+        tags = [("loss", pipeline_class, other) for other in range(last)]
         tags = [tag for tag in tags if tag in self.transfers]
         posts: list[Op] = [("post", tag) for tag in tags]
-        waits: list[Op] = [("wait", tag, "send", -1, True) for tag in tags]
+        waits: list[Op] = [("wait", tag, "send", NO_MICRO_BATCH, AS_SENDER) for tag in tags]
         return posts + waits
 
-    def _reduce(self, kind: int, stage: int) -> list[Op]:
+    def _reduce(self, pipeline_class: int, stage: int) -> list[Op]:
         """Return the posts (starts) of reductions that did not start under a pass, and waits for all."""
         if self.run.zero >= ZERO_GRADIENTS:
             return []
-        tags = self._tags(kind, stage, "reduce")
+        tags = self._tags(pipeline_class, stage, "reduce")
         ops: list[Op] = []
-        for tag, buckets in zip(tags, self.leaving.get((kind, stage), [])):
-            if buckets.after is None:
+        for tag, group in zip(tags, self.bucket_groups.get((pipeline_class, stage), [])):
+            if group.after is None:  # sent after the whole backward pass
                 ops += self._post(tag)
-        return ops + [("wait", tag, "reduce", -1) for tag in tags]
+        return ops + [("wait", tag, "reduce", NO_MICRO_BATCH) for tag in tags]
 
-    def _reduce_tied(self, kind: int, stage: int) -> list[Op]:
+    def _reduce_tied(self, pipeline_class: int, stage: int) -> list[Op]:
         """Return the operations of the tied embedding's reduction between first and last stage."""
-        if kind not in self.tied or stage not in (0, self.stages - 1):
+        if pipeline_class not in self.tied or stage not in (0, self.stages - 1):
             return []
-        return [*self._post(self.tied[kind]), ("wait", self.tied[kind], "reduce", -1)]
+        return [
+            *self._post(self.tied[pipeline_class]),
+            ("wait", self.tied[pipeline_class], "reduce", NO_MICRO_BATCH),
+        ]
 
-    def _tag(self, kind: int, stage: int, collective: str, number: int) -> Tag:
-        return (collective, stage, self.groups[kind, stage].pipeline_classes, number)
+    def _tag(self, pipeline_class: int, stage: int, collective: str, number: int) -> Tag:
+        return (collective, stage, self.groups[pipeline_class, stage].pipeline_classes, number)
 
-    def _tags(self, kind: int, stage: int, collective: str) -> list[Tag]:
-        numbers = range(len(self.leaving.get((kind, stage), [])))
-        return [self._tag(kind, stage, collective, number) for number in numbers]
+    def _tags(self, pipeline_class: int, stage: int, collective: str) -> list[Tag]:
+        numbers = range(len(self.bucket_groups.get((pipeline_class, stage), [])))
+        return [self._tag(pipeline_class, stage, collective, number) for number in numbers]

@@ -8,21 +8,22 @@ tied weight     of the first and the last stage, after the stage's own gradients
 ZeRO 1          weights are gathered after the optimizer, or under the next forward pass
 ZeRO 2, 3       in each micro-batch a layer's gradients are scattered after its backward pass; ZeRO 3
                 gathers its weights before both passes, ZeRO 2 once a step
-single numbers  the gradient norm among a pipeline's stages before the optimizer; the loss, averaged over
-                the last stage's ranks and sent to the other stages at the step's end; sums of the script
+single numbers  the gradient norm among a pipeline's stages before the optimizer; the loss, averaged
+                over the last stage's ranks and sent to the other stages at the step's end; sums of
+                the script
 
-A family is all groups of a stage with equal nodes; they act as one. Pipelines on equal nodes are of one kind.
-A tag is the key of a transfer: (name of the collective, stage, pipeline classes that take part, number).
+A pipeline class is all pipelines on equal nodes; their ranks do the same at the same time. A family
+is all groups of a stage with equal nodes; they act as one. A tag is the key of a transfer: (name of
+the collective, stage, pipeline classes that take part, number).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
 
-from holmes_ext.plan.buckets import bucket_bytes, cut
+from holmes_ext.plan.buckets import bucket_bytes
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.network import Load, Network
 from holmes_ext.plan.cost.reductions import (
@@ -39,75 +40,23 @@ from holmes_ext.plan.cost.reductions import (
 from holmes_ext.plan.placement import Fold, GroupFamily
 from holmes_ext.planner.simulate.events import Transfer
 from holmes_ext.planner.simulate.execution import Execution
+from holmes_ext.planner.simulate.gradient_buckets import (
+    BucketGroup,
+    ChunkLayer,
+    Gradient,
+    bucket_groups,
+)
 from holmes_ext.planner.simulate.transfers import TransferMaker
 
-#: Largest number of chunks into which a reduction is divided; a larger number is simulated as larger chunks,
-#: which overrates the fill of the chunks' pipeline by less than 1/32.
-MAX_CHUNKS = 32
+#: Most pieces into which a reduction is divided, whose steps overlap like a pipeline. More pieces
+#: are simulated as fewer, larger ones, which overrates the time to fill that pipeline by less than
+#: 1/32.
+MAX_PIECES = 32
 #: Bytes of a single number.
 NUMBER_BYTES = 4.0
 #: ZeRO stages that shard gradients, and weights too.
 ZERO_GRADIENTS = 2
 ZERO_WEIGHTS = 3
-
-
-class Place(NamedTuple):
-    """A layer of a stage."""
-
-    chunk: int
-    layer: int
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """Gradient of one parameter."""
-
-    place: Place
-    #: Bytes.
-    size: float
-    #: It becomes final only after the whole backward pass.
-    late: bool = False
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """Buckets of gradients that are sent at one moment."""
-
-    #: Bytes of each bucket.
-    sizes: tuple[float, ...]
-    #: Layers of their gradients.
-    places: tuple[Place, ...]
-    #: Layer after whose backward pass they are sent; None for after the whole pass.
-    after: Place | None
-
-
-def leaving(
-    gradients: Sequence[Gradient], limit_bytes: float, exceed: bool, first_bytes: float = 0
-) -> list[Leaving]:
-    """Divide gradients into buckets; buckets that are full after the same layer are sent together.
-
-    Args:
-        gradients: In the order in which they become final.
-        limit_bytes: Size of a bucket.
-        exceed: A bucket may exceed its size by its last gradient.
-        first_bytes: Size of the first bucket; 0 for the same as the others.
-    """
-    # Layer after which they are sent (None: after the whole pass) -> buckets
-    buckets_of: dict[Place | None, list[list[Gradient]]] = {}
-    for late in (False, True):  # late gradients have buckets of their own
-        candidates = [gradient for gradient in gradients if gradient.late == late]
-        sizes = [gradient.size for gradient in candidates]
-        for indices in cut(sizes, limit_bytes, exceed=exceed, first_bytes=first_bytes):
-            bucket = [candidates[index] for index in indices]
-            after = None if late else bucket[-1].place
-            buckets_of.setdefault(after, []).append(bucket)
-    result = []
-    for after, buckets in buckets_of.items():
-        sizes = [sum(gradient.size for gradient in bucket) for bucket in buckets]
-        # Each layer once, in order.
-        places = dict.fromkeys(gradient.place for bucket in buckets for gradient in bucket)
-        result.append(Leaving(tuple(sizes), tuple(places), after))
-    return result
 
 
 class Collectives:
@@ -143,7 +92,7 @@ class Collectives:
         self.stages = len(fold.stages)
         sizes = fold.full_placement.sizes
         #: Bytes of weights for each byte of gradients.
-        self.weights = model.activation_width / model.gradient_width
+        self.weight_share = model.activation_width / model.gradient_width
         self.parameters = [layer.parameters for layer in layers]
         #: Bytes of each gradient of each layer.
         self.reduced: list[list[float]] = []
@@ -154,12 +103,13 @@ class Collectives:
         #: ZeRO 1 gathers the weights under the next forward pass.
         self.late_gather = run.zero == 1 and run.gather_overlap
         self.transfers: dict[Hashable, Transfer] = {}
-        #: Collective -> transfers to post instead of itself: the first of each of its chains.
+        #: Tag of a collective -> tags of the transfers to post instead: the first of each of its
+        #: chains.
         self.starts: dict[Tag, list[Hashable]] = {}
         # By (pipeline class, stage): groups that sum gradients, groups that shard, buckets.
         self.groups: dict[tuple[int, int], GroupFamily] = {}
         self.shards: dict[tuple[int, int], GroupFamily] = {}
-        self.leaving: dict[tuple[int, int], list[Leaving]] = {}
+        self.bucket_groups: dict[tuple[int, int], list[BucketGroup]] = {}
         #: Pipeline class -> collective of the tied embedding.
         self.tied: dict[int, Tag] = {}
         for stage in fold.stages:
@@ -174,23 +124,27 @@ class Collectives:
     def _add_numbers(self) -> None:
         """Add the gradient norm and the loss of every pipeline class."""
         last = self.stages - 1
-        for kind in range(len(self.fold.pipeline_classes)):
+        for pipeline_class in range(len(self.fold.pipeline_classes)):
             if self.run.engine.norm:
-                self.transfers["norm", kind] = self._norm(kind)
+                self.transfers["norm", pipeline_class] = self._norm(pipeline_class)
             if self.run.engine.reports_loss:
                 for stage in range(last):
-                    self.transfers["loss", kind, stage] = self._number(kind, last, stage)
+                    self.transfers["loss", pipeline_class, stage] = self._number(
+                        pipeline_class, last, stage
+                    )
 
     # ------------------------------------------------------------------- gradients and weights
 
     def gradients(self, stage: int) -> list[Gradient]:
         """Return the gradients of a stage in the order in which they become final.
 
-        The order is the reverse of the forward pass.
+        The order is the reverse of the forward pass. Late gradients are those of a tied weight, if
+        it is summed between the first and the last stage before the stages' own groups sum it: so
+        it can only be sent after the backward pass.
         """
         late: set[tuple[int, int]] = set()  # (layer, number of the gradient)
         if self.tied_bytes and self.run.engine.tied_first:
-            # The tied weight (embedding's first, output layer's last) is summed between the stages first.
+            # The embedding's first gradient and the output layer's last one.
             last_layer = len(self.reduced) - 1
             late = {(0, 0), (last_layer, len(self.reduced[-1]) - 1)}
         result = []
@@ -198,13 +152,15 @@ class Collectives:
             low, high = self.ranges[chunk * self.stages + stage]
             for layer in reversed(range(low, high)):
                 for number, size in reversed(list(enumerate(self.reduced[layer]))):
-                    result.append(Gradient(Place(chunk, layer), size, (layer, number) in late))
+                    is_late = (layer, number) in late
+                    result.append(Gradient(ChunkLayer(chunk, layer), size, late=is_late))
         return result
 
     def _add_family(self, family: GroupFamily) -> None:
         """Add all collectives of the groups that sum a stage's gradients.
 
-        They are the reductions of all buckets, with ZeRO the weight gathers, and sums of single numbers.
+        They are the reductions of all buckets, with ZeRO the weight gathers, and sums of single
+        numbers.
         """
         run = self.run
         stage = family.stage
@@ -218,11 +174,11 @@ class Collectives:
             hierarchical_reduction = hierarchical(
                 self.network, family, total_bytes, run.direct, 0, run.compress, link_bps
             )
-        chunk_bytes = hierarchical_reduction.chunk_bytes if hierarchical_reduction else 0.0
-        all_buckets = self._buckets(family, gradients, chunk_bytes)
-        for kind in family.pipeline_classes:
-            self.groups[kind, stage] = family
-            self.leaving[kind, stage] = all_buckets
+        piece_bytes = hierarchical_reduction.chunk_bytes if hierarchical_reduction else 0.0
+        all_buckets = self._buckets(family, gradients, piece_bytes)
+        for pipeline_class in family.pipeline_classes:
+            self.groups[pipeline_class, stage] = family
+            self.bucket_groups[pipeline_class, stage] = all_buckets
         if run.engine.averages_loss and stage == self.stages - 1:
             average = ("average", stage, family.pipeline_classes, 0)
             self.transfers[average] = self._number_summed(family, ring)
@@ -243,36 +199,39 @@ class Collectives:
             if scatters:  # a reduce-scatter, with run.scatter of an all-reduce's traffic
                 self._add_ring(family, ring.scaled(run.scatter), tag, buckets.sizes)
             else:
-                max_chunks = MAX_CHUNKS // len(all_buckets)
-                self._add_reduction(reduction, tag, buckets.sizes, parties, max_chunks)
+                max_pieces = MAX_PIECES // len(all_buckets)
+                self._add_reduction(reduction, tag, buckets.sizes, parties, max_pieces)
             if run.zero:
-                weight_bytes = [self.weights * size for size in buckets.sizes]
+                weight_bytes = [self.weight_share * size for size in buckets.sizes]
                 gather = ("gather", *tag[1:])
                 all_gather = ring.scaled(0.5)  # half of an all-reduce's traffic
                 self._add_ring(family, all_gather, gather, weight_bytes)
 
     def _buckets(
-        self, family: GroupFamily, gradients: Sequence[Gradient], chunk_bytes: float
-    ) -> list[Leaving]:
-        """Divide a stage's gradients into buckets: a single one if its reduction does not overlap.
+        self, family: GroupFamily, gradients: Sequence[Gradient], piece_bytes: float
+    ) -> list[BucketGroup]:
+        """Divide a stage's gradients into buckets, grouped by the moment at which they are sent.
+
+        There is a single bucket if the reduction does not overlap with the backward pass.
 
         Args:
             family: Groups that sum the gradients.
             gradients: In the order in which they become final.
-            chunk_bytes: Size of a hierarchical all-reduce's chunks; 0 without.
+            piece_bytes: Size of the pieces of a hierarchical all-reduce; 0 without.
         """
         run = self.run
         total_bytes = sum(gradient.size for gradient in gradients)
         if not run.buckets_on(family.stage):
-            places = dict.fromkeys(gradient.place for gradient in gradients)
-            return [Leaving(sizes=(total_bytes,), places=tuple(places), after=None)]
+            chunk_layers = dict.fromkeys(gradient.chunk_layer for gradient in gradients)
+            return [BucketGroup(sizes=(total_bytes,), chunk_layers=tuple(chunk_layers), after=None)]
         fabric = self.network.fabric(family.node_types)
-        default_bytes = chunk_bytes or bucket_bytes(fabric, family.ranks, total_bytes)
+        default_bytes = piece_bytes or bucket_bytes(fabric, family.ranks, total_bytes)
         limit_bytes = run.bucket_bytes or default_bytes
-        exceed = run.engine.buckets_exceed
-        result: list[Leaving] = []
-        for _, chunk in groupby(gradients, lambda gradient: gradient.place.chunk):
-            result += leaving(list(chunk), limit_bytes, exceed, run.first_bucket_bytes)
+        exceed = run.engine.buckets_exceed  # a bucket ends with the gradient that reaches the limit
+        result: list[BucketGroup] = []
+        # The chunks of an interleaved schedule share no bucket.
+        for _, chunk in groupby(gradients, lambda gradient: gradient.chunk_layer.chunk):
+            result += bucket_groups(list(chunk), limit_bytes, exceed, run.first_bucket_bytes)
         return result
 
     def _add_reduction(
@@ -281,9 +240,9 @@ class Collectives:
         tag: Tag,
         sizes: Sequence[float],
         parties: int,
-        max_chunks: int,
+        max_pieces: int,
     ) -> None:
-        """Add the chains of transfers of a reduction.
+        """Add the chains of transfers of a reduction: for each piece of its bytes, a step after the other.
 
         The ranks post (start) the first transfer of each chain; each transfer posts the next one.
 
@@ -292,114 +251,128 @@ class Collectives:
             tag: Tag of the reduction.
             sizes: Bytes of each bucket.
             parties: Actors that take part.
-            max_chunks: Most chunks into which a bucket is divided.
+            max_pieces: Most pieces into which a bucket is divided.
         """
-        chains = reduction.flows(sizes, tag, max(1, max_chunks))
+        chains = reduction.flows(sizes, tag, max(1, max_pieces))
         self.starts[tag] = [chain[0].tag for chain in chains]
         for chain in chains:
             for number, flow in enumerate(chain):
                 posts = parties if number == 0 else 1  # the transfer before posts the others
-                self.transfers[flow.tag] = self.maker.flow(flow, posts)
+                self.transfers[flow.tag] = self.maker.reduction_step(flow, posts)
 
     def _add_ring(self, family: GroupFamily, load: Load, tag: Tag, sizes: Sequence[float]) -> None:
-        """Add a ring collective; the collectives of one name and group follow each other.
+        """Add a ring collective. Collectives with equal name, stage and pipeline classes follow each other.
 
         Args:
             family: Groups that take part.
             load: Traffic of the ring for each byte.
-            tag: Tag of the collective, whose first item is the name.
+            tag: Tag of the collective: (name, stage, pipeline classes, number).
             sizes: Bytes of collectives that follow each other as one transfer.
         """
         links = self.network.links
-        # CPU seconds of a byte, relative to those of an all-reduced byte.
-        host_of = {
+        # Measured CPU seconds of a byte, relative to those of an all-reduced byte.
+        cpu_factor_of = {
             "gather": links.host_gather,
             "weights": links.host_gather,
             "scatter": links.host_scatter,
         }
-        host = host_of.get(str(tag[0]), 1.0)
-        transfer = self.maker.collective(load, sizes, len(family.pipeline_classes), host)
-        self.transfers[tag] = replace(transfer, channel=tag[:3])
+        name, stage, pipeline_classes, *_ = tag
+        cpu_factor = cpu_factor_of.get(str(name), 1.0)
+        transfer = self.maker.collective(load, sizes, len(family.pipeline_classes), cpu_factor)
+        # A communicator runs its collectives one after the other, so they share a channel.
+        self.transfers[tag] = replace(transfer, channel=(name, stage, pipeline_classes))
 
     def _add_shards(self, family: GroupFamily) -> None:
         """Add the transfers of ZeRO 2 and 3 for every layer, which recur in each micro-batch.
 
-        They are a reduce-scatter of the gradients, with ZeRO 3 an all-gather of the weights before each pass,
-        and with hybrid sharding an all-reduce of the shards between clusters.
+        They are a reduce-scatter of the gradients, with ZeRO 3 an all-gather of the weights before
+        each pass, and with hybrid sharding an all-reduce of the shards between clusters.
         """
         run = self.run
         stage = family.stage
-        # Hybrid sharding: the groups of each cluster shard the model by themselves.
+        # Hybrid sharding: the ranks of each cluster shard the model by themselves.
         hybrid = inside_clusters(self.network, family) if run.replicas == "clusters" else []
         sharding_groups = [self._of_cluster(shards) for shards in hybrid] or [family]
-        # owners(): ranks of different clusters with the same shard
+        # Groups of the ranks that own the same shard, one in each cluster; they all-reduce it.
         across = owners(self.network, family) if hybrid else None
         for shards in sharding_groups:
-            for kind in shards.pipeline_classes:
-                self.shards[kind, stage] = shards
+            for pipeline_class in shards.pipeline_classes:
+                self.shards[pipeline_class, stage] = shards
         for layer in range(*self.ranges[stage]):
             gradient_bytes = sum(self.reduced[layer])
-            weight_bytes = self.weights * gradient_bytes
+            weight_bytes = self.weight_share * gradient_bytes
             for shards in sharding_groups:
                 ring = self._ring(shards)
                 name = (stage, shards.pipeline_classes, layer)
                 scatter = ("scatter", *name)
+                # run.scatter: traffic of a reduce-scatter, relative to an all-reduce
                 self._add_ring(shards, ring.scaled(run.scatter), scatter, [gradient_bytes])
                 if run.zero == ZERO_WEIGHTS:
                     for letter in "FB":  # forward and backward pass
                         weights = ("weights", *name, letter)
-                        self._add_ring(shards, ring.scaled(0.5), weights, [weight_bytes])
+                        all_gather = ring.scaled(0.5)  # half of an all-reduce's traffic
+                        self._add_ring(shards, all_gather, weights, [weight_bytes])
             if across is not None:
                 shard_bytes = gradient_bytes / sharding_groups[0].ranks
                 tag = ("across", stage, family.pipeline_classes, layer)
                 self._add_ring(across, self._ring(across), tag, [shard_bytes])
 
     def _of_cluster(self, family: GroupFamily) -> GroupFamily:
-        """Return the groups with only the pipelines whose ranks are on their nodes."""
-        pipelines = tuple(
-            kind
-            for kind in family.pipeline_classes
-            if self.fold.node_type_on(kind, family.stage) in family.node_types
+        """Return a cluster's part of data parallel groups, with only the pipeline classes that it contains.
+
+        Args:
+            family: Ranks of one cluster in the groups; `pipeline_classes` still has the classes of
+                all clusters.
+        """
+        pipeline_classes = tuple(
+            pipeline_class
+            for pipeline_class in family.pipeline_classes
+            if self.fold.node_type_on(pipeline_class, family.stage) in family.node_types
         )
-        return replace(family, pipeline_classes=pipelines)
+        return replace(family, pipeline_classes=pipeline_classes)
 
     def _ring(self, family: GroupFamily) -> Load:
         return self.network.ring(family, inside_bps=self._link_bps(family.node_types))
 
-    def _link_bps(self, kinds: Iterable[int]) -> float:
+    def _link_bps(self, node_types: Iterable[int]) -> float:
         """Return the least rate between the GPUs of a node, over node types, in bits/s."""
-        return min(self.model.gpu_of(self.network.cluster(kind)).link_bps for kind in kinds)
+        clusters = [self.network.cluster(node_type) for node_type in node_types]
+        return min(self.model.gpu_of(cluster).link_bps for cluster in clusters)
 
     # ------------------------------------------------------------------- tied embedding
 
     def _add_tied(self) -> None:
         """Add the reduction of the tied embedding, in pairs or hierarchically, whichever is faster."""
         hierarchical_of = self._hierarchical_tied() if self.run.tied else {}
-        for kind in range(len(self.fold.pipeline_classes)):
-            pair = self._tied_pair(kind)
-            tag: Tag = ("tied", 0, (kind,), 0)
+        for pipeline_class in range(len(self.fold.pipeline_classes)):
+            pair = self._tied_pair(pipeline_class)
+            tag: Tag = ("tied", 0, (pipeline_class,), 0)
             parties = 2  # first and last stage
             reduction: PricedReduction = pair
-            if kind in hierarchical_of:
-                hierarchical_reduction, family = hierarchical_of[kind]
+            if pipeline_class in hierarchical_of:
+                hierarchical_reduction, family = hierarchical_of[pipeline_class]
                 if hierarchical_reduction.seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
                     tag = ("tied", 0, family.pipeline_classes, 0)
                     parties = 2 * len(family.pipeline_classes)
                     reduction = hierarchical_reduction
             if tag not in self.transfers:
-                self._add_reduction(reduction, tag, [self.tied_bytes], parties, MAX_CHUNKS)
-                # A reduction of one transfer (here for one byte in one chunk) needs no order.
-                is_single = len(reduction.flows([1.0], tag, 1)[0]) == 1
-                if is_single:
+                self._add_reduction(reduction, tag, [self.tied_bytes], parties, MAX_PIECES)
+                # A reduction that is a single transfer needs no order among transfers, so no
+                # channel. The number of steps does not depend on the bytes: one byte in one piece
+                # shows it.
+                (steps,) = reduction.flows([1.0], tag, 1)
+                if len(steps) == 1:
                     self.transfers[tag].channel = None
-            self.tied[kind] = tag
+            self.tied[pipeline_class] = tag
 
-    def _tied_pair(self, kind: int) -> PricedReduction:
+    def _tied_pair(self, pipeline_class: int) -> PricedReduction:
         """Return the all-reduce between the first and the last stage of a pipeline class."""
         fold = self.fold
         last = fold.stages[-1]
-        link_bps = self._link_bps((fold.node_type_on(kind, 0), fold.node_type_on(kind, last)))
-        return by_pairs(self.network, fold, kind, link_bps)
+        link_bps = self._link_bps(
+            (fold.node_type_on(pipeline_class, 0), fold.node_type_on(pipeline_class, last))
+        )
+        return by_pairs(self.network, fold, pipeline_class, link_bps)
 
     def _hierarchical_tied(self) -> dict[int, tuple[Hierarchical, GroupFamily]]:
         """Return the hierarchical all-reduce of the tied embedding for each pipeline class that has it.
@@ -414,40 +387,51 @@ class Collectives:
         for family in tied_weight_families(self.fold):
             link_bps = self._link_bps(family.node_types)
             hierarchical_reduction = tied_hierarchical(
-                self.network, family, self.tied_bytes, self.run.direct, 0, link_bps
+                self.network,
+                family,
+                self.tied_bytes,
+                self.run.direct,
+                groups=0,  # the simulation shares the links between groups by itself
+                inside_bps=link_bps,
             )
-            for kind in family.pipeline_classes:
-                result.pop(kind, None)  # the last family with the kind counts
+            for pipeline_class in family.pipeline_classes:
+                # A class may be in several families; the last one counts for it.
+                result.pop(pipeline_class, None)
                 if hierarchical_reduction:
-                    result[kind] = hierarchical_reduction, family
+                    result[pipeline_class] = hierarchical_reduction, family
         return result
 
     # ------------------------------------------------------------------- single numbers
 
-    def _number(self, kind: int, stage: int, other: int) -> Transfer:
+    def _number(self, pipeline_class: int, stage: int, other: int) -> Transfer:
         """Return the message of one number from a stage to another: its latency, no bytes to speak of."""
-        load = self.network.message(self.fold.stage_link(kind, stage, other))
+        load = self.network.message(self.fold.stage_link(pipeline_class, stage, other))
         message = self.maker.message(load, NUMBER_BYTES)
+        # No bits, so it takes no rate from other transfers.
         return replace(message, bits=0.0, uses=(), channel=None)
 
-    def _norm(self, kind: int) -> Transfer:
+    def _norm(self, pipeline_class: int) -> Transfer:
         """Return the all-reduce of one number among a pipeline's stages: twice around a ring.
 
-        The first message waits for its receiver.
+        The first message waits until its receiver is ready and has told the sender so (a latency).
         """
         stages = self.stages
-        hops = [self._number(kind, stage, (stage + 1) % stages) for stage in range(stages)]
+        hops = [
+            self._number(pipeline_class, stage, (stage + 1) % stages) for stage in range(stages)
+        ]
         hops_s = [hop.fixed_s + hop.latency_s for hop in hops]
         around_s = sum(hops_s) - min(hops_s)  # the number passes all links of the ring but one
-        notice_s = max(hop.latency_s for hop in hops)
+        notice_s = max(hop.latency_s for hop in hops)  # from the first receiver to its sender
         is_across = any(hop.across for hop in hops)
         return Transfer(parties=stages, fixed_s=2 * around_s + notice_s, across=is_across)
 
     def _number_summed(self, family: GroupFamily, ring: Load) -> Transfer:
         """Return the all-reduce of one number over gloo's ring (gloo/allreduce.cc).
 
-        The number goes from the last rank down to the first, and from there down to the second. The last
-        rank first learns that the rank below it waits.
+        The number goes around the ring twice, less one hop each time: from the last rank down to
+        the first, and from there over the last rank down to the second. Before that, the rank below
+        the last one tells it that it is ready (a notice). Only the latencies between clusters count
+        here; the ring's load has the others.
 
         Args:
             family: Groups that sum the number.
@@ -456,20 +440,27 @@ class Collectives:
         parties = len(family.pipeline_classes)
         if ring.fabric is None:
             return self.maker.collective(ring, [NUMBER_BYTES], parties)
-        # Two ranks of a node have every kind of hop: inside the node, and to the next node.
+        # Cluster of each rank on the ring. Of equal nodes two stand for all: more add no hop
+        # between clusters.
         clusters = [
-            self.network.cluster(kind) for kind, nodes in family.ring for _ in range(min(nodes, 2))
+            self.network.cluster(node_type)
+            for node_type, nodes in family.ring
+            for _ in range(min(nodes, 2))
         ]
-        # Last to first, then from the first back to the last.
-        senders = [*clusters[:0:-1], clusters[0]]
-        receivers = [*clusters[-2::-1], clusters[-1]]
+        # Once around: from the last rank down to the first, then from the first to the last.
+        downwards = list(reversed(clusters))
+        senders = downwards
+        receivers = [*downwards[1:], downwards[0]]
         fabric = self.network.fabric(family.node_types)
         extra_s = []  # latency of each hop between clusters
         for pair in zip(senders, receivers):
             source, target = pair
             extra_s.append(self.network.wan_latency_s(fabric, pair) if source != target else 0.0)
+        # Twice around, without the last two hops: from the second to the first, and from the first
+        # to the last.
         twice_around_s = 2 * sum(extra_s) - sum(extra_s[-2:])
-        notice_s = extra_s[0]
+        notice_s = extra_s[0]  # as long as the first hop
         load = replace(ring, wan_latency_s=twice_around_s + notice_s)
         transfer = self.maker.collective(load, [NUMBER_BYTES], parties)
+        # No bits, so it takes no rate from other transfers.
         return replace(transfer, bits=0.0, uses=())

@@ -1,24 +1,28 @@
 """Event-driven core of the step simulation: actors that compute and wait, flows that share NICs.
 
-An actor (a rank, or all ranks like it) runs a program, a list of operations:
+An actor (a rank, or all ranks like it) runs a program, a list of operations. A transfer is a
+message or a collective, and its tag is its key. `kind` is the kind of the span that is recorded
+(Span.kind).
 
     ("compute", kind, seconds, micro_batch, chunk)
-    ("post", tag)                          this actor is ready for the transfer `tag`
-    ("post", tag, True)                    the same by the receiver of a message: the sender learns of it a
-                                           latency later
-    ("post", tag, True, sent)              the same; the notice travels behind the message `sent` if that is
-                                           still leaving
+    ("post", tag)                          this actor is ready for the transfer
+    ("post", tag, AS_RECEIVER)             the same by the receiver of a message: its notice (that it is
+                                           ready) reaches the sender a latency later
+    ("post", tag, AS_RECEIVER, sent, ...)  the same; the notice leaves after the messages `sent`,
+                                           if they are still leaving
     ("wait", tag, kind, micro_batch)       wait until the transfer has arrived
-    ("wait", tag, kind, micro_batch, True) the same by the sender: wait until all bytes have left
+    ("wait", tag, kind, micro_batch, AS_SENDER)    wait until all bytes have left
 
 A transfer goes through these phases:
 
-    posted by all parties (rendezvous) -> ready -> its channel is free -> fixed_s -> flow over NICs ->
-    all bytes have left -> latency_s -> arrived -> posts the transfer `then` once
+    posted by all parties (rendezvous) -> ready -> its channel is free -> fixed_s -> flow over NICs
+    -> all bytes have left -> latency_s -> arrived -> posts the transfer `then` once
 
-Flows share the NICs max-min fairly, each direction by itself (progressive filling; Bertsekas and Gallager
-1992, sec. 6.5.2); a flow of weight w counts as w flows. A waiting actor is idle until the transfer is ready,
-and communicates from then on. All times are seconds, all sizes bits.
+The transfers of a channel follow each other, like the messages of a connection.
+
+Flows share the NICs max-min fairly, each direction by itself (progressive filling; Bertsekas and
+Gallager 1992, sec. 6.5.2); a flow of weight w counts as w flows. A waiting actor is idle until the
+transfer is ready, and communicates from then on. All times are seconds, all sizes bits.
 """
 
 from __future__ import annotations
@@ -34,9 +38,16 @@ from holmes_ext.errors import HolmesError
 
 #: Operation of an actor's program (module docstring).
 Op = tuple[Any, ...]
-#: (actor, moment since when it waits, its operation). Plain tuples: creating them takes much of the time.
+#: (actor, moment since when it waits, its operation). Plain tuples: creating them takes much of the
+#: time.
 _Waiter = tuple[int, float, Op]
 
+#: Marks the post of a message's receiver, and the wait of its sender.
+AS_RECEIVER = True
+AS_SENDER = True
+#: In operations that belong to no single micro-batch, and to no single chunk of the stage.
+NO_MICRO_BATCH = -1
+NO_CHUNK = 0
 #: Lengths of operations with optional items.
 _WAIT_LENGTH = 4  # a longer wait is the sender's
 _POST_LENGTH = 2  # a longer post is the receiver's
@@ -83,7 +94,7 @@ class Transfer:
     posts: int = field(default=0, init=False)
     # Moments; negative before they come.
     ready: float = field(default=-1.0, init=False)
-    gone: float = field(default=-1.0, init=False)  # the sender may go on
+    sender_free: float = field(default=-1.0, init=False)  # the sender need not wait any longer
     ended: float = field(default=-1.0, init=False)  # arrived
     # The flow: bits that had not left at the moment `since`, and the rate from then on.
     left: float = field(default=0.0, init=False)
@@ -91,13 +102,14 @@ class Transfer:
     since: float = field(default=0.0, init=False)
     #: Number of rates so far; an end scheduled for an older rate is void.
     version: int = field(default=0, init=False)
-    #: Number of all flows with equal `uses` and `limit_bps`.
-    look: int = field(default=-1, init=False)
+    #: Flows with equal `uses` and `limit_bps` have the same number here: they always get equal
+    #: rates.
+    rate_class: int = field(default=-1, init=False)
     #: Actors that wait for it: (actor, since when, operation).
     waiting: list[_Waiter] = field(default_factory=list, init=False)
     has_left: bool = field(default=False, init=False)
-    #: Posts of receivers whose notice travels behind this transfer.
-    behind: list[Hashable] = field(default_factory=list, init=False)
+    #: Tags of transfers whose receiver's notice leaves after this transfer, on the same connection.
+    notices_behind: list[Hashable] = field(default_factory=list, init=False)
 
     def fresh(self) -> Transfer:
         """Return the same transfer, not begun."""
@@ -122,7 +134,9 @@ class Transfers(dict[Hashable, Transfer]):
         """Keep the templates.
 
         Args:
-            templates: By tag, or by the first item of the tag if it is a pair (what, number).
+            templates: Tag -> transfer to copy. A transfer that recurs in each micro-batch has the
+                tag (name, micro-batch); one template with the key `name` serves for all
+                micro-batches.
         """
         super().__init__()
         self.templates = templates
@@ -146,7 +160,7 @@ class Simulation:
 
         Args:
             programs: Operations of every actor.
-            transfers: Transfers by tag.
+            transfers: Tag -> transfer (a message or collective).
             capacities: Rate of every NIC (or other resource) in bits/s, one way.
         """
         self.programs = programs
@@ -160,11 +174,14 @@ class Simulation:
         self.position = [0] * len(programs)
         self.spans: list[list[Span]] = [[] for _ in programs]
         self.flows: dict[Hashable, dict[Hashable, Transfer]] = {}  # NIC -> tag -> flow
-        self.channels: dict[Hashable, deque[Hashable]] = {}  # channel -> tags in order
+        # Channel -> tags of its transfers that are ready, in order; the first one is under way.
+        self.channels: dict[Hashable, deque[Hashable]] = {}
         self.carried: dict[Hashable, float] = {}  # NIC -> bits
-        # (uses, limit) of flows -> number; flows with equal numbers get equal rates
-        self.looks: dict[Hashable, int] = {}
-        # Numbers of flows that share NICs -> number -> bits/s. The same mix of flows recurs often.
+        # (NICs and weights, rate limit) of a flow -> its class; flows of a class always get equal
+        # rates.
+        self.rate_classes: dict[Hashable, int] = {}
+        # Cache, as the same mix of flows recurs often: sorted classes of all flows that are
+        # connected through NICs -> class -> bits/s.
         self.rates: dict[tuple[int, ...], dict[int, float]] = {}
 
     def run(self) -> list[list[Span]]:
@@ -192,8 +209,8 @@ class Simulation:
     def _advance(self, actor: int) -> None:
         """Execute an actor's operations until it computes or has to wait.
 
-        The formats of operations are in the module docstring. An actor goes on when its computation ends
-        (an event) or when the transfer that it waits for releases it.
+        The formats of operations are in the module docstring. An actor goes on when its computation
+        ends (an event) or when the transfer that it waits for releases it.
         """
         program = self.programs[actor]
         while self.position[actor] < len(program):
@@ -201,7 +218,7 @@ class Simulation:
             if op[0] == "wait":
                 transfer = self.transfers[op[1]]
                 # A sender waits until all bytes have left, a receiver until they have arrived.
-                end = transfer.gone if len(op) > _WAIT_LENGTH else transfer.ended
+                end = transfer.sender_free if len(op) > _WAIT_LENGTH else transfer.ended
                 if end < 0:  # not yet
                     transfer.waiting.append((actor, self.now, op))
                     return
@@ -222,21 +239,26 @@ class Simulation:
                     return
 
     def _post_receiver(self, op: Op) -> None:
-        """Execute the post of a receiver; its notice to the sender may have to wait for an earlier message.
+        """Send a receiver's notice that it is ready for a message, once earlier messages have left.
+
+        The notice uses the connection over which the receiver itself has sent messages to the same
+        peer. It leaves after the first of these that is still leaving.
 
         Args:
-            op: ("post", tag, True, tags of messages that the receiver sent to the same peer before).
+            op: ("post", tag, AS_RECEIVER, tags of messages that the receiver sent to the same peer
+                before).
         """
         _, tag, _, *sent_before = op
         for sent_tag in sent_before:
             sent = self.transfers[sent_tag]
-            if sent.ready >= 0 and not sent.has_left:
-                sent.behind.append(tag)
+            has_begun = sent.ready >= 0  # negative before the transfer is ready
+            if has_begun and not sent.has_left:
+                sent.notices_behind.append(tag)  # _end() sends the notice
                 return
-        self._notice(tag)
+        self._send_notice(tag)
 
-    def _notice(self, tag: Hashable) -> None:
-        """Post a transfer for its receiver: the sender learns of it a latency later."""
+    def _send_notice(self, tag: Hashable) -> None:
+        """Post a transfer for its receiver, whose notice takes a latency to reach the sender."""
         notice_s = self.transfers[tag].latency_s
         if notice_s:
             self._at(self.now + notice_s, self._post, tag)
@@ -256,7 +278,7 @@ class Simulation:
             return
         transfer.ready = self.now if ready is None else ready
         if transfer.buffered:  # the sender need not wait any longer
-            transfer.gone = self.now
+            transfer.sender_free = self.now
             self._release_senders(transfer)
         if transfer.channel is None:
             self._begin(tag)
@@ -274,16 +296,19 @@ class Simulation:
     def _start_flow(self, tag: Hashable) -> None:
         """Start to send the bits of a transfer, and reduce the rates of flows on the same NICs.
 
-        A transfer without bits ends at once. A flow alone on its NICs gets its rate at once, too; otherwise
-        all flows connected through NICs get new rates.
+        A transfer without bits ends at once. A flow alone on its NICs gets its rate at once, too;
+        otherwise all flows connected through NICs get new rates.
         """
         transfer = self.transfers[tag]
         if transfer.bits <= 0:
             self._end(tag)
             return
-        transfer.left = transfer.bits
+        transfer.left = transfer.bits  # from `since` on
         transfer.since = self.now
-        transfer.look = self.looks.setdefault((transfer.uses, transfer.limit_bps), len(self.looks))
+        # The class of flows that get the same rate, for the cache in _update_rates().
+        transfer.rate_class = self.rate_classes.setdefault(
+            (transfer.uses, transfer.limit_bps), len(self.rate_classes)
+        )
         is_alone = True
         rate = transfer.limit_bps
         for nic, weight in transfer.uses:
@@ -291,11 +316,11 @@ class Simulation:
             is_alone = is_alone and not others
             others[tag] = transfer
             self.carried[nic] = self.carried.get(nic, 0.0) + weight * transfer.bits
-            if weight > _NO_WEIGHT:
+            if weight > _NO_WEIGHT:  # else the flow does not load this NIC
                 rate = min(rate, self.capacities[nic] / weight)
         if is_alone:
             transfer.rate = rate
-            transfer.version += 1
+            transfer.version += 1  # voids the end that was scheduled for an older rate
             self._at(self.now + transfer.bits / rate, self._end_flow, (tag, transfer.version))
         else:
             self._update_rates({tag: transfer})
@@ -316,10 +341,10 @@ class Simulation:
         The next transfer of the channel begins, and the transfer itself arrives a latency later.
         """
         transfer = self.transfers[tag]
-        transfer.gone = self.now
+        transfer.sender_free = self.now
         transfer.has_left = True
-        for notice in transfer.behind:  # receivers' notices that waited for this transfer to leave
-            self._notice(notice)
+        for waiting_tag in transfer.notices_behind:
+            self._send_notice(waiting_tag)
         neighbours: dict[Hashable, Transfer] = {}  # flows on the same NICs
         for nic, _ in transfer.uses if transfer.bits > 0 else ():
             others = self.flows[nic]
@@ -394,13 +419,13 @@ class Simulation:
                             connected[tag] = flow
                             unvisited.append(flow)
         # Equal mixes of flows have equal rates, which are computed once.
-        key = tuple(sorted([flow.look for flow in connected.values()]))
+        key = tuple(sorted([flow.rate_class for flow in connected.values()]))
         if key not in self.rates:
             fair = _fair_rates(connected, nics, self.capacities)
-            self.rates[key] = {flow.look: fair[tag] for tag, flow in connected.items()}
+            self.rates[key] = {flow.rate_class: fair[tag] for tag, flow in connected.items()}
         rates = self.rates[key]
         for tag, flow in connected.items():
-            rate = rates[flow.look]
+            rate = rates[flow.rate_class]
             if rate == flow.rate:
                 continue
             flow.left -= flow.rate * (self.now - flow.since)  # bits sent at the old rate
@@ -416,8 +441,8 @@ def _fair_rates(
 ) -> dict[Hashable, float]:
     """Return the max-min fair rates of flows in bits/s, by progressive filling.
 
-    All rates grow together until a NIC is full or a flow reaches its limit. Those flows keep their rate, and
-    the others grow on.
+    All rates grow together until a NIC is full or a flow reaches its limit. Those flows keep their
+    rate, and the others grow on.
 
     Args:
         flows: Tag -> flow.
@@ -436,7 +461,8 @@ def _fair_rates(
     rates: dict[Hashable, float] = {}
     growing = dict(flows)
     while growing:
-        # `level`: rate of all growing flows at which the next NIC is full or the next flow at its limit
+        # `level`: rate of all growing flows at which the next NIC is full or the next flow at its
+        # limit
         used = [nic for nic in nics if weights[nic] > _NO_WEIGHT]
         level = min((free_bps[nic] / weights[nic] for nic in used), default=inf)
         level = min(level, min(flow.limit_bps for flow in growing.values()))

@@ -25,26 +25,27 @@ class Execution:
     virtual: int = 1
     #: Pass all micro-batches through a chunk before the next one (plan/cost/pipeline.py).
     breadth_first: bool = False
-    #: Blocks of each stage (interleaved: of the first chunk of every stage, then of the second, ...); () for
-    #: an even split.
+    #: Blocks of each stage (interleaved: of the first chunk of every stage, then of the second,
+    #: ...); () for an even split.
     stage_layers: tuple[int, ...] = ()
-    #: Warm-up depth of each stage if sends do not block: micro-batches that it begins before its first
-    #: backward pass ends; () for the framework's own 1F1B.
+    #: Warm-up depth of each stage if sends do not block: micro-batches that it begins before its
+    #: first backward pass ends; () for the framework's own 1F1B.
     in_flight: tuple[int, ...] = ()
     #: Order of the passes on each stage, instead of in_flight (plan/schedule.py).
     schedule: tuple[str, ...] = ()
-    #: Reductions that overlap with the last backward pass: "off", "on", or "first" for the first stage only;
-    #: the other stages reduce in one piece.
+    #: Reductions that overlap with the last backward pass: "off", "on", or "first" for the first
+    #: stage only; the other stages reduce in one piece.
     overlap: str = "off"
     #: Size of a bucket of gradients; 0 for the rule of plan/buckets.py.
     bucket_bytes: int = 0
     #: Size of the first bucket; 0 for the same.
     first_bucket_bytes: int = 0
-    #: Groups that span clusters use a hierarchical all-reduce, on stages whose name in `reductions` is
-    #: "hierarchical"; () for all stages.
+    #: Groups that span clusters use a hierarchical all-reduce, on stages whose name in `reductions`
+    #: is "hierarchical"; () for all stages.
     hierarchical: bool = False
     reductions: tuple[str, ...] = ()
-    #: Steps of a hierarchical all-reduce inside clusters are direct exchanges (gloo), not rings (NCCL).
+    #: Steps of a hierarchical all-reduce inside clusters are direct exchanges (gloo), not rings
+    #: (NCCL).
     direct: bool = False
     #: Compression of gradients between clusters.
     compress: str = "off"
@@ -52,21 +53,25 @@ class Execution:
     zero: int = 0
     #: Traffic of a reduce-scatter relative to an all-reduce (gloo's is an all-reduce: 1).
     scatter: float = 0.5
-    #: "clusters" if ZeRO 2 and 3 shard inside each cluster, and all-reduce each shard between clusters.
+    #: "clusters" if ZeRO 2 and 3 shard inside each cluster, and all-reduce each shard between
+    #: clusters.
     replicas: str = ""
     #: ZeRO 1 gathers the weights under the next forward pass.
     gather_overlap: bool = False
     #: Messages up to this size are buffered: the sender goes on as soon as the receiver is ready.
     buffer_bytes: int = 0
-    #: A receiver's notice travels behind the message that its process has just sent to the same peer (gloo).
+    #: A receiver's notice travels behind the message that its process has just sent to the same
+    #: peer (gloo).
     notices: bool = False
-    #: Seconds that software adds to a block's forward or backward pass, to a message, and to a step.
+    #: Seconds that software adds to a block's forward or backward pass, to a message, and to a
+    #: step.
     block_s: float = 0.0
     message_s: float = 0.0
     step_s: float = 0.0
     #: Seconds of the optimizer for each parameter.
     parameter_s: float = 2e-11
-    #: All-reduces of one number over a stage's data parallel ranks that the script makes at the step's end.
+    #: All-reduces of one number over a stage's data parallel ranks that the script makes at the
+    #: step's end.
     sums: int = 0
     #: Sharded weights and gradients travel while other layers compute.
     prefetch: bool = False
@@ -76,8 +81,8 @@ class Execution:
     tied: bool = True
     #: Compression of activations on the slow network.
     compression: str = "off"
-    #: CPU cores that all ranks share for software and for bytes sent, as in the lab; 0 if every rank has its
-    #: own core.
+    #: CPU cores that all ranks share for software and for bytes sent, as in the lab; 0 if every
+    #: rank has its own core.
     cores: int = 0
 
     def __post_init__(self) -> None:

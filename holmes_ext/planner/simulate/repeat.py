@@ -3,13 +3,14 @@
     few micro-batches   F F F F B F B F B F B F B B B B       the same operations up to the last forward pass;
     k more of them      F F F F B F B F B F B F B F B B B B   the state there decides all that follows
 
-If the state at the last forward pass equals the state k micro-batches before, D seconds earlier, then a step
-of few + n k micro-batches takes n D longer: max-plus systems become periodic (Baccelli et al. 1992, ch. 3).
-The state counts as equal if every pass in the last two lifetimes of a micro-batch ended D later than the
-pass k micro-batches before.
+If the state at the last forward pass equals the state k micro-batches before, D seconds earlier,
+then a step of few + n k micro-batches takes n D longer: max-plus systems become periodic (Baccelli
+et al. 1992, ch. 3). The state counts as equal if every pass in the last two lifetimes of a
+micro-batch ended D later than the pass k micro-batches before.
 
-Pipeline classes that share no link may each have their own D. Each kind then begins n D later, and they
-meet when their gradients are reduced. tests/planner/simulate/test_repeat.py compares with full simulations.
+Pipeline classes that share no link may each have their own D. Each class then begins n D later, and
+they meet when their gradients are reduced. tests/planner/simulate/test_repeat.py compares with full
+simulations.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from holmes_ext.planner.simulate.step import JobStep, end_of
 
 #: Longest period that is tried, in micro-batches (interleaved: in rounds of one for each stage).
 MAX_PERIOD = 4
-#: Factor on the number of simulated micro-batches if the middle did not repeat, and the share of all
-#: micro-batches from which on all are simulated.
+#: Factor on the number of simulated micro-batches if the middle did not repeat, and the share of
+#: all micro-batches from which on all are simulated.
 GROWTH = 3
 MAX_SHARE = 0.35
-#: Micro-batches simulated first: so many times the warm-up depth, and some more.
+#: Micro-batches simulated first: so many times the warm-up depth, and FEW_MORE. Enough for the
+#: warm-up, two lifetimes of a micro-batch to compare, and a period.
 FEW_DEPTHS = 3
 FEW_DEPTHS_INTERLEAVED = 6
 FEW_MORE = 4
@@ -37,62 +39,68 @@ _PASSES = ("forward", "backward")
 def folded_s(job: JobStep) -> float:
     """Simulate a step with few of its micro-batches, and return the step time with all, in seconds.
 
-    The time equals that of a full simulation but for rounding. If the middle of the step does not repeat,
-    more micro-batches are simulated, and in the end all.
+    The time equals that of a full simulation but for rounding. If the middle of the step does not
+    repeat, more micro-batches are simulated, and in the end all.
     """
     stages = job.costs.stages
     total = job.costs.micro_batches
     if job.run.schedule:  # a written order of passes, for just so many micro-batches
         return job.step().step_s
+    # An interleaved schedule passes `stages` micro-batches through a chunk before the next chunk,
+    # so its period is a multiple of these.
     is_interleaved = job.run.virtual > 1
-    unit = (
-        stages if is_interleaved else 1
-    )  # an interleaved schedule takes `stages` micro-batches in a row
+    round_size = stages if is_interleaved else 1
+    # Largest warm-up depth of a stage: 1F1B's is the number of stages on the first one.
     warm_up = max((*job.run.in_flight, stages))
-    depths = FEW_DEPTHS_INTERLEAVED if unit > 1 else FEW_DEPTHS
+    depths = FEW_DEPTHS_INTERLEAVED if round_size > 1 else FEW_DEPTHS
     few = depths * warm_up + FEW_MORE
-    while few < MAX_SHARE * total:
-        step_s = _from_few_s(job, few, unit)
+    while few < MAX_SHARE * total:  # with more, a full simulation takes hardly longer
+        step_s = _from_few_s(job, few, round_size)
         if step_s:  # 0: the middle did not repeat
             return step_s
         few *= GROWTH
     return end_of(job.simulation(total).run())
 
 
-def _from_few_s(job: JobStep, few: int, unit: int) -> float:
+def _from_few_s(job: JobStep, few: int, round_size: int) -> float:
     """Return the step time from a simulation of `few` micro-batches or a little more; 0 if nothing repeats.
+
+    The simulation leaves out micro-batches in the middle of the step. If the middle repeats with a
+    period, the step takes longer by the time of the omitted periods.
 
     Args:
         job: The step.
         few: Number of micro-batches to simulate.
-        unit: Micro-batches of a round; periods are multiples of it.
+        round_size: Micro-batches of a round; periods are multiples of it.
     """
     stages = job.costs.stages
     total = job.costs.micro_batches
-    count = total - (total - few) // unit * unit  # so that whole rounds are omitted
-    omitted = total - count
+    omitted = (total - few) // round_size * round_size  # whole rounds
+    count = total - omitted
     spans = job.simulation(count).run()
-    periods = [
-        period for period in range(unit, MAX_PERIOD * unit + 1, unit) if omitted % period == 0
-    ]
+    possible_periods = range(round_size, MAX_PERIOD * round_size + 1, round_size)
+    periods = [period for period in possible_periods if omitted % period == 0]
     omitted_s = _omitted_s(spans, stages, periods, omitted)
     if omitted_s:
         return end_of(spans) + omitted_s
-    # Pipeline classes that share nothing may repeat with different periods.
+    # Pipeline classes (on different nodes) that share no network before their gradients are reduced
+    # may repeat with different periods.
     groups = job.apart()
     if len(groups) == 1:
         return 0.0
     begins: dict[int, float] = {}  # pipeline class -> its delay
-    for kinds in groups:
-        group_spans = [
-            spans[kind * stages + stage] for kind in sorted(kinds) for stage in range(stages)
-        ]
+    for classes in groups:
+        group_spans: list[Sequence[Span]] = []
+        for pipeline_class in sorted(classes):
+            first = pipeline_class * stages  # its actors follow each other, stage by stage
+            group_spans += spans[first : first + stages]
         delay_s = _omitted_s(group_spans, stages, periods, omitted)
         if not delay_s:
             return 0.0
-        begins |= dict.fromkeys(kinds, delay_s)
-    # Each kind starts later by its omitted micro-batches, so all arrive at their reductions in time.
-    delayed = job.simulation(count, [begins[kind] for kind in sorted(begins)])
+        begins |= dict.fromkeys(classes, delay_s)
+    # Each class starts later by the time of its omitted micro-batches. So each reaches the
+    # reduction of its gradients, where the classes meet, at the same moment as in a full step.
+    delayed = job.simulation(count, [begins[number] for number in sorted(begins)])
     return end_of(delayed.run())
 
 
@@ -102,7 +110,8 @@ def _omitted_s(
     """Return the seconds that the omitted micro-batches would take; 0 if the middle does not repeat.
 
     Args:
-        spans: Spans of every actor; the actors of a pipeline class follow each other, stage by stage.
+        spans: Spans of every actor; the actors of a pipeline class follow each other, stage by
+            stage.
         stages: Number of stages.
         periods: Periods to try, in micro-batches.
         omitted: Number of micro-batches that are not simulated, a multiple of each period.
@@ -117,21 +126,29 @@ def _omitted_s(
 def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> float:
     """Return the seconds of `period` micro-batches in the middle of a step; 0 if it does not repeat.
 
+    The middle repeats if all passes before the end of the first actor's last forward pass, in the
+    last two lifetimes of a micro-batch, ended equally long after the same pass of `period`
+    micro-batches before. The state of the pipeline depends on the micro-batches under way, which
+    began within one lifetime; the second one is for those that they waited for.
+
     Args:
-        spans: Spans of every actor; the actors of a pipeline class follow each other, stage by stage.
+        spans: Spans of every actor; the actors of a pipeline class follow each other, stage by
+            stage.
         stages: Number of stages.
         period: Period to test, in micro-batches.
     """
-    # End of every pass.
+    # (actor, kind of pass, chunk, micro-batch) -> end of the pass
     ends = {
         (actor, span.kind, span.chunk, span.micro_batch): span.end
         for actor, actor_spans in enumerate(spans)
         for span in actor_spans
         if span.kind in _PASSES
     }
+    # From here on an actor does cool-down passes, which do not repeat.
     last_forward_end_s = min(
         max(span.end for span in actor_spans if span.kind == "forward") for actor_spans in spans
     )
+    # Longest time, over the pipeline classes, from a micro-batch's first to its last pass.
     lifetime_s = 0.0
     for first_stage in range(0, len(spans), stages):
         actor_lifetime_s = _lifetime_s(spans[first_stage], last_forward_end_s)

@@ -5,11 +5,13 @@ An operation is one of
     (letter, micro_batch, chunk)      a pass: "F" forward, "B" backward, "I" and "W" its gradients of input
                                       and weights
     ("post", message)                 start a send or a receive
-    ("post", message, sent)           start a receive; its notice follows the message `sent` to the same stage
+    ("post", message, sent, ...)      start a receive while the messages `sent` go to the same stage; the
+                                      receiver's notice that it is ready follows them
     ("wait", message)                 wait for its end
 
-A message is ("a", place, micro_batch), the activation from the chunk at `place` to the next chunk, or
-("g", place, micro_batch), its gradient back. Chunk c of stage s is at place c x stages + s.
+A message is ("a", virtual_stage, micro_batch), the activation from a virtual stage to the next one,
+or ("g", virtual_stage, micro_batch), its gradient back. A virtual stage is a chunk of layers,
+numbered in the order of the forward pass: chunk c of stage s is virtual stage c x stages + s.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from holmes_ext.plan.engine import AWAITED, PAIRED
 from holmes_ext.plan.schedule import Pass, PassOrder, passes
 from holmes_ext.planner.simulate.events import Op
 
+#: (ACTIVATION or GRADIENT, virtual stage before the link, micro-batch)
 Message = tuple[str, int, int]
 ACTIVATION, GRADIENT = "a", "g"
 #: Message -> pass that needs it.
@@ -39,28 +42,30 @@ def schedule(
 ) -> Iterator[Op]:
     """Return the operations of a stage in one step.
 
-    Receives are posted (started) at the step's start if chunks are interleaved or breadth-first, or if a
-    warm-up depth is given. A written order of passes says itself when they are posted. Otherwise the
-    framework decides.
+    Receives are posted (started) at the step's start if stages have several chunks, or if a warm-up
+    depth is given. A written order of passes may say after which send each receive is posted.
+    Otherwise receives are posted as the framework does in its 1F1B schedule.
 
     Args:
-        sends: How the framework sends (plan/engine.py, SENDS).
+        sends: How the framework sends: AWAITED (DeepSpeed: each send is waited for), PAIRED
+            (megatron-core: a send and the next receive are waited for together), or POSTED (sends
+            are not waited for).
         stage: The stage.
         stages: Number of stages.
         micro_batches: Number of micro-batches.
         virtual: Chunks of a stage.
-        in_flight: Warm-up depth; 0 for the framework's own 1F1B.
+        in_flight: Warm-up depth (micro-batches begun before the first backward pass); 0 for the
+            framework's own 1F1B.
         breadth_first: Pass all micro-batches through a chunk before the next one.
         planned: Written order of passes.
     """
-    neighbours = _Neighbours(stage, stages, last_place=stages * virtual - 1)
+    neighbours = _Neighbours(stage, stages, last_virtual_stage=stages * virtual - 1)
     if planned:
         chunk = 0  # the only one
         listed = [(letter, micro_batch, chunk) for letter, micro_batch in planned.stages[stage]]
-        # `activations_before`: the order says after which send each receive is posted.
-        return _with_early_receives(
-            listed, neighbours, planned if planned.activations_before else None
-        )
+        # Not empty if the order says after which send each receive is posted.
+        says_when_posted = bool(planned.activations_before)
+        return _with_early_receives(listed, neighbours, planned if says_when_posted else None)
     order = passes(stage, stages, micro_batches, virtual, in_flight, breadth_first)
     if virtual > 1 or in_flight or breadth_first or sends not in (AWAITED, PAIRED):
         return _with_early_receives(order, neighbours)
@@ -72,10 +77,10 @@ def schedule(
 class _Neighbours:
     """Messages between a stage and its neighbours."""
 
-    def __init__(self, stage: int, stages: int, last_place: int):
+    def __init__(self, stage: int, stages: int, last_virtual_stage: int):
         self.stage = stage
         self.stages = stages
-        self.last_place = last_place
+        self.last_virtual_stage = last_virtual_stage
 
     def needs(self, stage_pass: Pass) -> list[Message]:
         """Return the message that a pass must have received: none or one.
@@ -83,28 +88,36 @@ class _Neighbours:
         The first chunk receives no activation, the last one no gradient, and a pass "W" nothing.
         """
         letter, micro_batch, chunk = stage_pass
-        place = chunk * self.stages + self.stage
+        virtual_stage = chunk * self.stages + self.stage
         if letter == "F":
-            return [(ACTIVATION, place - 1, micro_batch)] if place else []
-        if letter == "W" or place == self.last_place:
+            return [(ACTIVATION, virtual_stage - 1, micro_batch)] if virtual_stage else []
+        if letter == "W" or virtual_stage == self.last_virtual_stage:
             return []
-        return [(GRADIENT, place, micro_batch)]
+        return [(GRADIENT, virtual_stage, micro_batch)]
 
     def makes(self, stage_pass: Pass) -> list[Message]:
         """Return the message that a pass sends: none or one."""
         letter, micro_batch, chunk = stage_pass
-        place = chunk * self.stages + self.stage
+        virtual_stage = chunk * self.stages + self.stage
         if letter == "F":
-            return [(ACTIVATION, place, micro_batch)] if place < self.last_place else []
-        if letter == "W" or not place:
+            return (
+                [(ACTIVATION, virtual_stage, micro_batch)]
+                if virtual_stage < self.last_virtual_stage
+                else []
+            )
+        if letter == "W" or not virtual_stage:
             return []
-        return [(GRADIENT, place - 1, micro_batch)]
+        return [(GRADIENT, virtual_stage - 1, micro_batch)]
 
 
 def _with_early_receives(
     order: Sequence[Pass], neighbours: _Neighbours, planned: PassOrder | None = None
 ) -> Iterator[Op]:
     """Yield passes whose receives are posted (started) early: at the step's start, or after a planned send.
+
+    A message is (letter, virtual stage, micro-batch): letter "a" for the activation from this
+    virtual stage to the next one, "g" for its gradient back. A virtual stage is a chunk, numbered
+    over all stages.
 
     Args:
         order: Passes of the stage.
@@ -115,15 +128,16 @@ def _with_early_receives(
     posts_after: dict[Message | None, list[Op]] = defaultdict(list)
     for stage_pass in order:
         for message in neighbours.needs(stage_pass):
-            letter, place, micro_batch = message
+            letter, virtual_stage, micro_batch = message
             sent = None
             if planned:
-                after = planned.posted_after(place, _PASS_OF[letter], micro_batch)
+                after = planned.posted_after(virtual_stage, _PASS_OF[letter], micro_batch)
                 if after:
                     # The send to the same neighbour: for an activation received, it is a gradient.
-                    _, sent_micro_batch = after
+                    # None from posted_after() means the step's start.
+                    _, sent_micro_batch = after  # _: letter of the pass that sends it
                     opposite = GRADIENT if letter == ACTIVATION else ACTIVATION
-                    sent = (opposite, place, sent_micro_batch)
+                    sent = (opposite, virtual_stage, sent_micro_batch)
             posts_after[sent].append(("post", message))
     yield from posts_after[None]
     for stage_pass in order:
@@ -157,13 +171,14 @@ def _megatron_1f1b(order: Sequence[Pass], neighbours: _Neighbours, warm_up: int)
 def _deepspeed_1f1b(neighbours: _Neighbours, micro_batches: int) -> Iterator[Op]:
     """Yield deepspeed.runtime.pipe.schedule.TrainSchedule: forward and backward steps alternate.
 
-    Even steps are forward on even stages and backward on odd ones. The output of a pass is sent at the next
-    step. A forward step sends the last gradient before it receives, a backward step receives before it sends.
+    Even steps are forward on even stages and backward on odd ones. The output of a pass is sent at
+    the next step. A forward step sends the last gradient before it receives, a backward step
+    receives before it sends.
     """
     stage = neighbours.stage
     stages = neighbours.stages
     to_send: list[Message] = []  # output of the step before
-    for step in range(2 * (micro_batches + neighbours.last_place)):
+    for step in range(2 * (micro_batches + neighbours.last_virtual_stage)):
         is_forward = step % 2 == stage % 2
         if is_forward:
             micro_batch = (step - stage) // 2
@@ -185,15 +200,16 @@ def _deepspeed_1f1b(neighbours: _Neighbours, micro_batches: int) -> Iterator[Op]
 
 
 def _exchange(messages: Sequence[Message], received: Sequence[Message] = ()) -> Iterator[Op]:
-    """Yield posts of messages and waits for all of them.
+    """Yield the posts (starts) of messages, and then the waits for all of them.
 
     Args:
         messages: Messages to send, or to receive.
-        received: Messages to receive while `messages` are sent.
+        received: Messages to receive from the same neighbour while `messages` are sent to it. The
+            receiver's notice that it is ready follows the messages that it sends.
     """
     for message in messages:
         yield ("post", message)
     for message in received:
-        yield ("post", message, *messages)
+        yield ("post", message, *messages)  # the messages sent before it
     for message in (*messages, *received):
         yield ("wait", message)

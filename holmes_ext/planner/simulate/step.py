@@ -8,8 +8,8 @@
     collectives            collectives.py, collective_ops.py
     sharing of NICs        events.py
 
-The simulation is deterministic. It takes 1 to 100 ms for a thousand passes (stages x micro-batches x kinds of
-pipelines).
+The simulation is deterministic. It takes 1 to 100 ms for a thousand passes (stages x micro-batches
+x pipeline classes).
 """
 
 from __future__ import annotations
@@ -26,15 +26,25 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import CORES, Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import price
 from holmes_ext.plan.cost.stages import RankModel, StageCosts, compressed_share
 from holmes_ext.plan.placement import Fold, Placement
 from holmes_ext.plan.schedule import PassOrder
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.planner.simulate.collective_ops import CollectiveOps, Operations
-from holmes_ext.planner.simulate.events import Op, Simulation, Span, Transfer, Transfers
+from holmes_ext.planner.simulate.collective_ops import CollectiveOps
+from holmes_ext.planner.simulate.events import (
+    AS_RECEIVER,
+    AS_SENDER,
+    NO_CHUNK,
+    NO_MICRO_BATCH,
+    Op,
+    Simulation,
+    Span,
+    Transfer,
+    Transfers,
+)
 from holmes_ext.planner.simulate.execution import Execution
+from holmes_ext.planner.simulate.pass_pieces import blocks_of_chunks, pass_pieces
 from holmes_ext.planner.simulate.schedules import schedule
 from holmes_ext.planner.simulate.transfers import TransferMaker
 
@@ -48,7 +58,8 @@ CAUSES = (
     "reduce_inside",
     "reduce_across",
 )
-#: Letter of a pass (F: forward, B: backward, I and W: its gradients of input and weights) -> kind of span.
+#: Letter of a pass (F: forward, B: backward, I and W: its gradients of input and weights) -> kind
+#: of span.
 _SPAN_KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
 #: Kind of span -> cause; the other kinds are reductions.
 _CAUSES = {
@@ -139,16 +150,16 @@ def simulate(
 
 
 class _Actor(NamedTuple):
-    """All ranks of a stage in pipelines of one kind (on equal nodes): they do the same at the same time."""
+    """All ranks of a stage in pipelines of one class (on equal nodes): they do the same at the same time."""
 
-    pipeline_kind: int
+    pipeline_class: int
     stage: int
 
 
-class _LinkedKinds(NamedTuple):
+class _LinkedClasses(NamedTuple):
     """Pipeline classes whose messages use common NICs or hops."""
 
-    kinds: set[int]
+    pipeline_classes: set[int]
     resources: set[Hashable]
 
 
@@ -180,30 +191,37 @@ class JobStep:
         if run.zero > 1 and sizes.pipeline > 1:
             problem = f"zero is {run.zero} with {sizes.pipeline} pipeline stages"
             raise HolmesError(f"{problem}; under a pipeline it can be 0 or 1")
+        # A fold has one actor for all equal ranks. The network caches it for all jobs of a search.
         self.fold = network.remember(("fold", placement), lambda: Fold(placement))
-        layers = model.layers_of(sizes)
+        layers = model.layers_of(sizes)  # embedding, transformer blocks, output layer
+        embedding, *_ = layers
         maker = TransferMaker(network, run.message_s)
-        blocks = _blocks_of_chunks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual)
-        #: First layer and end of every chunk; chunk c of stage s is at c x stages + s.
+        chunks = sizes.pipeline * run.virtual  # of all stages
+        blocks = blocks_of_chunks(run.stage_layers, costs.blocks, chunks)
+        #: First layer and end of every chunk, in the order of the forward pass: chunk c of stage s
+        #: is the item c x stages + s.
         self.ranges = costs.ranges(blocks)
         self.passes = PassOrder.parse(run.schedule) if run.schedule else None
         self.collectives = CollectiveOps(network, self.fold, run, self.ranges, layers, model, maker)
-        messages = self._messages(maker, layers[0].activation_bytes)
-        #: Tag without micro-batch -> transfer.
+        # All layers pass on activations of one size.
+        messages = self._messages(maker, embedding.activation_bytes)
+        #: Tag without micro-batch -> transfer, to be copied for each micro-batch.
         self.templates = {**messages, **self.collectives.transfers}
         self.actors = [
-            _Actor(kind, stage)
-            for kind in range(len(self.fold.pipeline_classes))
+            _Actor(pipeline_class, stage)
+            for pipeline_class in range(len(self.fold.pipeline_classes))
             for stage in range(sizes.pipeline)
         ]
+        # 0 cores: every rank has a core of its own, so the CPU limits no flow.
         shared_cores_bps = run.cores * network.links.core_bps or inf
         self.capacities = {**maker.capacities, CORES: shared_cores_bps}
 
     def _messages(self, maker: TransferMaker, size: float) -> dict[Hashable, Transfer]:
-        """Return the messages between neighbouring chunks: (letter, place, pipeline class) -> transfer.
+        """Return (letter, virtual stage, pipeline class) -> message between neighbouring chunks.
 
-        Letter "a" is the activation from the chunk at `place` to the next chunk, "g" its gradient back. The
-        place of a chunk is its number in the order of the forward pass, over all stages.
+        Letter "a" is the activation from a virtual stage to the next one, "g" its gradient back. A
+        virtual stage is a chunk of layers, numbered over all stages in the order of the forward
+        pass.
 
         Args:
             maker: Factory of transfers.
@@ -211,35 +229,35 @@ class JobStep:
         """
         transfers: dict[Hashable, Transfer] = {}
         stages = len(self.fold.stages)
-        for kind in range(len(self.fold.pipeline_classes)):
-            for place in range(stages * self.run.virtual - 1):
-                stage = place % stages
-                next_stage = (place + 1) % stages
-                down = self._message(maker, kind, stage, next_stage, size)
-                up = self._message(maker, kind, next_stage, stage, size)
-                transfers[_ACTIVATION, place, kind] = down
-                transfers[_GRADIENT, place, kind] = up
+        for pipeline_class in range(len(self.fold.pipeline_classes)):
+            for virtual_stage in range(stages * self.run.virtual - 1):
+                stage = virtual_stage % stages
+                next_stage = (virtual_stage + 1) % stages
+                down = self._message(maker, pipeline_class, stage, next_stage, size)
+                up = self._message(maker, pipeline_class, next_stage, stage, size)
+                transfers[_ACTIVATION, virtual_stage, pipeline_class] = down
+                transfers[_GRADIENT, virtual_stage, pipeline_class] = up
         return transfers
 
     def _message(
-        self, maker: TransferMaker, kind: int, stage: int, other: int, size: float
+        self, maker: TransferMaker, pipeline_class: int, stage: int, other: int, size: float
     ) -> Transfer:
         """Return a message of `size` bytes from a stage to another.
 
-        On Ethernet between nodes, the tensor parallel ranks send a slice each, and gather the slices on the
-        receiving node.
+        On Ethernet between nodes, the tensor parallel ranks send a slice each, and gather the
+        slices on the receiving node.
 
         Args:
-            kind: Pipeline class.
+            pipeline_class: Pipeline class.
             stage: Sending stage.
             other: Receiving stage.
             size: Bytes of the whole message, uncompressed.
         """
         fold = self.fold
         is_buffered = size <= self.run.buffer_bytes
-        sender_bps = self._gpu_link_bps(kind, stage)
-        receiver_bps = self._gpu_link_bps(kind, other)
-        stage_link = fold.stage_link(kind, stage, other)
+        sender_bps = self._gpu_link_bps(pipeline_class, stage)
+        receiver_bps = self._gpu_link_bps(pipeline_class, other)
+        stage_link = fold.stage_link(pipeline_class, stage, other)
         load = self.network.message(stage_link, min(sender_bps, receiver_bps))
         if stage == other:  # between chunks of one stage: no time
             return Transfer(parties=2, buffered=is_buffered)
@@ -251,12 +269,12 @@ class JobStep:
             size *= self._compressed_share / slices
         transfer = maker.message(load, size, gathered_s)
         # Messages of one channel follow each other.
-        channel = (kind, stage, other) if load.fabric else None
+        channel = (pipeline_class, stage, other) if load.fabric else None
         return replace(transfer, channel=channel, buffered=is_buffered)
 
-    def _gpu_link_bps(self, kind: int, stage: int) -> float:
+    def _gpu_link_bps(self, pipeline_class: int, stage: int) -> float:
         """Return the rate between the GPUs of a node in bits/s."""
-        cluster = self.network.cluster(self.fold.node_type_on(kind, stage))
+        cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))
         return self.model.gpu_of(cluster).link_bps
 
     @property
@@ -287,10 +305,11 @@ class JobStep:
         transfers = Transfers(self.templates)
         programs = []
         for actor in self.actors:
-            ops = self._program(actor.pipeline_kind, actor.stage, micro_batches)
+            ops = self._program(actor.pipeline_class, actor.stage, micro_batches)
             if begins:
                 # An operation: (name, kind of span, seconds, micro-batch, chunk).
-                idle = ("compute", "idle", begins[actor.pipeline_kind], -1, 0)
+                delay_s = begins[actor.pipeline_class]
+                idle = ("compute", "idle", delay_s, NO_MICRO_BATCH, NO_CHUNK)
                 ops = chain([idle], ops)
             programs.append(list(self._with_software(ops, transfers, actor)))
         return Simulation(programs, transfers, self.capacities)
@@ -298,52 +317,59 @@ class JobStep:
     def apart(self) -> list[set[int]]:
         """Divide the pipeline classes into groups that share nothing before their gradients are reduced.
 
-        Two kinds share something if their messages use the same NIC or link, or if a collective of both runs
-        before the reduction.
+        Two classes share something if their messages use the same NIC or link, or if a collective
+        of both runs before the reduction.
         """
-        all_kinds = range(len(self.fold.pipeline_classes))
+        all_classes = range(len(self.fold.pipeline_classes))
         has_early_collectives = (
             (self.run.zero == 1 and self.run.gather_overlap) or self.run.zero > 1 or self.run.cores
         )
         if has_early_collectives:
-            return [set(all_kinds)]
+            return [set(all_classes)]
         # Pipeline class -> NICs and links of limited rate that its messages use.
-        resources_of: list[set[Hashable]] = [set() for _ in all_kinds]
+        resources_of: list[set[Hashable]] = [set() for _ in all_classes]
         for tag, transfer in self.templates.items():
             if isinstance(tag, tuple) and tag[0] in (_ACTIVATION, _GRADIENT):
-                _, _, kind = tag
+                _, _, pipeline_class = tag
                 for resource, _ in transfer.uses:
                     if self.capacities[resource] < inf:
-                        resources_of[kind].add(resource)
-        groups: list[_LinkedKinds] = []
-        for kind, resources in enumerate(resources_of):
-            joined = _LinkedKinds({kind}, resources)
+                        resources_of[pipeline_class].add(resource)
+        groups: list[_LinkedClasses] = []
+        for pipeline_class, resources in enumerate(resources_of):
+            joined = _LinkedClasses({pipeline_class}, resources)
             # Join the groups that use any of the same resources.
             for other in [group for group in groups if group.resources & joined.resources]:
                 groups.remove(other)
-                joined = _LinkedKinds(
-                    joined.kinds | other.kinds, joined.resources | other.resources
+                joined = _LinkedClasses(
+                    joined.pipeline_classes | other.pipeline_classes,
+                    joined.resources | other.resources,
                 )
             groups.append(joined)
-        return [group.kinds for group in groups]
+        return [group.pipeline_classes for group in groups]
 
     def step(self) -> Step:
         """Simulate the step with all micro-batches."""
         simulation = self.simulation(self.costs.micro_batches)
         timelines = []
-        for (kind, stage), spans in zip(self.actors, simulation.run()):
-            cluster = self.network.cluster(self.fold.node_type_on(kind, stage))
-            ranks = self.fold.ranks(kind, stage)
+        for (pipeline_class, stage), spans in zip(self.actors, simulation.run()):
+            cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))
+            ranks = self.fold.ranks(pipeline_class, stage)
             timelines.append(Timeline(stage, ranks, cluster, spans=tuple(spans)))
         carried_bytes = {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES}
         step_s = end_of(timeline.spans for timeline in timelines)
         return Step(step_s, ranks=tuple(timelines), carried=carried_bytes)
 
-    def _program(self, kind: int, stage: int, micro_batches: int) -> Iterator[Op]:
-        """Yield all operations of a rank (events.py), and of software: ("software", kind, seconds, ...).
+    def _program(self, pipeline_class: int, stage: int, micro_batches: int) -> Iterator[Op]:
+        """Yield all operations of a rank in a step, in the formats of events.py.
+
+        The time that software takes (such as the framework's Python) is a further kind of
+        operation: ("software", kind of span, seconds, micro-batch, chunk). _with_software()
+        replaces it.
 
         Args:
-            kind: Kind of the rank's pipeline.
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
+            micro_batches: Number of micro-batches.
         """
         run = self.run
         costs = self.costs
@@ -355,7 +381,7 @@ class JobStep:
             "W": costs.sums["weights_s"][stage],
         }
         sums["I"] = [both - weights for both, weights in zip(sums["B"], sums["W"])]
-        yield from collectives.before(kind, stage)
+        yield from collectives.before(pipeline_class, stage)
         in_flight = run.in_flight[stage] if run.in_flight else 0
         ops = schedule(
             run.engine.sends,
@@ -369,65 +395,69 @@ class JobStep:
         )
         for op in ops:
             if op[0] in ("post", "wait"):
-                yield self._exchange(op, kind, stage)
+                yield self._exchange(op, pipeline_class, stage)
                 continue
             letter, micro_batch, chunk = op
             low, high = self.ranges[chunk * costs.stages + stage]
             is_final = letter in "BW" and micro_batch == micro_batches - 1
-            needs, launches = collectives.along(kind, stage, chunk, letter, micro_batch, is_final)
+            needs, launches = collectives.along(
+                pipeline_class, stage, chunk, letter, micro_batch, is_final
+            )
             span_kind = _SPAN_KINDS[letter]
             if run.block_s and letter != "W":
                 blocks = min(high, costs.before + costs.blocks) - max(low, costs.before)
                 yield ("software", span_kind, run.block_s * blocks, micro_batch, chunk)
-            pieces = _pieces(sums[letter], low, high, letter == "F", needs, launches)
+            pieces = pass_pieces(sums[letter], low, high, letter == "F", needs, launches)
             for seconds, collective_ops in pieces:
                 yield ("compute", span_kind, seconds, micro_batch, chunk)
                 yield from collective_ops
-        yield from collectives.after(kind, stage)
-        yield ("software", "optimizer", run.step_s, -1, 0)
-        yield from collectives.report(kind, stage)
+        yield from collectives.after(pipeline_class, stage)
+        yield ("software", "optimizer", run.step_s, NO_MICRO_BATCH, NO_CHUNK)
+        yield from collectives.report(pipeline_class, stage)
 
-    def _exchange(self, op: Op, kind: int, stage: int) -> Op:
+    def _exchange(self, op: Op, pipeline_class: int, stage: int) -> Op:
         """Return the simulation's operation for a schedule's post or wait of a message.
 
         A post says that the sender or the receiver is ready for the message.
 
         Args:
             op: Operation of schedules.py; the result is one of events.py.
-            kind: Kind of the rank's pipeline.
+            pipeline_class: Class of the rank's pipeline.
             stage: The rank's stage.
         """
         operation, message, *sent_before = op
-        letter, place, micro_batch = message
-        tag = ((letter, place, kind), micro_batch)
-        # The activation leaves the chunk at `place`; its gradient leaves the chunk after it.
-        sending_place = place + 1 if letter == _GRADIENT else place
-        is_sender = sending_place % self.costs.stages == stage
+        letter, virtual_stage, micro_batch = message
+        tag = ((letter, virtual_stage, pipeline_class), micro_batch)
+        # The activation leaves this virtual stage; its gradient leaves the next one.
+        sending_stage = virtual_stage + 1 if letter == _GRADIENT else virtual_stage
+        is_sender = sending_stage % self.costs.stages == stage
         if operation == "wait":
-            if is_sender:  # a fifth item marks the sender's wait
-                return ("wait", tag, "send", micro_batch, True)
+            if is_sender:
+                return ("wait", tag, "send", micro_batch, AS_SENDER)
             return ("wait", tag, "send", micro_batch)
         if is_sender:
             return ("post", tag)
-        if not self.run.notices:  # a third item marks the receiver's post
-            return ("post", tag, True)
+        if not self.run.notices:
+            return ("post", tag, AS_RECEIVER)
         # The receiver's notice travels behind these messages, if they are still leaving.
-        sent_tags = [((sent, at, kind), number) for sent, at, number in sent_before]
-        return ("post", tag, True, *sent_tags)
+        sent_tags = [((sent, at, pipeline_class), number) for sent, at, number in sent_before]
+        return ("post", tag, AS_RECEIVER, *sent_tags)
 
     def _with_software(
         self, ops: Iterator[Op], transfers: dict[Hashable, Transfer], actor: _Actor
     ) -> Iterator[Op]:
-        """Yield a rank's operations with those of software replaced by others that the simulation has.
+        """Yield an actor's operations, with the time of software as computation or as a flow.
 
-        Software becomes computation, or a flow of bits through the CPU cores if ranks share these. A flow
-        uses at most one core a rank. A second counts as many bits as a core can send in it, so software and
-        bytes sent get equal shares of the cores.
+        An operation ("software", kind of span, seconds, ...) is time that the CPU needs. If every
+        rank has a core of its own, it becomes computation. If all ranks share cores, it becomes a
+        flow of bits through them, like the bytes that ranks send; so both get fair shares.
 
         Args:
+            ops: Operations of the actor.
             transfers: Transfers of the simulation; the flows are added to them.
+            actor: All ranks of a stage in pipelines of one class (on equal nodes).
         """
-        ranks = self.fold.count[actor.pipeline_kind]
+        ranks = self.fold.count[actor.pipeline_class]  # for which the actor stands
         core_bps = self.network.links.core_bps
         for number, op in enumerate(ops):
             if op[0] != "software":
@@ -438,9 +468,14 @@ class JobStep:
                 yield ("compute", kind, seconds, micro_batch, chunk)
             elif seconds > 0:
                 tag = ("software", tuple(actor), number)
-                uses = ((CORES, ranks),)
-                bits = seconds * core_bps
-                transfers[tag] = Transfer(1, bits=bits, limit_bps=core_bps, uses=uses)
+                # The flow of each rank uses one core at most: a second is as many bits as a core
+                # can send. Its weight is the number of ranks that the actor stands for.
+                transfers[tag] = Transfer(
+                    parties=1,
+                    bits=seconds * core_bps,
+                    limit_bps=core_bps,
+                    uses=((CORES, ranks),),
+                )
                 yield ("post", tag)
                 yield ("wait", tag, kind, micro_batch)
 
@@ -448,53 +483,3 @@ class JobStep:
 def end_of(spans: Iterable[Sequence[Span]]) -> float:
     """Return the end of the last span of all actors, in seconds."""
     return max(span[-1].end for span in spans if span)
-
-
-def _blocks_of_chunks(blocks: Sequence[int], layers: int, parts: int) -> Sequence[int]:
-    """Return the number of blocks of every chunk.
-
-    Args:
-        blocks: Blocks of every chunk; () for the same number on each.
-        layers: Blocks of the model.
-        parts: Number of chunks, of all stages together.
-
-    Raises:
-        HolmesError: `blocks` is no split of the layers.
-    """
-    blocks = blocks or uniform(layers, parts)
-    if len(blocks) != parts or sum(blocks) != layers or min(blocks) < 1:
-        given = ",".join(map(str, blocks))
-        needed = f"they must be {parts} numbers above 0 whose sum is {layers} layers"
-        raise HolmesError(f"stage_layers {given}: {needed}")
-    return blocks
-
-
-def _pieces(
-    sums: Sequence[float],
-    low: int,
-    high: int,
-    forward: bool,
-    needs: Operations,
-    launches: Operations,
-) -> Iterator[tuple[float, list[Op]]]:
-    """Divide a pass where weights are needed or gradients are sent.
-
-    Args:
-        sums: Running sums of the seconds over the layers: sums[n] is of the first n layers.
-        low: First layer of the pass.
-        high: End of its layers.
-        forward: The pass goes from `low` to `high`, else from `high` to `low`.
-        needs: Layer -> operations before it.
-        launches: Layer -> operations after it.
-
-    Yields:
-        Seconds of a part of the pass, and the operations that follow it.
-    """
-    done_s = sums[low if forward else high]  # running sum up to which the pass is yielded
-    for layer in sorted({*needs, *launches}, reverse=not forward):
-        begin, end = (layer, layer + 1) if forward else (layer + 1, layer)
-        for ops, border in ((needs.get(layer), begin), (launches.get(layer), end)):
-            if ops:
-                yield abs(sums[border] - done_s), ops
-                done_s = sums[border]
-    yield abs(sums[high if forward else low] - done_s), []

@@ -1,7 +1,8 @@
 """Transfers of the simulation from the loads that the cost model puts on NICs and links.
 
-A load (plan/cost/network.py) is what one byte of a message or collective sends over each NIC and each hop. A
-hop is a link or an uplink between clusters.
+A load (plan/cost/network.py, Load) is what one byte of a message or collective sends over each NIC
+and each hop: `volume` bytes through a NIC, in `messages` messages that follow each other, each of
+which carries `part` of the bytes. A hop is a link between clusters, or the uplink of one.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class TransferMaker:
             limit_bps=curve.rate_bps,
             uses=self._uses(load, size),
             across=load.crosses_clusters,
-            latency_s=load.wan_latency_s,
+            latency_s=load.wan_latency_s,  # between clusters, beyond the fabric's own
         )
 
     def collective(
-        self, load: Load, sizes: Sequence[float], parties: int, host: float = 1.0
+        self, load: Load, sizes: Sequence[float], parties: int, cpu_factor: float = 1.0
     ) -> Transfer:
         """Return collectives of `sizes` bytes, one after the other, as a single transfer.
 
@@ -61,33 +62,39 @@ class TransferMaker:
             load: Traffic of the collective for each byte.
             sizes: Bytes of each collective.
             parties: Actors that take part.
-            host: CPU seconds of a byte, relative to those of an all-reduced byte.
+            cpu_factor: CPU seconds of a byte, relative to those of an all-reduced byte (for jobs
+                whose ranks share CPU cores).
         """
         total_bytes = sum(sizes)
         if load.fabric is None:  # inside a node
             return Transfer(parties, fixed_s=load.price.seconds(total_bytes))
         curve = self.network.curve(load)
-        # Startup time of one message of each collective, which is `part` of the collective's bytes.
-        message_s = [curve.fixed_s(load.message_share * size) + self.message_s for size in sizes]
-        way_s = len(sizes) * load.wan_latency_s  # latency between clusters
+        # Startup of one message of each collective. A message carries `message_share` of the collective's
+        # bytes.
+        startups_s = [curve.fixed_s(load.message_share * size) + self.message_s for size in sizes]
+        # Latency between clusters beyond the fabric's own, once for each collective.
+        latency_s = len(sizes) * load.wan_latency_s
         return Transfer(
             parties,
-            fixed_s=load.messages * sum(message_s) + way_s,
+            fixed_s=load.messages * sum(startups_s) + latency_s,
             bits=8 * load.volume * total_bytes,
             limit_bps=curve.rate_bps,
-            uses=self._uses(load, total_bytes, host),
+            uses=self._uses(load, total_bytes, cpu_factor),
             across=load.crosses_clusters,
         )
 
-    def flow(self, flow: Flow, parties: int) -> Transfer:
+    def reduction_step(self, flow: Flow, parties: int) -> Transfer:
         """Return the transfer of one step of a gradient reduction.
 
+        A step of a hierarchical all-reduce is chained: the same step runs in several clusters at
+        once, each with a load of its own, and when it has arrived, the next step (`flow.then`)
+        starts. Another step is one or more collectives that follow each other.
+
         Args:
-            flow: Messages one after the other; or, if chained, a step in several clusters at once, which is
-                followed by the transfer `flow.then`.
+            flow: Loads, bytes and channel of the step.
             parties: Actors that take part.
         """
-        if not flow.chained:  # it has a single load
+        if not flow.chained:  # collectives of one load
             transfer = self.collective(flow.loads[0], flow.sizes, parties)
             return replace(transfer, channel=flow.channel)
         (size,) = flow.sizes
@@ -97,14 +104,18 @@ class TransferMaker:
                 fixed_s = max(fixed_s, load.price.seconds(size))
             else:
                 curve = self.network.curve(load)
-                message_s = curve.fixed_s(load.message_share * size) + self.message_s
-                fixed_s = max(fixed_s, load.messages * message_s)
-        # A blocking flow waits for the way there and back; another one only arrives later.
+                startup_s = curve.fixed_s(load.message_share * size) + self.message_s
+                fixed_s = max(fixed_s, load.messages * startup_s)
+        # `wan_latency_s` is the latency between clusters. If the step blocks the next one on its channel,
+        # that waits for the way there and back. Otherwise the step only arrives later.
         latency_s = flow.wan_latency_s
         if flow.awaits_arrival:
             fixed_s += 2 * flow.wan_latency_s
             latency_s = 0.0
-        weights: dict[Hashable, float] = {}  # resource -> weight of the flow there
+        # Resource (NIC, hop or CPU) -> weight of the flow there. The loads run at once, as one flow
+        # of `size` bytes. A load sends `volume` bytes for each of them, so its volume is part of
+        # the weight.
+        weights: dict[Hashable, float] = {}
         for load in flow.loads:
             if load.fabric is not None:
                 for resource, weight in self._uses(load, size):
@@ -122,16 +133,17 @@ class TransferMaker:
         )
 
     def _uses(
-        self, load: Load, size: float, host: float = 1.0
+        self, load: Load, size: float, cpu_factor: float = 1.0
     ) -> tuple[tuple[Hashable, float], ...]:
         """Return the resources that a load uses, with its weight there: hops, NICs and CPU cores.
 
-        The rates of NICs and hops are kept in `capacities`.
+        A weight is the bits that pass the resource for each bit of the flow. The rates of the NICs
+        and hops are added to `capacities`.
 
         Args:
             load: Traffic of a message or collective.
             size: Bytes.
-            host: CPU seconds of a byte, relative to those of an all-reduced byte.
+            cpu_factor: CPU seconds of a byte, relative to those of an all-reduced byte.
         """
         assert load.fabric is not None
         link = self.network.link(load)
@@ -139,8 +151,10 @@ class TransferMaker:
             self.capacities[nic] = link.rate_bps
         for hop, _ in load.hops:
             self.capacities[hop.key] = hop.rate_bps
+        # A hierarchical all-reduce also costs CPU time for each message (a post).
         posts_per_byte = load.cpu_messages / size / load.volume
         cores = self.network.links.on_cores(load.fabric, load.senders, posts_per_byte)
         hop_uses = [(hop.key, flows) for hop, flows in load.hops]
-        core_uses = [(CORES, host * weight) for _, weight in cores]
+        # () if the ranks share no CPU cores
+        core_uses = [(CORES, cpu_factor * weight) for _, weight in cores]
         return (*hop_uses, *load.nics, *core_uses)

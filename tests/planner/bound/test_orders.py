@@ -127,7 +127,9 @@ def test_no_simulated_step_of_any_order_is_below_its_bound(seed):
                 continue
             for order in sampled_orders:
                 beginnings = [order[:count] for count in range(1, len(order) + 1)]
-                order_s = max(order_bounds.seconds(beginning, together) for beginning in beginnings)
+                order_s = max(
+                    order_bounds.prefix_bound_s(beginning, together) for beginning in beginnings
+                )
                 for placement in evaluator.orders.placements_of(
                     sizes, order
                 ):  # placements in this order

@@ -22,7 +22,7 @@ from holmes_ext.plan.plan import parse_plan
 from holmes_ext.plan.schedule import PassOrder, Times, before
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.schedule.least import least_s
-from holmes_ext.planner.schedule.solve import Rule, listed, solved
+from holmes_ext.planner.schedule.solve import Rule, order_by_rules, solved
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.step import simulate
 
@@ -87,7 +87,7 @@ def test_no_schedule_beats_the_bound_or_the_memory(seeds):
             Rule(rng.randint(1, 9), rng.randint(0, 5), rng.choice((0.0, 1.0)))
             for _ in times.forward
         ]
-        orders, seconds = listed(times, rules)
+        orders, seconds = order_by_rules(times, rules)
         one = PassOrder(tuple(map(tuple, orders)))
         # who listed them may have waited in vain
         assert seconds >= (ended := max(one.ends(times))) * (1 - 1e-9)
@@ -131,7 +131,7 @@ def test_the_simulation_prices_it_as_it_is_walked():
     for seed in range(20):
         times, rng = drawn(seed)
         times = replace(times, transfer=(0.0,) * (len(times.forward) - 1))
-        orders, _ = listed(times, [Rule(rng.randint(1, 9), 2, 0.0) for _ in times.forward])
+        orders, _ = order_by_rules(times, [Rule(rng.randint(1, 9), 2, 0.0) for _ in times.forward])
         one = PassOrder(tuple(map(tuple, orders)))
         stages, texts = len(orders), one.texts
         site = clusters.site(f"a ethernet - a0 processes={stages}", ethernet="1Gb/s")
@@ -154,7 +154,7 @@ def test_the_simulation_prices_receives_where_the_list_posts_them():
         rng = random.Random(seed)
         some = [tuple(rng.uniform(0.5, 0.9) for _ in range(2)) for _ in range(3)]
         times = Times(*some, (0.5,), 6, (6.0, 6.0))
-        orders, early_s = listed(times, [Rule(rng.randint(1, 6), 2, 0.0) for _ in range(2)])
+        orders, early_s = order_by_rules(times, [Rule(rng.randint(1, 6), 2, 0.0) for _ in range(2)])
         one = PassOrder(tuple(map(tuple, orders))).in_one_order(times)
         gpt = Model(2, 256, 4, 128, 256, micro_batches=6, tied=False, gpu=Gpu(1e12))
         run = Execution(LOOP, schedule=one.texts, parameter_s=0.0)

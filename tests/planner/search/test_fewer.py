@@ -95,10 +95,10 @@ def test_clusters_behind_slow_links_are_left_out(between, kept):
 
 def test_of_clusters_that_look_the_same_alone_one_is_looked_at(monkeypatch):
     looked = []
-    first_look_at = fewer._NodeSets._first_look
+    first_look_at = fewer._NodeSets._searched_briefly
     monkeypatch.setattr(
         fewer._NodeSets,
-        "_first_look",
+        "_searched_briefly",
         lambda sets, counts: looked.append(counts) or first_look_at(sets, counts),
     )
     found = best_use(spec_of((4, 4), [("ab", "1Mb/s")]), 16)
@@ -123,10 +123,10 @@ def test_of_many_clusters_those_that_fast_links_join_are_kept():
 
 def test_what_gpus_cannot_compute_in_time_is_not_searched(monkeypatch):
     looked = []
-    whole = fewer._NodeSets._first_look
+    whole = fewer._NodeSets._searched_briefly
     monkeypatch.setattr(
         fewer._NodeSets,
-        "_first_look",
+        "_searched_briefly",
         lambda self, counts: looked.append(counts) or whole(self, counts),
     )
     spec = spec_of((4, 4))

@@ -77,7 +77,7 @@ def test_what_is_proven_holds_for_every_plan(alone_s, monkeypatch):
 
 def test_what_is_akin_to_the_best_comes_first(monkeypatch):
     monkeypatch.setattr(searching, "ALONE_S", 1e9)
-    monkeypatch.setattr(searching, "MAX_EARLY_CLOSER", 3)
+    monkeypatch.setattr(searching, "MAX_EARLY_TIGHTENED", 3)
     monkeypatch.setattr(searching, "MAX_EARLY_SIMULATED", 1)
     seen, do = [], Evaluator.process
     monkeypatch.setattr(
@@ -92,9 +92,9 @@ def test_what_is_akin_to_the_best_comes_first(monkeypatch):
         :begun
     ]
     early = seen[
-        begun : 1 + next(at for at, item in enumerate(seen) if arranged[at] and item.closer)
+        begun : 1 + next(at for at, item in enumerate(seen) if arranged[at] and item.is_tightened)
     ]
-    assert len(early) <= 4 and early[-1].walked_s and sum(early[-1].split) == MODEL.layers
+    assert len(early) <= 4 and early[-1].predicted_s and sum(early[-1].split) == MODEL.layers
     assert {replace(item.shape, zero=0) for item in early} == {replace(first.best.shape, zero=0)}
     assert not arranged[begun + len(early)], "then the least bound of all"
     ideal = first.ideals[first.best.shape]

@@ -85,7 +85,7 @@ def test_clusters_that_are_alike_stand_for_each_other():
         asked.append(counts)
         return Priced(1 + max(counts) / 100, 0.5)
 
-    found = best_subset((6, 4, 6), 8, price, lambda family: 0.1, alike=(0, 0, 0))
+    found = best_subset((6, 4, 6), 8, price, lambda family: 0.1, first_equal=(0, 0, 0))
     assert found.complete and len(asked) == len(
         {tuple(sorted(counts)) for counts in every((6, 4, 6), 8)}
     )

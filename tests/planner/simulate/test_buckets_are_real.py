@@ -69,7 +69,7 @@ def simulated(stage, tied, bucket_bytes):
     sizes, order = Sizes(pipeline=2, data=2), [node.name for node in SITE.nodes]
     execution = Execution(DEEPSPEED, overlap="on", bucket_bytes=bucket_bytes or 0)
     collectives = job_on_site(SITE, order, sizes, model, execution).collectives
-    ((_, leaving),) = [item for item in collectives.leaving.items() if item[0][1] == stage]
+    ((_, leaving),) = [item for item in collectives.bucket_groups.items() if item[0][1] == stage]
     late = [one.after is None for one in leaving]
     assert late == sorted(late) and any(late) == tied, (
         "a tied weight is sent after the backward pass"

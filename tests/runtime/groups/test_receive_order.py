@@ -14,7 +14,7 @@ from hardware_queues import SYNCHRONIZE, Join, Kernel, stuck
 from launches import Launch, Wait, faults
 
 from holmes_ext.plan.schedule import PassOrder, Times, before
-from holmes_ext.planner.schedule.solve import Rule, listed
+from holmes_ext.planner.schedule.solve import Rule, order_by_rules
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import ListedOrder, Order1F1B
 
@@ -48,7 +48,7 @@ def drawn_passes(rng, stages, micro_batches, held):
     rules = [
         Rule(rng.randint(1, 9), rng.randint(0, 5), rng.choice((0.0, 1.0))) for _ in range(stages)
     ]
-    return PassOrder(tuple(map(tuple, listed(times, rules)[0]))), times
+    return PassOrder(tuple(map(tuple, order_by_rules(times, rules)[0]))), times
 
 
 def launched(monkeypatch, flight, micro_batches, steps=2):

@@ -1,0 +1,138 @@
+"""Lower bounds on the messages between the pipeline stages of a placement."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.placement import Placement
+
+
+class Message(NamedTuple):
+    """An activation sent to the next stage: lower bounds on its times, in seconds."""
+
+    #: From the first byte sent to the last byte received.
+    total_s: float
+    #: While the sender waits, if sends block.
+    sender_blocked_s: float
+    #: Between the ends of two messages that follow each other on the stage link.
+    interval_s: float
+    #: While the sender's NIC is busy.
+    nic_s: float
+    #: Name of the fabric that carries the message; "" inside one node.
+    fabric: str
+
+
+#: The message from a stage to itself (pipelines of one stage).
+NO_MESSAGE = Message(total_s=0.0, sender_blocked_s=0.0, interval_s=0.0, nic_s=0.0, fabric="")
+
+
+class SlowestPipeline(NamedTuple):
+    """Pipeline whose messages take longest."""
+
+    rank_index: int  # of its rank among the ranks of each stage
+    messages: list[Message]  # from each stage to the next one; the last stage sends to the first
+
+
+def slowest_messages(prices: Prices, placement: Placement, stage_count: int) -> SlowestPipeline:
+    """Return the pipeline that communicates longest, with its messages.
+
+    A pipeline consists of the ranks with the same index in every stage. Pipelines differ if they
+    lie on different node types.
+
+    Args:
+        prices: Times of communication.
+        placement: Nodes of every stage.
+        stage_count: Number of stages.
+    """
+    # Borders are the indices at which the node type changes on some stage; the last one is the end.
+    # Between two borders all pipelines are equal, so the first of them stands for all.
+    first_indices = placement.borders[:-1]
+    messages_of = {
+        rank_index: [
+            _message(prices, placement, stage_count, stage, rank_index)
+            for stage in range(stage_count)
+        ]
+        for rank_index in first_indices
+    }
+    slowest = max(
+        first_indices,
+        key=lambda rank_index: sum(message.total_s for message in messages_of[rank_index]),
+    )
+    return SlowestPipeline(slowest, messages_of[slowest])
+
+
+def _message(
+    prices: Prices, placement: Placement, stage_count: int, stage: int, rank_index: int
+) -> Message:
+    """Return the message from a stage to the next one, computed once for equal nodes.
+
+    Args:
+        prices: Times of communication.
+        placement: Nodes of every stage.
+        stage_count: Number of stages.
+        stage: Sending stage; the last stage sends to the first.
+        rank_index: Index of the sender among the ranks of the stage. Only pipelines like this
+            rank's (on equal nodes) send at the same time.
+    """
+    next_stage = (stage + 1) % stage_count
+    if next_stage == stage:
+        return NO_MESSAGE
+    # A component is a number of neighbouring stages that share nodes (mostly one stage).
+    nodes_of_components = placement.parts
+    stages_per_component = placement.stages_per_component
+    # Equal keys mean equal nodes on both ends, so placements of one search share the result.
+    key = (
+        nodes_of_components[stage // stages_per_component],
+        nodes_of_components[next_stage // stages_per_component],
+        stage % stages_per_component,
+        next_stage - stage,
+        rank_index,
+    )
+    return prices.remember(
+        "message", key, lambda: _priced_message(prices, placement, stage, next_stage, rank_index)
+    )
+
+
+def _priced_message(
+    prices: Prices, placement: Placement, stage: int, next_stage: int, rank_index: int
+) -> Message:
+    """Return the lower bounds on the message from `stage` to `next_stage`.
+
+    Args:
+        prices: Times of communication.
+        placement: Nodes of every stage.
+        stage: Sending stage.
+        next_stage: Receiving stage.
+        rank_index: Index of the sender among the ranks of the stage. Only pipelines like this
+            rank's (on equal nodes) send at the same time.
+    """
+    network = prices.network
+    fold, folded_stages = prices.fold(placement, stage, next_stage)
+    stage_link = fold.stage_link(fold.pipeline_class_at(rank_index), *folded_stages)
+    message_bytes = prices.job.block.activation_bytes
+    load = network.message(stage_link, prices.link_bps(stage_link.node_types))
+    if load.fabric is None:  # both stages are on one node
+        seconds = load.price.seconds(message_bytes)
+        return Message(
+            total_s=seconds, sender_blocked_s=seconds, interval_s=0.0, nic_s=0.0, fabric=""
+        )
+    if load.fabric.name == ETHERNET:
+        # Over Ethernet, tensor parallel ranks send a slice of the message each, and it may be
+        # compressed.
+        compressed_share = prices.job.compressed_share(prices.rules.compression)
+        message_bytes *= compressed_share / prices.slices(placement)
+    # The rate of one message, at most that of a flow; a NIC at its full rate may carry several
+    # messages.
+    interval_s = message_bytes * load.price.byte_s
+    flows_per_nic = max(flows for _, flows in load.nics)
+    return Message(
+        total_s=load.price.seconds(message_bytes),
+        # A blocked sender waits for all bytes to leave. Only the fabric's own latency counts: the
+        # latency between clusters comes after that.
+        sender_blocked_s=interval_s + load.fabric.latency_s,
+        interval_s=interval_s,
+        nic_s=8 * message_bytes * flows_per_nic / load.fabric.rate_bps,
+        fabric=load.fabric.name,
+    )

@@ -1,0 +1,203 @@
+"""Lower bounds on the time that one pipeline stage takes for all its passes under 1F1B.
+
+The bounds hold for every way to split the layers into stages. Letters of the formulas, for one
+stage:
+
+    f, b    seconds of a forward and of a backward pass of one micro-batch; w = f + b
+    m       number of micro-batches
+    u       warm-up depth: micro-batches that the stage begins before its first backward pass
+    D       round trip: seconds from the end of a forward pass on the stage until the micro-batch has passed
+            all stages behind, forward and backward, and its gradient arrives back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import floor, inf
+from typing import NamedTuple
+
+from holmes_ext.planner.bound.stages import ROUNDING, StageBounds
+
+
+class PassTimes(NamedTuple):
+    """Lower bounds for one stage from its first forward pass to the end of its last backward pass.
+
+    Each field excludes the round trips of micro-batches through the stages behind; seconds() adds
+    them.
+    """
+
+    one_trip_s: float  # if the stage waits for one round trip
+    two_trips_s: (
+        float  # if it waits for two: the first micro-batch's and the last one's; -inf if m <= u
+    )
+    many_trips_s: float  # if it waits for rounds + 1
+    rounds: int  # most rounds of u micro-batches after the first micro-batch: (m - 1) // u
+
+    def seconds(self, round_trip_s: float) -> float:
+        """Return the least seconds of all passes if one round trip takes `round_trip_s` seconds."""
+        one_trip = self.one_trip_s + round_trip_s
+        two_trips = self.two_trips_s + 2 * round_trip_s
+        many_trips = self.many_trips_s + (self.rounds + 1) * round_trip_s
+        return max(one_trip, two_trips, many_trips)
+
+
+class PassBounds(StageBounds):
+    """Lower bounds on the passes of every stage, whatever the number of its layers."""
+
+    def _sum_along_pipeline(self) -> None:
+        """Set, for each stage, the least times of the stages before and behind it.
+
+        Every stage has one layer here. What each further layer adds at least is set, too: the cost
+        on the cheapest of the stages that could have it.
+        """
+        stages = range(self.stage_count)
+        forward_s = map(sum, zip(self.forward_s, self.extra_forward_s))
+        backward_s = map(sum, zip(self.backward_s, self.extra_backward_s))
+        both_s = map(sum, zip(self.block_s, self.extra_s))
+        # Item s of these lists: sum over the stages before stage s. The last item: over all stages.
+        #: Stage links, forward passes ("down") and backward passes ("up") before each stage.
+        self.links_before_s = [0.0, *accumulate(self.stage_links_s)]
+        self.down_s = [0.0, *accumulate(forward_s)]
+        self.up_s = [0.0, *accumulate(backward_s)]
+        both_before_s = [0.0, *accumulate(both_s)]
+        all_links_s = self.links_before_s[-1]
+        #: Round trip of a micro-batch from the stage to the last stage and back.
+        self.round_trip_s = [
+            both_before_s[-1]
+            - both_before_s[stage + 1]
+            + 2 * (all_links_s - self.links_before_s[stage])
+            for stage in stages
+        ]
+        #: Least seconds that one more layer on the stages before adds, forward (down) and backward
+        #: (up).
+        self.layer_down_s = list(accumulate(self.forward_s, min, initial=inf))
+        self.layer_up_s = list(accumulate(self.backward_s, min, initial=inf))
+        # Item n: the least over the last n stages.
+        least_of_last_s = list(accumulate(reversed(self.block_s), min, initial=inf))
+        #: Least seconds that one more layer on the stages behind adds to the round trip.
+        self.layer_round_trip_s = [
+            least_of_last_s[self.stage_count - 1 - stage] for stage in stages
+        ]
+        self.flow_end_s = self._flow_ends()
+        #: For each stage: number of layers -> pass times, filled on demand.
+        self.pass_times: list[dict[int, PassTimes]] = [{} for _ in stages]
+
+    def _flow_ends(self) -> list[float]:
+        """Return the least end of each stage's last backward pass, without the stage's own blocks.
+
+        All activations pass each stage link one after the other. Then the gradient of the last one
+        comes back from the last stage to this one.
+        """
+        further_layers = self.layer_count - self.stage_count  # besides one on each stage
+        first_activation_down_s = (
+            self.down_s[-1] + further_layers * min(self.forward_s) + self.links_before_s[-1]
+        )
+        last_gradient_at_first_s = first_activation_down_s + (
+            (self.micro_batches - 1) * max(self.interval_s, default=0.0)  # the slowest stage link
+            + self.links_before_s[-1]
+            + self.up_s[-1]
+        )
+        # The gradient reaches stage s earlier than the first stage, by the way from s to the first
+        # stage.
+        return [
+            last_gradient_at_first_s
+            - self.links_before_s[stage]
+            - self.up_s[stage]
+            - self.backward_s[stage]
+            for stage in range(self.stage_count)
+        ]
+
+    def _blocked_up_s(self, stage: int) -> float:
+        """Return the seconds for which sending one gradient to the stage before blocks a stage."""
+        return self.sender_blocked_s[stage - 1] if stage else 0.0
+
+    def _blocked_both_s(self, stage: int) -> float:
+        """Return the seconds for which sending one activation and one gradient blocks a stage."""
+        blocked_down_s = 0.0
+        if stage < self.stage_count - 1:
+            blocked_down_s = self.sender_blocked_s[stage]
+        return self._blocked_up_s(stage) + blocked_down_s
+
+    def _pass_times(self, stage: int, layers: int) -> PassTimes:
+        """Return the least seconds of all passes of a stage that has `layers` layers.
+
+        The results exclude the round trips of micro-batches through the stages behind.
+        """
+        if layers in self.pass_times[stage]:
+            return self.pass_times[stage][layers]
+        micro_batches = self.micro_batches
+        warm_up = self._warm_up_with(stage, layers)
+        blocked_up_s = self._blocked_up_s(stage)
+        blocked_both_s = self._blocked_both_s(stage)
+        forward_s = layers * self.forward_s[stage] + self.extra_forward_s[stage]
+        pair_s = layers * self.block_s[stage] + self.extra_s[stage]  # a forward and a backward pass
+        # The first backward pass waits for the first micro-batch's round trip. Meanwhile the stage
+        # computes only the other warm-up forward passes. All other passes take their time before or
+        # after the trip. Each of the steady pairs sends an activation and a gradient, then the last
+        # micro-batches send their gradients.
+        one_trip_s = (
+            micro_batches * pair_s
+            - (warm_up - 1) * forward_s
+            + (micro_batches - warm_up) * blocked_both_s
+            + (warm_up - 1) * blocked_up_s
+        )
+        max_rounds = (micro_batches - 1) // warm_up
+
+        def in_rounds(rounds: int) -> float:
+            """Return the seconds if the last `rounds` * `warm_up` micro-batches come in rounds.
+
+            Micro-batch n + u begins only when the backward pass of micro-batch n has ended. So each
+            round takes one pair of passes and one round trip, after the pairs of the micro-batches
+            before.
+            """
+            pairs_before = micro_batches - 1 - rounds * warm_up
+            blocking_pairs = max(0, pairs_before - 1)
+            return (pairs_before + rounds + 1) * pair_s + blocking_pairs * blocked_both_s
+
+        # The time is linear in the number of rounds: the fewest and the most give the largest
+        # bounds.
+        two_trips_s = in_rounds(1) if max_rounds else -inf
+        many_trips_s = in_rounds(max_rounds) if max_rounds > 1 else two_trips_s
+        result = PassTimes(one_trip_s, two_trips_s, many_trips_s, max_rounds)
+        self.pass_times[stage][layers] = result
+        return result
+
+    def _warm_up_with(self, stage: int, layers: int) -> int:
+        """Return the largest warm-up depth for which a stage with `layers` layers has memory.
+
+        The warm-up depth is the number of micro-batches that the stage begins before its first
+        backward pass. It is 1F1B's at least: the simulation uses that even if the memory is too
+        small.
+        """
+        costs = self.costs
+        warm_up = self.warm_up[stage]
+        if not self.async_stage_links or costs.room_bytes[stage] == inf:
+            return warm_up
+        # Bytes of one micro-batch's activations, and of weights, gradients and optimizer.
+        kept_bytes = self._stage_bytes(stage, layers, costs.kept_bytes)
+        if not kept_bytes:
+            return warm_up
+        state_bytes = self._stage_bytes(stage, layers, costs.state_bytes)
+        free_bytes = costs.room_bytes[stage] - state_bytes
+        # ROUNDING: a quotient just below a whole number counts as that number, so the bound stays
+        # valid.
+        fitting = floor(free_bytes / kept_bytes * (1 + ROUNDING))
+        warm_up_1f1b = min(self.stage_count - stage, self.micro_batches)
+        return min(warm_up, max(fitting, warm_up_1f1b))
+
+    def _stage_bytes(self, stage: int, layers: int, layer_bytes: Sequence[float]) -> float:
+        """Return the bytes of a stage with `layers` blocks.
+
+        Args:
+            stage: The first stage also has the embedding, the last one the output layer.
+            layers: Number of blocks.
+            layer_bytes: Bytes of (embedding, block, output layer).
+        """
+        embedding_bytes, block_bytes, output_bytes = layer_bytes
+        ends_bytes = 0.0
+        if stage == 0:
+            ends_bytes += embedding_bytes
+        if stage == self.stage_count - 1:
+            ends_bytes += output_bytes
+        return layers * block_bytes + ends_bytes

@@ -1,0 +1,62 @@
+"""Layers of each chunk, and the pieces of a pass between collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.planner.simulate.collective_ops import Operations
+from holmes_ext.planner.simulate.events import Op
+
+
+def blocks_of_chunks(stage_layers: Sequence[int], blocks: int, chunks: int) -> Sequence[int]:
+    """Return the number of transformer blocks of every chunk, in the order of the forward pass.
+
+    Args:
+        stage_layers: Blocks of every chunk, as the user gave them; () for the same number on each.
+        blocks: Blocks of the model.
+        chunks: Number of chunks, of all stages together.
+
+    Raises:
+        HolmesError: `stage_layers` is no split of the model's blocks.
+    """
+    counts = stage_layers or uniform(blocks, chunks)
+    if len(counts) != chunks or sum(counts) != blocks or min(counts) < 1:
+        given = ",".join(map(str, counts))
+        needed = f"they must be {chunks} numbers above 0 whose sum is {blocks} layers"
+        raise HolmesError(f"stage_layers {given}: {needed}")
+    return counts
+
+
+def pass_pieces(
+    sums: Sequence[float],
+    low: int,
+    high: int,
+    forward: bool,
+    needs: Operations,
+    launches: Operations,
+) -> Iterator[tuple[float, list[Op]]]:
+    """Divide a pass into pieces at the layers where weights are awaited or gradients are sent.
+
+    Args:
+        sums: Running sums of the seconds over the layers: sums[n] is of the first n layers.
+        low: First layer of the pass.
+        high: End of its layers.
+        forward: The pass goes from `low` to `high`; a backward pass goes from `high` to `low`.
+        needs: Layer -> operations before it.
+        launches: Layer -> operations after it.
+
+    Yields:
+        Seconds of computation, and the operations that follow it.
+    """
+    first, last = (low, high) if forward else (high, low)
+    yielded_s = sums[first]  # running sum at the point up to which the pass is yielded
+    for layer in sorted({*needs, *launches}, reverse=not forward):
+        # Layer n lies between the running sums n and n + 1. A backward pass enters it from above.
+        before, after = (layer, layer + 1) if forward else (layer + 1, layer)
+        for ops, border in ((needs.get(layer), before), (launches.get(layer), after)):
+            if ops:
+                yield abs(sums[border] - yielded_s), ops
+                yielded_s = sums[border]
+    yield abs(sums[last] - yielded_s), []
