@@ -27,7 +27,8 @@ class BestLinks(NamedTuple):
 def rates_between(network: Network) -> dict[tuple[int, int], float]:
     """Return the rate from cluster to cluster in bits/s: (from, to) -> rate of the slowest hop.
 
-    The rate is inf for clusters on one fast network.
+    A hop is a link between two clusters, or the uplink of one. The rate is inf for clusters on one
+    fast network.
     """
     rates_bps = {}
     for pair in permutations(range(len(network.node_types)), 2):
@@ -47,10 +48,13 @@ def _hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
 def best_links(network: Network) -> BestLinks:
     """Return the best rates between the clusters of a network that any choice of links can reach.
 
-    Each node type is a cluster here, numbered as in Network.node_types.
+    Each node type is a cluster here, numbered as in Network.node_types. The rates are sorted, as a
+    bound needs only the n-th best rate, whichever clusters have it. A path between two clusters has
+    hops: links between clusters, or the uplink of one.
     """
     node_types = range(len(network.node_types))
     rates_bps = rates_between(network)
+    # The WAN hops of each pair; none for a pair on one fast network, which adds no WAN latency.
     paths = [_hops(network, pair) if rates_bps[pair] < inf else () for pair in rates_bps]
 
     # Maximum spanning tree (Prim 1957): always add the fastest link to a cluster not yet in the

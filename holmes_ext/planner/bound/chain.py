@@ -17,7 +17,10 @@ PRECISION = 2e-4
 
 
 class ChainedBound(NamedTuple):
-    """Lower bound on the step time, and a split of the layers into stages that has this bound."""
+    """Lower bound on the step time, and a split of the layers into stages that has this bound.
+
+    Chained: computed stage by stage, each from the next one's result, so all stages have one split.
+    """
 
     step_s: float
     split: tuple[int, ...]  # () if no split is faster than the step time already reached
@@ -42,6 +45,9 @@ class ChainBound(StepLowerBound):
     def chained(self, low: float, reached_s: float) -> ChainedBound:
         """Return a lower bound on the step time between `low` and `reached_s`, found by bisection.
 
+        The bounds of the stages are chained: a stage's last backward pass follows that of the next
+        stage, so all stages have the layers of one split (the number of layers of each stage).
+
         Args:
             low: A lower bound, in seconds.
             reached_s: A step time already reached by another plan, in seconds.
@@ -53,6 +59,7 @@ class ChainBound(StepLowerBound):
         if not split:
             return ChainedBound(reached_s, ())
         high = reached_s
+        # A split that may take `high` is known; no split can take less than `low`.
         while high - low > PRECISION * low:
             middle = (low + high) / 2
             faster_split = self._possible_split(middle)
@@ -75,7 +82,8 @@ class ChainBound(StepLowerBound):
         """Return a split that may take `step_s` seconds; () if there is none.
 
         Dynamic programming from the last stage to the first: for each sum of layers of a stage and
-        the stages behind it, the least moment at which the stage's last backward pass ends.
+        the stages behind it, the least moment at which the stage's last backward pass ends, in
+        seconds from the start of the step.
 
         Args:
             step_s: Seconds of the step.
@@ -85,11 +93,12 @@ class ChainBound(StepLowerBound):
         limits = self._layer_limits(step_s, update.least_s, update.limit_s)
         if limits is None:
             return ()
-        end_of: dict[int, float] = {
-            0: 0.0
-        }  # layers behind -> end of the next stage's last backward pass
+        # Layers behind a stage -> least end of the next stage's last backward pass. Behind the last
+        # stage are no layers and nothing to wait for.
+        end_of: dict[int, float] = {0: 0.0}
         choices_of_stages = []  # from the last stage to the first
-        most_before = sum(limits)  # layers that the stages before can hold
+        # Layers that the stages before can hold. A stage must take those that do not fit there.
+        most_before = sum(limits)
         for stage in reversed(range(self.stage_count)):
             most_before -= limits[stage]
             choices = self._stage_choices(

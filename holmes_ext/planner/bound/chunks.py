@@ -1,8 +1,9 @@
 """Lower bound on the simulated step time of an interleaved schedule (least.py has the one for 1F1B).
 
-A stage has several chunks of layers, all of the same size, so a placement has one split. The passes
-of one kind (forward or backward) on a stage take the chunks in turn, with one micro-batch for each
-stage. A pass here is one micro-batch through one chunk.
+A stage has several chunks of layers, all of the same size, so a placement has one split. A pass
+here is one micro-batch through one chunk. A stage first passes as many micro-batches as there are
+stages through its first chunk, then the same micro-batches through its second chunk, and so on;
+then the next micro-batches follow. The backward passes take the chunks in the opposite order.
 
 The bound is computed from the earliest possible times of four events on each stage. Each is the
 largest of several times that the event cannot precede (the functions derive them):
@@ -78,8 +79,12 @@ class _InterleavedBound:
     def _warm_up(self, stage: int) -> int:
         """Return the number of forward passes of a stage before its first pair of forward and backward pass.
 
-        The numbers are those of Megatron's schedule, which holds two micro-batches for each stage
-        behind, and one for each stage and further chunk.
+        The number is that of Megatron's interleaved schedule:
+
+            2 * stages behind this stage
+            + (chunks of a stage - 1) * number of stages
+
+        If there are no more micro-batches than stages, all forward passes come first.
         """
         if self.micro_batches <= self.stage_count:  # all forward passes come first
             return self.passes
@@ -98,7 +103,7 @@ class _InterleavedBound:
             turn_s: Seconds of a turn through all stages.
             each_s: Seconds from one pass of the stage to its next: a pass, or the interval between
                 messages.
-            turns: Number of chunks that are waited for (default: all but the first).
+            turns: How often the stage waits (None: before each chunk but the first).
         """
         if turns is None:
             turns = self.chunks - 1
@@ -174,16 +179,15 @@ class _InterleavedBound:
     def _last_forward_ends(self) -> list[float]:
         """Return the earliest end of each stage's last forward pass.
 
-        It is the latest of these times, none of which the pass can precede. After the first forward
-        pass
-        starts:
+        It is the latest of these times, none of which the pass can precede:
 
-            after_passes_s      all forward passes, with the embedding or output layer for each micro-batch
-            after_turns_s       all forward passes, and the waits for micro-batches that are late for a chunk
-            after_messages_s    all activations arrive one after the other, then the last forward pass
-            after_pairs_s       after the first backward pass starts: pairs of a backward and a forward pass,
-                                for all forward passes but those before the first backward pass
-            after_before_s      after the last forward pass of the stage before: its message, and one pass
+            after_passes_s      first forward start + all forward passes and embedding (or output)
+            after_turns_s       first forward start + all forward passes + waits (_turns_wait_s:
+                                before a chunk, its micro-batch may not be back)
+            after_messages_s    first forward start + arrival of all activations + one pass
+            after_pairs_s       first backward start + a backward and a forward pass for each
+                                forward pass that is left then
+            after_before_s      last forward end of the stage before + its message + one pass
         """
         bounds = self.bounds
         ends_s = [0.0] * self.stage_count
@@ -224,21 +228,23 @@ class _InterleavedBound:
 
         It is the latest of these times, none of which the pass can precede:
 
-            last_returns_s    the last micro-batch's gradient has come back through all chunks to this stage
-            closing           after the last forward pass: the backward passes that must follow it
-            after_passes_s    after the first backward pass starts: all backward passes, with the waits for
-                              micro-batches that are late for a chunk
+            last_returns_s      the last micro-batch's gradient is back, through all chunks
+            after_closing_s     last forward end + the backward passes that must follow it
+            after_passes_s      first backward start + all backward passes + waits (_turns_wait_s:
+                                before a chunk, the gradient may not be back from the chunk before)
             those of _ends_after_stage_behind()
         """
         bounds = self.bounds
         last_stage = self.stage_count - 1
-        # First on the last stage: the last micro-batch has returned through all chunks but one.
+        # On the last stage: the last micro-batch has returned through all chunks but one. The loop
+        # adds its pass through the remaining chunk on each stage, from the last to the first.
         last_returns_s = self.last_forward_end_s[-1] + (self.chunks - 1) * self.backward_turn_s
         ends_s = [0.0] * self.stage_count
         for stage in reversed(range(self.stage_count)):
             backward_s = self.backward_s[stage]
-            closing_s = self.in_flight[stage] * backward_s
-            # Through the last chunk to be passed: the sum grows from stage to stage.
+            # As many backward passes follow the last forward pass as forward passes precede the
+            # first backward pass.
+            after_closing_s = self.last_forward_end_s[stage] + self.in_flight[stage] * backward_s
             last_returns_s += backward_s + bounds.extra_backward_s[stage]
             last_returns_s += self.stage_links_s[stage] if stage < last_stage else 0.0
             after_passes_s = (
@@ -248,7 +254,7 @@ class _InterleavedBound:
             )
             times_s = [
                 last_returns_s,
-                self.last_forward_end_s[stage] + closing_s,
+                after_closing_s,
                 after_passes_s,
             ]
             if stage < last_stage:
@@ -259,14 +265,15 @@ class _InterleavedBound:
     def _ends_after_stage_behind(self, stage: int, behind_end_s: float) -> list[float]:
         """Return times that a stage's last backward pass cannot precede because of stage + 1 (`behind`).
 
-        Each time ends with this stage's last backward pass:
+        Each time includes this stage's last backward pass. It starts from an event:
 
-            after_messages_s    all gradients arrive from the stage behind, one after the other
+            after_messages_s    this stage's first backward pass starts: the first gradient has
+                                arrived, the others follow one after the other
             after_last_s        the stage behind ends its last backward pass, and sends that gradient
             after_closing_s     the stage behind ends its last forward pass; `in_flight` backward passes
-                                come after it, so as many gradients follow each other on the stage
-                                link
-            after_nic_s         the NIC of the stage behind sends all its activations and gradients
+                                follow there, and their gradients one after the other
+            after_nic_s         the stage behind ends its first forward pass; then its NIC sends all
+                                its activations and gradients
 
         Args:
             stage: The stage.
@@ -276,6 +283,7 @@ class _InterleavedBound:
         behind = stage + 1
         backward_s = self.backward_s[stage]
         interval_s = bounds.interval_s[stage]
+        # The waits: a gradient travels through all stages (backward_turn_s) before its next chunk.
         after_messages_s = (
             self.first_backward_start_s[stage]
             + (self.passes - 1) * interval_s
@@ -317,9 +325,12 @@ class _InterleavedBound:
     def _steps_by_stage(self, stage: int, after_reduction_s: float) -> list[float]:
         """Return lower bounds on the step time that the work of one stage sets; the largest one holds.
 
-        Without overlap: the last backward pass, then the whole reduction. The NIC sends all
-        activations and all gradients. With overlap: for the last n chunks to be reduced (n = 1, 2,
-        ...), the start of their first backward pass that ends a chunk, then their reductions.
+        Each ends with `after_reduction_s`. Before it come:
+
+            always          all passes; without overlap also the whole reduction
+            always          all activations, gradients and reductions through the NIC
+            with overlap    the start of the backward pass that completes a chunk's gradients, then
+                            the reductions of this chunk and of the chunks that complete later
 
         Args:
             stage: The stage.

@@ -1,8 +1,7 @@
 """Limits on the layers of stages whose gradient reductions share a link between clusters.
 
-Example: stages 0 and 1 both lie on clusters a and b. Then all their gradients pass the hop from a
-    to b. A hop
-is a link between two clusters, or the uplink of one.
+A hop is a link between two clusters, or the uplink of one. Example: stages 0 and 1 both lie on
+clusters a and b. Then the gradients of both stages pass the hop from a to b.
 
 The hop carries all these reductions within the time that a step leaves for them:
 
@@ -31,7 +30,7 @@ FAIR = 0.9
 
 
 class SharedHop(NamedTuple):
-    """A hop between clusters that carries the gradient reductions of several stages."""
+    """A link between clusters (a hop) that carries the gradient reductions of several stages."""
 
     stages: tuple[int, ...]
     #: Least seconds for one block's gradients, on any of the stages.
@@ -54,19 +53,20 @@ class SharedHop(NamedTuple):
         return (seconds - self.ends_s) / self.block_s
 
     def blocks_beside_first(self, max_layers: Sequence[int], seconds: float) -> float:
-        """Return the most layers of all stages on the hop if the first stage has `seconds` to reduce.
+        """Return the most layers of all stages on the link if the first stage reduces in `seconds`.
 
-        While the first stage's reduction runs, each other stage in `beside_first` sends at least
-        FAIR bytes for each byte of the first stage, until its own reduction ends. All of this must
-        fit in `seconds`. The number of layers of the first stage is open, so every number is tried.
+        While the first stage's reduction runs, each other stage in `beside_first` (the stages on
+        the same nodes) sends at least FAIR = 0.9 bytes for each byte of the first stage, until its
+        own reduction ends. All of this must fit in `seconds`. The number of layers of the first
+        stage is open, so every number is tried.
 
         Args:
             max_layers: Most layers of each stage.
             seconds: Time for the first stage's reduction.
 
         Returns:
-            Number of layers: inf if the first stage does not use the hop, -inf if `seconds` is too
-                short.
+            Number of layers: inf if the first stage does not use the link, -inf if `seconds` is too
+            short.
         """
         if 0 not in self.stages:
             return inf
@@ -77,10 +77,14 @@ class SharedHop(NamedTuple):
         independent = all_layers - max_layers[0] - sum(sharing)
         best = -inf
         for first_layers in range(1, max_layers[0] + 1):
+            # Seconds for which the link is busy with the first stage's gradients; `block_s` for
+            # each layer.
             first_s = first_layers * self.block_s + self.embedding_s
-            # Stages with more gradients than the first one send as long as it does: FAIR * first_s
-            # each. The others send all of their gradients, at FAIR seconds for each second of the
-            # hop's time. How many stages have more is open, so every number is tried.
+            # Each other stage has more gradients than the first one (larger) or fewer (smaller):
+            #   larger     still sends when the first stage ends, so the link has carried
+            #              FAIR * first_s seconds of its gradients
+            #   smaller    has ended by then, so the link has carried all of its gradients
+            # How many are larger is open, so every number is tried.
             for larger in range(len(sharing) + 1):
                 remaining_s = seconds - (1 + FAIR * larger) * first_s
                 if remaining_s >= 0:
@@ -93,10 +97,10 @@ class SharedHop(NamedTuple):
 
 
 def shared_hops(bounds: StageBounds) -> list[SharedHop]:
-    """Return the hops between clusters that limit the layers of several stages, slowest first.
+    """Return the links between clusters that limit the layers of several stages, slowest first.
 
-    A hop that would share a stage with a slower one is left out. So no two hops have a stage in
-    common, and their limits add up.
+    A link that would share a stage with a slower one is left out. So no two links have a stage in
+    common, and their limits on the number of layers add up.
     """
     byte_s: dict[Hop, dict[int, float]] = defaultdict(dict)  # hop -> stage -> seconds for a byte
     for stage in range(bounds.stage_count):
@@ -105,6 +109,7 @@ def shared_hops(bounds: StageBounds) -> list[SharedHop]:
     candidates = [
         _shared_hop(bounds, by_stage) for by_stage in byte_s.values() if min(by_stage.values()) > 0
     ]
+    # The slowest link needs most seconds if each of its stages has one more layer.
     chosen: list[SharedHop] = []
     for candidate in sorted(candidates, key=lambda hop: -len(hop.stages) * hop.block_s):
         if not any(set(candidate.stages) & set(hop.stages) for hop in chosen):
@@ -113,11 +118,15 @@ def shared_hops(bounds: StageBounds) -> list[SharedHop]:
 
 
 def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
-    """Return the SharedHop of a hop.
+    """Return the time that a link between clusters (hop) needs for the gradients of its stages.
 
     Args:
         bounds: Lower bounds on the work of the stages.
-        byte_s: Stage -> seconds that the hop needs for a byte of the stage's gradients.
+        byte_s: Stage -> seconds that the link needs for a byte of the stage's gradients.
+
+    Returns:
+        Seconds for a block on any stage, and seconds for the embedding and the output layer
+        (`ends_s`: both ends of the model) where the first and the last stage use the link.
     """
     embedding_bytes, block_bytes, output_bytes = bounds.prices.job.reduced_bytes
     first_byte_s = byte_s.get(0, 0.0)
@@ -174,17 +183,18 @@ def blocks_at_most(
     seconds: Sequence[float],
     first_s: float = inf,
 ) -> float:
-    """Return the most layers of all stages together if the hops carry their gradients in time.
+    """Return the most layers of all stages whose gradients pass between clusters in time.
 
     Args:
-        hops: Hops without a common stage (shared_hops).
+        hops: Links between clusters without a common stage (shared_hops).
         max_layers: Most layers of each stage.
-        seconds: For each hop, the time for all its reductions.
-        first_s: Time for the first stage's reduction, which begins last.
+        seconds: For each link, the time for all its reductions.
+        first_s: Time for the first stage's reduction, which begins last, so it has the least time.
     """
     total: float = sum(max_layers)
     for hop, hop_s in zip(hops, seconds):
-        # The stages on the hop lose the layers whose gradients it cannot carry.
+        # The stages on the link lose the layers whose gradients it cannot carry. Both limits are
+        # numbers of layers: in the time for all reductions, and in the first stage's time.
         possible = sum(max_layers[stage] for stage in hop.stages)
         in_hop_time = hop.blocks(hop_s)
         in_first_stage_time = hop.blocks_beside_first(max_layers, first_s)

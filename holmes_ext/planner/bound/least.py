@@ -61,11 +61,12 @@ class UpdateInterval(NamedTuple):
 
 
 class _Ways(NamedTuple):
-    """Least seconds of passes and links outside one stage. Down and up exclude the stage links."""
+    """Least seconds of one micro-batch on the stages other than a given stage."""
 
-    down_s: float  # forward passes of one micro-batch on the stages before
-    up_s: float  # backward passes of one micro-batch on the stages before
-    round_trip_s: float  # of one micro-batch, from the stage to the last stage and back
+    down_s: float  # its forward passes on the stages before, without the stage links
+    up_s: float  # its backward passes on the stages before, without the stage links
+    #: From the stage to the last stage and back: forward and backward passes, and stage links.
+    round_trip_s: float
 
 
 class StepLowerBound(PassBounds):
@@ -94,13 +95,15 @@ class StepLowerBound(PassBounds):
             return
         all_links_s = self.links_before_s[-1]
         for stage in range(self.stage_count):
-            # Pairs of a forward and a backward pass between the first micro-batch's return and the
-            # end of the last forward pass: all micro-batches but those of the warm-up. The backward
-            # pass of the last pair comes after that end.
+            # The last backward pass starts after the last forward pass. From the first
+            # micro-batch's return until then, the stage does `pairs` backward passes, each with a
+            # forward pass, less the backward pass of the last pair, which may be the one that
+            # starts.
             pairs = self.micro_batches - self.warm_up[stage]
             block_s = pairs * self.block_s[stage] - self.backward_s[stage]
             # The first micro-batch goes down over all stage links, and up again to this stage.
             links_s = 2 * all_links_s - self.links_before_s[stage]
+            # Between two pairs, sending an activation and a gradient blocks the stage.
             blocked_s = max(0, pairs - 1) * self._blocked_both_s(stage)
             # Embedding and output layer in the same passes as the blocks above.
             extra_s = pairs * self.extra_s[stage] - self.extra_backward_s[stage]
@@ -110,11 +113,13 @@ class StepLowerBound(PassBounds):
     def _add_update_intervals(self) -> None:
         """Divide the possible times of the longest update into intervals that are examined one by one.
 
-        An update is a stage's optimizer step and its gather of the weights.
+        An update is a stage's optimizer step and its gather of the weights. Without the barrier of
+        the gradient norm, stages do not wait for the longest update, so one interval is enough.
         """
         self.update_intervals = [UpdateInterval(0.0, inf)]
         if self.has_norm_barrier:
             updates = (after.update for after in self.after_backward)
+            # Equal stages: ((update, most layers), number of such stages).
             groups = tuple(Counter(zip(updates, self.max_layers)).items())
             cache = self.prices.cached_results  # all placements of one shape share it
             if ("levels", groups) not in cache:
@@ -128,8 +133,9 @@ class StepLowerBound(PassBounds):
 
         The gradient norm is a barrier: no stage begins its update before the last reduction has
         ended, so the longest update counts for every stage. Which one is the longest depends on the
-        split. Within an interval it is known within a small error: at least the interval's start,
-        for every stage, and no stage has so many layers that its update reaches the interval's end.
+        split. So each interval is bounded separately, with two assumptions: the longest update
+        takes at least the interval's start, and each stage has so few layers that its update ends
+        before the interval's end.
 
         Args:
             groups: ((update of a stage, most layers of the stage), number of stages with both
@@ -147,7 +153,8 @@ class StepLowerBound(PassBounds):
         result = []
         start = 0
         while start < len(seconds):
-            # Long updates have wider intervals, or there would be very many of them.
+            # Long updates have wider intervals, or there would be very many of them: a tenth of the
+            # update itself.
             width_s = max(least_width_s, 10 * INTERVAL_SHARE * seconds[start])
             end = bisect_right(seconds, seconds[start] + width_s)
             limit_s = seconds[end] if end < len(seconds) else inf
@@ -155,7 +162,7 @@ class StepLowerBound(PassBounds):
             # update is never in this interval.
             most_layers = 0
             for (update, max_layers), stages in groups:
-                layers = update.layers_below(limit_s, max_layers)
+                layers = update.layers_below(limit_s, max_layers)  # most with an update below it
                 most_layers += stages * max(0, layers)
             if most_layers >= self.layer_count:
                 result.append(UpdateInterval(seconds[start], limit_s))
@@ -196,6 +203,8 @@ class StepLowerBound(PassBounds):
         All micro-batches make round trips through the pipeline, and the first stage's reduction and
         update follow; or the busiest NIC sends all messages.
         """
+        # A micro-batch's passes on all stages, with the split that computes fastest, and the stage
+        # links there and back.
         round_trip_s = self._least_work_s(self.max_layers) + 2 * sum(self.stage_links_s)
         # A stage has at most max(warm_up) micro-batches under way. The next one begins when the
         # oldest has returned, so each further round of that many micro-batches takes another round
@@ -208,6 +217,8 @@ class StepLowerBound(PassBounds):
         passes_s = max(in_rounds_s, one_by_one_s)
         # The activations and gradients of all micro-batches, through the NIC of one stage.
         nic_s = self.micro_batches * max(self.nic_busy_s)
+        # The first stage's end follows the last gradient's arrival. The NIC may be one of another
+        # stage, which sends while the first stage ends, so nothing is added to it.
         return max(passes_s + self.first_stage_end_s(), nic_s)
 
     def first_stage_end_s(self) -> float:
@@ -261,20 +272,22 @@ class StepLowerBound(PassBounds):
     ) -> list[int] | None:
         """Return the most layers of each stage in a step of `step_s` seconds; None if no split can take it.
 
-        An update is a stage's optimizer step and weight gather. The longest one of all stages
-        counts for every stage, and it is assumed to take from `update_s` to `update_limit_s`
-        seconds.
+        The limit of a stage is the largest number of layers with which its part of the step
+        (_stage_step_s) fits in `step_s`. An update is a stage's optimizer step and weight gather.
+        The longest one of all stages counts for every stage; it is assumed to take at least
+        `update_s` and less than `update_limit_s` seconds.
 
         Args:
             step_s: Seconds that the step may take.
             update_s: Least seconds of the longest update.
-            update_limit_s: Seconds that no update may reach.
+            update_limit_s: Seconds that no update may reach; this limits the layers, too.
         """
         limits = list(self.max_layers)
         # Most layers of the stages before. They are limited already, and more than that would not
         # be valid splits, so the bound of the next stage may rest on their limits.
         layers_before = 0
-        first_end_s = self._after_last_backward_s(0, 1, update_s)  # the first stage with one layer
+        # Least seconds of the first stage after its last backward pass: it has one layer or more.
+        first_end_s = self._after_last_backward_s(0, layers=1, update_s=update_s)
         others = self.stage_count - 1  # each other stage has one layer or more
         for stage in range(self.stage_count):
             update = self.after_backward[stage].update
@@ -287,6 +300,8 @@ class StepLowerBound(PassBounds):
             def stage_step_s(layers: int) -> float:
                 return self._stage_step_s(stage, layers, layers_before, update_s, first_end_s)  # noqa: B023
 
+            # More layers never make the step shorter. So if `limit` layers take too long, bisection
+            # finds how many of 1, 2, ..., limit - 1 fit.
             if stage_step_s(limit) > step_s:
                 limits[stage] = bisect_right(range(1, limit), step_s, key=stage_step_s)
                 if not limits[stage]:
@@ -305,6 +320,8 @@ class StepLowerBound(PassBounds):
     def _links_can_reduce(self, limits: Sequence[int], step_s: float, update_s: float) -> bool:
         """Return whether the shared links between clusters can carry the gradients of all layers in time.
 
+        `self.crossing` are these links (hops), each with the stages that reduce over it.
+
         Args:
             limits: Most layers of every stage.
             step_s: Seconds of the step.
@@ -314,22 +331,26 @@ class StepLowerBound(PassBounds):
         # step.
         remaining_s = step_s - self._last_backward_start_s(limits)
         all_links_s = self.links_before_s[-1]
-        # The last backward pass of an earlier stage begins later, by the stage links in between.
+        # The last backward pass of an earlier stage begins later, by the stage links in between. A
+        # link carries its first reduction when that of its last stage begins, so max(stages).
         hop_remaining_s = [
             remaining_s - (all_links_s - self.links_before_s[max(hop.stages)])
             for hop in self.crossing
         ]
+        # The first stage is behind all stage links on the way up; then its tied embedding's
+        # reduction and the update follow.
         first_stage_s = remaining_s - all_links_s - self.tied_s[0] - update_s
         blocks = blocks_at_most(self.crossing, limits, hop_remaining_s, first_stage_s)
-        return blocks >= self.layer_count * ALMOST_ALL
+        return blocks >= self.layer_count * ALMOST_ALL  # just below 1, for rounding errors
 
     def _stage_step_s(
         self, stage: int, layers: int, layers_before: int, update_s: float, first_end_s: float
     ) -> float:
         """Return the least step time if `stage` has `layers` layers, in seconds.
 
-        The step has the way down to the stage, the stage's passes with round trips to the stages
-        behind, and then the stage's own end, or the way up and the end of the first stage.
+        The step is at least the sum of three times: the way down (forward passes and stage links of
+        the stages before), the stage's passes with round trips to the last stage and back, and then
+        the longer one of the stage's own end and the way up with the first stage's end.
 
         Args:
             stage: The stage.
@@ -343,7 +364,8 @@ class StepLowerBound(PassBounds):
         passes_s = self._pass_times(stage, layers).seconds(ways.round_trip_s)
         last_backward_end_s = max(
             ways.down_s + links_s + passes_s,
-            # after all activations have passed the stage links, and the last gradient has come back
+            # Another bound: all activations pass the slowest stage link one after the other, and
+            # the last gradient comes back (flow_end_s, without this stage's own backward pass).
             self.flow_end_s[stage] + layers * self.backward_s[stage],
         )
         way_up_s = ways.up_s + links_s + first_end_s
@@ -351,7 +373,7 @@ class StepLowerBound(PassBounds):
         return last_backward_end_s + max(stage_end_s, way_up_s)
 
     def _ways_with(self, stage: int, layers: int, layers_before: int) -> _Ways:
-        """Return the least times of the other stages if `stage` has `layers` layers.
+        """Return the least times of a micro-batch on the other stages, given `layers` of `stage`.
 
         Each other stage has one layer. Each further layer is on a stage before, where it adds to
         the ways down and up, or on a stage behind, where it adds to the round trip: wherever the
@@ -369,23 +391,24 @@ class StepLowerBound(PassBounds):
         if not further:
             return _Ways(down_s, up_s, round_trip_s)
 
-        # A layer that moves elsewhere costs no more than on this stage, or fewer layers would take
-        # longer and the bisection over `layers` would be wrong.
+        # A layer on another stage counts at most what it costs on this one. Then more layers here
+        # never make the bound smaller, as the caller's bisection over `layers` needs.
         layer_s = self.block_s[stage] if self.micro_batches > 1 else self.forward_s[stage]
         layer_down_s = min(self.layer_down_s[stage], layer_s)
         layer_round_trip_s = min(self.layer_round_trip_s[stage], layer_s)
         layer_up_s = min(self.layer_up_s[stage], layer_s - layer_down_s)
         is_last = stage == self.stage_count - 1
         if layer_down_s + layer_up_s <= layer_round_trip_s or is_last:
-            # Cheaper before: as many as the stages before can hold, the others behind.
+            # Cheaper before: as many as the stages before can hold besides one each, the others
+            # behind.
             before = further if is_last else min(further, layers_before - stage)
             down_s += before * layer_down_s
             up_s += before * layer_up_s
             round_trip_s += (further - before) * layer_round_trip_s
         else:
-            # Cheaper behind in total, but a layer before may be cheaper on the way down alone.
-            # These values are below both: the total is that of a layer behind, and the way down
-            # that of the cheaper one.
+            # Cheaper behind in total, but a layer before may cost less on the way down. A lower
+            # bound for both cases: down and up together cost what a layer behind costs, and down
+            # alone costs the less of the two.
             least_down_s = min(layer_down_s, layer_round_trip_s)
             down_s += further * least_down_s
             up_s += further * (layer_round_trip_s - least_down_s)
@@ -430,17 +453,15 @@ class StepLowerBound(PassBounds):
     def _last_backward_start_s(self, limits: Sequence[int]) -> float:
         """Return the seconds before which no stage's last backward pass begins.
 
-        Every stage's last forward pass ends before any last backward pass begins. So one stage
-        whose last forward pass is late enough gives the bound. Some stage has at least its limit
-        less the mean number of layers that a stage stays below its limit; which one is open, so the
-        least bound counts.
+        Every stage's last forward pass ends before any last backward pass begins. So one stage with
+        a late last forward pass gives the bound. All stages together have `spare` layers less than
+        their limits, so some stage has at most spare / (number of stages) layers less than its
+        limit. Which stage is open, so the least bound of all stages counts.
 
         Args:
             limits: Most layers of every stage.
         """
-        spare = (
-            sum(limits) - self.layer_count
-        )  # layers by which all stages together are below their limits
+        spare = sum(limits) - self.layer_count
         starts_s = []
         for stage, start in enumerate(self.last_backward_start):
             layers = limits[stage]

@@ -109,6 +109,8 @@ def _priced_message(
             rank's (on equal nodes) send at the same time.
     """
     network = prices.network
+    # A Fold looks at one rank of each set of equal ranks; pipelines on equal nodes are of one
+    # class.
     fold, folded_stages = prices.fold(placement, stage, next_stage)
     stage_link = fold.stage_link(fold.pipeline_class_at(rank_index), *folded_stages)
     message_bytes = prices.job.block.activation_bytes
@@ -119,13 +121,14 @@ def _priced_message(
             total_s=seconds, sender_blocked_s=seconds, interval_s=0.0, nic_s=0.0, fabric=""
         )
     if load.fabric.name == ETHERNET:
-        # Over Ethernet, tensor parallel ranks send a slice of the message each, and it may be
-        # compressed.
+        # Over Ethernet, tensor parallel ranks send a slice of the message each (`slices`: how many
+        # differ), and it may be compressed.
         compressed_share = prices.job.compressed_share(prices.rules.compression)
         message_bytes *= compressed_share / prices.slices(placement)
-    # The rate of one message, at most that of a flow; a NIC at its full rate may carry several
-    # messages.
+    # Seconds for the bytes at the rate that one message reaches (`load.price`: latency, and seconds
+    # for each byte). This rate may be below the NIC's own.
     interval_s = message_bytes * load.price.byte_s
+    # load.nics: pairs of a NIC and the number of such messages that share it.
     flows_per_nic = max(flows for _, flows in load.nics)
     return Message(
         total_s=load.price.seconds(message_bytes),
@@ -133,6 +136,7 @@ def _priced_message(
         # latency between clusters comes after that.
         sender_blocked_s=interval_s + load.fabric.latency_s,
         interval_s=interval_s,
+        # The NIC's own rate counts here, as it may carry several messages at once.
         nic_s=8 * message_bytes * flows_per_nic / load.fabric.rate_bps,
         fabric=load.fabric.name,
     )

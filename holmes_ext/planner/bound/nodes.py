@@ -30,7 +30,10 @@ OPEN = "?"
 
 
 def is_flat(spec: SiteSpec) -> bool:
-    """Return whether all clusters reach each other at the same rate, without a WAN or links of pairs."""
+    """Return whether all clusters reach each other at the same rate.
+
+    This is so if cluster.toml describes neither a WAN nor measured rates of pairs of clusters.
+    """
     return not (spec.wan or spec.pairs)
 
 
@@ -74,7 +77,11 @@ def fastest_first(spec: SiteSpec, model: Model, first_equal: Sequence[int]) -> l
     """
 
     def order(index: int) -> tuple[float, ...]:
-        """Return the sort key: fastest network, then fastest GPUs, then groups of equal clusters."""
+        """Return the sort key of a cluster: by network, then by GPUs, then equal clusters together.
+
+        Args:
+            index: Index of the cluster in `spec`.
+        """
         first = spec.clusters[first_equal[index]]
         fast_rate_bps = 0 if first.fabric == ETHERNET else first.rate_bps
         return (-fast_rate_bps, -model.gpu_of(first.name).flops, first_equal[index])
@@ -162,7 +169,7 @@ def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Sit
 
 
 def of_family(
-    spec: SiteSpec, family: Family, count: int, model: Model, links: Links, slices: float
+    spec: SiteSpec, family: Family, count: int, model: Model, links: Links, send_speedup: float
 ) -> tuple[Site, Model]:
     """Return ideal nodes, at least as good as any subset of a family, and the model with their GPUs.
 
@@ -176,8 +183,8 @@ def of_family(
         count: Nodes of every subset.
         model: Model with the GPUs of all clusters.
         links: Measured links.
-        slices: How many times faster Ethernet carries an activation than its rate says, at most:
-            tensor parallel ranks send a slice each. Faster fabrics carry it whole.
+        send_speedup: How many times faster Ethernet carries an activation than its rate says, at
+            most: tensor parallel ranks send a slice each. Faster fabrics carry it whole.
     """
     fixed_names: set[str] = set()  # nodes of the clusters that are not open
     for cluster, nodes in zip(spec.clusters, family):
@@ -196,8 +203,8 @@ def of_family(
     fast_bps = max((fabric.rate_bps for fabric in fast), default=0)
     if fast_bps:
         # One ideal fabric: as fast as the fastest one and Ethernet together, or as Ethernet with
-        # slices.
-        ideal_bps = max(fast_bps + ethernet.rate_bps, int(slices * ethernet.rate_bps))
+        # messages in slices.
+        ideal_bps = max(fast_bps + ethernet.rate_bps, int(send_speedup * ethernet.rate_bps))
         latency_s = min(fabric.latency_s for fabric in (ethernet, *fast))
         fabrics = (*fabrics, Fabric(OPEN, open_clusters[0].kind, ideal_bps, latency_s))
         # Fabrics that reach from the open clusters to the fixed ones stay available, too.

@@ -48,7 +48,7 @@ class _ClusterLink(NamedTuple):
 
 
 class _Prefix(NamedTuple):
-    """Entry of the search's heap: the first groups of an order."""
+    """Entry of the search's heap: the first groups of clusters that a pipeline passes."""
 
     bound_s: float
     number: int  # order of creation; decides between equal bounds
@@ -57,12 +57,15 @@ class _Prefix(NamedTuple):
 
     @property
     def clusters(self) -> int:
-        """Number of clusters in the groups."""
+        """Number of clusters in all groups of this prefix."""
         return len(self.groups) * self.group_size
 
 
 class OrderSearch(NamedTuple):
-    """Result of a search: placements, and a bound for all orders that were not examined."""
+    """Result of a search over the orders of clusters in a pipeline.
+
+    It has the placements found, and a lower bound for all orders that were not examined.
+    """
 
     #: (lower bound on the step in seconds, placement)
     placements: list[tuple[float, Placement]]
@@ -223,12 +226,11 @@ class OrderBounds:
     def prefix_bound_s(self, groups: Groups, group_size: int) -> float:
         """Return a lower bound on the step time of every order that begins with `groups`, in seconds.
 
-        The clusters of a group share stages, so there is a chain of clusters for each of them:
-            chain i runs
-        through the i-th cluster of every group, and each micro-batch is divided among the chains.
-        The bound has the way of the first activation over the slowest chain, all activations over
-        the slowest link, and then the way back or the reduction. Borders between groups that are
-        not chosen yet have the best link.
+        The clusters of a group share stages, and each micro-batch is divided among them. Chain i is
+        the path through the i-th cluster of every group, and carries 1 / group_size of each
+        micro-batch. The bound is a sum: the first activation passes the slowest chain, the others
+        follow over the slowest link, then the last gradient comes back or the reduction follows.
+        Borders between groups that are not chosen yet have the best link.
 
         Args:
             groups: First groups of the order.
@@ -252,6 +254,7 @@ class OrderBounds:
             return sum(link.total_s - link.interval_s * saved_share for link in chain)
 
         least_link_s -= least_interval_s * saved_share
+        # One way: one activation from the first group to the last one. All down: all activations.
         one_way_s = max(map(chain_s, chains)) + open_borders * least_link_s
         all_down_s = one_way_s + (self.micro_batches - 1) * max(intervals_s) / group_size
         messages_s = one_way_s + all_down_s
@@ -267,7 +270,7 @@ class OrderBounds:
         return self.inside_s + messages_s + self.first_stage_end_s[first] + tied_s
 
     def _reduction_s(self, groups: Groups, open_borders: int, group_size: int) -> float:
-        """Return the least seconds to sum the gradients around the clusters of each group.
+        """Return the least seconds to sum the gradients of each group in rings around its clusters.
 
         How the gradients are divided among the groups is open, as it depends on the layers of each
         stage. At best all groups end at the same time; then each has gradients in proportion to its
@@ -284,8 +287,9 @@ class OrderBounds:
             min(self.rates_bps[pair] for pair in zip(group, (*group[1:], group[0])))
             for group in groups
         )
-        # A ring connects the clusters of a group, so its slowest link is at best the `peers`-th
-        # fastest of the links that connect all clusters.
+        # For a group that is not chosen yet: a ring around its clusters contains a tree of `peers`
+        # links. The n-th fastest link of any tree is no faster than the n-th of the maximum
+        # spanning tree (tree_bps, fastest first), so that is the ring's rate at best.
         open_rings_bps = open_borders * self.tree_bps[peers - 1]
         total_bps = sum(rings_bps) + open_rings_bps
         # A ring all-reduce among g clusters sends 2 (g - 1) / g of the bytes over each link.

@@ -48,8 +48,9 @@ class PassBounds(StageBounds):
     def _sum_along_pipeline(self) -> None:
         """Set, for each stage, the least times of the stages before and behind it.
 
-        Every stage has one layer here. What each further layer adds at least is set, too: the cost
-        on the cheapest of the stages that could have it.
+        The times are those of one micro-batch, with one layer on every stage. "Extra" is the
+        embedding or output layer. What each further layer adds at least is set, too: the cost on
+        the cheapest of the stages that could have it.
         """
         stages = range(self.stage_count)
         forward_s = map(sum, zip(self.forward_s, self.extra_forward_s))
@@ -62,7 +63,8 @@ class PassBounds(StageBounds):
         self.up_s = [0.0, *accumulate(backward_s)]
         both_before_s = [0.0, *accumulate(both_s)]
         all_links_s = self.links_before_s[-1]
-        #: Round trip of a micro-batch from the stage to the last stage and back.
+        #: Round trip of a micro-batch from the stage to the last stage and back: both passes on the
+        #: stages behind (all stages less the first stage + 1), and their links twice.
         self.round_trip_s = [
             both_before_s[-1]
             - both_before_s[stage + 1]
@@ -73,12 +75,13 @@ class PassBounds(StageBounds):
         #: (up).
         self.layer_down_s = list(accumulate(self.forward_s, min, initial=inf))
         self.layer_up_s = list(accumulate(self.backward_s, min, initial=inf))
-        # Item n: the least over the last n stages.
+        # Item n: the least over the last n stages. Stage s has stage_count - 1 - s stages behind.
         least_of_last_s = list(accumulate(reversed(self.block_s), min, initial=inf))
         #: Least seconds that one more layer on the stages behind adds to the round trip.
         self.layer_round_trip_s = [
             least_of_last_s[self.stage_count - 1 - stage] for stage in stages
         ]
+        #: Least end of each stage's last backward pass, as all activations share the stage links.
         self.flow_end_s = self._flow_ends()
         #: For each stage: number of layers -> pass times, filled on demand.
         self.pass_times: list[dict[int, PassTimes]] = [{} for _ in stages]
@@ -122,7 +125,9 @@ class PassBounds(StageBounds):
     def _pass_times(self, stage: int, layers: int) -> PassTimes:
         """Return the least seconds of all passes of a stage that has `layers` layers.
 
-        The results exclude the round trips of micro-batches through the stages behind.
+        The results exclude the round trips of micro-batches through the stages behind. `blocked`
+        times: sending a message blocks the stage (0 if sends do not block); "up" is a gradient,
+        "both" an activation and a gradient.
         """
         if layers in self.pass_times[stage]:
             return self.pass_times[stage][layers]
@@ -133,9 +138,11 @@ class PassBounds(StageBounds):
         forward_s = layers * self.forward_s[stage] + self.extra_forward_s[stage]
         pair_s = layers * self.block_s[stage] + self.extra_s[stage]  # a forward and a backward pass
         # The first backward pass waits for the first micro-batch's round trip. Meanwhile the stage
-        # computes only the other warm-up forward passes. All other passes take their time before or
-        # after the trip. Each of the steady pairs sends an activation and a gradient, then the last
-        # micro-batches send their gradients.
+        # computes only warm_up - 1 forward passes, which the trip hides. The sum:
+        #   all passes,
+        #   less the hidden forward passes,
+        #   sends of the pairs after the warm-up (an activation and a gradient each),
+        #   sends of the last gradients, all but the very last one
         one_trip_s = (
             micro_batches * pair_s
             - (warm_up - 1) * forward_s
@@ -147,9 +154,10 @@ class PassBounds(StageBounds):
         def in_rounds(rounds: int) -> float:
             """Return the seconds if the last `rounds` * `warm_up` micro-batches come in rounds.
 
-            Micro-batch n + u begins only when the backward pass of micro-batch n has ended. So each
-            round takes one pair of passes and one round trip, after the pairs of the micro-batches
-            before.
+            A micro-batch begins only when the backward pass of the one `warm_up` before it has
+            ended. So a round takes one pair of passes and one round trip (added by
+            PassTimes.seconds). Before the rounds come the first micro-batch, with a pair and a
+            trip, and `pairs_before` pairs.
             """
             pairs_before = micro_batches - 1 - rounds * warm_up
             blocking_pairs = max(0, pairs_before - 1)
@@ -167,8 +175,9 @@ class PassBounds(StageBounds):
         """Return the largest warm-up depth for which a stage with `layers` layers has memory.
 
         The warm-up depth is the number of micro-batches that the stage begins before its first
-        backward pass. It is 1F1B's at least: the simulation uses that even if the memory is too
-        small.
+        backward pass. It is at least 1F1B's, even if the memory is too small for that, as in the
+        simulation. Only schedules that hide the stage links (async_stage_links) go deeper than
+        1F1B, so only these need the memory limit. `room_bytes`: memory of a GPU for this stage.
         """
         costs = self.costs
         warm_up = self.warm_up[stage]

@@ -83,8 +83,8 @@ class ShapeBound:
     ) -> float:
         """Return a lower bound on the step time under a 1F1B schedule, in seconds.
 
-        It is the largest of the bounds at the end. Layers are divisible here, so all stages can
-        take equally long: then they compute `blocks_per_s` blocks of a micro-batch in a second.
+        It is the largest of five bounds: each holds for every placement. Layers are divisible here,
+        so they can be divided such that all stages take equally long.
 
         Args:
             stage_counts: Number of stages that the nodes of each type can hold; may be a fraction.
@@ -96,6 +96,7 @@ class ShapeBound:
         links = self.shape.pipeline - 1
         link_s = self.stage_link_s()
         hides_links = self.prices.hide_stage_links
+        # Blocks of one micro-batch that all stages together compute in a second, if none is idle.
         blocks_per_s = sum(count / block.both_s for count, block in zip(stage_counts, times))
         fastest_s = layers * min(block.both_s for block in times)
         # Largest warm-up depth: micro-batches that a stage begins before its first backward pass.
@@ -115,8 +116,9 @@ class ShapeBound:
         link_interval_s = self.stage_link_s(latency=False) if hides_links else link_s
 
         with_round_trip_s = round_trip_s + exposed_passes * layers / blocks_per_s
+        # All passes on all stages, which are never idle.
         compute_s = micro_batches * layers / blocks_per_s
-        # The next warm_up micro-batches begin only when the ones before have returned.
+        # A stage has at most warm_up micro-batches under way: each round of so many takes a trip.
         in_rounds_s = rounds * round_trip_s
         messages_s = micro_batches * link_interval_s  # all activations over one stage link
         with_reduction_s = self._with_reduction_s(
@@ -134,9 +136,9 @@ class ShapeBound:
     ) -> float:
         """Return the least seconds until each stage has computed and reduced its share of the layers.
 
-        A stage's first activation arrives after the forward passes of the stages before. Then the
-        stage does all passes of its layers, and its reduction follows. Layers are divisible, so all
-        stages can end at the same time: then they handle `blocks_per_s` layers a second.
+        The time is a sum: the first activation's way down through all layers and stage links, then
+        the passes and the reduction that remain to a stage. Layers are divisible, so all stages can
+        end at the same time: then they handle `blocks_per_s` layers a second.
 
         Args:
             stage_counts: Number of stages that the nodes of each type can hold; may be a fraction.
@@ -146,13 +148,15 @@ class ShapeBound:
                 pass.
             link_s: Least seconds of a stage link.
         """
-        block_s = []  # of one block of a stage: all its passes, then its reduction
+        # Seconds of one block of a stage after the way down: all its passes and its reduction.
+        block_s = []
         for block, reduction_s in zip(times, reductions_s):
             backward_s = block.both_s - block.forward_s
             exposed_s = max(0.0, reduction_s - backward_s)  # the last backward pass hides the rest
             # While the stage waits for its first gradient it can do warm_up - 1 forward passes.
             passes_s = self.shape.micro_batches * block.both_s - (warm_up - 1) * block.forward_s
-            # One forward pass of every layer is in down_s below, also of this stage's own layers.
+            # `down_s` below has one forward pass of every layer, so of this block, too: subtract
+            # it.
             block_s.append(passes_s + exposed_s - block.forward_s)
         fastest_forward_s = self.job.blocks * min(block.forward_s for block in times)
         down_s = fastest_forward_s + (self.shape.pipeline - 1) * link_s
@@ -274,8 +278,10 @@ class ShapeBound:
         shape = self.shape
         processes = self.network.processes
         pipeline_ranks = shape.pipeline * shape.tensor * shape.context
-        # Stages may share a node in two cases: each cluster can hold whole pipelines, whose stages
-        # then are smaller than a node; or the ranks of a stage do not fill nodes.
+        # Stages may share a node in two cases:
+        #   the ranks of a stage do not fill nodes
+        #   each cluster can hold whole pipelines (whole_pipelines), and a stage's ranks in some
+        #   cluster do not fill nodes (splits_nodes)
         whole_pipelines = all(ranks % pipeline_ranks == 0 for ranks in self.ranks)
         splits_nodes = any(ranks // shape.pipeline % processes for ranks in self.ranks)
         may_share_node = (whole_pipelines and splits_nodes) or self.stage_ranks % processes
@@ -283,13 +289,16 @@ class ShapeBound:
             return 0.0
         message_bytes = self.job.block.activation_bytes
         # Over Ethernet, tensor parallel ranks send a slice of the message each, and it may be
-        # compressed. The number of slices depends on the sizes only.
+        # compressed. `slices` depends on the parallel sizes only, so the placement needs no nodes.
         slices = self.prices.slices(Placement(self.sizes, processes, node_runs=()))
         share = self.job.compressed_share(self.prices.rules.compression) / slices
         node_types = range(len(self.ranks))
 
         def least_s() -> float:
-            """Return the seconds on the fastest network between any two node types."""
+            """Return the seconds of an activation on the fastest network between two node types.
+
+            `share` is the part of the message that each rank sends over Ethernet.
+            """
             fabrics = {
                 self.network.fabric((node_type, other))
                 for node_type in node_types
@@ -298,8 +307,8 @@ class ShapeBound:
             seconds = []
             for fabric in fabrics:
                 sent_bytes = message_bytes * share if fabric.name == ETHERNET else message_bytes
-                line = self.network.line(fabric)
-                latency_s = latency * line.latency_s
+                line = self.network.line(fabric)  # the fabric with its measured rate and latency
+                latency_s = line.latency_s if latency else 0.0
                 # All ranks of a node send at once through its NIC.
                 node_bits = 8 * processes * sent_bytes
                 seconds.append(node_bits / line.rate_bps + latency_s)
@@ -310,9 +319,9 @@ class ShapeBound:
     def _reduction_s(self, node_type: int) -> float:
         """Return the least seconds in which a stage reduces a block's gradients.
 
-        The reduction is hierarchical or a ring. The hierarchical one uses the cluster's fabric,
-        among the ranks that a group has there: the fewest if it spreads evenly over all clusters.
-        The ring uses Ethernet among all ranks of the group.
+        It is the less of two rings: inside the cluster, as part of a hierarchical all-reduce, or
+        among all ranks of a data parallel group. How many ranks of a group are in this cluster is
+        open; an equal number in each cluster is assumed, which is the cheapest case.
 
         Args:
             node_type: Index of the cluster, which has some of the stage's ranks.
@@ -322,14 +331,14 @@ class ShapeBound:
         processes = network.processes
         if shape.zero > 1:  # ZeRO 2 and 3 sum the gradients of each micro-batch, not once a step
             return 0.0
-        # Stages that share nodes may have groups inside a node. With a WAN, crossing_s() has the
-        # bound.
+        # Stages that do not fill nodes share them, and may have groups inside a node, which cost
+        # nothing here. With a WAN, crossing_s() has the bound.
         if self.stage_ranks % processes or network.wan:
             return 0.0
         node_types = range(len(self.ranks))
         shards = shape.data * shape.context  # ranks of a data parallel group
         shards_per_node = max(1, min(processes, self.stage_ranks) // shape.tensor)
-        groups_per_node = processes // shards_per_node
+        groups_per_node = processes // shards_per_node  # they share the node's NIC
 
         def byte_s(fabric: Fabric, ranks: int) -> float:
             """Return the seconds for each byte of gradients in a ring all-reduce of so many ranks."""
@@ -341,7 +350,10 @@ class ShapeBound:
             return 8 * sent_bytes * groups_per_node / network.line(fabric).rate_bps
 
         def least_byte_s() -> float:
-            """Return the seconds for each byte: inside the cluster or among all ranks, whichever is less."""
+            """Return the seconds for each byte of gradients, by the cheaper of the two rings.
+
+            They are the ring of a group's ranks inside this cluster, and the ring of all its ranks.
+            """
             inside_s = byte_s(network.fabric([node_type]), max(1, shards // len(node_types)))
             across_s = byte_s(network.fabric(node_types), shards)
             return min(inside_s, across_s)
@@ -349,7 +361,7 @@ class ShapeBound:
         key = ("least reduction", node_type, shards, shards_per_node)
         block_byte_s = network.remember(key, least_byte_s)
         share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
-        _, block_bytes, _ = self.job.reduced_bytes
+        _, block_bytes, _ = self.job.reduced_bytes  # of embedding, block and output layer
         return block_byte_s * block_bytes * share
 
     # ------------------------------------------------------------------- traffic between clusters
@@ -437,12 +449,13 @@ class ShapeBound:
     def ring_bits(self) -> float:
         """Bits of all gradients, if rings of all ranks sum them over the links between clusters.
 
-        0 if the gradients travel in another way, for which this bound does not hold: direct
-        exchanges, ZeRO, experts or compression.
+        0 if the gradients travel in another way, for which this bound does not hold: ZeRO, experts,
+        compression, or gloo's direct exchanges between all pairs of clusters (rules.direct).
         """
         rules = self.prices.rules
-        _, block, _ = self.job.layers
+        _, block, _ = self.job.layers  # embedding, block, output layer
         has_experts = block.expert_parameters
         if rules.direct or self.shape.zero or has_experts or rules.compress != "off":
             return 0.0
+        # total_bytes are those of one tensor parallel rank; each of these ranks has its own ring.
         return 8 * self.shape.tensor * self.job.total_bytes

@@ -7,13 +7,12 @@ chunks.py) can rest on it.
 A stage link is the connection over which a stage sends activations to the next one, and gradients
 come back.
 
-The costs of some stages are read from a "fold" (plan/cost/price.py): a smaller placement with only
-the nodes of these stages. It has the same costs, and many placements share it. In a fold, a
-pipeline class is all pipelines whose ranks are on equal nodes. A pipeline consists of the ranks
-with the same index in each stage.
+A Fold (plan/placement.py) is a compact form of some stages' nodes: it looks at one rank of each set
+of equal ranks. A pipeline consists of the ranks with the same index in each stage; pipelines on
+equal nodes are of one class, and equal groups of a stage are a family.
 
-These are lower bounds, so of all that shares a NIC or a link at a time, only the messages of one
-pipeline class, or the reductions of one stage, are counted.
+Other traffic on the same NIC or link could only make a stage slower. So a bound counts the messages
+of one pipeline class only, or the reductions of one stage only.
 """
 
 from __future__ import annotations
@@ -186,13 +185,14 @@ class StageBounds:
             self.costs.link_load_s is None
         ):  # the framework's own schedule, which hides no stage links
             return result
+        # transfer_s: seconds after embedding, block and output layer, on each stage link.
         stage_links_s = []  # seconds of a block's activation on each stage link
         for _, block_s, _ in self.costs.transfer_s[: self.stage_count - 1]:
             stage_links_s.append(block_s)
         mean_stage_s = (sum(self.extra_s) + self._least_block_work_s()) / self.stage_count
-        # Seconds of a message on each stage link, and seconds for which it occupies the link. They
-        # are longer if a NIC carries both links of its stage at once; the simulation may use
-        # either, so both are tried.
+        # Pairs: seconds of a message on each stage link, and seconds for which it occupies the
+        # link. Exclusive: each link has a NIC for itself. Shared: a NIC carries both links of its
+        # stage (share_nics), so they take longer. The simulation may use either, so both are tried.
         exclusive = (tuple(stage_links_s), self.costs.link_load_s)
         shared = share_nics(
             transfer=exclusive[0],
@@ -234,9 +234,10 @@ class StageBounds:
     def _nic_busy_s(self, messages: Sequence[Message]) -> list[float]:
         """Return the seconds for which an activation down and a gradient up occupy each stage's NIC.
 
-        The bound is 0 where no such time is certain: if activation and gradient leave through
-        different NICs, if stages share nodes, and on measured networks, as a NIC may carry more
-        there than one message was measured to need.
+        The bound is 0 where no such time is certain: for the first and the last stage, if
+        activation and gradient leave through different NICs, if stages share nodes, and on measured
+        networks. (There, only the rate of one message was measured, and a NIC may be faster than
+        that.)
 
         Args:
             messages: For each stage, the message to the next one.
@@ -247,7 +248,7 @@ class StageBounds:
         shares_nodes = self.placement.stride % network.processes != 0
         if network.links.measured or shares_nodes:
             return result
-        # The first and the last stage send in one direction only.
+        # The first and the last stage send in one direction only, so they never limit the step.
         for stage in range(1, self.stage_count - 1):
             up = messages[stage - 1]  # a gradient to the stage before is as large as its activation
             down = messages[stage]
@@ -266,24 +267,29 @@ class StageBounds:
         is_first = stage == 0
         is_last = stage == self.stage_count - 1
         run = self.run
-        # Stages with equal keys have equal bounds, also in other placements of the search.
+        # Stages with equal keys have equal bounds, also in other placements of the search. The
+        # reduction is that of the pipeline at slowest_rank_index, so this index belongs to the key.
         key = (
             nodes,
             self.slowest_rank_index,
             (is_first, is_last),
             run.hierarchical,
-            run.reductions[stage : stage + 1],
+            run.reductions[stage : stage + 1],  # a slice: empty if no reductions are given
         )
         return self.prices.remember("after", key, lambda: self._priced_after_backward(stage))
 
     def _priced_after_backward(self, stage: int) -> AfterBackward:
-        """Return the lower bounds on a stage's reduction and update, from the prices of its groups."""
+        """Return the lower bounds on a stage's reduction and update, from the prices of its groups.
+
+        A price is a latency and seconds for each byte. `_linear` makes a cost for each layer and a
+        fixed cost from the seconds of embedding, block and output layer.
+        """
         prices = self.prices
         run = self.run
         job = prices.job
         # family: the data parallel groups that are summed over
         reduction, family = self.reduction(stage)
-        link_bps = prices.link_bps(family.node_types)
+        link_bps = prices.link_bps(family.node_types)  # between the GPUs of a node
         # groups=0: no other group crosses between clusters at the same time
         ring = prices.network.ring(family, groups=0, inside_bps=link_bps).price
         reduction_price = self._reduction_price(reduction, ring)
@@ -303,11 +309,18 @@ class StageBounds:
             reduction=self._linear(stage, reduction_s, reduction_price.latency_s),
             update=self._linear(stage, update_s, gather_price.latency_s),
             overlapped=run.buckets_on(stage),
+            # ZeRO sends only a share of an all-reduce's bytes once a step.
             shared_nic_block_s=nic_byte_s * block_bytes * self.all_reduce_share,
         )
 
     def _linear(self, stage: int, seconds: Sequence[float], latency_s: float) -> LinearCost:
-        """Return the cost of a stage from the seconds of embedding, block and output layer."""
+        """Return the cost of a stage as a linear function of its number of layers.
+
+        Args:
+            stage: The first stage also has the embedding, the last one the output layer.
+            seconds: Seconds of embedding, block and output layer.
+            latency_s: Latency of the collective, once whatever the number of layers.
+        """
         embedding_s, block_s, output_s = seconds
         has_embedding = float(stage == 0)
         has_output = float(stage == self.stage_count - 1)
@@ -325,8 +338,8 @@ class StageBounds:
         if isinstance(reduction, Hierarchical):
             # The reductions inside and across clusters overlap, so the slower one counts. With a
             # WAN the route was chosen for the bytes of a mean stage; the stage itself may take
-            # another one. A route is kept unless another takes less than OTHER_ROUTE_SHARE of its
-            # time.
+            # another one. The best route takes at least OTHER_ROUTE_SHARE of the chosen one's time,
+            # or it would have been chosen.
             slower_byte_s = max(reduction.inside.byte_s, reduction.across.byte_s)
             route_factor = OTHER_ROUTE_SHARE if self.prices.network.wan else 1.0
             latency_s = reduction.inside.latency_s + reduction.across.latency_s
@@ -355,7 +368,8 @@ class StageBounds:
 
         The groups are the data parallel groups that contain the pipelines with the slowest messages
         (`slowest_rank_index`). They are a "family": all groups with equal nodes, which share one
-        price.
+        price. A Fold looks at one rank of each set of equal ranks; pipelines on equal nodes are of
+        one class.
         """
         prices = self.prices
         run = self.run
@@ -370,22 +384,27 @@ class StageBounds:
             return PricedReduction(), family
         link_bps = prices.link_bps(family.node_types)
         if run.is_hierarchical(stage):
+            # The route is chosen for a stage of mean size, as the layers of the stage are open.
             mean_stage_bytes = prices.job.total_bytes / self.stage_count
             hierarchical_reduction = hierarchical(
                 prices.network,
                 family,
                 mean_stage_bytes,
-                run.direct,
-                0,  # no other group crosses between clusters at the same time
-                run.compress,
-                link_bps,
+                direct=run.direct,
+                groups=0,  # no other group crosses between clusters at the same time
+                compress=run.compress,
+                inside_bps=link_bps,
             )
             if hierarchical_reduction is not None:
                 return hierarchical_reduction, family
         return PricedReduction(prices.network.ring(family, groups=0, inside_bps=link_bps)), family
 
     def _fabric_inside_cluster(self, stage: int) -> str:
-        """Return the name of the fabric that carries activations inside the cluster of a stage."""
+        """Return the name of the fabric that carries activations inside the cluster of a stage.
+
+        A Fold looks at one rank of each set of equal ranks; pipelines on equal nodes are of one
+        class.
+        """
         fold, (folded_stage,) = self.prices.fold(self.placement, stage)
         pipeline_class = fold.pipeline_class_at(self.slowest_rank_index)
         node_type = fold.node_type_on(pipeline_class, folded_stage)
@@ -395,8 +414,10 @@ class StageBounds:
     def _nic_byte_s(reduction: PricedReduction, fabric: str) -> float:
         """Return the least seconds for which each byte of a reduction occupies a NIC on a fabric.
 
-        A hierarchical all-reduce has a load for each cluster: that of one of its two steps inside
-        clusters. Which cluster's NIC is busiest is open, so the bound is the least of them.
+        A load says how a collective uses the networks: `volume` bytes through a NIC for each byte
+        of gradients, and `nics`, pairs of a NIC and the number of flows that share it. A
+        hierarchical all-reduce has a load for each cluster, equal in its two steps inside clusters.
+        Which cluster's NIC is busiest is open, so the bound is the least of them.
 
         Args:
             reduction: Reduction of a stage.
@@ -418,26 +439,28 @@ class StageBounds:
     def _tied_all_reduce_s(self) -> float:
         """Return a lower bound on the all-reduce of the tied embedding's gradient, in seconds.
 
-        The bound is 0 if the first and the last stage may share a node.
+        The first and the last stage both have the tied embedding. The bound is 0 if they may share
+        a node. A Fold looks at one rank of each set of equal ranks; pipelines on equal nodes are of
+        one class.
         """
         prices = self.prices
         tied_bytes = prices.job.tied_bytes
         last_stage = self.stage_count - 1
-        # Ranks are numbered through the nodes: from a rank to its pipeline's rank on the last
-        # stage.
+        # Ranks are numbered through the nodes, so ranks less than `processes` apart may share one.
+        # This is the distance of the first and the last stage's rank of a pipeline.
         distance = last_stage * self.placement.stride
-        if distance < prices.network.processes:  # both may be on one node
+        if distance < prices.network.processes:
             return 0.0
         fold, _ = prices.fold(self.placement, 0, last_stage)
-        # Two ways to reduce: between pairs of ranks, or hierarchically (None if impossible). alone:
-        # no other group sends at the same time, which gives the least time.
+        # tied_of() prices two ways to reduce: between pairs of ranks, or hierarchically (None if
+        # impossible). alone: no other group sends at the same time, which gives the least time.
         pairs, hierarchical_reduction = prices.tied_of(
             fold, fold.pipeline_class_at(self.slowest_rank_index), alone=True
         )
         seconds = [pairs.seconds(tied_bytes)]
         if hierarchical_reduction is not None:
-            # With a WAN the simulation may choose another route. A route is kept unless another
-            # takes less than OTHER_ROUTE_SHARE of its time.
+            # With a WAN the simulation may choose another route. The best one takes at least
+            # OTHER_ROUTE_SHARE of this one's time, or it would have been chosen.
             route_factor = OTHER_ROUTE_SHARE if prices.network.wan else 1.0
             seconds.append(hierarchical_reduction.seconds(tied_bytes) * route_factor)
         return min(seconds)

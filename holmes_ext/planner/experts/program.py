@@ -5,16 +5,15 @@ slots for as many experts. The load of an expert is its number of tokens.
 
 If the tokens are counted by rank and expert, an integer program finds the placement (arXiv
 2508.09229, whose servers are places here). x[e, p] is 1 if expert e lives at place p, and far[r, p]
-is the cost of a token from
-rank r to place p:
+is the cost of a token from rank r to place p:
 
-    minimize      sum_e sum_p x[e, p] sum_r counts[r, e] far[r, p]      cost of all tokens to their experts
+    minimize      sum_e sum_p x[e, p] sum_r counts[r, e] far[r, p]      cost of all tokens
     subject to    sum_p x[e, p] = 1                                     each expert has one place
                   sum_e x[e, p] = slots of p                            each slot has one expert
-                  sum_e x[e, p] load[e] <= limit of p                   no cluster computes much more than its
-                                                                        share
+                  sum_e x[e, p] load[e] <= limit of p                   no place is overloaded
 
-HiGHS (scipy.optimize.milp) solves it and bounds the optimum.
+With several clusters the same program first assigns experts to clusters, then to the places of each
+cluster. HiGHS (scipy.optimize.milp) solves it and bounds the optimum.
 
 Counts by pairs of experts (tokens that two experts share, for dispatchers that send a token once to
 each place) make the program quadratic. Then experts are swapped as long as that helps; the bound
@@ -75,7 +74,7 @@ class Answer:
 
     @property
     def best(self) -> Placed:
-        """The placement found by this module."""
+        """The cheapest placement that the search found within the limits of load (name PLACED)."""
         return self.placements[-1]
 
     @property
@@ -130,18 +129,18 @@ def solve(
 def place_experts(
     counts: Sequence[Sequence[float]], plan: Plan | str, rows: str = RANK, balance: float = 1.1
 ) -> Placed:
-    """Return the order of the experts with the least traffic.
+    """Return the placement of the experts with the least traffic.
 
-    `order[s]` is the expert of slot s. Slots are numbered rank by rank within an expert parallel
-    group.
+    Its `order[s]` is the expert of slot s. Slots are numbered rank by rank within an expert
+    parallel group.
 
     Args:
         counts: Tokens, with a row for each rank and a column for each expert.
         plan: A Plan with an expert parallel size, or the path of its plan.json.
-        rows: "rank"; or "expert" if `counts` has a row for each expert too, with the tokens that
-            both get.
-        balance: Most tokens of a cluster, relative to its share, or what EPLB gives it if that is
-            more.
+        rows: "rank"; or "expert" if `counts` has a row for each expert too, with the number of
+            tokens that are sent to both experts.
+        balance: Limit on the tokens of a cluster's experts, relative to the cluster's share. If
+            EPLB (DeepSeek's heuristic) gives some cluster more, that is the limit.
 
     Raises:
         HolmesError: The counts do not fit the plan, or scipy is missing.
@@ -172,13 +171,15 @@ class _Problem:
     """
 
     def __init__(self, counts: Counts, places: Places, balance: float):
-        """Compute the most load of each place and region, from the arguments of solve()."""
-        self.np, self.optimize, self.sparse = np, _, _ = _libraries()
+        """Compute the most load of each place (ranks of a node) and region (its cluster)."""
+        self.np, self.optimize, self.sparse = _libraries()
+        np = self.np
         self.places = places
         #: Slots (experts) of each rank.
         self.slots = counts.experts // places.ranks
         self.by_rank = counts.rows == RANK
-        #: Tokens [ranks, experts], or [experts, experts] without the diagonal.
+        #: Tokens [ranks, experts] (folded: summed over the expert parallel groups), or [experts,
+        #: experts] without the diagonal.
         self.table = np.array(counts.folded(places.ranks) if self.by_rank else counts.table, float)
         if not self.by_rank:
             self.table = (self.table + self.table.T) / 2
@@ -193,7 +194,8 @@ class _Problem:
         self.place_of_rank = {
             rank: place for place, ranks in enumerate(places.of) for rank in ranks
         }
-        # EPLB's placement, by load only. It must be within the limits, so they depend on it.
+        # EPLB's placement, by load only. limits() makes all limits large enough for it, so that one
+        # placement is always possible.
         self.eplb = self.packed(range(counts.experts), range(places.ranks))
         #: Cost of a token [from place, to place]. The ranks of a place have equal costs, so the
         #: first stands for all.
@@ -220,10 +222,9 @@ class _Problem:
         return [list(region) for region in regions]
 
     def limits(self, regions: list[list[int]]) -> Any:
-        """Return the most load of each region: `balance` times its share, or as much as EPLB needs.
+        """Return the most load of each region (places): `balance` times its share, or EPLB's load.
 
-        Args:
-            regions: Groups of places.
+        The larger of the two counts, so EPLB's placement is always within the limits.
         """
         np = self.np
         eplb = self.place_of(self.eplb)  # place of each expert
@@ -235,11 +236,7 @@ class _Problem:
     # ------------------------------------------------------------------- placements and their cost
 
     def packed(self, experts: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int]]:
-        """Distribute experts by EPLB: the one with most tokens first, to the least loaded rank.
-
-        Returns:
-            Rank -> experts.
-        """
+        """Return rank -> experts by EPLB: that with most tokens first, to the emptiest rank."""
         experts_of: dict[int, list[int]] = {rank: [] for rank in ranks}
         loads = dict.fromkeys(ranks, 0.0)
         for expert in sorted(experts, key=lambda expert: (-self.load[expert], expert)):
@@ -275,12 +272,16 @@ class _Problem:
     def placed(self, name: str, experts_of: dict[int, list[int]]) -> Placed:
         """Return a placement with its cost and its shares of traffic.
 
+        `crossing` and `moving` are the shares of tokens that cross clusters, and that leave their
+        node. `fullest` is the load of the rank with most tokens, relative to the mean.
+
         Args:
             name: IDENTITY, EPLB or PLACED.
             experts_of: Rank -> experts.
         """
         np = self.np
-        pairs_per_token = 1 if self.by_rank else 2  # the table by pairs has each token twice
+        # A table by pairs of experts has each token twice: in the rows of both of its experts.
+        pairs_per_token = 1 if self.by_rank else 2
         tokens = float(self.table.sum()) / pairs_per_token or 1.0
         ranks = sorted(experts_of)
         loads = [self.load[experts_of[rank]].sum() for rank in ranks]
@@ -288,6 +289,7 @@ class _Problem:
         return Placed(
             name=name,
             order=tuple(int(expert) for rank in ranks for expert in experts_of[rank]),
+            # total(): sum over all tokens of a value [from rank, to rank]
             cost=self.total(experts_of, self.rank_cost),
             crossing=float(self.total(experts_of, np.array(self.places.crossing)) / tokens),
             moving=float(self.total(experts_of, np.array(self.places.moving)) / tokens),
@@ -297,11 +299,7 @@ class _Problem:
     # ------------------------------------------------------------------- solution
 
     def answer(self, seconds: float) -> Answer:
-        """Find the best placement, and return it with two baselines and a lower bound on the cost.
-
-        Args:
-            seconds: Time limit of HiGHS.
-        """
+        """Return the best placement found in `seconds`, two baselines and a bound on the cost."""
         ranks = range(self.places.ranks)
         identity = {rank: list(range(rank * self.slots, (rank + 1) * self.slots)) for rank in ranks}
         baselines = [self.placed(IDENTITY, identity), self.placed(EPLB, self.eplb)]
@@ -360,9 +358,8 @@ class _Problem:
     def places_within(self, cost: Any, experts: Any, region: list[int], seconds: float) -> Any:
         """Distribute a cluster's experts over its nodes with the least cost, within a limit on their load.
 
-        No node gets more load for each slot than the fullest node under EPLB, or `balance` times
-        the mean of all experts if that is more. (Every slot of the layer holds one expert, so that
-        is the mean of a slot.)
+        The limit on the load of a slot is the larger of two: `balance` times the mean load of an
+        expert, or the load of a slot on the fullest node under EPLB. (A slot holds one expert.)
 
         Args:
             cost: [experts, places] cost of an expert's tokens at a place. A place is the ranks of a
@@ -379,11 +376,13 @@ class _Problem:
         eplb = self.place_of(self.packed(list(experts), ranks))
         # Index in `region` of EPLB's place of each expert. The places of a region ascend.
         eplb_within = np.searchsorted(region, eplb[experts])
-        slots = self.room[region]
+        slots = self.room[region]  # of each place
         load = self.load[experts]
         fullest = (np.bincount(eplb_within, load, len(region)) / slots).max()
         limit = slots * max(fullest, self.balance * self.load.mean())
-        solution = self.solve_program(cost[experts][:, region], slots, limit, seconds, load)
+        solution = self.solve_program(
+            cost[experts][:, region], room=slots, limit=limit, seconds=seconds, load=load
+        )
         return eplb_within if solution.places is None else solution.places
 
     def solve_program(
@@ -448,17 +447,18 @@ class _Problem:
             cost_at = self.table @ is_at @ place_cost  # [experts, places] cost of the expert there
             current = cost_at[experts, place_of]
             # Gain of swapping experts i and j: the costs of both now, less their costs after it.
-            # The latter are computed as if the other one stayed, so i at the place of j would share
-            # its tokens with j for free. In fact they stay as far apart as they were: this cost is
-            # subtracted once for each.
+            #   swapped    cost of i at the place of j, if j stayed there: their common tokens would
+            #              then be free
+            #   between    correction: both move, so their common tokens cost what they cost now.
+            #              Once for i and once for j, hence the factor 2
             swapped = cost_at[:, place_of]  # [i, j] cost of i at the place of j
             between = 2 * self.table * place_cost[place_of][:, place_of]
             gain = current[:, None] - swapped + current[None, :] - swapped.T - between
             loads = np.bincount(place_of, self.load, len(self.room))
-            growth = (
-                self.load[None, :] - self.load[:, None]
-            )  # [i, j] load that the place of i gains
+            # [i, j] load that the place of i gains
+            growth = self.load[None, :] - self.load[:, None]
             spare_load = self.limit - loads  # load that each place can still take
+            # The place of j gains the opposite of what the place of i gains.
             overfills_i = growth > spare_load[place_of][:, None] + ROUNDING
             overfills_j = -growth > spare_load[place_of][None, :] + ROUNDING
             gain[overfills_i | overfills_j] = 0
@@ -470,23 +470,24 @@ class _Problem:
     def companions_bound(self) -> float:
         """Return a lower bound on the cost for counts by pairs of experts.
 
-        Here each token is shared by two experts, and costs the way between their places (nodes).
-        The node of an expert, or its cluster, has room for a number of experts. All others must be
-        elsewhere, and the tokens shared with them leave the node or cluster. At best these are the
-        experts with which it shares the fewest tokens. Two bounds follow: for clusters and for
-        nodes.
+        A token is shared by two experts; its cost is that between their places (nodes). The node of
+        an expert has slots for a number of experts. At best these are the experts with which it
+        shares most tokens; the tokens shared with all others leave the node, at the least cost
+        between nodes. The same holds for clusters. The larger of the two bounds is the result.
         """
         np = self.np
         costs = self.place_cost
         is_inside = costs <= INSIDE  # [from place, to place] inside one cluster
         across = costs[~is_inside]
         inside = costs[(costs > 0) & is_inside]
-        # (least cost of a token that leaves, slots of each place's surroundings in which it can
-        # stay)
+        # For clusters, and for nodes: (least cost of a token that leaves, for each place the slots
+        # of its cluster or node).
         levels = [(float(across.min()) if across.size else 0.0, is_inside @ self.room)]
         if inside.size:
             levels.append((float(inside.min()), self.room))
-        ascending = np.sort(self.table, 1)[:, 1:]  # without the expert itself
+        # Tokens that each expert shares with the others, fewest first; [:, 1:] drops the expert
+        # itself, whose entry is 0.
+        ascending = np.sort(self.table, 1)[:, 1:]
         bounds = []
         for cost, slots in levels:
             # Experts that cannot be in the largest node or cluster, whichever the expert itself is

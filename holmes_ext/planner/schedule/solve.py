@@ -168,14 +168,15 @@ class _LocalSearch:
         """Yield starting points of the search: a rule for each stage.
 
         They have several warm-up depths, delay several numbers of W (gradients of the weights), and
-        wait for messages or not.
+        wait for messages or not. Patience is the longest wait for a message while a W could be
+        done, in durations of a W.
         """
         stages = len(self.ahead)
         one_more = [depth + 1 for depth in self.ahead]
         wide = [min(2 * depth, depth + stages) for depth in self.ahead]  # about twice as deep
         equal = [max(self.ahead)] * stages
         for depths in (self.ahead, one_more, wide, equal, self.room):
-            for late in (0, 1, 2, ANY_NUMBER):
+            for late in (0, 1, 2, ANY_NUMBER):  # the last one: as many W as the memory holds
                 for patience in (0.0, 1.0):
                     yield [
                         Rule(min(depth, most), most if late == ANY_NUMBER else late, patience)
@@ -184,6 +185,9 @@ class _LocalSearch:
 
     def _seconds(self, rules: Sequence[Rule]) -> float:
         """Return the seconds of a step whose stages choose their passes by these rules; computed once.
+
+        With `one_order` (NCCL), sends and receives between two stages must follow one order on
+        both. Then the passes are changed to have such an order, and the changed step's time counts.
 
         Args:
             rules: Rule of each stage.
@@ -276,13 +280,15 @@ class _StageState:
     def __init__(self, room: int, activations: list[float]):
         """Start without any pass.
 
+        F is a forward pass, I a gradient of the input, W a gradient of the weights.
+
         Args:
             room: Most micro-batches that the stage can hold.
-            activations: Moments at which the inputs arrive, as far as they are known.
+            activations: Moments at which the activations arrive, as far as they are known.
         """
         self.order: list[OnePass] = []
         self.room = room
-        # Passes done of each kind.
+        # Number of F, I and W done.
         self.forwards = 0
         self.inputs = 0
         self.weights = 0
@@ -291,7 +297,8 @@ class _StageState:
         self.gradients: list[float] = []
         #: End of the last pass.
         self.free_s = 0.0
-        #: Not in the queue: waiting for a message whose moment is unknown.
+        #: The stage has no entry in the event queue: it waits for a message whose moment is
+        #: unknown.
         self.is_asleep = False
 
     @property

@@ -155,15 +155,16 @@ class AvailableNodes:
         if not is_flat(self.spec) or is_all_open:
             return self.floor_s
         links = Links.of_spec(self.spec)
-        # Largest factor by which tensor ranks (a slice each) and compression speed up sends between stages.
-        slices = 0.0
+        # Most by which slices (one a tensor rank) and compression (of WIDEST bytes) speed up sends.
+        send_speedup = 0.0
         if any(shape.pipeline > 1 for shape in self.shapes):
             tensor = max(shape.tensor for shape in self.shapes)
             compression = self.job.options.compress_activations
-            slices = tensor / compressed_share(compression, WIDEST)
-        site, model = of_family(self.spec, family, self.count, self.job.known_model, links, slices)
+            send_speedup = tensor / compressed_share(compression, WIDEST)
+        model = self.job.known_model
+        site, model = of_family(self.spec, family, self.count, model, links, send_speedup)
         job = replace(self.job, model=model)
-        network = Network(site, links, uneven=True)
+        network = Network(site, links, uneven=True)  # allows clusters of different sizes: a bound
         try:
             result = in_closed_form(network, job, self.batch, self.limits, self.shapes)
         except HolmesError:  # no plan fits the memory
@@ -191,8 +192,7 @@ class AvailableNodes:
             count=self.count,
             price=self.price,
             floor=self.floor,
-            unit=self.count
-            // self.shapes[0].pipeline,  # nodes of a stage; the first shape is the best
+            unit=self.count // self.shapes[0].pipeline,  # nodes of a stage of the best shape
             first_equal=first_equal,
             order=fastest_first(self.spec, model, first_equal),
             end=end,
@@ -240,7 +240,7 @@ def run(args: argparse.Namespace) -> int:
             f"--nodes {args.nodes}: {spec.source} has {total} nodes{idle}; ask for 1 to {total}"
         )
     available = _available_nodes(args, spec, job)
-    # Part of the time limit is kept for the simulation of the best subsets.
+    # Kept for the end: a search over all sizes on the best subsets (several shapes), or simulation.
     reserved_share = SIZES_SHARE if len(available.shapes) > 1 else TABLE_SHARE
     subsets = available.best(end - reserved_share * args.seconds)
     ranked = _simulate_best(subsets, available, end)

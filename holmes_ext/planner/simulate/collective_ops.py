@@ -98,11 +98,11 @@ class CollectiveOps(Collectives):
         """Return the operations of one pass under ZeRO 2 and 3.
 
         Each layer waits for its weights before the pass (ZeRO 3), and its gradients are
-        reduce-scattered after the backward pass. Without prefetch both are awaited at once. With
-        prefetch
+        reduce-scattered after the backward pass. Without prefetch a layer waits for both at once.
+        Prefetch overlaps them with one layer's computation:
 
-          * a layer's weights are sent before the layer that comes before it in the pass
-          * a layer's gradients are awaited after the layer that comes next in the pass
+          * weights: gathered while the layer before it computes (layers in the order of the pass)
+          * gradients: awaited when the layer after it has computed
         """
         needs: Operations = {}
         launches: Operations = {}
@@ -231,7 +231,15 @@ class CollectiveOps(Collectives):
         return posts + waits
 
     def _reduce(self, pipeline_class: int, stage: int) -> list[Op]:
-        """Return the posts (starts) of reductions that did not start under a pass, and waits for all."""
+        """Return the operations that complete a stage's gradient reductions after its last pass.
+
+        Buckets that were filled during the pass were already posted (started) then. The others are
+        posted here; after that comes a wait for each.
+
+        Args:
+            pipeline_class: Number of the rank's class of pipelines: all pipelines on equal nodes.
+            stage: The rank's stage.
+        """
         if self.run.zero >= ZERO_GRADIENTS:
             return []
         tags = self._tags(pipeline_class, stage, "reduce")
@@ -242,7 +250,12 @@ class CollectiveOps(Collectives):
         return ops + [("wait", tag, "reduce", NO_MICRO_BATCH) for tag in tags]
 
     def _reduce_tied(self, pipeline_class: int, stage: int) -> list[Op]:
-        """Return the operations of the tied embedding's reduction between first and last stage."""
+        """Return the operations of the tied embedding's reduction between first and last stage.
+
+        Args:
+            pipeline_class: Number of the rank's class of pipelines: all pipelines on equal nodes.
+            stage: The rank's stage; empty result for stages without the embedding.
+        """
         if pipeline_class not in self.tied or stage not in (0, self.stages - 1):
             return []
         return [

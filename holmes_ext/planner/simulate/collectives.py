@@ -122,7 +122,10 @@ class Collectives:
             self._add_numbers()
 
     def _add_numbers(self) -> None:
-        """Add the gradient norm and the loss of every pipeline class."""
+        """Make the transfers of single numbers: gradient norm and loss of every pipeline class.
+
+        A pipeline class is all pipelines on equal nodes.
+        """
         last = self.stages - 1
         for pipeline_class in range(len(self.fold.pipeline_classes)):
             if self.run.engine.norm:
@@ -261,13 +264,15 @@ class Collectives:
                 self.transfers[flow.tag] = self.maker.reduction_step(flow, posts)
 
     def _add_ring(self, family: GroupFamily, load: Load, tag: Tag, sizes: Sequence[float]) -> None:
-        """Add a ring collective. Collectives with equal name, stage and pipeline classes follow each other.
+        """Add a ring collective to the transfers.
 
         Args:
-            family: Groups that take part.
+            family: Groups that take part: equal groups of a stage, which act as one.
             load: Traffic of the ring for each byte.
-            tag: Tag of the collective: (name, stage, pipeline classes, number).
-            sizes: Bytes of collectives that follow each other as one transfer.
+            tag: Tag of the collective: (name, stage, pipeline classes, number). Names are "reduce"
+                (gradients), "gather" (weights once a step), "weights" (weights before each pass,
+                ZeRO 3), "scatter" and "across" (ZeRO 2 and 3).
+            sizes: Bytes of each part, if several parts follow each other as one transfer.
         """
         links = self.network.links
         # Measured CPU seconds of a byte, relative to those of an all-reduced byte.
@@ -279,7 +284,8 @@ class Collectives:
         name, stage, pipeline_classes, *_ = tag
         cpu_factor = cpu_factor_of.get(str(name), 1.0)
         transfer = self.maker.collective(load, sizes, len(family.pipeline_classes), cpu_factor)
-        # A communicator runs its collectives one after the other, so they share a channel.
+        # Transfers of one channel follow each other. A communicator runs its collectives one after
+        # the other, so those of equal name, stage and pipeline classes share one.
         self.transfers[tag] = replace(transfer, channel=(name, stage, pipeline_classes))
 
     def _add_shards(self, family: GroupFamily) -> None:
@@ -287,11 +293,15 @@ class Collectives:
 
         They are a reduce-scatter of the gradients, with ZeRO 3 an all-gather of the weights before
         each pass, and with hybrid sharding an all-reduce of the shards between clusters.
+
+        Args:
+            family: Equal data parallel groups of a stage, which act as one.
         """
         run = self.run
         stage = family.stage
         # Hybrid sharding: the ranks of each cluster shard the model by themselves.
         hybrid = inside_clusters(self.network, family) if run.replicas == "clusters" else []
+        # Groups among whose ranks a whole model is divided: one for each cluster, or all ranks.
         sharding_groups = [self._of_cluster(shards) for shards in hybrid] or [family]
         # Groups of the ranks that own the same shard, one in each cluster; they all-reduce it.
         across = owners(self.network, family) if hybrid else None
@@ -300,9 +310,9 @@ class Collectives:
                 self.shards[pipeline_class, stage] = shards
         for layer in range(*self.ranges[stage]):
             gradient_bytes = sum(self.reduced[layer])
-            weight_bytes = self.weight_share * gradient_bytes
+            weight_bytes = self.weight_share * gradient_bytes  # weights for each byte of gradients
             for shards in sharding_groups:
-                ring = self._ring(shards)
+                ring = self._ring(shards)  # load of an all-reduce; scaled() multiplies its bytes
                 name = (stage, shards.pipeline_classes, layer)
                 scatter = ("scatter", *name)
                 # run.scatter: traffic of a reduce-scatter, relative to an all-reduce
@@ -320,9 +330,11 @@ class Collectives:
     def _of_cluster(self, family: GroupFamily) -> GroupFamily:
         """Return a cluster's part of data parallel groups, with only the pipeline classes that it contains.
 
+        A pipeline class is all pipelines on equal nodes, so each stage of it is on one node type.
+
         Args:
-            family: Ranks of one cluster in the groups; `pipeline_classes` still has the classes of
-                all clusters.
+            family: A cluster's ranks of equal groups. Its `pipeline_classes` are still those of all
+                clusters.
         """
         pipeline_classes = tuple(
             pipeline_class
@@ -352,21 +364,27 @@ class Collectives:
             if pipeline_class in hierarchical_of:
                 hierarchical_reduction, family = hierarchical_of[pipeline_class]
                 if hierarchical_reduction.seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
+                    # One reduction for the pipeline classes of all these groups: their ranks on
+                    # the first and the last stage take part.
                     tag = ("tied", 0, family.pipeline_classes, 0)
                     parties = 2 * len(family.pipeline_classes)
                     reduction = hierarchical_reduction
             if tag not in self.transfers:
                 self._add_reduction(reduction, tag, [self.tied_bytes], parties, MAX_PIECES)
-                # A reduction that is a single transfer needs no order among transfers, so no
-                # channel. The number of steps does not depend on the bytes: one byte in one piece
-                # shows it.
+                # Transfers of one channel follow each other. A reduction of a single step (one
+                # transfer) has nothing to follow, so it needs no channel. The number of steps does
+                # not depend on the bytes, so a reduction of one byte shows it.
                 (steps,) = reduction.flows([1.0], tag, 1)
                 if len(steps) == 1:
                     self.transfers[tag].channel = None
             self.tied[pipeline_class] = tag
 
     def _tied_pair(self, pipeline_class: int) -> PricedReduction:
-        """Return the all-reduce between the first and the last stage of a pipeline class."""
+        """Return the all-reduce of the tied embedding's gradient between first and last stage.
+
+        Args:
+            pipeline_class: Number of the class of pipelines: all pipelines on equal nodes.
+        """
         fold = self.fold
         last = fold.stages[-1]
         link_bps = self._link_bps(
@@ -377,7 +395,8 @@ class Collectives:
     def _hierarchical_tied(self) -> dict[int, tuple[Hierarchical, GroupFamily]]:
         """Return the hierarchical all-reduce of the tied embedding for each pipeline class that has it.
 
-        It needs the first and the last stage to be on different clusters.
+        A pipeline class is all pipelines on equal nodes. The all-reduce is possible if the first
+        and the last stage are on different clusters.
 
         Returns:
             Pipeline class -> its all-reduce, and the groups that take part.
@@ -390,12 +409,14 @@ class Collectives:
                 self.network,
                 family,
                 self.tied_bytes,
-                self.run.direct,
+                direct=self.run.direct,  # gloo's direct exchanges instead of NCCL's rings
                 groups=0,  # the simulation shares the links between groups by itself
                 inside_bps=link_bps,
             )
             for pipeline_class in family.pipeline_classes:
-                # A class may be in several families; the last one counts for it.
+                # A class stands for many pipelines, so it may be in several families (sets of equal
+                # groups). It acts as one, so one reduction counts: the last family's, or none if
+                # that has no hierarchical one.
                 result.pop(pipeline_class, None)
                 if hierarchical_reduction:
                     result[pipeline_class] = hierarchical_reduction, family
@@ -404,7 +425,13 @@ class Collectives:
     # ------------------------------------------------------------------- single numbers
 
     def _number(self, pipeline_class: int, stage: int, other: int) -> Transfer:
-        """Return the message of one number from a stage to another: its latency, no bytes to speak of."""
+        """Return the message of one number from a stage to another: only its latency counts.
+
+        Args:
+            pipeline_class: Number of the class of pipelines: all pipelines on equal nodes.
+            stage: Sending stage.
+            other: Receiving stage.
+        """
         load = self.network.message(self.fold.stage_link(pipeline_class, stage, other))
         message = self.maker.message(load, NUMBER_BYTES)
         # No bits, so it takes no rate from other transfers.
@@ -413,53 +440,59 @@ class Collectives:
     def _norm(self, pipeline_class: int) -> Transfer:
         """Return the all-reduce of one number among a pipeline's stages: twice around a ring.
 
-        The first message waits until its receiver is ready and has told the sender so (a latency).
+        The first message waits for a notice that its receiver is ready. The notice takes a latency;
+        the longest one of all links of the ring is counted.
         """
         stages = self.stages
+        # Messages of one number from each stage to the next, and from the last to the first.
         hops = [
             self._number(pipeline_class, stage, (stage + 1) % stages) for stage in range(stages)
         ]
         hops_s = [hop.fixed_s + hop.latency_s for hop in hops]
         around_s = sum(hops_s) - min(hops_s)  # the number passes all links of the ring but one
-        notice_s = max(hop.latency_s for hop in hops)  # from the first receiver to its sender
+        notice_s = max(hop.latency_s for hop in hops)
         is_across = any(hop.across for hop in hops)
         return Transfer(parties=stages, fixed_s=2 * around_s + notice_s, across=is_across)
 
     def _number_summed(self, family: GroupFamily, ring: Load) -> Transfer:
         """Return the all-reduce of one number over gloo's ring (gloo/allreduce.cc).
 
-        The number goes around the ring twice, less one hop each time: from the last rank down to
-        the first, and from there over the last rank down to the second. Before that, the rank below
-        the last one tells it that it is ready (a notice). Only the latencies between clusters count
-        here; the ring's load has the others.
+        The number goes around the ring twice, less one message each time:
+
+            first time     last rank -> ... -> second rank -> first rank
+            second time    first rank -> last rank -> ... -> second rank
+
+        Before that, the receiver of the first message sends a notice that it is ready. Only the
+        latencies between clusters are computed here; `ring` already has the others.
 
         Args:
-            family: Groups that sum the number.
+            family: Groups that sum the number; `ring` is their (node type, nodes) in ring order.
             ring: Traffic of a ring over their ranks.
         """
         parties = len(family.pipeline_classes)
         if ring.fabric is None:
             return self.maker.collective(ring, [NUMBER_BYTES], parties)
-        # Cluster of each rank on the ring. Of equal nodes two stand for all: more add no hop
-        # between clusters.
+        # Cluster of each rank on the ring, with at most two nodes of each run of equal nodes:
+        # messages inside a cluster have no latency between clusters, so more nodes would add
+        # nothing.
         clusters = [
             self.network.cluster(node_type)
             for node_type, nodes in family.ring
             for _ in range(min(nodes, 2))
         ]
-        # Once around: from the last rank down to the first, then from the first to the last.
+        # Once around, each rank to the one below: last rank -> ... -> first rank -> last rank.
         downwards = list(reversed(clusters))
         senders = downwards
         receivers = [*downwards[1:], downwards[0]]
         fabric = self.network.fabric(family.node_types)
-        extra_s = []  # latency of each hop between clusters
+        extra_s = []  # for each of these messages: latency between clusters
         for pair in zip(senders, receivers):
             source, target = pair
             extra_s.append(self.network.wan_latency_s(fabric, pair) if source != target else 0.0)
-        # Twice around, without the last two hops: from the second to the first, and from the first
-        # to the last.
+        # The first time omits the message from the first to the last rank, the second time that
+        # from the second to the first: these are the last two of the list.
         twice_around_s = 2 * sum(extra_s) - sum(extra_s[-2:])
-        notice_s = extra_s[0]  # as long as the first hop
+        notice_s = extra_s[0]  # back over the link of the first message
         load = replace(ring, wan_latency_s=twice_around_s + notice_s)
         transfer = self.maker.collective(load, [NUMBER_BYTES], parties)
         # No bits, so it takes no rate from other transfers.

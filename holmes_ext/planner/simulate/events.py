@@ -209,8 +209,14 @@ class Simulation:
     def _advance(self, actor: int) -> None:
         """Execute an actor's operations until it computes or has to wait.
 
-        The formats of operations are in the module docstring. An actor goes on when its computation
-        ends (an event) or when the transfer that it waits for releases it.
+        An actor goes on when its computation ends (an event) or when the transfer that it waits for
+        releases it. Operations:
+
+            ("compute", kind of span, seconds, micro_batch, chunk)
+            ("post", tag)                       ready for a transfer
+            ("post", tag, AS_RECEIVER, ...)     ready to receive a message: longer than _POST_LENGTH
+            ("wait", tag, kind, micro_batch)    until the transfer has arrived
+            ("wait", ..., AS_SENDER)            until its bytes have left: longer than _WAIT_LENGTH
         """
         program = self.programs[actor]
         while self.position[actor] < len(program):
@@ -239,10 +245,11 @@ class Simulation:
                     return
 
     def _post_receiver(self, op: Op) -> None:
-        """Send a receiver's notice that it is ready for a message, once earlier messages have left.
+        """Send a receiver's notice to the sender of a message: the receiver is ready for it.
 
-        The notice uses the connection over which the receiver itself has sent messages to the same
-        peer. It leaves after the first of these that is still leaving.
+        The notice uses the connection over which this receiver itself sends messages to that peer.
+        A connection transmits in order, so the notice leaves behind the messages that are leaving
+        now.
 
         Args:
             op: ("post", tag, AS_RECEIVER, tags of messages that the receiver sent to the same peer
@@ -253,12 +260,15 @@ class Simulation:
             sent = self.transfers[sent_tag]
             has_begun = sent.ready >= 0  # negative before the transfer is ready
             if has_begun and not sent.has_left:
-                sent.notices_behind.append(tag)  # _end() sends the notice
+                sent.notices_behind.append(tag)  # _end() sends the notice when `sent` has left
                 return
         self._send_notice(tag)
 
     def _send_notice(self, tag: Hashable) -> None:
-        """Post a transfer for its receiver, whose notice takes a latency to reach the sender."""
+        """Send a receiver's notice that it is ready for a message; it takes a latency to arrive.
+
+        Then the notice counts as the receiver's post of the transfer.
+        """
         notice_s = self.transfers[tag].latency_s
         if notice_s:
             self._at(self.now + notice_s, self._post, tag)
@@ -298,6 +308,9 @@ class Simulation:
 
         A transfer without bits ends at once. A flow alone on its NICs gets its rate at once, too;
         otherwise all flows connected through NICs get new rates.
+
+        `uses` has pairs of a NIC (or other resource) and a weight: the bits that pass the NIC for
+        each bit of the flow. So a flow of weight w counts as w flows there.
         """
         transfer = self.transfers[tag]
         if transfer.bits <= 0:
@@ -315,8 +328,9 @@ class Simulation:
             others = self.flows.setdefault(nic, {})
             is_alone = is_alone and not others
             others[tag] = transfer
+            # Bits that passed each NIC in the whole step, for the reports.
             self.carried[nic] = self.carried.get(nic, 0.0) + weight * transfer.bits
-            if weight > _NO_WEIGHT:  # else the flow does not load this NIC
+            if weight > _NO_WEIGHT:  # below it, a weight is a rounding error: no load on this NIC
                 rate = min(rate, self.capacities[nic] / weight)
         if is_alone:
             transfer.rate = rate
@@ -338,7 +352,9 @@ class Simulation:
     def _end(self, tag: Hashable) -> None:
         """Free the NICs and the channel of a transfer whose bytes have all left.
 
-        The next transfer of the channel begins, and the transfer itself arrives a latency later.
+        The transfer itself arrives a latency later. The next transfer of the channel begins, and so
+        do the notices (a receiver is ready for a message) that had to leave behind this transfer's
+        bytes on the same connection.
         """
         transfer = self.transfers[tag]
         transfer.sender_free = self.now
@@ -382,21 +398,24 @@ class Simulation:
         transfer.waiting = receivers
 
     def _release(self, transfer: Transfer, waiting: Sequence[_Waiter]) -> None:
-        """Let actors go on, and record for how long each was idle and communicated.
+        """Let actors go on that waited for a transfer, and record how they spent the time.
 
         An actor is idle until the transfer is ready, and communicates from then on.
 
         Args:
             transfer: Transfer that the actors wait for.
-            waiting: (actor, moment since when it waits, its operation)
+            waiting: (actor, moment since when it waits, its operation). The operation is ("wait",
+                tag, kind of the communication's span, micro-batch), and perhaps AS_SENDER.
         """
         for actor, since, op in waiting:
-            _, _, kind, micro_batch = op[:_WAIT_LENGTH]
+            _, _, kind, micro_batch = op[:_WAIT_LENGTH]  # without AS_SENDER
             ready = min(max(since, transfer.ready), self.now)
             if ready > since:
                 self.spans[actor].append(Span("idle", since, ready, micro_batch))
             if self.now > ready:
-                span = Span(kind, ready, self.now, micro_batch, 0, transfer.across)
+                span = Span(
+                    kind, ready, self.now, micro_batch, chunk=NO_CHUNK, across=transfer.across
+                )
                 self.spans[actor].append(span)
             self.position[actor] += 1
             self._at(self.now, self._advance, actor)

@@ -44,6 +44,9 @@ def bucket_groups(
 ) -> list[BucketGroup]:
     """Divide gradients into buckets, and group those that are sent together: full after the same layer.
 
+    A late gradient is not final before the whole backward pass has ended, and the tied weight is
+    summed. Late gradients have buckets of their own, which are sent after the whole pass.
+
     Args:
         gradients: In the order in which they become final.
         limit_bytes: Size of a bucket.
@@ -52,11 +55,12 @@ def bucket_groups(
     """
     # Layer after which they are sent (None: after the whole pass) -> buckets
     buckets_of: dict[ChunkLayer | None, list[list[Gradient]]] = {}
-    for late in (False, True):  # late gradients have buckets of their own
+    for late in (False, True):
         candidates = [gradient for gradient in gradients if gradient.late == late]
         sizes = [gradient.size for gradient in candidates]
         for indices in cut(sizes, limit_bytes, exceed=exceed, first_bytes=first_bytes):
             bucket = [candidates[index] for index in indices]
+            # A bucket is full when its last gradient is final.
             after = None if late else bucket[-1].chunk_layer
             buckets_of.setdefault(after, []).append(bucket)
     result = []

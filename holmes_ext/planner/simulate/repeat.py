@@ -5,12 +5,14 @@
 
 If the state at the last forward pass equals the state k micro-batches before, D seconds earlier,
 then a step of few + n k micro-batches takes n D longer: max-plus systems become periodic (Baccelli
-et al. 1992, ch. 3). The state counts as equal if every pass in the last two lifetimes of a
-micro-batch ended D later than the pass k micro-batches before.
+et al. 1992, ch. 3). The lifetime of a micro-batch is the time from its first forward pass to its
+last backward pass. The state depends on the micro-batches under way, which began within one
+lifetime, and on those that they waited for, one lifetime earlier. So the state counts as equal if
+every pass of the last two lifetimes ended D later than the same pass of k micro-batches before.
 
-Pipeline classes that share no link may each have their own D. Each class then begins n D later, and
-they meet when their gradients are reduced. tests/planner/simulate/test_repeat.py compares with full
-simulations.
+Pipeline classes (a class is all pipelines on equal nodes) that share no link may each have their
+own D. Each class then begins n D later, and they meet when their gradients are reduced.
+tests/planner/simulate/test_repeat.py compares with full simulations.
 """
 
 from __future__ import annotations
@@ -107,7 +109,11 @@ def _from_few_s(job: JobStep, few: int, round_size: int) -> float:
 def _omitted_s(
     spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int], omitted: int
 ) -> float:
-    """Return the seconds that the omitted micro-batches would take; 0 if the middle does not repeat.
+    """Return the seconds that the omitted micro-batches would take; 0 if nothing repeats.
+
+    The middle is the part after the warm-up, up to the last forward pass. It may repeat with a
+    period of more than one micro-batch, so several periods are tried; the first that fits is as
+    good as a longer one.
 
     Args:
         spans: Spans of every actor; the actors of a pipeline class follow each other, stage by
@@ -126,10 +132,10 @@ def _omitted_s(
 def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> float:
     """Return the seconds of `period` micro-batches in the middle of a step; 0 if it does not repeat.
 
-    The middle repeats if all passes before the end of the first actor's last forward pass, in the
-    last two lifetimes of a micro-batch, ended equally long after the same pass of `period`
-    micro-batches before. The state of the pipeline depends on the micro-batches under way, which
-    began within one lifetime; the second one is for those that they waited for.
+    The middle repeats if every pass of a certain time ended equally long (the result) after the
+    same pass of `period` micro-batches before. The time is two lifetimes of a micro-batch (first to
+    last pass), up to the end of the first actor's last forward pass. One lifetime covers the
+    micro-batches under way then, the other one those that they waited for.
 
     Args:
         spans: Spans of every actor; the actors of a pipeline class follow each other, stage by

@@ -75,7 +75,12 @@ def schedule(
 
 
 class _Neighbours:
-    """Messages between a stage and its neighbours."""
+    """Messages between a stage and its neighbours.
+
+    A virtual stage is a chunk of layers, numbered over all stages in the order of the forward pass.
+    Both messages between virtual stages v and v + 1 have the number v: the activation from v to
+    v + 1, and the gradient back from v + 1 to v.
+    """
 
     def __init__(self, stage: int, stages: int, last_virtual_stage: int):
         self.stage = stage
@@ -85,7 +90,10 @@ class _Neighbours:
     def needs(self, stage_pass: Pass) -> list[Message]:
         """Return the message that a pass must have received: none or one.
 
-        The first chunk receives no activation, the last one no gradient, and a pass "W" nothing.
+        Both messages between virtual stages v and v + 1 (chunks, numbered over all stages) have the
+        number v. So this virtual stage v receives activation v - 1 and gradient v. The first
+        virtual stage receives no activation, the last one no gradient, and a pass "W" (gradients of
+        weights) nothing.
         """
         letter, micro_batch, chunk = stage_pass
         virtual_stage = chunk * self.stages + self.stage
@@ -96,7 +104,13 @@ class _Neighbours:
         return [(GRADIENT, virtual_stage, micro_batch)]
 
     def makes(self, stage_pass: Pass) -> list[Message]:
-        """Return the message that a pass sends: none or one."""
+        """Return the message that a pass sends: none or one.
+
+        Both messages between virtual stages v and v + 1 (chunks, numbered over all stages) have the
+        number v. So this virtual stage v sends activation v and gradient v - 1. The last virtual
+        stage sends no activation, the first one no gradient, and a pass "W" (gradients of weights)
+        nothing.
+        """
         letter, micro_batch, chunk = stage_pass
         virtual_stage = chunk * self.stages + self.stage
         if letter == "F":
@@ -115,9 +129,9 @@ def _with_early_receives(
 ) -> Iterator[Op]:
     """Yield passes whose receives are posted (started) early: at the step's start, or after a planned send.
 
-    A message is (letter, virtual stage, micro-batch): letter "a" for the activation from this
-    virtual stage to the next one, "g" for its gradient back. A virtual stage is a chunk, numbered
-    over all stages.
+    A message is (letter, v, micro-batch): letter "a" for the activation from virtual stage v to v +
+    1, "g" for its gradient back from v + 1 to v. A virtual stage is a chunk, numbered over all
+    stages.
 
     Args:
         order: Passes of the stage.
@@ -131,11 +145,13 @@ def _with_early_receives(
             letter, virtual_stage, micro_batch = message
             sent = None
             if planned:
+                # (letter, micro-batch) of the pass that sends the message after which to post; None
+                # for the step's start.
                 after = planned.posted_after(virtual_stage, _PASS_OF[letter], micro_batch)
                 if after:
-                    # The send to the same neighbour: for an activation received, it is a gradient.
-                    # None from posted_after() means the step's start.
-                    _, sent_micro_batch = after  # _: letter of the pass that sends it
+                    # The send goes to the same neighbour, so over the same link: the opposite
+                    # message between the same two virtual stages, which has the same number.
+                    _, sent_micro_batch = after
                     opposite = GRADIENT if letter == ACTIVATION else ACTIVATION
                     sent = (opposite, virtual_stage, sent_micro_batch)
             posts_after[sent].append(("post", message))

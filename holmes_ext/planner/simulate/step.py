@@ -137,7 +137,8 @@ def simulate(
         model: Model to train.
         execution: Schedule and overlap.
         links: Measured links.
-        only: Fabric of all traffic, as without holmes.
+        only: Fabric that carries all traffic, as in a job without this plugin. None: the groups
+            inside a cluster use its fast fabric, the others Ethernet.
         costs: Costs of the stages instead of price()'s.
 
     Raises:
@@ -245,10 +246,11 @@ class JobStep:
         """Return a message of `size` bytes from a stage to another.
 
         On Ethernet between nodes, the tensor parallel ranks send a slice each, and gather the
-        slices on the receiving node.
+        slices on the receiving node. A message of at most `buffer_bytes` is buffered: its sender
+        goes on once the transfer is ready, before the bytes have left.
 
         Args:
-            pipeline_class: Pipeline class.
+            pipeline_class: Number of the class of pipelines: all pipelines on equal nodes.
             stage: Sending stage.
             other: Receiving stage.
             size: Bytes of the whole message, uncompressed.
@@ -257,10 +259,10 @@ class JobStep:
         is_buffered = size <= self.run.buffer_bytes
         sender_bps = self._gpu_link_bps(pipeline_class, stage)
         receiver_bps = self._gpu_link_bps(pipeline_class, other)
-        stage_link = fold.stage_link(pipeline_class, stage, other)
-        load = self.network.message(stage_link, min(sender_bps, receiver_bps))
         if stage == other:  # between chunks of one stage: no time
             return Transfer(parties=2, buffered=is_buffered)
+        stage_link = fold.stage_link(pipeline_class, stage, other)
+        load = self.network.message(stage_link, min(sender_bps, receiver_bps))
         gathered_s = 0.0
         if load.fabric is not None and load.fabric.name == ETHERNET:
             slices = self._slices
@@ -268,12 +270,17 @@ class JobStep:
                 gathered_s = 8 * (slices - 1) / slices * size / receiver_bps
             size *= self._compressed_share / slices
         transfer = maker.message(load, size, gathered_s)
-        # Messages of one channel follow each other.
+        # Messages of one channel follow each other, as on a connection.
         channel = (pipeline_class, stage, other) if load.fabric else None
         return replace(transfer, channel=channel, buffered=is_buffered)
 
     def _gpu_link_bps(self, pipeline_class: int, stage: int) -> float:
-        """Return the rate between the GPUs of a node in bits/s."""
+        """Return the rate between the GPUs of a node in bits/s, for the nodes of a stage.
+
+        Args:
+            pipeline_class: Number of the class of pipelines (all pipelines on equal nodes).
+            stage: The stage.
+        """
         cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))
         return self.model.gpu_of(cluster).link_bps
 
@@ -298,11 +305,14 @@ class JobStep:
     def simulation(self, micro_batches: int, begins: Sequence[float] = ()) -> Simulation:
         """Return a simulation of so many micro-batches, not yet run.
 
+        An actor stands for all ranks of a stage in pipelines of one class (all pipelines on equal
+        nodes): these ranks do the same at the same time.
+
         Args:
             micro_batches: Number of micro-batches.
-            begins: Seconds until each pipeline class begins; () for all at once.
+            begins: Seconds until each pipeline class begins (for repeat.py); () for 0.
         """
-        transfers = Transfers(self.templates)
+        transfers = Transfers(self.templates)  # copies of the messages and collectives
         programs = []
         for actor in self.actors:
             ops = self._program(actor.pipeline_class, actor.stage, micro_batches)
@@ -311,14 +321,16 @@ class JobStep:
                 delay_s = begins[actor.pipeline_class]
                 idle = ("compute", "idle", delay_s, NO_MICRO_BATCH, NO_CHUNK)
                 ops = chain([idle], ops)
+            # Time of software becomes computation, or a flow through shared CPU cores.
             programs.append(list(self._with_software(ops, transfers, actor)))
         return Simulation(programs, transfers, self.capacities)
 
     def apart(self) -> list[set[int]]:
         """Divide the pipeline classes into groups that share nothing before their gradients are reduced.
 
-        Two classes share something if their messages use the same NIC or link, or if a collective
-        of both runs before the reduction.
+        A class is all pipelines on equal nodes. Two share something if their messages use the same
+        NIC or link, if all ranks share CPU cores (run.cores), or if a collective runs before the
+        reduction: ZeRO 2 and 3, or ZeRO 1 with its gather of weights under the forward pass.
         """
         all_classes = range(len(self.fold.pipeline_classes))
         has_early_collectives = (
@@ -362,9 +374,8 @@ class JobStep:
     def _program(self, pipeline_class: int, stage: int, micro_batches: int) -> Iterator[Op]:
         """Yield all operations of a rank in a step, in the formats of events.py.
 
-        The time that software takes (such as the framework's Python) is a further kind of
-        operation: ("software", kind of span, seconds, micro-batch, chunk). _with_software()
-        replaces it.
+        The time of software (such as the framework's Python) is a further kind of operation:
+        ("software", kind of span, seconds, micro-batch, chunk). _with_software() replaces it.
 
         Args:
             pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
@@ -418,11 +429,15 @@ class JobStep:
     def _exchange(self, op: Op, pipeline_class: int, stage: int) -> Op:
         """Return the simulation's operation for a schedule's post or wait of a message.
 
-        A post says that the sender or the receiver is ready for the message.
+        A post says that the sender or the receiver is ready for the message. A wait of the sender
+        (AS_SENDER) ends when all bytes have left, a wait of the receiver when they have arrived. A
+        receiver's post (AS_RECEIVER) reaches the sender a latency later, as a notice.
 
         Args:
-            op: Operation of schedules.py; the result is one of events.py.
-            pipeline_class: Class of the rank's pipeline.
+            op: ("post" or "wait", message, messages that a receiver has sent to the same stage just
+                before). A message is (letter, virtual stage v, micro-batch): letter "a" for the
+                activation from v to v + 1, "g" for its gradient back.
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
             stage: The rank's stage.
         """
         operation, message, *sent_before = op

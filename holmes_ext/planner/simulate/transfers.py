@@ -1,8 +1,13 @@
 """Transfers of the simulation from the loads that the cost model puts on NICs and links.
 
-A load (plan/cost/network.py, Load) is what one byte of a message or collective sends over each NIC
-and each hop: `volume` bytes through a NIC, in `messages` messages that follow each other, each of
-which carries `part` of the bytes. A hop is a link between clusters, or the uplink of one.
+A load (plan/cost/network.py, Load) says how a message or collective uses the network:
+
+    volume           bytes through a NIC for each byte of the message or collective
+    messages         number of messages that follow each other
+    message_share    size of each message, as a part of all bytes
+    nics, hops       each NIC or hop, with the number of such messages that share it
+
+A hop is a link between clusters, or the uplink of one.
 """
 
 from __future__ import annotations
@@ -35,8 +40,10 @@ class TransferMaker:
     def message(self, load: Load, size: float, gathered_s: float = 0.0) -> Transfer:
         """Return a message of `size` bytes between two ranks.
 
+        `message_s` is the time that software (such as the communication library) adds to a message.
+
         Args:
-            load: Traffic of the message.
+            load: Use of NICs and links by the message.
             size: Bytes.
             gathered_s: Seconds that the receiving node needs to gather the slices of its ranks.
         """
@@ -44,7 +51,7 @@ class TransferMaker:
             return Transfer(parties=2, fixed_s=self.message_s + load.price.seconds(size))
         curve = self.network.curve(load)  # startup time by size, and the rate of one flow
         return Transfer(
-            parties=2,
+            parties=2,  # sender and receiver must be ready
             fixed_s=curve.fixed_s(size) + self.message_s + gathered_s,
             bits=8 * size,
             limit_bps=curve.rate_bps,
@@ -58,8 +65,12 @@ class TransferMaker:
     ) -> Transfer:
         """Return collectives of `sizes` bytes, one after the other, as a single transfer.
 
+        A collective sends `load.messages` messages one after the other, and each carries the part
+        `load.message_share` of its bytes. Through a NIC pass `load.volume` bytes for each byte of
+        the collective. Software adds `message_s` seconds to each message.
+
         Args:
-            load: Traffic of the collective for each byte.
+            load: Use of NICs and links by the collective.
             sizes: Bytes of each collective.
             parties: Actors that take part.
             cpu_factor: CPU seconds of a byte, relative to those of an all-reduced byte (for jobs
@@ -69,8 +80,7 @@ class TransferMaker:
         if load.fabric is None:  # inside a node
             return Transfer(parties, fixed_s=load.price.seconds(total_bytes))
         curve = self.network.curve(load)
-        # Startup of one message of each collective. A message carries `message_share` of the collective's
-        # bytes.
+        # Startup of one message of each collective.
         startups_s = [curve.fixed_s(load.message_share * size) + self.message_s for size in sizes]
         # Latency between clusters beyond the fabric's own, once for each collective.
         latency_s = len(sizes) * load.wan_latency_s
@@ -86,12 +96,13 @@ class TransferMaker:
     def reduction_step(self, flow: Flow, parties: int) -> Transfer:
         """Return the transfer of one step of a gradient reduction.
 
-        A step of a hierarchical all-reduce is chained: the same step runs in several clusters at
-        once, each with a load of its own, and when it has arrived, the next step (`flow.then`)
-        starts. Another step is one or more collectives that follow each other.
+        A flat reduction (not chained) has one step: one or more collectives that follow each other.
+        A hierarchical one has a chain of steps. Each step runs in several clusters at once, with a
+        load for each, and starts when the step before it has arrived; so steps of different pieces
+        overlap.
 
         Args:
-            flow: Loads, bytes and channel of the step.
+            flow: Loads, bytes and channel of the step; `then` is the next step.
             parties: Actors that take part.
         """
         if not flow.chained:  # collectives of one load
@@ -138,11 +149,13 @@ class TransferMaker:
         """Return the resources that a load uses, with its weight there: hops, NICs and CPU cores.
 
         A weight is the bits that pass the resource for each bit of the flow. The rates of the NICs
-        and hops are added to `capacities`.
+        and hops are added to `capacities`. Only in a lab do nodes share CPU cores.
 
         Args:
-            load: Traffic of a message or collective.
-            size: Bytes.
+            load: Use of NICs and links by a message or collective; `volume` is the bytes that it
+                sends for each of its bytes, `cpu_messages` the number of messages that cost CPU
+                time.
+            size: Bytes of the message or collective.
             cpu_factor: CPU seconds of a byte, relative to those of an all-reduced byte.
         """
         assert load.fabric is not None
@@ -151,10 +164,10 @@ class TransferMaker:
             self.capacities[nic] = link.rate_bps
         for hop, _ in load.hops:
             self.capacities[hop.key] = hop.rate_bps
-        # A hierarchical all-reduce also costs CPU time for each message (a post).
-        posts_per_byte = load.cpu_messages / size / load.volume
-        cores = self.network.links.on_cores(load.fabric, load.senders, posts_per_byte)
+        # A hierarchical all-reduce also costs CPU time for each message: here for each byte sent.
+        messages_per_byte = load.cpu_messages / size / load.volume
+        # (CORES, weight), or () if the ranks share no CPU cores
+        cores = self.network.links.on_cores(load.fabric, load.senders, messages_per_byte)
         hop_uses = [(hop.key, flows) for hop, flows in load.hops]
-        # () if the ranks share no CPU cores
         core_uses = [(CORES, cpu_factor * weight) for _, weight in cores]
         return (*hop_uses, *load.nics, *core_uses)
