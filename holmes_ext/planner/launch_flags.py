@@ -232,8 +232,9 @@ def _unsupported(candidate: Candidate, name: str) -> tuple[str, ...]:
         value = getattr(shape, axis, None)
         if value is not None and value not in allowed:
             lacks.append(f"{axis} {value} (limit {axis}={','.join(map(str, allowed))})")
-    # Without a limit on the order of the axes, the framework supports every order. Users know this
-    # order by its effect: pipelines cross clusters, data parallel groups do not.
+    # Without a limit on the order of the axes, the framework supports every order. The user's limit
+    # on it is named by its effect: clusters=pipeline means that only pipelines cross clusters. The
+    # order PIPELINES_FIRST numbers the ranks of one pipeline after the other.
     allowed_orders = limits.get("order")
     is_refused = allowed_orders is not None and order not in allowed_orders
     if order == PIPELINES_FIRST and is_refused:

@@ -67,11 +67,18 @@ def run(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
     """Print or write the plan of the given sizes with its simulated step, and return the exit status.
 
+    The first rule that applies decides what is printed:
+
+        --explain and --json, with costs    the predicted step of each way to partition the layers
+        --json                              the plan
+        else                                tables: the plan, its step; the partitions (--explain)
+
+    --output (the plan) and --picture (the partitions) write files in each case.
+
     Args:
         args: Arguments of `holmes plan`.
         given: Plan and costs of the given sizes.
-        explains: Print (--explain) or draw (--picture) the predicted step of each way to partition
-            the layers.
+        explains: Compute the partitions, for --explain or --picture.
     """
     job = given.job
     plan = given.plan

@@ -45,7 +45,7 @@ class SharedHop(NamedTuple):
     beside_first: tuple[int, ...] = ()
 
     def blocks(self, seconds: float) -> float:
-        """Return the number of blocks (layers) whose gradients the hop carries in `seconds`.
+        """Return the number of blocks (layers) whose gradients the link carries in `seconds`.
 
         The number may be a fraction. It is negative if the time is too short for embedding and
         output layer.
@@ -151,9 +151,10 @@ def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
 
 
 def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
-    """Return, for each hop that a stage's reduction passes, the seconds for a byte of gradients.
+    """Return, for each link between clusters that a stage's reduction passes, the seconds for a byte.
 
-    The result is empty if the hops are not known.
+    Such a link (a hop) connects two clusters, or is the uplink of one. The bytes are those of the
+    stage's gradients. The result is empty if the links are not known.
 
     Args:
         bounds: Lower bounds on the work of the stages.

@@ -90,16 +90,20 @@ def svg(figure: Any) -> str:
 
 
 def _smaller(text: str) -> str:
-    """Shorten an SVG: one decimal in tags, short rectangles, one path for neighbours of equal style."""
+    """Shorten an SVG of matplotlib: one decimal in tags, short rectangles, fewer paths.
+
+    The patterns fit the text that matplotlib writes: a rectangle is a path of four lines, with a
+    line break after each. A path drawn in another way stays as it is.
+    """
     text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", tag[0]), text)
-    # Rectangles: four lines become vertical and horizontal ones (V, H) with a single coordinate
-    # each.
+    # A rectangle: M x y, L x y2, L x2 y2, L x2 y, z. \1 and \3 are the coordinates that recur. Its
+    # lines become vertical and horizontal ones (V, H) with a single coordinate each.
     text = re.sub(
         r'd="M (\S+) (\S+) \nL \1 (\S+) \nL (\S+) \3 \nL \4 \2 \nz\n"',
         r'd="M\1 \2V\3H\4V\2z"',
         text,
     )
-    # Paths that follow each other with the same clip path and style.
+    # Paths that follow each other with the same clip path and style (\1) become one path.
     equal_paths = r'<path d="[^"]*" (clip-path="[^"]*" style="[^"]*")/>(?:\s*<path d="[^"]*" \1/>)+'
 
     def joined(paths: re.Match[str]) -> str:
@@ -128,6 +132,7 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
+        # matplotlib lists the formats that it supports in brackets, which would hide the advice.
         raise HolmesError(
             f"{path}: the picture cannot be written: {why(error).split('(')[0]}; {advice}"
         ) from None
@@ -261,12 +266,16 @@ class _GroupLines(NamedTuple):
     """Lines of a group, or of a stage link."""
 
     pairs: list[tuple[str, str]]  # nodes to connect
-    width: float
-    style: str
+    width: float  # in points
+    style: str  # of matplotlib: "-" solid, "--" dashed
 
 
 def _group_lines(nodes: Sequence[str], sizes: Sizes) -> list[_GroupLines]:
-    """Return the lines of data parallel groups and stage links, for one rank on each node."""
+    """Return the lines of data parallel groups and stage links, for one rank on each node.
+
+    A data parallel group is one thick line through all its nodes; a stage link is a thin, dashed
+    line between two nodes.
+    """
     result = []
     for rank in range(len(nodes)):
         data = sizes.group(rank, "dp")

@@ -45,15 +45,15 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
         predicted=times(result, candidate),
         loads=result.costs(candidate).loads(candidate.split),
     )
+    # "auto": derive_traffic() adds an order of passes in which backward passes are split.
     options = replace(options, schedule="auto" if candidate.schedule else "1f1b")
     if not result.rules.hide_stage_links:
-        options = replace(
-            options, inflight="off"
-        )  # the framework's own number of micro-batches in flight
+        # "off": the framework's own number of micro-batches in flight.
+        options = replace(options, inflight="off")
     engine = result.engine
     if HIERARCHICAL in candidate.reductions:
-        # The command line will make the framework itself reduce hierarchically, so any stage may do
-        # it.
+        # The framework itself will reduce hierarchically, by the flags on its command line.
+        # hierarchical_zero would limit that to some ZeRO stages; None: no limit.
         engine = replace(engine, hierarchical_zero=None)
     workload = model.workload(sizes)
     # Adds the network of each communication group to the plan.

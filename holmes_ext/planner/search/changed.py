@@ -51,13 +51,15 @@ def with_site(
 ) -> StepTimes:
     """Return the step times of a candidate's plan and of stock on a site with other networks.
 
-    The steps are simulated if the candidate is.
+    Stock is the same job without holmes. The steps are simulated if the candidate is.
 
     Args:
         site: The same nodes and clusters with other networks.
         links: Measured links to use; None for those of the result.
     """
-    links = replace(links or result.network.links, pairs=())  # the rates of pairs are in `site`
+    # pairs: rates measured between two clusters. `site` has them already, perhaps changed, and the
+    # measured ones would replace them.
+    links = replace(links or result.network.links, pairs=())
     changed = result.on(Network(site, links))
     if candidate.simulated_s:
         step_s = folded_s(job_of(changed, candidate))
@@ -70,13 +72,14 @@ def with_site(
 def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> StepTimes:
     """Return the step times of a plan and of stock with `factor` times the rates between clusters.
 
-    If the site does not describe the links between clusters (its WAN), Ethernet's rate on every
-    node changes.
+    Stock is the same job without holmes. If the site does not describe the links between clusters
+    (its WAN), Ethernet's rate on every node changes.
     """
-    site = result.network.measured
+    site = result.network.measured  # network.site with the measured rates in its WAN
     links = result.network.links
     if site.wan:
         return with_site(result, candidate, replace(site, wan=site.wan.scaled(factor)))
+    # A measured rate of Ethernet would replace the site's, so both are scaled.
     scaled = with_fabric(result.network.site, ETHERNET, rate=factor)
     return with_site(result, candidate, scaled, links.scaled(ETHERNET, factor))
 
@@ -149,6 +152,8 @@ def _best_step_s(result: SearchResult, changed: SearchResult) -> float:
         result: Result for the site as it is.
         changed: Request for the changed site.
     """
+    # Breadth-first plans are variants of others in the list, with another order of passes.
+    # _kept_plan_s() cannot restore that order.
     simulated_plans = [
         plan for plan in result.candidates if plan.simulated_s and not plan.breadth_first
     ]
@@ -201,7 +206,9 @@ def _network_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]
         yield "half the latency of ethernet", result.on(Network(nearer, links))
     wan = result.network.wan
     if wan:
-        without_pairs = replace(links, pairs=())  # the rates of pairs are in the site
+        # Rates measured between two clusters would replace the WAN's changed ones. A fabric's
+        # changes above leave them as they are.
+        without_pairs = replace(links, pairs=())
         faster = replace(site, wan=wan.scaled(2.0))
         yield "twice the rates between clusters", result.on(Network(faster, without_pairs))
         nearer = replace(site, wan=wan.scaled(1.0, 0.5))

@@ -228,10 +228,10 @@ class Evaluator:
         if seconds_of(first) < best_s * NEAR:
 
             def moves(split: Split) -> Iterator[tuple[int, int]]:
-                """Yield some (from stage, to stage) for a block, from much to little work.
+                """Yield (from stage, to stage) for moves of a block, from much to little work.
 
-                A third of all tries for one round of moves, so that the search can go several
-                rounds.
+                At most a third of all tries are spent on one round of moves, so that several rounds
+                are possible.
                 """
                 return islice(full_to_empty(_work_s(stages, split)), MAX_MOVES // 3)
 
@@ -260,8 +260,8 @@ class Evaluator:
         def seconds_of(split: Split) -> float:
             return estimate(stages.costs, split).step_s if stages.fits(split) else inf
 
-        # Seconds to reduce a block's gradients, once a step. Balanced is the time of one
-        # micro-batch, so each gets its share.
+        # A block's gradients are reduced once a step, but balanced_blocks() compares seconds of one
+        # micro-batch. So each micro-batch counts its share of the reduction.
         reduction_s = [block_s / stages.micro_batches for _, block_s, _ in stages.costs.reduction_s]
         start = min(balanced, balanced_blocks(stages, reduction_s), key=seconds_of)
 
@@ -275,16 +275,14 @@ class Evaluator:
 def balanced_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
     """Return the split that makes the slowest stage as fast as possible; () if none fits the memory.
 
-    Greedy: each block goes to the stage that is fastest with it. To save time, most blocks are
-        handed out
-    before: if blocks were divisible, all stages would take the same time (`level_s`), and each
-        stage gets the
-    whole blocks that it computes in this time.
+    The algorithm is greedy: each block goes to the stage that is fastest with it. To save time,
+    most blocks are handed out at once. If blocks were divisible, all stages would take the same
+    time (`level_s`); each stage first gets the whole blocks that it computes in this time.
 
     Args:
         stages: For each stage, the seconds of a block and of the embedding or output layer
             (`extra_s`), and the number of blocks that fit its memory.
-        more_s: For each stage, seconds of a block besides its passes.
+        more_s: For each stage, seconds of a block besides its passes; () for none.
     """
     max_layers = stages.max_layers
     layers = stages.layer_count

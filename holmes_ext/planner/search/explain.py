@@ -105,22 +105,24 @@ def _thin_line(candidate: Candidate, costs: StageCosts, stages: list[int], reaso
 def _thin_reasons(
     costs: StageCosts, result: SearchResult, candidate: Candidate, stage: int
 ) -> Iterator[str]:
-    """Yield the costs because of which a stage has few layers, in words.
+    """Yield sentences, each with a cost because of which a stage has few layers.
 
-    The rows of `costs` have numbers for the embedding, a block and the output layer. A "layer" is a
-    block.
+    A cost counts if it is above a threshold (SLOW_LAYER, LARGE_EXTRA, ...). A "layer" is a block.
+    The reduction counts by its exposed (not overlapped) seconds with the same number of layers on
+    every stage: at least EXPOSED_SHARE of the step, and EXPOSED_OF_LARGEST of the longest.
     """
+    embedding, block, output = range(3)  # items of each row of `costs`
     forward_s = costs.forward_s
     backward_s = costs.backward_s
     # Seconds of one micro-batch in one block, on each stage.
-    layer_s = [forward[1] + backward[1] for forward, backward in zip(forward_s, backward_s)]
+    layer_s = [forward[block] + backward[block] for forward, backward in zip(forward_s, backward_s)]
     yield from _memory_reason(costs, candidate, stage)
     yield from _slow_layer_reason(layer_s, result, candidate, stage)
 
     is_first = stage == 0
     is_last = stage == costs.stages - 1
     if is_first or is_last:
-        layer_kind = 0 if is_first else 2  # 0: embedding, 2: output layer
+        layer_kind = embedding if is_first else output
         extra_s = forward_s[stage][layer_kind] + backward_s[stage][layer_kind]
         if extra_s > LARGE_EXTRA * layer_s[stage]:
             name = "the embedding" if is_first else "the output"
@@ -134,9 +136,9 @@ def _thin_reasons(
 
     transfers = []  # of a block's activation, over the links to the neighbours
     if not is_first:
-        transfers.append(_Transfer(costs.transfer_s[stage - 1][1], neighbour=stage - 1))
+        transfers.append(_Transfer(costs.transfer_s[stage - 1][block], neighbour=stage - 1))
     if not is_last:
-        transfers.append(_Transfer(costs.transfer_s[stage][1], neighbour=stage + 1))
+        transfers.append(_Transfer(costs.transfer_s[stage][block], neighbour=stage + 1))
     longest = max(transfers, default=_Transfer(0.0, neighbour=0))
     round_trip_s = 2 * longest.seconds  # activation forward, gradient back
     if round_trip_s > layer_s[stage]:

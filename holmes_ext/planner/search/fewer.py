@@ -45,10 +45,11 @@ NEAR = 1.2
 
 
 class _FewerNodes(NamedTuple):
-    """First look at the best subset of the nodes."""
+    """Result of a search for fewer nodes on which the job is faster."""
 
-    result: SearchResult | None  # None if no subset is faster than all nodes
-    interrupted: bool  # by Ctrl-C
+    #: Plans on the best subset of the nodes, not yet proven; None if none is faster than all nodes.
+    result: SearchResult | None
+    interrupted: bool  # the user pressed Ctrl-C during the search
 
 
 def best_use(
@@ -61,7 +62,7 @@ def best_use(
     """Return the best plan on all nodes, or on fewer nodes if the job is faster there.
 
     Args:
-        on_all: First look at all nodes of `spec`.
+        on_all: Plans on all nodes of `spec`, from a search without proof.
         spec: Clusters and nodes available.
         end: Moment of time.monotonic() at which to stop.
         progress: Called from time to time.
@@ -99,7 +100,7 @@ def _search_fewer_nodes(result: SearchResult, spec: SiteSpec, end: float, rows: 
     """Search subsets of the nodes for one on which the job is faster than on all.
 
     Args:
-        result: First look at all nodes.
+        result: Plans on all nodes, from a search without proof.
         spec: Clusters and nodes available.
         end: Moment of time.monotonic() at which to stop.
         rows: Number of shapes that a table shows.
@@ -124,7 +125,7 @@ class _NodeSets:
         """Start with all nodes.
 
         Args:
-            result: First look at all nodes.
+            result: Plans on all nodes, from a search without proof.
             spec: Clusters and nodes available.
             end: Moment of time.monotonic() at which to stop.
             rows: Number of shapes that a table shows.
@@ -135,13 +136,13 @@ class _NodeSets:
         self.spec = spec
         self.end = end
         self.rows = rows
-        #: For each cluster, the first cluster with equal nodes and networks: in a job on several
-        #: clusters, and in a job on one cluster, where the networks between clusters do not matter.
+        #: For each cluster, the first cluster that is interchangeable with it. In a job on one
+        #: cluster (kin_alone) the networks between clusters do not matter, so more are.
         self.kin = first_equal_cluster(spec, result.model)
         self.kin_alone = first_equal_cluster(spec, result.model, alone=True)
         #: Sets examined, in canonical form.
         self.seen = {self._canonical(self.counts)}
-        self.batch_flops = result.batch_flops
+        self.batch_flops = result.batch_flops  # floating-point operations of a step
         #: FLOP/s of a node of each cluster.
         self.node_flops = [
             result.model.gpu_of(cluster.name).flops * cluster.processes for cluster in spec.clusters

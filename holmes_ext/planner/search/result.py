@@ -204,12 +204,15 @@ class SearchResult:
     def _compute_prices(self, shape: Shape, flat: bool) -> Prices:
         """Return the times of computation and communication for a shape.
 
+        A reduction of gradients is flat (one ring) or hierarchical. Some frameworks have
+        hierarchical reductions of their own, under some ZeRO stages (`hierarchical_zero`); then all
+        stages use the same reduction. None: holmes reduces hierarchically, and chooses for each
+        stage.
+
         Args:
             shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
             flat: Without hierarchical all-reduce.
         """
-        # ZeRO stages with hierarchical reductions of the framework itself; None if each stage may
-        # choose.
         hierarchical_zero = self.limits.hierarchical
         reductions = self.limits.of("reduction", self.rules.reductions)
         is_unsupported = hierarchical_zero is not None and shape.zero not in hierarchical_zero
@@ -225,15 +228,14 @@ class SearchResult:
             hybrid=shape.replicas > 1,  # ZeRO 3 shards inside each cluster only
         )
         sizes = shape.sizes()
-        remember = (
-            self.network.remember
-        )  # (key, function) -> the function's value, computed once a key
-        # Shapes with equal keys share the costs of their layers: the keys have all that these
-        # depend on. A model depends on micro-batch and recomputation; its layers on a rank also on
-        # the sizes that divide a layer, and on whether one stage has all layers.
+        # (key, function) -> the function's value, computed once a key. So a key has all that the
+        # value depends on; the model itself is not hashable, so its id stands for it.
+        remember = self.network.remember
         key = (id(self.model), shape.micro_batch, shape.recompute)
         model_key = (*key, shape.micro_batches, shape.zero)
         model = remember(model_key, lambda: shape.model(self.model))
+        # The layers of a rank, which also depend on the sizes that divide a layer, and on whether
+        # one stage has all layers.
         has_all_layers = shape.pipeline == 1
         rank_key = (*key, shape.tensor, shape.context, shape.expert, has_all_layers)
         kinds = remember(rank_key, lambda: kinds_of(model, sizes))

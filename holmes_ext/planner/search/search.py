@@ -70,10 +70,11 @@ def search(
     """Search for the plan with the shortest step.
 
     Args:
-        result: The request, without candidates.
+        result: The request of the search: a SearchResult without candidates.
         seconds: Time limit.
         progress: Called from time to time.
-        rows: Number of shapes that a table shows.
+        rows: Number of shapes that the caller's table shows. So many get a candidate, even if their
+            lower bound excludes them.
         only: Shapes to examine instead of all.
         prove: Go on after the first look, until the best plan is proven or the time is over.
         simulate: Simulate the fastest plans instead of using the closed form only.
@@ -102,10 +103,10 @@ def search(
 
 
 def proven(result: SearchResult, end: float, progress: Progress | None = None) -> SearchResult:
-    """Continue the search after a first look, until its best plan is proven or the time is over.
+    """Continue a search without proof (a first look), until its best plan is proven or the time is over.
 
     Args:
-        result: Result of a first look.
+        result: Result of search() with prove=False.
         end: Moment of time.monotonic() at which to stop.
         progress: Called from time to time.
 
@@ -155,11 +156,11 @@ class _Phase(IntEnum):
 
 
 class _EarlyEntry(NamedTuple):
-    """Entry of the early queue; the least is processed first."""
+    """Entry of the early queue; it is sorted by phase, then by `order`, then by `number`."""
 
     phase: _Phase
-    order: float  # within the phase; see _push_shapes() and _record()
-    number: int
+    order: float  # within the phase: lower bound, rank or predicted seconds, the least first
+    number: int  # order of creation; decides between equal orders
     bound_s: float
     item: Item
 
@@ -173,10 +174,19 @@ class _Task(NamedTuple):
 
 
 class _BranchAndBound:
-    """State of the search after the first look."""
+    """State of the search after the first look.
+
+    A lower bound on an item (shape or placement) is weak, so the item with the least bound seldom
+    has a better plan. The items near the best plan often do; they wait in an early queue, which is
+    processed first. A better plan found early excludes more of the other items.
+    """
 
     def __init__(self, result: SearchResult, end: float, progress: Progress | None):
-        """Prepare the search; the arguments are those of proven()."""
+        """Prepare the search; the arguments are those of proven().
+
+        Items that probably contain a better plan wait in the early queue, which is processed first.
+        A better plan found early excludes more of the other items.
+        """
         self.result = result
         self.progress = progress
         self.begin = time.monotonic()
@@ -191,9 +201,10 @@ class _BranchAndBound:
         self.number = itertools.count()
         self.queue: list[_Entry] = []
         self.early_queue: list[_EarlyEntry] = []
-        #: Number of items of each phase that may still be processed early.
+        #: Number of items of each phase that may still be processed early; the others move to the
+        #: main queue, so that the lower bound on all plans rises, too.
         self.early_left = {
-            _Phase.SHAPE: len(result.ideals),  # all
+            _Phase.SHAPE: len(result.ideals),  # all shapes (`ideals`: their lower bounds)
             _Phase.PLACEMENT: MAX_EARLY_TIGHTENED,
             _Phase.TIGHTENED: MAX_EARLY_SIMULATED,
         }
@@ -225,7 +236,9 @@ class _BranchAndBound:
         """Queue all shapes whose lower bound is below the best step.
 
         Those that differ from the best plan's shape only in recomputation or ZeRO stage probably
-        have a better plan, so they go to the early queue, which is processed first.
+        have a better plan, so they go to the early queue, which is processed first. This is so for
+        1F1B over several stages only: other shapes have a single split of their layers, so they
+        gain nothing from the early queue's tighter bound over all splits.
         """
         best = self.result.best.shape
         for shape, ideal_s in self.result.ideals.items():
@@ -313,6 +326,9 @@ class _BranchAndBound:
     def _record(self, outcome: Outcome, early: bool) -> None:
         """Queue the new items of an outcome, and keep its plans and its bound.
 
+        The search ends if many items are processed (`processed`) without a better plan since
+        (`improved_at`).
+
         Args:
             outcome: Result of the work on one item: smaller items, and simulated plans.
             early: The item was of the early queue, so the new placements go there, too.
@@ -335,7 +351,7 @@ class _BranchAndBound:
             previous = self.candidates.get(candidate.key)
             if previous is None or not previous.simulated_s:
                 self.candidates[candidate.key] = candidate
-        # A tighter bound of the same placement is no progress of its own.
+        # An outcome with a tighter bound only is no plan that was tried, so it does not count.
         only_tightened = any(
             isinstance(item, PlacedShape) and item.is_tightened for _, item in outcome.items
         )

@@ -86,15 +86,22 @@ def job_of(
 ) -> JobStep:
     """Return the simulation of a candidate's step, not yet run.
 
+    A schedule hides the stage links if stages begin more micro-batches before their first backward
+    pass, and compute these while messages travel. The first rule that applies decides:
+
+        in_flight is given       these warm-up depths
+        not hide_stage_links     the framework's own schedule
+        breadth-first or listed  the candidate's own order of passes
+        else                     the warm-up depths that hide the stage links
+
     Args:
-        hide_stage_links: Use the plan's schedule, which hides the stage links; False for the
-            framework's.
+        hide_stage_links: Use the plan's schedule; False for the framework's.
         in_flight: Warm-up depth of each stage, to use instead of the plan's; () for the plan's.
     """
     shape = candidate.shape
     costs = result.costs(candidate, sharded=False)  # the simulation adds ZeRO's collectives itself
     warm_up = tuple(in_flight)
-    listed = candidate.schedule if hide_stage_links else ()
+    listed = candidate.schedule if hide_stage_links else ()  # written order of passes, or empty
     has_own_order = candidate.breadth_first or listed
     if not warm_up and hide_stage_links and not has_own_order:
         warm_up = costs.in_flight(candidate.split)
@@ -152,7 +159,7 @@ def step_without(result: SearchResult, candidate: Candidate) -> float:
     """
     if candidate.simulated_s:
         return folded_s(job_of(result, candidate, hide_stage_links=False))
-    # Without `hidden`, sends between stages block as in the framework.
+    # link_load_s=None: sends between stages block as in the framework.
     framework_costs = replace(result.costs(candidate), link_load_s=None)
     return estimate(framework_costs, candidate.split).step_s
 
@@ -200,6 +207,7 @@ def with_passes(result: SearchResult) -> SearchResult:
 
 def _with_fastest(result: SearchResult, variants: Iterable[Candidate | None]) -> SearchResult:
     """Return the result with the fastest variant first, if it beats the best candidate."""
+    # None: no variant of the candidate is possible.
     best = min(filter(None, variants), key=lambda candidate: candidate.simulated_s, default=None)
     if best is None or best.simulated_s >= result.best.step_s:
         return result

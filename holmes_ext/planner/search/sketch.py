@@ -178,7 +178,9 @@ class Sketch:
         """Return the shapes by lower bound, the least first.
 
         If there are more than MANY_SHAPES, the time may end before all are ranked. So the shape
-        with the least bound of each pipeline size comes before all others.
+        with the least bound of each pipeline size comes before all others. These are shapes of 1F1B
+        over several stages only; the other ones (interleaved, or one stage) have a single split of
+        their layers, so they are left to the order by bound.
         """
         ideals = self.result.ideals
         ordered = sorted(ideals, key=ideals.__getitem__)
@@ -190,14 +192,16 @@ class Sketch:
         return iter(dict.fromkeys((*best_of_depth.values(), *ordered)))  # each once
 
     def _add_candidates(self, shape: Shape) -> None:
-        """Add the shape's best placement by the closed form to the candidates.
+        """Add the shape's best placement to the candidates, by the closed form (not simulated).
 
         With a WAN the closed form is less exact about the traffic between clusters. Then more
         placements are added, if they are good: the best one in which pipelines cross clusters, the
-        best one in which data parallel groups do, and the best one in which both do.
+        best one in which data parallel groups do, and the best one in which both do. Good means
+        that the step is within the factor NEAR = 1.2 of the best step so far.
         """
         result = self.result
         placed: list[_PlacedSplit] = []
+        # listed: the placements that are examined one by one
         for placement in self.evaluator.placements(shape).listed:
             stages = self.evaluator.stage_bounds(shape, placement)
             split = self.evaluator.balanced_split(stages)
@@ -211,7 +215,7 @@ class Sketch:
         fastest = min(placed)
         chosen = [fastest]
         if result.network.wan:
-            limit_s = NEAR * self.best_s
+            limit_s = NEAR * self.best_s  # inf before the first candidate: all are good
             for groups in CLUSTERS:  # groups that span clusters: "pipeline", "data" or "both"
                 with_these_groups = [entry for entry in placed if entry.crossing == groups]
                 best = min(with_these_groups, default=None)

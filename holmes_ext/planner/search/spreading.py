@@ -44,13 +44,15 @@ def with_spread(result: SearchResult) -> SearchResult:
     """Return the result with spread variants of its fastest plans, where these are faster.
 
     In a spread variant of a plan, a stage may have nodes of several clusters. Variants are
-    simulated if they beat the best plan by the closed form. The optimality gap stays that of whole
-    clusters. Without a WAN the result does not change.
+    simulated if they beat the best plan by the closed form. The optimality gap still compares with
+    the bound on plans that keep clusters whole: other spread plans may be faster than the bound.
+    Without a WAN the result does not change.
     """
     has_clusters = len(result.network.node_types) > 1
     if not result.network.wan or not has_clusters or result.optimality_gap is None:
         return result
-    fastest: dict[tuple[int, int], Candidate] = {}  # (pipeline, ranks of a stage's replica) -> plan
+    # (stages, ranks that one replica of the model has on a stage) -> fastest plan
+    fastest: dict[tuple[int, int], Candidate] = {}
     for candidate in result.candidates:
         shape = candidate.shape
         if candidate.simulated_s and _may_gain(result, shape):
@@ -97,9 +99,11 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
     has_groups_inside = processes % (shape.tensor * shape.context) == 0
     if not has_whole_nodes or not has_groups_inside:
         return None
-    # Traffic of a step: what a node sends to the next stage, and what a stage's ranks reduce.
+    # Activations that a node sends to the next stage in a step. The tensor parallel ranks share out
+    # an activation, so each of the node's `processes` ranks sends 1 / tensor of it.
     sent_bytes = shape.micro_batches * job.block.activation_bytes * processes / shape.tensor
     scatter_share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
+    # Gradients of a stage: total_bytes are those of one tensor parallel rank over all stages.
     reduced_bytes = shape.tensor * scatter_share * job.total_bytes / shape.pipeline
     crossing = Crossing(network, sent_bytes, reduced_bytes)
 

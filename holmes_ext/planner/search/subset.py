@@ -13,8 +13,8 @@ The method is branch and bound:
 2. Then the family with the least floor is divided by the number of nodes of its next open cluster. A
    family whose floor is no better than the best price is left out: bound/nodes.py replaces its open
    clusters by ideal ones, and better hardware never makes a step longer.
-3. If no family is left, the best subset found is the best of all; if the time is over first, it is so
-   within a known fraction.
+3. If no family is left, the best subset found is the best of all. If the time is over first, the
+   least floor of the remaining families says how much faster another subset could be.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ class Priced:
 
 @dataclass(frozen=True)
 class Subsets:
-    """Result of a search over subsets."""
+    """Result of a search over subsets of the idle nodes.
+
+    It has the subsets found and a lower bound on the step time of all (`bound_s`). `gap` is the
+    distance between the best one's step and this bound.
+    """
 
     #: Subsets on which a plan fits, the fastest first.
     found: tuple[tuple[Counts, Priced], ...]
@@ -141,7 +145,10 @@ def best_subset(
 
 
 class _OpenFamily(NamedTuple):
-    """Entry of the queue of families: least floor first."""
+    """Entry of the queue of families: the least lower bound on the step time ("floor") comes first.
+
+    A family is all subsets of the nodes with given numbers of nodes of some clusters.
+    """
 
     floor_s: float
     number: int  # falls with each entry, so the newest of equal floors comes first
@@ -224,7 +231,10 @@ class _SubsetSearch:
         return bool(self.found) and (self.proven or time.monotonic() > end)
 
     def price_all(self, subsets: Iterator[Counts], end: float) -> None:
-        """Price each subset whose lower bound ("floor") is below the best price, until the moment `end`."""
+        """Price each subset whose lower bound ("floor") is below the best price, until `end`.
+
+        The price of a subset is the step time of the best plan on it.
+        """
         for counts in subsets:
             if self.is_over(end):
                 return
@@ -236,11 +246,15 @@ class _SubsetSearch:
     def divide_families(self) -> None:
         """Divide the families that are left, the least floor (lower bound) first, and price single subsets.
 
-        A part whose floor is no better than the best price is left out.
+        A family is all subsets with given numbers of nodes of some clusters; a part fixes one
+        cluster more. The price of a subset is the step time of the best plan on it. A part whose
+        floor is no better than the best price is left out (`left_out`: not every subset was
+        priced).
         """
         while self.families and not self.is_over(self.end):
             floor_s, _, family = heapq.heappop(self.families)
             for part in self._divide(family):
+                # The time may also end between two parts, as pricing a subset takes long.
                 if self.found and time.monotonic() > self.end:
                     # Some parts are not examined, so the whole family stays open.
                     self._push(floor_s, family)
@@ -367,7 +381,11 @@ class _SubsetSearch:
                 return
 
     def result(self) -> Subsets:
-        """Return the priced subsets, or raise the error of a subset if no plan fits on any."""
+        """Return the priced subsets, or raise the error of a subset if no plan fits on any.
+
+        The result is complete if every subset was priced: no family remains, and none was left out
+        because its lower bound was no better than the best price.
+        """
         if not self.found:
             assert self.misfit is not None
             raise self.misfit

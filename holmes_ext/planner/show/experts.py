@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="which rank gets which expert, for --holmes-experts",
     )
+    # If EPLB (DeepSeek's heuristic) gives a cluster more than this, EPLB's load is the limit.
     add(
         "--experts-balance",
         type=float,
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="a cluster gets at most X times the mean number of tokens (default: 1.1; or what EPLB gives it)",
     )
+    # By default the experts are divided evenly over the ranks, and must fit there.
     add(
         "--experts-per-rank",
         type=int,

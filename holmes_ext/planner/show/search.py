@@ -99,12 +99,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def companions() -> list[Contribution]:
-    """Return the forecasts that extensions offer beside the plans of a search (planner/companion.py)."""
+    """Return the extensions that show a forecast beside a search's plans (planner/companion.py)."""
     return contributions("plan_companions")
 
 
 def wanted_companions(args: argparse.Namespace) -> list[Contribution]:
-    """Return the companions that the arguments ask for."""
+    """Return the extensions whose forecast beside the plans the arguments ask for."""
     return [companion for companion in companions() if companion.load().wanted(args)]
 
 
@@ -271,14 +271,16 @@ def asked_for(
 ) -> SearchResult:
     """Return the request of a search for a job on a network: a SearchResult without candidates.
 
+    `stock_overlap` says which reductions the framework overlaps without holmes.
+
     Args:
         batch: Sequences of a step.
         limits: Limits of the search space.
     """
     rules = rules_of(job.engine, job.options, job.is_gloo, overlap=job.overlap)
     if job.engine.hierarchical_zero is not None:
-        # The framework has hierarchical reductions of its own, so its flags can name any kind of
-        # reduction.
+        # The framework itself can reduce hierarchically (under these ZeRO stages). Its flags choose
+        # between flat and hierarchical reductions, so the search may try both.
         rules = replace(rules, reductions=REDUCTIONS)
     request = SearchResult(
         network,
@@ -406,8 +408,8 @@ def _candidate_of_layout(
     if plan is not None:
         layers = plan.stage_layers or layers
         nodes = plan.nodes
-    # The framework's own hierarchical reduction is off unless its flags ask for several optimizer
-    # instances.
+    # A framework with hierarchical_zero (Megatron) reduces hierarchically itself, but only if its
+    # flags ask for several optimizer instances. With others, holmes does it.
     is_flat = job.engine.hierarchical_zero is not None and command.instances <= 1
     return layout_candidate(result, sizes, shape, split=layers, nodes=nodes, flat=is_flat)
 

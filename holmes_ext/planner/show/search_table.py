@@ -77,11 +77,11 @@ def distinct(result: SearchResult) -> list[Candidate]:
 
 
 def ranked(result: SearchResult, count: int) -> list[RankedPlan]:
-    """Return the user's layout, the best plan on all nodes (if the best use fewer), and the `count` best."""
+    """Return the rows of the table of plans: up to two to compare with, and the `count` best."""
     rows = []
-    if result.user_layout:
+    if result.user_layout:  # the layout of the user's command line
         rows.append(RankedPlan("yours", result.user_layout, result))
-    if result.on_all:
+    if result.on_all:  # the best plans use fewer nodes: the best one on all nodes
         rows.append(RankedPlan("all", result.on_all.best, result.on_all))
     for number, candidate in enumerate(distinct(result)[:count], 1):
         rows.append(RankedPlan(str(number), candidate, result))
@@ -102,7 +102,7 @@ def sizes_text(shape: Shape) -> str:
 
 
 def split_text(split: Sequence[int]) -> str:
-    """Return the layers of the stages as text: "9 9 8 8", or "8 x 4" if all are equal."""
+    """Return the layers of the stages as text: "9 9 8 8", or "8 x 4": 8 on each of 4 stages."""
     if len(set(split)) == 1:
         return f"{split[0]} x {len(split)}"
     return " ".join(map(str, split))
@@ -173,13 +173,13 @@ def show_given(
     layout = result.best
     _show_table(screen, result, [RankedPlan(name="yours", candidate=layout, result=result)])
     _show_seconds_by_cause(screen, result)
-    # A training command on our command line already has the framework's flags; only those of holmes are new.
-    has_sizes_only = sizes_given(args) or not args.command
-    title = "flags of holmes:" if has_sizes_only else "your layout: add to your command line"
+    # A given training command has the framework's flags, unless sizes come from other arguments.
+    lacks_framework_flags = sizes_given(args) or not args.command
+    title = "flags of holmes:" if lacks_framework_flags else "your layout: add to your command line"
     screen.line(title, "bold")
     holmes_flags = added(layout, args.cluster, plan=args.output or "")
     screen.line(f"  {shlex.join(holmes_flags)}")
-    if has_sizes_only:
+    if lacks_framework_flags:
         _show_launches(screen, starts)
 
 
@@ -280,7 +280,7 @@ def _show_seconds_by_cause(screen: Screen, result: SearchResult) -> None:
 
 
 def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
-    """Return the seconds by cause of each plan as reasons() does, under the names that a reader sees."""
+    """Return name of a plan in the table (such as "this plan") -> cause -> seconds of a step."""
     layout = result.user_layout
     is_alone = layout is result.best  # without a search, the layout is the only plan
     names = {

@@ -174,6 +174,7 @@ class Collectives:
         if run.is_hierarchical(stage):
             total_bytes = sum(gradient.size for gradient in gradients)
             link_bps = self._link_bps(family.node_types)
+            # 0: number of other groups, with which the simulation itself shares the links
             hierarchical_reduction = hierarchical(
                 self.network, family, total_bytes, run.direct, 0, run.compress, link_bps
             )
@@ -245,7 +246,7 @@ class Collectives:
         parties: int,
         max_pieces: int,
     ) -> None:
-        """Add the chains of transfers of a reduction: for each piece of its bytes, a step after the other.
+        """Add the transfers of a reduction: each piece of its bytes passes a chain of steps (transfers).
 
         The ranks post (start) the first transfer of each chain; each transfer posts the next one.
 

@@ -158,7 +158,7 @@ class _Actor(NamedTuple):
 
 
 class _LinkedClasses(NamedTuple):
-    """Pipeline classes whose messages use common NICs or hops."""
+    """Pipeline classes (pipelines on equal nodes) with messages on common NICs or WAN links."""
 
     pipeline_classes: set[int]
     resources: set[Hashable]

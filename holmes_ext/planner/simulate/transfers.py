@@ -34,7 +34,7 @@ class TransferMaker:
         """
         self.network = network
         self.message_s = message_s
-        #: NIC or hop -> bits/s
+        #: NIC, or link between clusters -> bits/s
         self.capacities: dict[Hashable, float] = {}
 
     def message(self, load: Load, size: float, gathered_s: float = 0.0) -> Transfer:
@@ -146,7 +146,7 @@ class TransferMaker:
     def _uses(
         self, load: Load, size: float, cpu_factor: float = 1.0
     ) -> tuple[tuple[Hashable, float], ...]:
-        """Return the resources that a load uses, with its weight there: hops, NICs and CPU cores.
+        """Return the resources that a load uses, with its weight there: WAN links, NICs, CPU cores.
 
         A weight is the bits that pass the resource for each bit of the flow. The rates of the NICs
         and hops are added to `capacities`. Only in a lab do nodes share CPU cores.
