@@ -70,10 +70,10 @@ class SharedHop(NamedTuple):
         """
         if 0 not in self.stages:
             return inf
-        # Most layers of the stages that share the hop with the first one, the largest first.
+        # Most layers of the stages that share the link with the first one, the largest first.
         sharing = sorted((max_layers[stage] for stage in self.beside_first if stage), reverse=True)
         all_layers = sum(max_layers[stage] for stage in self.stages)
-        # Layers of the other stages on the hop. They cost the first stage no time here.
+        # Layers of the other stages on the link. They cost the first stage no time here.
         independent = all_layers - max_layers[0] - sum(sharing)
         best = -inf
         for first_layers in range(1, max_layers[0] + 1):

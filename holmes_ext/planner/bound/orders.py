@@ -228,9 +228,15 @@ class OrderBounds:
 
         The clusters of a group share stages, and each micro-batch is divided among them. Chain i is
         the path through the i-th cluster of every group, and carries 1 / group_size of each
-        micro-batch. The bound is a sum: the first activation passes the slowest chain, the others
-        follow over the slowest link, then the last gradient comes back or the reduction follows.
-        Borders between groups that are not chosen yet have the best link.
+        micro-batch. The bound is a sum of three times:
+
+            the first activation passes the slowest chain
+            the other activations follow over the slowest link
+            the last gradient comes back, or the reduction between clusters: the longer one
+
+        Groups of one cluster have no such reduction; the work inside clusters and the end of the
+        first stage are added instead. Borders between groups that are not chosen yet have the best
+        link.
 
         Args:
             groups: First groups of the order.

@@ -248,8 +248,8 @@ class Simulation:
         """Send a receiver's notice to the sender of a message: the receiver is ready for it.
 
         The notice uses the connection over which this receiver itself sends messages to that peer.
-        A connection transmits in order, so the notice leaves behind the messages that are leaving
-        now.
+        A connection transmits in order, so the notice waits until the message that is leaving now
+        (the first of `sent_before` that has begun and has not left) has left.
 
         Args:
             op: ("post", tag, AS_RECEIVER, tags of messages that the receiver sent to the same peer

@@ -123,9 +123,8 @@ class TransferMaker:
         if flow.awaits_arrival:
             fixed_s += 2 * flow.wan_latency_s
             latency_s = 0.0
-        # Resource (NIC, hop or CPU) -> weight of the flow there. The loads run at once, as one flow
-        # of `size` bytes. A load sends `volume` bytes for each of them, so its volume is part of
-        # the weight.
+        # Resource (NIC, WAN link or CPU) -> weight: bits through it for each bit of the flow. The
+        # loads run at once, as one flow of `size` bytes; a load sends `volume` bytes for each byte.
         weights: dict[Hashable, float] = {}
         for load in flow.loads:
             if load.fabric is not None:
