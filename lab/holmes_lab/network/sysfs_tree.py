@@ -45,9 +45,9 @@ _GID_TABLE_SIZE = 8
 def write_tree(root: Path, node: LabNode) -> None:
     """Write the sysfs tree of a node with all links up, and the output of `ip -j addr` as ip_addr.json.
 
-    holmes reads the NICs of the emulated node from this tree, and other programs of the job the PCI
-    devices. All NICs are ConnectX-6 adapters of NVIDIA (driver mlx5_core), also that for Ethernet:
-    such an adapter can have any link layer.
+    holmes reads the NICs of the emulated node from this tree in place of /sys. All NICs are ConnectX-6
+    adapters of NVIDIA (driver mlx5_core), also that for Ethernet: such an adapter can have any link
+    layer.
 
     Args:
         root: Folder of the tree, which is created.
