@@ -54,7 +54,7 @@ MARKER = "HOLMES_LAB_EMULATED"
 #: Module with the class WeightGradients, which computes delayed gradients of weights.
 WEIGHTS = "holmes_ext.runtime.reduce.weight_gradients"
 #: Folder with sitecustomize.py, for PYTHONPATH of ranks with emulated hardware.
-SITE = str(Path(__file__).parents[1] / "site")
+SITECUSTOMIZE_FOLDER = str(Path(__file__).parents[1] / "site")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ def add_to_environment(env: MutableMapping[str, str]) -> None:
     """
     load(env[VARIABLE])
     env[MARKER] = "1"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [SITE, env.get("PYTHONPATH", "")]))
+    env["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [SITECUSTOMIZE_FOLDER, env.get("PYTHONPATH", "")])
+    )
 
 
 _listeners: list[Callable[[str, float, float], None]] = []

@@ -3,7 +3,9 @@
 Each rank then saves the seconds of its imports. The keeper (the process that owns the lab) starts
 the fork server with the environment and the working directory of the job:
 
-    python -c BOOT ROOTS MODULE,MODULE CONTROL
+    python -c BOOT FOLDERS MODULE,MODULE CONTROL
+
+FOLDERS contain the packages holmes_lab and holmes_ext; CONTROL is the descriptor number of a socket.
 
 In a forked rank, a script finds what it would find in a new Python: sys.argv, sys.path[0],
 __main__, the environment, and random numbers. holmes is not activated in the fork server, but in

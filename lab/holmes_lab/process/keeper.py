@@ -4,7 +4,7 @@ It forks namespace holders (processes that keep the namespaces of one node alive
 `tc` in these namespaces, and forks a job supervisor (process/launch.py) for each job. Lab starts
 the keeper:
 
-    python -I -S -c ... ROOT CONTROL PIDFD DIRECTORY       (needs only the standard library)
+    python -I -S -c ... FOLDERS CONTROL PIDFD DIRECTORY    (needs only the standard library)
 
 The keeper ends when its caller ends (PIDFD) or closes the socket CONTROL. It then removes DIRECTORY. All its
 children are in one PID namespace. If the keeper dies, even by SIGKILL, the kernel kills the init process of

@@ -26,7 +26,7 @@ from holmes_lab.process.keeper import main
 main(sys.argv[2:])
 """
 #: Folders with the packages holmes_lab and holmes_ext, for Pythons that the lab starts.
-ROOTS = os.pathsep.join(
+PACKAGE_FOLDERS = os.pathsep.join(
     str(Path(package.__file__ or "").parents[1]) for package in (holmes_lab, holmes_ext)
 )
 
@@ -46,7 +46,7 @@ class KeeperProcess:
         self._control, theirs = wire.pair()
         caller = os.pidfd_open(os.getpid())  # by this, the keeper sees the end of this process
         with open(directory / "keeper.log", "w") as log:
-            boot = [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, ROOTS]
+            boot = [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, PACKAGE_FOLDERS]
             self._process = subprocess.Popen(
                 [*boot, str(theirs.fileno()), str(caller), str(directory)],
                 pass_fds=(theirs.fileno(), caller),
