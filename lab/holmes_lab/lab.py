@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_lab import state
-from holmes_lab.gpu.job import Gpus
+from holmes_lab.gpu.job import Gpus, preload_environment
 from holmes_lab.network import inter_cluster, namespaces, sysfs_tree
 from holmes_lab.network import shaping as network
 from holmes_lab.process import fork_server, ranks, wire
 from holmes_lab.process.job import Job, OnLine, RunResult
 from holmes_lab.process.keeper_process import PACKAGE_FOLDERS, KeeperProcess
-from holmes_lab.process.templates import TemplateKey, Templates, preload_key
+from holmes_lab.process.templates import TemplateKey, Templates
 from holmes_lab.rights import program
 
 _SWITCH = ""  # name of the switch, where other functions take the name of a node
@@ -417,7 +417,7 @@ class Lab:
         sysctl = dict(self.sysctl)
         has_rails = any(len(node.fast_nics) > 1 for node in self.nodes)
         if has_rails:
-            # NICs of a node are in one subnet. By default, each would answer ARP requests for the others.
+            # By default, each NIC would answer ARP requests for the others in its subnet.
             sysctl = {**network.RAILS_SYSCTL, **sysctl}
         for node in self.hosts:
             answer = self._keeper.ask(
@@ -482,7 +482,8 @@ class Lab:
             env: Environment of the ranks.
             directory: Working directory.
         """
-        key = preload_key(interpreter, modules, env, directory)
+        env = preload_environment(env)
+        key = TemplateKey(interpreter, modules, tuple(sorted(env.items())), directory)
         if key not in self._fork_servers:
             log = self.directory / f"preload{len(self._fork_servers)}.log"
             control = None
@@ -492,7 +493,7 @@ class Lab:
                 # PACKAGE_FOLDERS: folders from which this Python imports holmes_lab and holmes_ext.
                 argv = [interpreter, "-c", fork_server.BOOT, PACKAGE_FOLDERS, ",".join(modules)]
                 start_process = partial(
-                    self._keeper.ask, "fork_server", argv=argv, env=dict(key.env), cwd=directory
+                    self._keeper.ask, "fork_server", argv=argv, env=env, cwd=directory
                 )
                 control = fork_server.start(start_process, log, modules)
             self._fork_servers[key] = control

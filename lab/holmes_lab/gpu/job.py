@@ -21,6 +21,7 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.document import parse_json
 from holmes_ext.errors import HolmesError
 from holmes_lab.emulate.accelerator import SITECUSTOMIZE_FOLDER
+from holmes_lab.emulate.accelerator import VARIABLE as ACCELERATOR_VARIABLE
 from holmes_lab.gpu.libraries import NCCL_SETTINGS, Libraries
 from holmes_lab.gpu.operators import VARIABLE as OPERATORS_VARIABLE
 from holmes_lab.network.shaping import LabNode
@@ -33,9 +34,11 @@ WATCH_VARIABLE = "HOLMES_GPU_WATCH"
 GPU_COUNT_VARIABLE = "HOLMES_GPU_COUNT"
 #: Variables of emulated GPUs that a preloaded Python needs before ranks are forked from it. The
 #: other HOLMES_GPU_* variables are set in each rank.
-PRELOAD_VARIABLES = (GPU_COUNT_VARIABLE, OPERATORS_VARIABLE)
+_PRELOAD_VARIABLES = (GPU_COUNT_VARIABLE, OPERATORS_VARIABLE)
 #: Memory in MB that a rank needs at least.
 LEAST_RANK_MB = 500
+#: Beginnings of the names of variables that are read by the script of a rank, not by imports.
+_READ_BY_SCRIPTS = ("HOLMES", "GLOO_", "NCCL_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_")
 # Limits of the settings of an emulated clock.
 _MAX_RATE = 1e18  # FLOP/s or bytes/s
 _MAX_SMS = 1024
@@ -168,6 +171,27 @@ class Gpus:
             GPU_COUNT_VARIABLE: str(count),
             "HOLMES_GPU_MEMORY_MB": str(self.memory_mb),
         }
+
+
+def preload_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which a Python imports modules before ranks are forked from it.
+
+    Variables that only the script of a rank reads, after the imports, are left out. Jobs that differ
+    in nothing else then share one preloaded Python. Each rank gets its whole environment in any case.
+
+    Args:
+        env: Environment of the ranks.
+    """
+    read_by_imports = {
+        name: value
+        for name, value in env.items()
+        if name in (ACCELERATOR_VARIABLE, *_PRELOAD_VARIABLES)
+        or not name.startswith(_READ_BY_SCRIPTS)
+    }
+    if GPU_COUNT_VARIABLE in env:  # with emulated GPUs
+        # torch then counts GPUs without using CUDA, which no forked process may have done before.
+        read_by_imports["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return read_by_imports
 
 
 def stock_nccl_settings(nodes: Sequence[LabNode]) -> dict[str, str]:

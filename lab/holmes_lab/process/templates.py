@@ -30,12 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_ext.errors import HolmesError
-from holmes_lab.emulate.accelerator import VARIABLE as ACCELERATOR
-from holmes_lab.gpu.job import GPU_COUNT_VARIABLE, PRELOAD_VARIABLES
 from holmes_lab.process import fork_server, wire
 
-#: Beginnings of the names of variables that are read by the script of a rank, not by imports.
-_READ_BY_SCRIPTS = ("HOLMES", "GLOO_", "NCCL_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_")
 #: Templates that are kept. Each takes up to 0.5 GB of memory.
 _KEPT = 4
 
@@ -48,32 +44,6 @@ class TemplateKey:
     modules: tuple[str, ...]  # imported by the template
     env: tuple[tuple[str, str], ...]  # sorted pairs (name, value)
     directory: str  # working directory
-
-
-def preload_key(
-    interpreter: str, modules: tuple[str, ...], env: dict[str, str], directory: str
-) -> TemplateKey:
-    """Return the key of the preloaded Python from which the ranks of a job can be forked.
-
-    Variables that only the script of a rank reads, after its imports, are left out of the key: jobs
-    that differ in nothing else share a preloaded Python. Each rank gets its whole environment in any
-    case.
-
-    Args:
-        interpreter: Path of the Python.
-        modules: Modules that it imports.
-        env: Environment of the ranks.
-        directory: Working directory.
-    """
-    read_by_imports = {
-        name: value
-        for name, value in env.items()
-        if name in (ACCELERATOR, *PRELOAD_VARIABLES) or not name.startswith(_READ_BY_SCRIPTS)
-    }
-    if GPU_COUNT_VARIABLE in env:  # with emulated GPUs
-        # torch then counts GPUs without using CUDA, which no forked process may have done before.
-        read_by_imports["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    return TemplateKey(interpreter, modules, tuple(sorted(read_by_imports.items())), directory)
 
 
 @dataclass(frozen=True)
