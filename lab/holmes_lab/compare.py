@@ -2,9 +2,11 @@
 
 The usual variants are:
 
-    stock       on clusters with different NICs, without holmes (the package that this repository provides)
+    stock       on clusters with different NICs, without holmes (the package that this repository
+                provides)
     holmes      on the same clusters, with holmes
-    all-RDMA    without holmes on one cluster, in which all nodes have the fastest NICs: the upper bound
+    all-RDMA    without holmes on one cluster, in which all nodes have the fastest NICs: the upper
+                bound
 
 The variants run in turn, in rotated order, so that a change of this machine's speed favours none:
 
@@ -89,15 +91,15 @@ class Series:
     ) -> None:
         """Add the measurements of a run.
 
-        The step times are appended to those of earlier runs. The losses, the output of rank 0 and the
-        traffic of a step replace those of the run before.
+        The step times are appended to those of earlier runs. The losses, the output of rank 0 and
+        the traffic of a step replace those of the run before.
 
         Args:
             seconds: Seconds of all steps.
             losses: Losses of all steps.
             skip: Number of first steps, which warm up and whose times are not measured.
-            result: Result of the job: its output, whether compute was emulated, whether all ranks ran in
-                real time (SCHED_RR), and how busy this machine's cores were.
+            result: Result of the job: its output, whether compute was emulated, whether all ranks
+                ran in real time (SCHED_RR), and how busy this machine's cores were.
             before, after: Bytes of each NIC before and after the job. They cover the warm-up, too.
         """
         measured_seconds = list(seconds[skip:])
@@ -105,7 +107,8 @@ class Series:
         self.losses = losses
         self.emulated = result.emulated
         self.realtime = self.realtime and result.realtime
-        # The measured steps are the last of the job, so the share of busy cores is taken from there.
+        # The measured steps are the last of the job, so the share of busy cores is taken from
+        # there.
         self.busy = max(self.busy, result.busy_in_last(sum(measured_seconds)))
         rank_0_lines = result.lines[0]
         self.lines = [line for _stream, line in rank_0_lines]
@@ -258,8 +261,8 @@ def _run(
     Args:
         lab: The emulated clusters of the variant.
         variant: The order of the nodes, and flags for the script.
-        script: Path and arguments of the training script. It takes --steps N and --log FILE, and writes a
-            line of JSON with "loss" and "seconds" for each step.
+        script: Path and arguments of the training script. It takes --steps N and --log FILE, and
+            writes a line of JSON with "loss" and "seconds" for each step.
         steps: Steps of the run.
         skip: First steps, which warm up and are not measured.
         options: Keyword arguments of Lab.run(), with "gpus": emulated GPUs, or None.

@@ -68,8 +68,8 @@ def coordinator(lab: Lab) -> Iterator[tuple[str, list[str]]]:
         on_line=lambda rank, line, stream: lines.append(line),
     )
     try:
-        # The coordinator prints "jobs meet at port ..." when it accepts connections. Its start takes
-        # seconds; 60 s are enough on a busy machine.
+        # The coordinator prints "jobs meet at port ..." when it accepts connections. Its start
+        # takes seconds; 60 s are enough on a busy machine.
         await_(lambda: any("jobs meet" in line for line in lines), 60, "the coordinator")
         yield f"{node.address}:{_PORT}", lines
     finally:
@@ -159,8 +159,8 @@ def join_flags(name: str, where: str, outer: str) -> list[str]:
     Args:
         name: Name of the job.
         where: HOST:PORT of the coordinator.
-        outer: Value of --holmes-outer, the settings of these rounds, such as "every=16" (steps between
-            two rounds).
+        outer: Value of --holmes-outer, the settings of these rounds, such as "every=16" (steps
+            between two rounds).
     """
     return [
         "--holmes",

@@ -247,14 +247,14 @@ class Lab:
     def _job(
         self, messages: list[dict[str, Any]], server_control: socket.socket | None, **options: Any
     ) -> Job:
-        """Start a job: have a job supervisor forked, the process that starts the processes of the job.
+        """Start a job by a job supervisor, a new process that starts the processes of the job.
 
         Args:
             messages: One message of _message() for each process.
-            server_control: Control socket of a fork server, a Python that has imported the job's modules.
-                It forks the supervisor, and each process runs its script in a fork of that Python.
-                None: the keeper, which owns all processes of the lab, forks the supervisor, and each
-                process executes its command.
+            server_control: Control socket of a fork server, a Python that has imported the job's
+                modules. It forks the supervisor, and each process runs its script in a fork of that
+                Python. None: the keeper, which owns all processes of the lab, forks the supervisor,
+                and each process executes its command.
             options: Further keyword arguments of Job.
         """
         ours, theirs = wire.pair()  # `theirs` is the end for the supervisor
@@ -304,10 +304,10 @@ class Lab:
         self._tool(node, "ip", f"{line}\n")
 
     def rename(self, node: str, names: Mapping[str, str], hca: str) -> None:
-        """Rename the NICs and the HCA (RDMA device) of a node, as if another machine had replaced it.
+        """Rename the NICs and the RDMA device (HCA) of a node, as if another machine replaced it.
 
         Args:
-            node: Name of a node with at most one InfiniBand or RoCE NIC, since all NICs get the same HCA.
+            node: Name of a node. It has at most one fast NIC, since all NICs get the same HCA.
             names: Old -> new name of a NIC, for example {"roce0": "ens6np0"}. Others keep their names.
             hca: New name of the HCA.
         """
@@ -427,7 +427,7 @@ class Lab:
             sysfs_tree.write_tree(self.sysfs(node.name), node)
 
     def _start_delay_line(self) -> None:
-        """Start the delay line, the process that emulates the links between clusters, and connect it.
+        """Start and connect the delay line, the process that emulates the links between clusters.
 
         The keeper, the process that owns all other processes of the lab, forks it. A TAP device
         connects it to the Ethernet bridge of each cluster, in the network namespace of the switch.
@@ -466,15 +466,15 @@ class Lab:
     def _fork_server(
         self, interpreter: str, modules: tuple[str, ...], env: dict[str, str], directory: str
     ) -> socket.socket:
-        """Return the control socket of a fork server, which is started if the lab has none for the job.
+        """Return the control socket of a fork server, which is started if there is none yet.
 
         A fork server is a Python in the lab that has imported some modules. The ranks of jobs are
         forked from it. It is started in one of two ways:
 
-            with Lab.templates    as a fork of a template, a Python outside of the labs with the same
-                                  imports, which takes no time
-            otherwise             by the keeper, the process that owns all processes of the lab, as a
-                                  new Python that imports the modules
+            with Lab.templates    as a fork of a template, a Python outside of the labs with the
+                                  same imports, which takes no time
+            otherwise             by the keeper, the process that owns all processes of the lab, as
+                                  a new Python that imports the modules
 
         Args:
             interpreter: The Python.

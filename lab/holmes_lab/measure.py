@@ -161,7 +161,7 @@ def _rate_row(
 def flood(
     lab: Lab, sides: Sequence[Sequence[LabNode]], count: int, sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Let several nodes of one cluster send to nodes of another at once, over Ethernet, without a pause.
+    """Let several nodes of a cluster send to another cluster at once, without a pause.
 
     Args:
         lab: The running lab.
@@ -170,8 +170,9 @@ def flood(
         sizes: Sizes in bytes of single messages. They are measured after that if there is one pair.
 
     Returns:
-        For each sender, "flood": its rate in bits/s. With one pair and sizes also "round_trip": median
-        in seconds, and "seconds": [mean of a message with its acknowledgement, for each size].
+        For each sender, "flood": its rate in bits/s. With one pair and sizes also "round_trip":
+        median in seconds, and "seconds": [mean of a message with its acknowledgement, for each
+        size].
     """
     senders, receivers = (list(side[:count]) for side in sides)
     return _run_stream_program(
@@ -199,8 +200,8 @@ def _run_stream_program(
     Args:
         lab: The running lab.
         link: Name of the link, for the error message.
-        mode: "flood": all senders send at once without a pause, and a single pair then sends messages.
-            "messages": a single pair sends messages only.
+        mode: "flood": all senders send at once without a pause, and a single pair then sends
+            messages. "messages": a single pair sends messages only.
         senders: The sending nodes.
         receivers: The receiving nodes, one for each sender.
         addresses: IP addresses of the receiving nodes on the network to measure.
@@ -228,8 +229,8 @@ def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[
     """Measure the rate of messages of all sizes between two nodes on a network.
 
     The rate is the bits of a message, divided by the seconds until its acknowledgement has arrived.
-    A small message spends much of this time waiting for the acknowledgement, so a link fails only by
-    messages of COUNTS_FROM bytes or more (LinkRow.counts).
+    A small message spends much of this time waiting for the acknowledgement, so a link fails only
+    by messages of COUNTS_FROM bytes or more (LinkRow.counts).
 
     Args:
         lab: The running lab.
@@ -291,10 +292,11 @@ def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabN
 def _ethernet_pair(nodes: Sequence[LabNode]) -> tuple[LabNode, LabNode] | None:
     """Return the two nodes between which Ethernet is measured, None if no pair is suitable.
 
-    All clusters share one Ethernet      The first two nodes of different clusters. If there is one
-                                         cluster, its first two nodes.
-    Each cluster has an Ethernet         The first two nodes of the same cluster. The links between the
-    of its own                           Ethernets have other rates, and are measured separately.
+    If all clusters share one Ethernet, they are the first two nodes of different clusters, or the
+    first two nodes if there is one cluster.
+
+    If each cluster has an Ethernet of its own, they are the first two nodes of the same cluster. The
+    links between the Ethernets have other rates, and are measured separately.
     """
     pairs = list(itertools.combinations(nodes, 2))
     each_cluster_has_ethernet = nodes[0].ethernet_segment is not None

@@ -157,11 +157,11 @@ def run(args: argparse.Namespace) -> int:
 def _measure(
     args: argparse.Namespace, directory: Path, screen: Screen
 ) -> tuple[list[Variant], dict[str, Series]]:
-    """Train the GPT as stock, holmes and all-RDMA, with a progress bar, and return the measurements.
+    """Train the GPT as stock, holmes and all-RDMA, show the progress, and return the measurements.
 
-    stock and holmes run on the two clusters with the nodes in interleaved order (a0, b0, a1, b1), as a
-    scheduler that does not consider clusters may list them. Only holmes can then place the ranks by
-    cluster. all-RDMA runs on a single fast cluster.
+    stock and holmes run on the two clusters with the nodes in interleaved order (a0, b0, a1, b1),
+    as a scheduler that does not consider clusters may list them. Only holmes can then place the
+    ranks by cluster. all-RDMA runs on a single fast cluster.
 
     Args:
         args: Options of the command.

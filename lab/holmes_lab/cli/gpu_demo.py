@@ -27,7 +27,7 @@ _ENVIRONMENT = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0"}
 
 
 def run(as_json: bool, script_flags: list[str], cluster: str, steps: int) -> int:
-    """Train a GPT on emulated GPUs, without and with holmes, and print what NCCL did and the losses.
+    """Train a GPT on emulated GPUs, without and with holmes; print NCCL's networks and the losses.
 
     The output has the network that NCCL chose for each process group, and the bytes of each NIC.
 

@@ -105,7 +105,8 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
 
         Args:
             lab: The emulated clusters.
-            coordinator_address: HOST:PORT of the coordinator, through which the jobs exchange weights.
+            coordinator_address: HOST:PORT of the coordinator, through which the jobs exchange
+                weights.
             name: "east" or "west", which is also the cluster of the job.
             count: Training steps.
             seed: Seed of the weights and of the text. It also makes the name of the log unique.

@@ -292,8 +292,8 @@ def refuse_launcher(command: Sequence[str]) -> None:
         return
     try:
         parsed = split_command(command)
-        # Without a script, split_command() counts the module's name as a word of the launcher, so it
-        # is missing in `arguments`.
+        # Without a script, split_command() counts the module's name as a word of the launcher, so
+        # it is missing in `arguments`.
         program = [parsed.script] if parsed.script else ["-m"]
         script = " ".join(["python", *program, *parsed.arguments])
     except HolmesError:  # neither a script nor a module was found: show an example
@@ -444,8 +444,8 @@ def _between_cells(row: BetweenClustersRow) -> list[str]:
 def _cells(row: LinkRow) -> list[str]:
     """Return the cells of a measured link: network, nodes, message, rates, their ratio, verdict.
 
-    The rate of a small message (row.counts is false) is only shown: a large part of its time is that
-    of its acknowledgement, so it may miss the configured rate.
+    The rate of a small message (row.counts is false) is only shown: a large part of its time is
+    that of its acknowledgement, so it may miss the configured rate.
     """
     if row.within:
         verdict = "ok"

@@ -131,7 +131,7 @@ def after_each_pass(listener: Callable[[str, float, float], None]) -> None:
 
 
 def _call_listeners(kind: str, start: float, end: float) -> None:
-    """Call the functions that record the times of emulated passes, such as that of emulate/trace.py."""
+    """Call the functions that record the times of emulated passes (emulate/trace.py)."""
     for listener in _listeners:
         listener(kind, start, end)
 
@@ -232,12 +232,14 @@ class Pacer:
         return lambda: setattr(module_class, "__call__", original)
 
     def pace_delayed_gradients(self, weight_gradients: Any) -> Callable[[], None]:
-        """Let gradients of weights that are computed later than their backward pass take the emulated time.
+        """Let weight gradients that are computed after their backward pass take the emulated time.
 
-        A pipeline schedule uses holmes's class WeightGradients for this. Two of its methods are patched:
+        A pipeline schedule uses holmes's class WeightGradients for this. Two of its methods are
+        patched:
 
-            of(micro_batch)      context manager around a forward pass, whose weights get their gradients
-                                 later. The patch lets _call() add their seconds to self._delayed_s.
+            of(micro_batch)      context manager around a forward pass, whose weights get their
+                                 gradients later. The patch lets _call() add their seconds to
+                                 self._delayed_s.
             make(micro_batch)    computes these gradients. The patch then sleeps until these seconds
                                  are over. For the trace, this is a part of a backward pass.
 
@@ -282,7 +284,8 @@ class Pacer:
             parameters: Number of parameters of the layer.
             shape: Shape of its input: [batch, sequence, hidden] ([sequence, batch, hidden] with the layout
                 "sbh"), or [batch, sequence] for integer tokens.
-            has_attention: Whether the layer computes attention, besides products with its parameters.
+            has_attention: Whether the layer computes attention, besides products with its
+                parameters.
         """
         has_hidden = len(shape) > 2  # the input is no integer tokens
         if has_hidden:
@@ -340,7 +343,7 @@ class Pacer:
     def _call(
         self, original: Callable, module: Any, args: tuple, kwargs: dict, has_attention: bool
     ) -> Any:
-        """Call a layer, sleep until its emulated forward time is over, and prepare its backward pass.
+        """Call a layer, sleep until its forward time is over, and prepare its backward pass.
 
         For the backward pass, two autograd hooks of a _Backward are registered. begin() runs when
         the gradient of the output arrives, and finish() when that of the input is ready.
@@ -392,12 +395,13 @@ class Pacer:
     ) -> float:
         """Move the computation of a layer's weight gradients out of its backward pass.
 
-        Only gradients of weight matrices, the parameters with two dimensions, are delayed. Computing
-        them takes as long as the forward products with these matrices, which have no attention.
+        Only gradients of weight matrices, the parameters with two dimensions, are delayed.
+        Computing them takes as long as the forward products with these matrices, which have no
+        attention.
 
         Args:
-            delayed: The entry of self._delayed_s to which the seconds are added. pace_delayed_gradients()
-                lets them pass when the schedule computes the gradients.
+            delayed: The entry of self._delayed_s to which the seconds are added.
+                pace_delayed_gradients() lets them pass when the schedule computes the gradients.
             module: The layer.
             shape: Shape of its input.
 
@@ -432,17 +436,18 @@ class _Backward:
         """Prepare the emulated backward pass of one call of a layer.
 
         Args:
-            pacer: Provides the clock. Its `unfinished` is the backward pass that runs now, of any layer.
+            pacer: Provides the clock. Its `unfinished` is the backward pass that runs now, of any
+                layer.
             target: Seconds that the backward pass takes on the emulated GPU.
-            has_input_gradient: Whether an input of the layer gets a gradient. The backward pass then ends
-                in a hook of that gradient. If not, nothing shows its end, so it sleeps all of its
-                time at its start.
+            has_input_gradient: Whether an input of the layer gets a gradient. The backward pass
+                then ends in a hook of that gradient. If not, nothing shows its end, so it sleeps
+                all of its time at its start.
         """
         self.pacer, self.target, self.has_input_gradient = pacer, target, has_input_gradient
         self.start = self.end = 0.0
 
     def begin(self, _: Any) -> None:
-        """Start the layer's backward pass when its output's gradient arrives, and sleep half of its time.
+        """Start the backward pass when the output's gradient arrives, and sleep half of its time.
 
         The layer's gradients of weights then become ready in the middle of the backward pass. On a
         GPU, they become ready one after the other during all of it. If no input of the layer gets a
@@ -461,7 +466,7 @@ class _Backward:
             self.finish(None)
 
     def finish(self, _: Any) -> None:
-        """End the backward pass when the gradient of the layer's input is ready, unless it has ended."""
+        """End the backward pass when the input's gradient is ready, unless it has ended already."""
         if self.pacer.unfinished is self:
             self.pacer.sleep_until(self.end)
             self.pacer.unfinished = None

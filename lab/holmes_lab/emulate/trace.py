@@ -115,7 +115,7 @@ def _traced(function: Callable, kind: str, events: list[Event]) -> Callable:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Call the function, and record its event: at once, or at the first wait() for its handle."""
+        """Call the function, and record its event: now, or at the first wait() for its handle."""
         # Some functions call each other, such as send and isend: only the outermost call is recorded.
         if hasattr(_inside, "kind"):
             return function(*args, **kwargs)
@@ -140,7 +140,7 @@ def _traced(function: Callable, kind: str, events: list[Event]) -> Callable:
 
 
 class _Awaited(wrapt.ObjectProxy):
-    """Handle of an asynchronous operation (torch's Work) that calls a function after the first wait()."""
+    """Handle of an operation (torch's Work) that calls a function after the first wait()."""
 
     def __init__(self, work: Any, on_first_wait: Callable[[], None]):
         super().__init__(work)

@@ -152,7 +152,8 @@ def _build_missing(
         except BaseException:
             failed.set()
             raise
-        # Without a lock: if two threads end at the same time, at worst the shown number is too small.
+        # Without a lock: if two threads end at the same time, at worst the shown number is too
+        # small.
         finished += 1
         # The file of an object is objects/NAME.o.
         name = command.step.output.removeprefix("objects/").removesuffix(".o")

@@ -31,8 +31,8 @@ class Compiler:
 def find_compiler() -> Compiler:
     """Return the compiler that the environment variable CXX names, or g++.
 
-    Its version and the instruction sets of this machine's processor become parts of the digests that
-    identify built libraries in the cache. Other processors then get builds of their own.
+    Its version and the instruction sets of this machine's processor become parts of the digests
+    that identify built libraries in the cache. Other processors then get builds of their own.
 
     Raises:
         HolmesError: The compiler is missing, fails or is too old.

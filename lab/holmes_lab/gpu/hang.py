@@ -146,8 +146,8 @@ class WaitForGraph:
     ) -> Iterator[Wait]:
         """Yield the edges of the wait-for graph from pending GPU work to all that it waits for.
 
-        The `reason` of an edge is the words between both works in a report, such as "kernel A comes in
-        its stream after kernel B".
+        The `reason` of an edge is the words between both works in a report, such as "kernel A comes
+        in its stream after kernel B".
 
         Args:
             state: The rank of the work.
@@ -168,8 +168,8 @@ class WaitForGraph:
             target = self._nearest_reported(work.after)
             yield Wait(work.work_id, target, f"waits ({work.name}) for")
         elif work.is_behind_in_queue:
-            # Streams that share a hardware queue start their work in the order of the launches, so work
-            # of another stream may be first.
+            # Streams that share a hardware queue start their work in the order of the launches, so
+            # work of another stream may be first.
             first = _first_in_queue(state, queue, before=work)
             if first is not None:
                 reason = f"stands in hardware queue {queue} behind"

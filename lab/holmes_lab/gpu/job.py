@@ -141,9 +141,11 @@ class Gpus:
             base: Environment of the ranks without emulated GPUs. Its settings of NCCL have precedence.
             count: GPUs of each node.
             nodes: Nodes of the job.
-            holmes: Whether the job runs with holmes, which chooses the network of each NCCL communicator.
+            holmes: Whether the job runs with holmes, which chooses the network of each NCCL
+                communicator.
                 False: NCCL's settings name a network, as a user without holmes would.
-            watch: Directory for the watch files of the ranks, from which the lab reads their progress.
+            watch: Directory for the watch files of the ranks, from which the lab reads their
+                progress.
         """
         nccl_settings = {**NCCL_SETTINGS, "NCCL_NET_PLUGIN": str(self.libraries.plugin)}
         if not holmes:
@@ -176,8 +178,9 @@ class Gpus:
 def preload_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment in which a Python imports modules before ranks are forked from it.
 
-    Variables that only the script of a rank reads, after the imports, are left out. Jobs that differ
-    in nothing else then share one preloaded Python. Each rank gets its whole environment in any case.
+    Variables that only the script of a rank reads, after the imports, are left out. Jobs that
+    differ in nothing else then share one preloaded Python. Each rank gets its whole environment in
+    any case.
 
     Args:
         env: Environment of the ranks.

@@ -2,9 +2,9 @@
 
 The module is loaded when Python starts (holmes_lab/site), and acts after the program's imports:
 
-    import of torch._C   libholmes_operators.so is loaded, and stores torch's C++ Meta kernels. A Meta
-                         kernel computes only the shapes of an operator's results. The emulated CUDA
-                         operators call them before they compute the results. The library must be
+    import of torch._C   libholmes_operators.so is loaded, and stores torch's C++ Meta kernels. A
+                         Meta kernel computes only the shapes of an operator's results. The emulated
+                         CUDA operators call them before they compute the results. This must be
                          early: the Python part of torch replaces some of these kernels by its own.
     import of torch      The CUDA operators get kernels that compute on the CPU (csrc/operators), and
                          torch.compile runs graphs without generating code.
@@ -39,11 +39,12 @@ _CODE_GENERATORS = ("inductor", "cudagraphs", "onnxrt", "tensorrt")
 def install_when_imported(library: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Prepare the environment of a program, and install the operators when it imports torch.
 
-    This takes two steps, because the operators call torch's C++ Meta kernels, which compute the shapes
-    of results:
+    This takes two steps, because the operators call torch's C++ Meta kernels, which compute the
+    shapes of results:
 
         after torch's C++ part (torch._C)    The library stores these kernels. Later, torch's Python
-                                             part replaces some of them, and they could not be found.
+                                             part replaces some of them, and they could not be
+                                             found.
         after all of torch                   The operators are installed, when torch has registered
                                              all operators that need a CPU kernel.
 

@@ -182,7 +182,7 @@ def operators(compiler: Compiler, torch_build: TorchBuild) -> BuildUnit:
             "-lc10_cuda",
             str(cudart),
         ]
-        # The library exchanges C++ objects with torch, so it must use the same C++ library as torch.
+        # The library exchanges C++ objects with torch, so it must use torch's C++ library.
         return [_link(compiler, "libholmes_operators.so", arguments, static_cxx=False)]
 
     source_digest = digest_of_tree(CSRC, "operators/*", "runtime/*.h", "include/**/*")
@@ -366,8 +366,8 @@ def nccl(
             "-Wl,--whole-archive",
             str(host_archive),
             "-Wl,--no-whole-archive",
-            # Calls of these functions in NCCL go to csrc/nccl. It records launches of kernels, lets
-            # threads sleep while they poll, and uses memory of large blocks only when it is written.
+            # Calls of these functions in NCCL go to csrc/nccl: it records launches of kernels, lets
+            # threads sleep while they poll, and delays the use of memory until it is written.
             *(f"-Wl,--wrap={name}" for name in _WRAPPED_FUNCTIONS),
             *version_scripts,
             "-Wl,--no-undefined",

@@ -136,9 +136,9 @@ class Watch:
         """Begin to read the watch files of a job.
 
         Args:
-            directory: Folder of the files. Each rank keeps rank<N>.watch (counters in shared memory),
-                and writes rank<N>.json (its streams and blocked threads) and rank<N>.stack (its
-                Python stacks) on request.
+            directory: Folder of the files. Each rank keeps rank<N>.watch (counters in shared
+                memory), and writes rank<N>.json (its streams and blocked threads) and rank<N>.stack
+                (its Python stacks) on request.
         """
         self.directory = directory
         self._pages: dict[int, mmap.mmap] = {}  # rank -> page of counters
@@ -163,8 +163,8 @@ class Watch:
     def request_states(self, timeout_s: float = 2.0) -> list[RankState]:
         """Return the states of the ranks that answer within `timeout_s` seconds.
 
-        A rank answers a new number in its counter `asked`: it writes its state into rank<N>.json, and
-        then copies the number into its counter `answered`.
+        A rank answers a new number in its counter `asked`: it writes its state into rank<N>.json,
+        and then copies the number into its counter `answered`.
         """
         self._map_pages()
         self._requests += 1
@@ -238,12 +238,13 @@ def parse(rank: int, document: dict[str, Any]) -> RankState:
         rank: The rank.
         document: The content, with these keys:
             "node": Name of the node.
-            "streams": CUDA streams with pending work: "device", "stream" (its number), "queue" (hardware
-                queue that starts its work), "work".
-            "hosts": Host (CPU) threads that are blocked: "call" (in CUDA or NCCL), "for" (the work that
-                the call waits for), "communicator" and "peer" (the rank that NCCL waits for).
-            "recent": The last launches of NCCL kernels: "communicator", "group" (name of the process
-                group), "collective" (its number, -1 for sends and receives), "what" (in words).
+            "streams": CUDA streams with pending work: "device", "stream" (its number), "queue"
+                (hardware queue that starts its work), "work".
+            "hosts": Host (CPU) threads that are blocked: "call" (in CUDA or NCCL), "for" (the work
+                that the call waits for), "communicator" and "peer" (the rank that NCCL waits for).
+            "recent": The last launches of NCCL kernels: "communicator", "group" (name of
+                the process group), "collective" (its number, -1 for sends and receives), "what" (in
+                words).
     """
     streams = {}
     for stream in document["streams"]:
@@ -287,14 +288,14 @@ def _parse_work(rank: int, stream: StreamKey, record: dict[str, Any]) -> StreamW
     Args:
         rank: The rank that wrote the record.
         stream: The stream of the work.
-        record: "kind" ("kernel", "copy", ...), "name", "sequence" (number in its stream), "position"
-            (number in its hardware queue), "started", "sms" (multiprocessors), and "waits_for". Kernels
-            of NCCL also have "communicator", "group" (name of the process group), "rank" (in the
-            communicator), "number" and "what" (of the operation).
+        record: "kind" ("kernel", "copy", ...), "name", "sequence" (number in its stream),
+            "position" (number in its hardware queue), "started", "sms" (multiprocessors), and
+            "waits_for". Kernels of NCCL also have "communicator", "group" (name of the process
+            group), "rank" (in the communicator), "number" and "what" (of the operation).
 
-            "waits_for" has at most one of these: "after" (work that an event wait waits for), "queue"
-            (others in the hardware queue are first), "sms" (too few are free), or, of a running kernel
-            of NCCL, "peer" and "direction".
+            "waits_for" has at most one of these: "after" (work that an event wait waits for),
+            "queue" (others in the hardware queue are first), "sms" (too few are free), or, of a
+            running kernel of NCCL, "peer" and "direction".
     """
     waits = record["waits_for"]
     after = None

@@ -47,8 +47,8 @@ def wait_watched(
 
     Args:
         job: The running job.
-        watcher: Watches the progress of the job's ranks. Its `end_s` is the limit of seconds without
-            progress while GPU work is pending.
+        watcher: Watches the progress of the job's ranks. Its `end_s` is the limit of seconds
+            without progress while GPU work is pending.
         labels: "NODE:LOCAL_RANK" of each rank, such as "a0:1", for the report.
         print_lines: Prints the lines of a report about a stall that does not end the job yet.
     """
@@ -70,8 +70,8 @@ def wait_watched(
                     )
                 job.kill()
                 return WatchedRun(job.wait(), tuple(lines))
-            # Host threads may compute for long. So such a stall ends the job only after end_s seconds,
-            # and only if work in a CUDA stream waits then (Watcher.must_end).
+            # Host threads may compute for long. So such a stall ends the job only after end_s
+            # seconds, and only if work in a CUDA stream waits then (Watcher.must_end).
             lines.append(
                 f"after {watcher.end_s:g} s of this (--gpu-standstill) it is ended if a stream has work"
             )
@@ -97,9 +97,10 @@ class Watcher:
         Args:
             directory: Directory of the watch files that the ranks of the job write.
             clock: Returns the time in seconds.
-            stall_s: Seconds without progress before the state of the ranks is read. From it follows which
-                rank or GPU work waits for which (the wait-for graph). A cycle in this graph is a
-                deadlock, which ends the job at once. The other two limits are for stalls without one.
+            stall_s: Seconds without progress before the state of the ranks is read. From it follows
+                which rank or GPU work waits for which (the wait-for graph). A cycle in this graph
+                is a deadlock, which ends the job at once. The other two limits are for stalls
+                without one.
             report_s: Seconds without progress before a stall is reported, once.
             end_s: Seconds without progress before a stall ends the job, if GPU work is pending.
         """

@@ -88,9 +88,8 @@ class Daemons:
         self._common = {
             name: value for name, value in common.items() if not name.startswith(_OTHER_LAUNCHERS)
         }
-        # The daemons start with the variables _common. A session of sshd or Slurm does not inherit them:
-        # its variables are written into configuration files, and only those that differ from this
-        # process's.
+        # The daemons start with the variables _common. A session of sshd does not inherit them: its
+        # variables, those that differ from this process's, are written into sshd's configuration.
         session_variables = {
             name: value for name, value in self._common.items() if os.environ.get(name) != value
         }
@@ -168,14 +167,15 @@ class Daemons:
     ) -> None:
         """Write the daemons' configuration files, and give every host an empty folder /run.
 
-        All hosts have the file system of this machine. A tmpfs on /run keeps the sockets and PID files
-        of a host's daemons apart from those of other hosts, and of this machine's own daemons.
+        All hosts have the file system of this machine. A tmpfs on /run keeps the sockets and PID
+        files of a host's daemons apart from those of other hosts, and of this machine's own
+        daemons.
 
         Args:
             hosts: Names of the nodes, and of the login host.
             needs: Services that will run: "slurm" or "ssh".
-            session_variables: Variables that sshd sets in each session. With those that describe its
-                host, they are written into the configuration of sshd.
+            session_variables: Variables that sshd sets in each session. With those that describe
+                its host, they are written into the configuration of sshd.
 
         Raises:
             HolmesError: A host cannot be prepared.
@@ -208,8 +208,8 @@ class Daemons:
     def _wait_until_ready(self, hosts: Sequence[str], needs: Sequence[str]) -> None:
         """Wait until the daemons accept connections and all nodes of Slurm are idle.
 
-        A script on the login host tries this (_WAIT_SCRIPT). Its arguments are HOST:PORT of each daemon,
-        and with Slurm "--" and the number of nodes that must be idle.
+        A script on the login host tries this (_WAIT_SCRIPT). Its arguments are HOST:PORT of each
+        daemon, and with Slurm "--" and the number of nodes that must be idle.
 
         Args:
             hosts: Names of the hosts, each with an sshd if ssh is needed.

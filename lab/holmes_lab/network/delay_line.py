@@ -144,8 +144,8 @@ class FairQueue:
     (Golestani 1994). It gives each frame a number, the finish tag, and the frame with the smallest
     finish tag leaves next:
 
-        finish tag      the bits of the frame, plus the larger of the virtual time and the finish tag
-                        of the flow's frame before
+        finish tag      the bits of the frame, plus the larger of the virtual time and the finish
+                        tag of the flow's frame before
         virtual time    the finish tag of the frame that left last
 
     So each frame of a flow has a larger tag than the one before, by its bits. A flow that has sent
@@ -161,16 +161,15 @@ class FairQueue:
         """
         self.second_per_bit = 1.0 / rate_bps
         self.buffer_bits = buffer_s * rate_bps
-        #: Time at which the last bit of the frame before has left, so that the next frame can begin.
-        #: 0 lies before every time of the clock: the queue is free.
+        #: Time at which the last bit of the frame before has left, so that the next frame can
+        #: begin. 0 lies before every time of the clock: the queue is free.
         self.free_at_s = 0.0
-        #: Frames that wait, as a heap: the frame with the smallest finish tag leaves next. Its number
-        #: decides between equal tags.
+        #: Heap of the frames that wait: the one with the smallest finish tag leaves next.
         self.waiting: list[_WaitingFrame] = []
         self._waiting_bits = 0
         self._frame_count = 0  # frames so far, which numbers them
-        #: Finish tag of the frame that left last. A flow that begins to send gets tags from here on,
-        #: so it neither owes nor gets anything for the time before.
+        #: Finish tag of the frame that left last. A flow that begins to send gets tags from here
+        #: on, so it neither owes nor gets anything for the time before.
         self._virtual_time = 0.0
         self._finish_tags: dict[bytes, float] = {}  # flow -> finish tag of its last frame
 
@@ -178,9 +177,9 @@ class FairQueue:
         """Add a frame that arrives at the time `now`. Return False if the buffer is full.
 
         The frame gets its finish tag by self-clocked fair queueing (Golestani 1994): of all waiting
-        frames, the one with the smallest tag leaves next. The tag is the bits of the frame, plus the
-        larger of the virtual time (tag of the frame that left last) and the tag of the flow's frame
-        before.
+        frames, the one with the smallest tag leaves next. The tag is the bits of the frame, plus
+        the larger of the virtual time (tag of the frame that left last) and the tag of the flow's
+        frame before.
 
         The buffer is full if more bits than its size wait already, so it holds one frame more than
         its size.
@@ -203,11 +202,11 @@ class FairQueue:
         return True
 
     def leaving(self, now: float) -> Iterator[LeavingFrame]:
-        """Remove and yield the frames that begin to leave the queue until `now`, with the time of each.
+        """Remove and yield the frames that begin to leave the queue until `now`, with their times.
 
         The frame with the smallest finish tag leaves next (self-clocked fair queueing), and its tag
-        becomes the queue's virtual time. A frame occupies the link for its bits at the queue's rate;
-        the end of this time is entered into the frame as `last_bit_s`.
+        becomes the queue's virtual time. A frame occupies the link for its bits at the queue's
+        rate; the end of this time is entered into the frame as `last_bit_s`.
         """
         while self.waiting and self.free_at_s <= now:
             next_frame = heapq.heappop(self.waiting)
@@ -274,8 +273,8 @@ class Router:
             )
             for address, (cluster, mac) in nodes.items()
         }
-        #: Frames that wait for a time, as a heap: for the end of the latency, or for the end of their
-        #: transmission on the last uplink.
+        #: Frames that wait for a time, as a heap: for the end of the latency, or for the end of
+        #: their transmission on the last uplink.
         self._timed: list[_TimedFrame] = []
         self._wait_count = 0  # waits so far, which numbers them
         self.dropped = 0  # frames
@@ -299,8 +298,8 @@ class Router:
         by those with which the router of the other cluster sends it to the receiver.
 
         Args:
-            frame: The frame, with the virtio-net header of a TAP device before its MAC addresses. All
-                slices (_ETHERTYPE, _RECEIVER, _FLOW) count from the start of this header.
+            frame: The frame, with the virtio-net header of a TAP device before its MAC addresses.
+                All slices (_ETHERTYPE, _RECEIVER, _FLOW) count from the start of this header.
             source: Number of the sender's cluster.
             now: Time in seconds at which the frame was read.
         """
@@ -321,7 +320,7 @@ class Router:
         self._enter_next_queue(delayed, now)
 
     def _enter_next_queue(self, frame: DelayedFrame, now: float) -> None:
-        """Add a frame to the next queue on its path, at the time `now`, or let it wait for the latency.
+        """Add a frame to the next queue on its path at the time `now`, or let the latency delay it.
 
         The queues are the uplink of the sender's cluster and the link. After them, the frame waits
         until the latency of the link is over, counted from its last bit. A frame that finds the
@@ -336,8 +335,8 @@ class Router:
     def pop_arrived(self, now: float) -> list[ArrivedFrame]:
         """Move all frames on to where they are at the time `now`, and remove those that have arrived.
 
-        A frame passes the uplink of the sender's cluster, the link, the latency of the link, and the
-        uplink of the receiver's cluster.
+        A frame passes the uplink of the sender's cluster, the link, the latency of the link, and
+        the uplink of the receiver's cluster.
 
         Returns:
             The frames that have arrived, in the order of arrival.
@@ -355,12 +354,13 @@ class Router:
         return arrived + self._end_waits(now)
 
     def _end_waits(self, now: float) -> list[ArrivedFrame]:
-        """Remove the frames from the heap of waits whose time has come, and return those that have arrived.
+        """End the waits of all frames for which the time has come; return the arrived frames.
 
         There are two kinds of waits (_TimedFrame):
 
-            has_left_all is false    for the end of the latency. The frame then enters the uplink of the
-                                     receiver's cluster. If that uplink has no limit, the frame has arrived.
+            has_left_all is false    for the end of the latency. The frame then enters the uplink of
+                                     the receiver's cluster. If that uplink has no limit, the frame
+                                     has arrived.
             has_left_all is true     for the end of the transmission on that uplink. The frame has
                                      then arrived. pop_arrived() adds these waits.
         """
@@ -440,10 +440,10 @@ def run(router: Router, taps: Sequence[int]) -> None:
 
     In each round, the process waits until a frame is due or arrives, forwards all frames that are
     due, and sleeps for `router.quantum_s` seconds (a quantum). So it handles several frames in a
-    round, which saves CPU time. Because of this sleep, times are rounded to the middle of a quantum:
+    round, which saves CPU time. Times are then rounded to the middle of a quantum:
 
-        due        A frame that is due within the next half of a quantum is forwarded now. Frames are
-                   up to half a quantum too early or too late, and on average neither.
+        due        A frame that is due within the next half of a quantum is forwarded now. Frames
+                   are up to half a quantum too early or too late, and on average neither.
         arrival    A frame that is found after the sleep came at an unknown time of the sleep. Its
                    time of arrival is set to the middle of the sleep.
 

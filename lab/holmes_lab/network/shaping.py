@@ -104,8 +104,8 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
         scale: Factor of all rates.
 
     Raises:
-        HolmesError: there are more than MAX_NODES nodes, or the factor is not above 0, or is too large
-            to be meant (_LARGEST_SCALE).
+        HolmesError: there are more than MAX_NODES nodes, or the factor is not above 0, or is too
+            large to be meant (_LARGEST_SCALE).
     """
     if len(spec.owner) > MAX_NODES:
         raise HolmesError(
@@ -216,7 +216,7 @@ def _nic(
     fabric_number: int = 0,
     rail: int = 0,
 ) -> LabNic:
-    """Return a NIC of an emulated node, which is an end of a veth; its other end is a port of the switch.
+    """Return a NIC of an emulated node: an end of a veth, with the other end at the switch.
 
     The IPv4 address is 10.NETWORK.RAIL.HOST, and the MAC address ends with the same three bytes.
     NETWORK is 77 for Ethernet, and 100 and up for fast networks.
@@ -281,8 +281,9 @@ class Shaping:
 
         up to 700 Mb/s    `burst` is small, at most 15 % of a message of 128 KiB. tbf cuts packets
                           above `burst`, which costs CPU time, so packets are small as well.
-        faster links      `burst` is large, because the timers by which tbf sends fire late. A second
-                          bucket with a slightly larger rate (`peak_bps`) spreads the burst over time.
+        faster links      `burst` is large, because the timers by which tbf sends fire late. A
+                          second bucket with a slightly larger rate (`peak_bps`) spreads the burst
+                          over time.
     """
 
     rate_bps: int  # on the wire, with headers
@@ -315,9 +316,9 @@ _SLOW_LINKS = (
 def shaping(rate_bps: int) -> Shaping:
     """Return the parameters with which the data of a TCP stream, without headers, gets a rate.
 
-    The kernel's token bucket filter (tbf) limits the rate. Up to 700 Mb/s, small bursts (_SLOW_LINKS)
-    keep it exact. Faster links need bursts of a millisecond, because timers fire late, and a limit
-    of the rate within the burst (peak_bps).
+    The kernel's token bucket filter (tbf) limits the rate. Up to 700 Mb/s, small bursts
+    (_SLOW_LINKS) keep it exact. Faster links need bursts of a millisecond, because timers fire
+    late, and a limit of the rate within the burst (peak_bps).
 
     Args:
         rate_bps: Rate of the data in bits/s.
@@ -342,9 +343,9 @@ def shaping(rate_bps: int) -> Shaping:
 def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
     """Return a line for `ip -batch` and a line for `tc -batch` that limit what a device sends.
 
-    The device may have a limit already. If the burst size changes, its queue is replaced by an empty
-    one, and TCP sends the lost packets again. A packet that is longer than the new burst would
-    otherwise stay at the head of the queue for ever (net/sched/sch_tbf.c, tbf_dequeue).
+    The device may have a limit already. If the burst size changes, its queue is replaced by an
+    empty one, and TCP sends the lost packets again. A packet that is longer than the new burst
+    would otherwise stay at the head of the queue for ever (net/sched/sch_tbf.c, tbf_dequeue).
 
     Args:
         device: Name of the network device.
@@ -354,8 +355,8 @@ def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
     peak = ""
     if shape.peak_bps:  # 0: no limit of the rate within a burst
         peak = f" peakrate {shape.peak_bps}bit minburst {shape.peak_burst}"
-    # `tc qdisc replace` keeps the queue if its handle stays the same, and else creates a new one. So
-    # each burst size gets a handle of its own.
+    # `tc qdisc replace` keeps the queue if its handle stays the same, and else creates a new one.
+    # So each burst size gets a handle of its own.
     handle = shape.burst % _HANDLES + 1
     return (
         f"link set dev {device} gso_max_size {shape.gso_max_size}",

@@ -5,16 +5,16 @@
 lab/measure.py runs it on 2 n nodes. Rank r < n sends to the r-th address, where rank n + r
 receives. There are two measurements:
 
-    stream      With "flood": all senders send without a pause for LEAD_S seconds, until TCP's window
-                has opened, and for STREAM_S more, in which the receivers count bytes. All start at
-                the same time.
+    stream      With "flood": all senders send without a pause for LEAD_S seconds, until TCP's
+                window has opened, and for STREAM_S more, in which the receivers count bytes. All
+                start at the same time.
     messages    With a single pair and sizes: the sender measures round trips of one byte, and
                 messages of SIZE bytes. The receiver acknowledges each message with one byte before
                 the next is sent.
 
-Each sender prints {"flood": rate of the stream in bits/s, "round_trip": median in seconds, "seconds":
-[mean of the messages of each size]}, without the keys of a measurement that was not made. The
-program uses the standard library only.
+Each sender prints {"flood": rate of the stream in bits/s, "round_trip": median in seconds,
+"seconds": [mean of the messages of each size]}, without the keys of a measurement that was not
+made. The program uses the standard library only.
 """
 
 from __future__ import annotations
@@ -52,14 +52,16 @@ def _send(
     Args:
         address: IP address of the receiver.
         sizes: Sizes of the messages in bytes.
-        with_stream: Whether to measure the rate of a stream: data that is sent without a pause for some
-            seconds. It is measured before the messages. lab/measure.py does so between clusters.
-        with_messages: Whether to measure round trips and single messages. No other pair of nodes may
-            send at the same time.
+        with_stream: Whether to measure the rate of a stream: data that is sent without a pause for
+            some seconds. It is measured before the messages. lab/measure.py does so between
+            clusters.
+        with_messages: Whether to measure round trips and single messages. No other pair of nodes
+            may send at the same time.
 
     Returns:
-        With the stream, "flood": bits/s. With messages, "round_trip": median seconds of a byte and its
-        acknowledgement; "seconds": mean seconds of a message and its acknowledgement, for each size.
+        With the stream, "flood": bits/s. With messages, "round_trip": median seconds of a byte and
+        its acknowledgement; "seconds": mean seconds of a message and its acknowledgement, for each
+        size.
     """
     result: dict[str, object] = {}
     if with_stream:
@@ -121,10 +123,10 @@ def _receive(sizes: list[int], with_stream: bool, with_messages: bool) -> None:
 
     Args:
         sizes: Sizes of the messages in bytes.
-        with_stream: Whether the sender first opens a connection for a stream: data that it sends without
-            a pause. At its end, the sender gets the rate of the stream.
-        with_messages: Whether the sender then opens a connection for single messages. Each begins with
-            its size; the size _END ends the connection.
+        with_stream: Whether the sender first opens a connection for a stream: data that it sends
+            without a pause. At its end, the sender gets the rate of the stream.
+        with_messages: Whether the sender then opens a connection for single messages. Each begins
+            with its size; the size _END ends the connection.
     """
     server = socket.create_server(("", _PORT))
     buffer = bytearray(max([_CHUNK, _WARM_UP_BYTES, *sizes]))

@@ -45,9 +45,9 @@ _GID_TABLE_SIZE = 8
 def write_tree(root: Path, node: LabNode) -> None:
     """Write the sysfs tree of a node with all links up, and the output of `ip -j addr` as ip_addr.json.
 
-    holmes reads the NICs of the emulated node from this tree in place of /sys. All NICs are ConnectX-6
-    adapters of NVIDIA (driver mlx5_core), also that for Ethernet: such an adapter can have any link
-    layer.
+    holmes reads the NICs of the emulated node from this tree in place of /sys. All NICs are
+    ConnectX-6 adapters of NVIDIA (driver mlx5_core), also that for Ethernet: such an adapter can
+    have any link layer.
 
     Args:
         root: Folder of the tree, which is created.
@@ -108,8 +108,9 @@ def set_link(root: Path, nic: LabNic, up: bool) -> None:
 def _net_files(nic: LabNic) -> dict[str, str]:
     """Return name -> content of the files of a network interface, without those about its link.
 
-    An InfiniBand NIC has an IPoIB interface. Its address has 20 bytes: 4 for a queue pair, and 16 for
-    the GID, which is the subnet prefix and the GUID of the port. Other interfaces have a MAC address.
+    An InfiniBand NIC has an IPoIB interface. Its address has 20 bytes: 4 for a queue pair, and 16
+    for the GID, which is the subnet prefix and the GUID of the port. Other interfaces have a MAC
+    address.
     """
     infiniband = KINDS[nic.kind].infiniband
     if infiniband:
@@ -193,7 +194,7 @@ def _guid(nic: LabNic) -> int:
 
 
 def _groups(value: int, count: int = 4) -> str:
-    """Return a number as `count` groups of four hexadecimal digits, such as "fec0:0000:0000:0001"."""
+    """Return a number as `count` groups of four hex digits, such as "fec0:0000:0000:0001"."""
     digits = f"{value:0{4 * count}x}"
     return ":".join(digits[start : start + 4] for start in range(0, len(digits), 4))
 

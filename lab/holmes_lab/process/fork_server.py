@@ -5,7 +5,8 @@ the fork server with the environment and the working directory of the job:
 
     python -c BOOT FOLDERS MODULE,MODULE CONTROL
 
-FOLDERS contain the packages holmes_lab and holmes_ext; CONTROL is the descriptor number of a socket.
+FOLDERS contain the packages holmes_lab and holmes_ext; CONTROL is the descriptor number of a
+socket.
 
 In a forked rank, a script finds what it would find in a new Python: sys.argv, sys.path[0],
 __main__, the environment, and random numbers. holmes is not activated in the fork server, but in
@@ -156,10 +157,10 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
 def serve_template(modules: list[str], control_number: int) -> launch.Entry | None:
     """Run as a template: import the modules once, and fork a fork server into each lab that requests one.
 
-    A lab is a set of emulated nodes whose processes have a PID namespace of their own. A template is
-    a Python process outside of all labs, so that several labs share its imports. Its forks, the fork
-    servers, fork the ranks of jobs, each in one lab. A template ends when the process that started
-    it closes the control socket, or ends.
+    A lab is a set of emulated nodes whose processes have a PID namespace of their own. A template
+    is a Python process outside of all labs, so that several labs share its imports. Its forks, the
+    fork servers, fork the ranks of jobs, each in one lab. A template ends when the process that
+    started it closes the control socket, or ends.
 
     Args:
         modules: Names of the modules.
@@ -263,13 +264,13 @@ def _preload(modules: list[str]) -> None:
 
 
 def _fork_job_supervisors(control: socket.socket) -> launch.Entry | None:
-    """Fork a job supervisor for each job that arrives: the process that forks the ranks of this job.
+    """Fork a job supervisor, the process that forks the ranks of one job, for each new job.
 
     The fork server is a Python that has imported the modules of the job; its forks have them, too.
 
     Args:
-        control: Socket over which the socket of each job arrives as a file descriptor. Its other end is
-            closed when the lab (the emulated nodes) ends.
+        control: Socket over which the socket of each job arrives as a file descriptor. Its other
+            end is closed when the lab (the emulated nodes) ends.
 
     Returns:
         The function returns in two kinds of processes. In a rank: a function without arguments that
@@ -302,7 +303,8 @@ def import_for_ranks() -> None:
         before = set(sys.modules)
         for module in ("holmes_ext.job", "holmes_ext.runtime.reduce.reducer"):
             importlib.import_module(module)
-        # all_patches() imports the modules with holmes's patches of frameworks; its result is not used.
+        # all_patches() imports the modules with holmes's patches of frameworks; its result is not
+        # used.
         importlib.import_module("holmes_ext.patches").all_patches()
         # A rank that has removed holmes_ext may import it again. The modules of extensions hold
         # references to the classes of the removed holmes_ext, so they are removed with it.

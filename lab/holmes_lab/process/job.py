@@ -198,8 +198,8 @@ class Job:
         """Read the messages and the output of the job until it has ended, and then set its result.
 
         A thread runs this function. The job supervisor, the process that forks the ranks, sends the
-        messages, and each rank has two pipes for its output. The job has ended when all of them have
-        closed their ends.
+        messages, and each rank has two pipes for its output. The job has ended when all of them
+        have closed their ends.
         """
         try:
             while len(self._selector.get_map()) > 0:
@@ -212,8 +212,8 @@ class Job:
                 self._end_when_due()
                 self._cores.sample()
             if self._lost_lab:
-                # Two processes end a lab with them: the one that owns its processes (the keeper), and
-                # the one that emulates the network between clusters (the delay line).
+                # Two processes end a lab with them: the one that owns its processes (the keeper),
+                # and the one that emulates the network between clusters (the delay line).
                 who = "its keeper or its delay line"
                 raise HolmesError(
                     f"the lab ended while the job ran: {who} was killed (`holmes lab down --all`?)"

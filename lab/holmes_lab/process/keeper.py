@@ -163,8 +163,8 @@ class Keeper:
         emulates the network between clusters.
 
         Args:
-            name: Name of the node that the namespaces belong to. SWITCH: of the bridges; WAN: of the
-                delay line.
+            name: Name of the node that the namespaces belong to. SWITCH: of the bridges; WAN: of
+                the delay line.
             furnish: Called in the forked process to create the namespaces. It returns None, or the
                 program: a function without arguments that the process then runs.
 
@@ -262,12 +262,14 @@ class Keeper:
         It reads and writes frames by TAP devices in the network namespace of the switch.
 
         Args:
-            clusters: Settings of each cluster for delay_line.Router, with the name of its TAP device as
-                "tap".
-            network: Further arguments of delay_line.Router: the links between clusters, and the nodes.
+            clusters: Settings of each cluster for delay_line.Router, with the name of its TAP
+                device as "tap".
+            network: Further arguments of delay_line.Router: the links between clusters, and the
+                nodes.
 
         Returns:
-            {"pids": [PID as seen outside of the lab, PID in the lab's PID namespace]} of the delay line.
+            {"pids": [PID as seen outside of the lab, PID in the lab's PID namespace]} of the delay
+            line.
         """
         switch_pid = self.holders[SWITCH].pid
 
@@ -286,7 +288,8 @@ class Keeper:
                     f"uplinks and [[between]] need TUN/TAP: {delay_line.TUN_DEVICE}: {error.strerror}"
                     " (modprobe tun; in a container: --device /dev/net/tun)"
                 ) from None
-            # Under SCHED_RR, ranks have the priority 1. Frames must not wait for ranks that compute.
+            # Under SCHED_RR, ranks have the priority 1. Frames must not wait for ranks that
+            # compute.
             launch.go_realtime(priority=2)
             return lambda: delay_line.run(delay_line.Router(clusters, **network), taps)
 

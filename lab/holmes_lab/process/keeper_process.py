@@ -77,12 +77,15 @@ class KeeperProcess:
         return answer["init"]
 
     def ask(self, do: str, descriptors: Sequence[int] = (), **arguments: Any) -> dict[str, Any]:
-        """Call a method Keeper.do_NAME in the keeper (the process that owns the lab), and return its result.
+        """Call a method Keeper.do_NAME in the keeper, the process that owns the lab.
 
         Args:
             do: NAME of the method.
             descriptors: File descriptors that are passed as its first arguments.
             arguments: Its keyword arguments.
+
+        Returns:
+            The result of the method.
 
         Raises:
             HolmesError: The method failed, or the keeper has ended.
@@ -104,7 +107,7 @@ class KeeperProcess:
         self._process.wait()
 
     def _answer(self) -> dict[str, Any]:
-        """Return the next message of the keeper, the process that owns all other processes of the lab.
+        """Return the next message of the keeper, the process that owns all processes of the lab.
 
         Raises:
             HolmesError: The keeper has ended. The message has the last line of its log, keeper.log.

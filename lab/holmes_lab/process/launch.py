@@ -140,13 +140,14 @@ def _status(pid: str) -> dict[str, str]:
 def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int]) -> None:
     """Turn the forked child into a rank: its session, output, priority, namespaces and directory.
 
-    Its PID, and whether it runs in real time, are reported to the process that started the job. This
-    process exits with an error message if a step is not possible.
+    Its PID, and whether it runs in real time, are reported to the process that started the job.
+    This process exits with an error message if a step is not possible.
 
     Args:
         job: Socket to the process that started the job.
-        message: The message that starts the rank: "rank", "argv", "cwd", "realtime" (whether it should
-            run under SCHED_RR), "holder" (PID of a process in the namespaces of the rank's node).
+        message: The message that starts the rank: "rank", "argv", "cwd", "realtime" (whether it
+            should run under SCHED_RR), "holder" (PID of a process in the namespaces of the rank's
+            node).
         output: File descriptors for stdout and stderr.
     """
     try:
@@ -157,8 +158,8 @@ def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int])
             os.dup2(descriptor, target)
             os.close(descriptor)
         realtime = message["realtime"] and go_realtime()
-        # The caller is outside of the lab's PID namespace. /proc is still the machine's, so its link
-        # `self` is the PID that the caller sees; os.getpid() is that inside of the lab.
+        # The caller is outside of the lab's PID namespace. /proc is still the machine's, so its
+        # link `self` is the PID that the caller sees; os.getpid() is that inside of the lab.
         outer_pid = int(os.readlink("/proc/self"))
         _report(job, {"rank": message["rank"], "pid": outer_pid, "realtime": realtime})
         job.close()

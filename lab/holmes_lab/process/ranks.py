@@ -82,7 +82,8 @@ def common_environment(
 
     Args:
         env: Variables in addition to those of this process.
-        configuration: Settings of the emulated accelerator. None: those of the variable, if it is set.
+        configuration: Settings of the emulated accelerator. None: those of the variable, if it is
+            set.
     """
     # One OpenMP thread for each rank, as torchrun sets it: the ranks share this machine's cores.
     # Unbuffered, so that each line of output is shown at once.

@@ -8,11 +8,11 @@ template, which needs no imports:
     Templates --socket--> template --forks--> guard --forks--> fork server --> job supervisor --> ranks
     (this process)        (outside of all labs)                (in the lab's PID namespace)
 
-    guard          The parent of the fork server. A process cannot enter a PID namespace itself, only
-                   let its next child begin in it. So the template forks the guard, and the guard
-                   forks the fork server. The guard then waits until the fork server has ended, and
-                   reaps it. Without a guard, the machine's init would have to reap the fork server,
-                   and the lab's end would wait for that.
+    guard          The parent of the fork server. A process cannot enter a PID namespace itself,
+                   only let its next child begin in it. So the template forks the guard, and the
+                   guard forks the fork server. The guard then waits until the fork server has
+                   ended, and reaps it. Without a guard, the machine's init would have to reap the
+                   fork server, and the lab's end would wait for that.
     fork server    The kernel kills it with its lab, as any process of the lab's PID namespace.
     template       It ends when this process ends or closes the socket, after all guards have ended.
 
@@ -70,8 +70,8 @@ class Templates:
     def __init__(self) -> None:
         #: Python processes from which labs can fork, the least recently used one first.
         self._templates: dict[TemplateKey, _Template] = {}
-        #: Templates that no lab can use any more. Their control sockets are closed, but they end only
-        #: after the processes that they have forked. close() waits for them.
+        #: Templates that no lab can use any more. Their control sockets are closed, but they end
+        #: only after the processes that they have forked. close() waits for them.
         self._retired: list[_Template] = []
 
     def __enter__(self) -> Templates:
@@ -114,7 +114,7 @@ class Templates:
             self._retired.append(least_recent)
 
         def request_fork(descriptors: list[int]) -> None:
-            """Let the template fork a fork server with these descriptors: control socket and log."""
+            """Let the template fork a fork server, which gets a control socket and a log."""
             wire.send(template.control, {"init": lab_init}, descriptors)
 
         try:
