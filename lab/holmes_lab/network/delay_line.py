@@ -148,8 +148,7 @@ class FairQueue:
                         tag of the flow's frame before
         virtual time    the finish tag of the frame that left last
 
-    So each frame of a flow has a larger tag than the one before, by its bits. A flow that has sent
-    much has large tags, and waits until the other flows have sent as much.
+    So a flow that has sent much has large tags, and waits until other flows have sent as much.
     """
 
     def __init__(self, rate_bps: float, buffer_s: float):

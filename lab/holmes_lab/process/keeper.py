@@ -81,7 +81,7 @@ def _hold_lab(control: socket.socket, caller: int) -> bool:
     try:
         wire.send(control, {"init": keeper.holders[SWITCH].pid})
         keeper.serve()
-        return keeper.gone(WAN)
+        return keeper.has_ended(WAN)  # False if the lab has no delay line
     finally:
         keeper.end()
 
@@ -155,7 +155,7 @@ class Keeper:
         #: Forked processes that keep namespaces alive: name of the node, SWITCH or WAN -> PIDs.
         self.holders: dict[str, wire.HolderPids] = {}
 
-    def hold(self, name: str, furnish: Callable[[], Callable[[], None] | None]) -> None:
+    def hold(self, name: str, prepare: Callable[[], Callable[[], None] | None]) -> None:
         """Fork a process that creates namespaces, and keeps them alive until it is killed.
 
         Namespaces exist as long as a process is in them. This process, a namespace holder, either
@@ -165,7 +165,7 @@ class Keeper:
         Args:
             name: Name of the node that the namespaces belong to. SWITCH: of the bridges; WAN: of
                 the delay line.
-            furnish: Called in the forked process to create the namespaces. It returns None, or the
+            prepare: Called in the forked process to create the namespaces. It returns None, or the
                 program: a function without arguments that the process then runs.
 
         Raises:
@@ -175,7 +175,7 @@ class Keeper:
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            _hold_namespaces(furnish, write)
+            _hold_namespaces(prepare, write)
         os.close(write)
         with os.fdopen(read, "r") as pipe:
             # The PID of the forked process in the lab's PID namespace, or an error message.
@@ -215,7 +215,7 @@ class Keeper:
                 os.close(descriptor)
             wire.send(self.control, answer)
 
-    def gone(self, name: str) -> bool:
+    def has_ended(self, name: str) -> bool:
         """Return whether a forked holder of namespaces has ended; False if there is none of this name."""
         if name not in self.holders:
             return False
@@ -293,7 +293,7 @@ class Keeper:
             launch.go_realtime(priority=2)
             return lambda: delay_line.run(delay_line.Router(clusters, **network), taps)
 
-        self.hold(WAN, furnish=open_taps)
+        self.hold(WAN, prepare=open_taps)
         return {"pids": self.holders[WAN]}
 
     def do_job(self, job: int) -> dict[str, Any]:
@@ -362,20 +362,22 @@ class Keeper:
             os.waitpid(ended.si_pid, 0)
 
 
-def _hold_namespaces(furnish: Callable[[], Callable[[], None] | None], ready: int) -> NoReturn:
+def _hold_namespaces(prepare: Callable[[], Callable[[], None] | None], ready: int) -> NoReturn:
     """Create namespaces in a forked child, and keep them alive. The function never returns.
 
     Args:
-        furnish: Creates the namespaces. If it returns a function, that function runs; otherwise the process
+        prepare: Creates the namespaces. If it returns a function, that function runs; otherwise the process
             sleeps.
         ready: Pipe to the keeper, for the PID of this process, or for an error message.
     """
     try:
         namespaces.die_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps orphans of the lab
+        # The holder of the switch's namespaces is also the init of the lab's PID namespace: processes
+        # without a parent become its children. If SIGCHLD is ignored, the kernel reaps them.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         work = None
         try:
-            work = furnish()
+            work = prepare()
             answer = str(os.getpid())
         except OSError as error:
             answer = str(error)
