@@ -101,7 +101,9 @@ class LabOf:
         labels = [f"{node}:{local}" for node in self.order for local in range(processes_of_a_node)]
         # The watcher reads what each emulated GPU executes. It ends a job that hangs, and reports the reason.
         watcher = Watcher(job.watch)
-        watched = wait_watched(job, watcher, labels, tell=lambda lines: print("\n".join(lines)))
+        watched = wait_watched(
+            job, watcher, labels, print_lines=lambda lines: print("\n".join(lines))
+        )
         assert not watched.hang, "\n".join(watched.hang)
         return follows_plan(watched.result)
 

@@ -1,4 +1,12 @@
-"""Comparison of several variants of a training job, such as with and without holmes, in the lab.
+"""Comparison of the step times of several variants of a training job, on emulated clusters.
+
+The usual variants are:
+
+    stock       on clusters with different NICs, without holmes (the package that this repository
+                provides)
+    holmes      on the same clusters, with holmes
+    all-RDMA    without holmes on one cluster, in which all nodes have the fastest NICs: the upper
+                bound
 
 The variants run in turn, in rotated order, so that a change of this machine's speed favours none:
 
@@ -83,14 +91,15 @@ class Series:
     ) -> None:
         """Add the measurements of a run.
 
-        The step times are appended to those of earlier runs. The losses, the output and the traffic
-        replace those of the run before.
+        The step times are appended to those of earlier runs. The losses, the output of rank 0 and
+        the traffic of a step replace those of the run before.
 
         Args:
             seconds: Seconds of all steps.
             losses: Losses of all steps.
             skip: Number of first steps, which warm up and whose times are not measured.
-            result: How the job ended.
+            result: Result of the job: its output, whether compute was emulated, whether all ranks
+                ran in real time (SCHED_RR), and how busy this machine's cores were.
             before, after: Bytes of each NIC before and after the job. They cover the warm-up, too.
         """
         measured_seconds = list(seconds[skip:])
@@ -98,14 +107,18 @@ class Series:
         self.losses = losses
         self.emulated = result.emulated
         self.realtime = self.realtime and result.realtime
+        # The measured steps are the last of the job, so the share of busy cores is taken from
+        # there.
         self.busy = max(self.busy, result.busy_in_last(sum(measured_seconds)))
-        self.lines = [line for _, line in result.lines[0]]
-        self.sent = {}
+        rank_0_lines = result.lines[0]
+        self.lines = [line for _stream, line in rank_0_lines]
+        step_count = len(seconds)
+        self.sent = {}  # node -> NIC -> bytes in a step
         for node, nics in after.items():
             self.sent[node] = {}
             for nic, (_, sent_after) in nics.items():
                 _, sent_before = before[node][nic]
-                self.sent[node][nic] = (sent_after - sent_before) / len(seconds)
+                self.sent[node][nic] = (sent_after - sent_before) / step_count
 
     @property
     def medians(self) -> list[float]:
@@ -243,10 +256,20 @@ def _run(
     options: Mapping[str, Any],
     series: Series,
 ) -> None:
-    """Run a variant once, and add its measurements to `series`.
+    """Run a variant of a training job once, and add its measurements to `series`.
 
     Args:
-        options: Keyword arguments of Lab.run().
+        lab: The emulated clusters of the variant.
+        variant: The order of the nodes, and flags for the script.
+        script: Path and arguments of the training script. It takes --steps N and --log FILE, and
+            writes a line of JSON with "loss" and "seconds" for each step.
+        steps: Steps of the run.
+        skip: First steps, which warm up and are not measured.
+        options: Keyword arguments of Lab.run(), with "gpus": emulated GPUs, or None.
+        series: Gets the measurements.
+
+    Raises:
+        HolmesError: The run failed.
     """
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
@@ -265,9 +288,13 @@ def _run(
         if result.returncode:
             raise HolmesError(_failure_message(variant, result))
         records = [json.loads(line) for line in log.read_text().splitlines()]
-    seconds, losses = ([record[key] for record in records] for key in ("seconds", "loss"))
+    seconds = [record["seconds"] for record in records]
+    losses = [record["loss"] for record in records]
     series.add(seconds, losses, skip, result, before, after)
-    series.emulated |= options["gpus"] is not None
+    if options["gpus"] is not None:
+        series.emulated = (
+            True  # RunResult.emulated covers only the other kind, emulated accelerators
+        )
 
 
 def _failure_message(variant: Variant, result: RunResult) -> str:

@@ -62,7 +62,10 @@ class CoreMeter:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Load of the cores in each sample, or until now if no sample is over yet."""
+        """Load of the cores, from 0 to 1, in each sample of SAMPLE_S seconds.
+
+        Before the end of the first sample, there is one value: the load from its start until now.
+        """
         return tuple(self._shares) or (core_times().busy_since(self._times_at_start),)
 
 

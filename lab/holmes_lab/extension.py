@@ -1,6 +1,8 @@
-"""Registration of the lab as an extension of holmes_ext: its commands and environment variables.
+"""Registration of this package, holmes_lab, as an extension of the package holmes_ext.
 
-The commands are `holmes lab` and `holmes demo`.
+holmes_ext trains over clusters with different NICs, and provides the command `holmes`. holmes_lab
+emulates such clusters on one machine, and adds `holmes lab` and `holmes demo` to the command, and
+the environment variables below to its help.
 """
 
 from holmes_ext.extensions import Extension

@@ -50,9 +50,12 @@ TOKEN, _PORT = "the token of joined jobs in a lab", 29600
 
 @contextmanager
 def coordinator(lab: Lab) -> Iterator[tuple[str, list[str]]]:
-    """Run `holmes join serve` on the first node, and yield its HOST:PORT and the list of its printed lines.
+    """Run the coordinator, through which training jobs exchange weights, on the first node.
 
-    The list grows while the coordinator runs. It is killed at the end of the `with` block.
+    It is the command `holmes join serve`. It is killed at the end of the `with` block.
+
+    Yields:
+        HOST:PORT of the coordinator, and the list of its printed lines, which grows while it runs.
     """
     lines: list[str] = []
     command = [sys.executable, "-m", "holmes_ext.cli.main", "join", "serve", "--port", str(_PORT)]
@@ -65,6 +68,8 @@ def coordinator(lab: Lab) -> Iterator[tuple[str, list[str]]]:
         on_line=lambda rank, line, stream: lines.append(line),
     )
     try:
+        # The coordinator prints "jobs meet at port ..." when it accepts connections. Its start
+        # takes seconds; 60 s are enough on a busy machine.
         await_(lambda: any("jobs meet" in line for line in lines), 60, "the coordinator")
         yield f"{node.address}:{_PORT}", lines
     finally:
@@ -147,15 +152,19 @@ def start(
 
 
 def join_flags(name: str, where: str, outer: str) -> list[str]:
-    """Return the flags with which a job joins others.
+    """Return the flags of a training job that trains one model together with other jobs.
+
+    The jobs meet at a coordinator, and exchange their weights in rounds.
 
     Args:
         name: Name of the job.
         where: HOST:PORT of the coordinator.
-        outer: Value of --holmes-outer: the settings of the exchange of weights.
+        outer: Value of --holmes-outer, the settings of these rounds, such as "every=16" (steps
+            between two rounds).
     """
     return [
         "--holmes",
+        # No test of the networks before the job: it takes time, and the lab's networks are intact.
         "--holmes-preflight",
         "off",
         "--holmes-join",

@@ -19,18 +19,15 @@ from typing import Any, ClassVar
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_lab import state
-from holmes_lab.emulate.accelerator import VARIABLE as ACCELERATOR
-from holmes_lab.gpu.job import GPU_COUNT, PRELOAD_VARIABLES, Gpus
+from holmes_lab.gpu.job import Gpus, preload_environment
 from holmes_lab.network import inter_cluster, namespaces, sysfs_tree
 from holmes_lab.network import shaping as network
 from holmes_lab.process import fork_server, ranks, wire
 from holmes_lab.process.job import Job, OnLine, RunResult
-from holmes_lab.process.keeper_process import ROOTS, KeeperProcess
+from holmes_lab.process.keeper_process import PACKAGE_FOLDERS, KeeperProcess
 from holmes_lab.process.templates import TemplateKey, Templates
 from holmes_lab.rights import program
 
-#: Beginnings of the names of variables that ranks read after their imports.
-_READ_IN_RANKS = ("HOLMES", "GLOO_", "NCCL_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_")
 _SWITCH = ""  # name of the switch, where other functions take the name of a node
 _FIRST_PORT = 29500  # MASTER_PORT of the first job, below the ephemeral ports
 
@@ -67,7 +64,7 @@ class Lab:
         """Lay out the nodes (arguments: see the class). They are created when `with` is entered."""
         self.spec, self.scale, self.realtime, self.sysctl = spec, scale, realtime, sysctl
         self.nodes = network.lay_out(spec, scale)
-        self.hosts = self.nodes  # the nodes, and behind them the host "login", if there is one
+        self.hosts = self.nodes  # the nodes, and after them the host "login", if there is one
         if login:
             self.hosts = (*self.nodes, network.login_node(spec, self.nodes, scale))
         self._by_name = {node.name: node for node in self.hosts}
@@ -250,21 +247,22 @@ class Lab:
     def _job(
         self, messages: list[dict[str, Any]], server_control: socket.socket | None, **options: Any
     ) -> Job:
-        """Start a job: fork a job supervisor, which starts the processes of the job.
+        """Start a job by a job supervisor, a new process that starts the processes of the job.
 
         Args:
             messages: One message of _message() for each process.
-            server_control: Socket of the preloaded Python that forks the supervisor, if processes run their
-                script in a fork of it; None: the keeper forks it, and each process executes its
-                command.
+            server_control: Control socket of a fork server, a Python that has imported the job's
+                modules. It forks the supervisor, and each process runs its script in a fork of that
+                Python. None: the keeper, which owns all processes of the lab, forks the supervisor,
+                and each process executes its command.
             options: Further keyword arguments of Job.
         """
-        ours, theirs = wire.pair()
+        ours, theirs = wire.pair()  # `theirs` is the end for the supervisor
         try:
             if server_control is None:
                 self._keeper.ask("job", descriptors=[theirs.fileno()])
             else:
-                wire.send(server_control, {}, [theirs.fileno()])
+                wire.send(server_control, {}, descriptors=[theirs.fileno()])
             theirs.close()
             return Job(messages, ours, **options)
         except OSError as error:
@@ -306,12 +304,12 @@ class Lab:
         self._tool(node, "ip", f"{line}\n")
 
     def rename(self, node: str, names: Mapping[str, str], hca: str) -> None:
-        """Rename the NICs and the HCA of a node, as if another machine had replaced it.
+        """Rename the NICs and the RDMA device (HCA) of a node, as if another machine replaced it.
 
         Args:
-            node: Name of a node with at most one fast NIC, since all its NICs get the same HCA.
+            node: Name of a node. It has at most one fast NIC, since all NICs get the same HCA.
             names: Old -> new name of a NIC, for example {"roce0": "ens6np0"}. Others keep their names.
-            hca: New name of the HCA (host channel adapter).
+            hca: New name of the HCA.
         """
         old_node = self._node(node)
         new_nics = []
@@ -326,11 +324,14 @@ class Lab:
                     f"link set dev {nic.name} name {new_name}\n"
                     f"link set dev {new_name} up\n",
                 )
-        new = self._by_name[node] = replace(old_node, nics=tuple(new_nics))
+        new_node = replace(old_node, nics=tuple(new_nics))
+        self._by_name[node] = new_node
         self.hosts = tuple(self._by_name.values())
-        self.nodes = self.hosts[: len(self.nodes)]  # the host "login" is behind the nodes
+        self.nodes = self.hosts[
+            : len(self.nodes)
+        ]  # without the host "login", the last of the hosts
         shutil.rmtree(self.sysfs(node))
-        sysfs_tree.write_tree(self.sysfs(node), new)
+        sysfs_tree.write_tree(self.sysfs(node), new_node)
 
     def set_rate(self, node: str, nic: str, bps: int) -> None:
         """Limit a NIC to a rate in bits/s in both directions.
@@ -362,6 +363,7 @@ class Lab:
         """Return the PID of the process that keeps a node's namespaces alive, for `nsenter -t PID -n -u -m`.
 
         Args:
+            node: Name of a node, or "login".
             inside: Whether to return its PID in the PID namespace of the lab; False: its PID as this process
                 sees it.
         """
@@ -390,7 +392,8 @@ class Lab:
     def _make_nodes(self) -> None:
         """Create the nodes and their sysfs trees, connect them by the switch, and start the delay line."""
         self._make_namespaces()
-        inner_pids = {name: pids.pid_in_lab for name, pids in self._holders.items()}
+        # `ip` runs in the PID namespace of the lab, and takes PIDs of that namespace.
+        inner_pids = {name: self.holder(name, inside=True) for name in self._by_name}
         batches = {_SWITCH: network.switch_batches(self.hosts, inner_pids)}
         batches.update({node.name: network.node_batches(node) for node in self.hosts})
         for host, (ip, tc) in batches.items():
@@ -398,12 +401,12 @@ class Lab:
             self._tool(host, "tc", tc)
         if self.spec.wan:  # there are links between clusters, with latencies or uplinks
             self._start_delay_line()
-        # `holmes lab shell`, another process, enters a host by its PID and needs the variables.
-        holders = {
+        # `holmes lab shell` enters the namespaces of a host by the PID of their holder.
+        shell_entries = {
             name: [state.identity(self.holder(name)), self.variables(name)]
             for name in self._by_name
         }
-        state.record(self.directory, **self._state, hosts=holders)
+        state.record(self.directory, **self._state, hosts=shell_entries)
 
     def _make_namespaces(self) -> None:
         """Create the namespaces and the sysfs tree of each host."""
@@ -414,6 +417,7 @@ class Lab:
         sysctl = dict(self.sysctl)
         has_rails = any(len(node.fast_nics) > 1 for node in self.nodes)
         if has_rails:
+            # By default, each NIC would answer ARP requests for the others in its subnet.
             sysctl = {**network.RAILS_SYSCTL, **sysctl}
         for node in self.hosts:
             answer = self._keeper.ask(
@@ -423,7 +427,11 @@ class Lab:
             sysfs_tree.write_tree(self.sysfs(node.name), node)
 
     def _start_delay_line(self) -> None:
-        """Start the process that emulates the links between clusters, and connect it to the bridges."""
+        """Start and connect the delay line, the process that emulates the links between clusters.
+
+        The keeper, the process that owns all other processes of the lab, forks it. A TAP device
+        connects it to the Ethernet bridge of each cluster, in the network namespace of the switch.
+        """
         addresses = [
             inter_cluster.NodeAddress(
                 ip=node.address, cluster=node.ethernet_segment, mac=node.nics[0].mac
@@ -433,8 +441,9 @@ class Lab:
         settings = inter_cluster.delay_line(
             self.spec, self.scale, addresses, network.WIRE_BITS_PER_DATA_BIT
         )
-        answer = self._keeper.ask("wan", **settings)
+        answer = self._keeper.ask("wan", **settings)  # Keeper.do_wan() forks the delay line
         self.delay_line = wire.HolderPids(*answer["pids"]).pid
+        # Commands of `ip` that attach the TAP devices to the bridges.
         tap_lines = inter_cluster.tap_lines(len(settings["clusters"]))
         self._tool(_SWITCH, "ip", "".join(f"{line}\n" for line in tap_lines))
 
@@ -459,8 +468,13 @@ class Lab:
     ) -> socket.socket:
         """Return the control socket of a fork server, which is started if there is none yet.
 
-        A fork server is a Python that has imported some modules. The ranks of jobs are forked from
-        it. Jobs with the same arguments use the same one.
+        A fork server is a Python in the lab that has imported some modules. The ranks of jobs are
+        forked from it. It is started in one of two ways:
+
+            with Lab.templates    as a fork of a template, a Python outside of the labs with the
+                                  same imports, which takes no time
+            otherwise             by the keeper, the process that owns all processes of the lab, as
+                                  a new Python that imports the modules
 
         Args:
             interpreter: The Python.
@@ -468,31 +482,19 @@ class Lab:
             env: Environment of the ranks.
             directory: Working directory.
         """
-        # Variables that are read after the start of a rank, not by imports, are left out: jobs that
-        # differ only in these then share a fork server. Each rank gets its whole environment in any
-        # case.
-        env = {
-            name: value
-            for name, value in env.items()
-            if name in (ACCELERATOR, *PRELOAD_VARIABLES) or not name.startswith(_READ_IN_RANKS)
-        }
-        if GPU_COUNT in env:  # with emulated GPUs
-            # torch then counts GPUs without using CUDA, which no forked process may have done before.
-            env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        env = preload_environment(env)
         key = TemplateKey(interpreter, modules, tuple(sorted(env.items())), directory)
         if key not in self._fork_servers:
             log = self.directory / f"preload{len(self._fork_servers)}.log"
             control = None
-            if (
-                self.templates is not None
-            ):  # fork it from a Python that other labs of this process share
-                control = self.templates.fork_server(key, ROOTS, self._init, log)
-            if control is None:
-                argv = [interpreter, "-c", fork_server.BOOT, ROOTS, ",".join(modules)]
-                control = fork_server.start(
-                    partial(self._keeper.ask, "fork_server", argv=argv, env=env, cwd=directory),
-                    log,
-                    modules,
+            if self.templates is not None:
+                control = self.templates.fork_server(key, PACKAGE_FOLDERS, self._init, log)
+            if control is None:  # without templates, or they cannot enter this lab
+                # PACKAGE_FOLDERS: folders from which this Python imports holmes_lab and holmes_ext.
+                argv = [interpreter, "-c", fork_server.BOOT, PACKAGE_FOLDERS, ",".join(modules)]
+                start_process = partial(
+                    self._keeper.ask, "fork_server", argv=argv, env=env, cwd=directory
                 )
+                control = fork_server.start(start_process, log, modules)
             self._fork_servers[key] = control
         return self._fork_servers[key]

@@ -130,7 +130,7 @@ def measure_between(lab: Lab, first: int, second: int) -> list[BetweenClustersRo
     ]
     if not sizes:
         sizes = [COUNTS_FROM]
-    (single,) = flood(lab, sides, 1, sizes)
+    (single,) = flood(lab, sides, count=1, sizes=sizes)
 
     trip_s = 2 * link.latency_s
     measured_trip_s = single["round_trip"]
@@ -143,7 +143,7 @@ def measure_between(lab: Lab, first: int, second: int) -> list[BetweenClustersRo
     rows.append(_rate_row(names, "1 pair", single_pair_bps, single["flood"]))
     count = min(MOST_PAIRS, len(sides[0]), len(sides[1]))
     if count > 1:
-        senders = flood(lab, sides, count, sizes)
+        senders = flood(lab, sides, count=count, sizes=sizes)
         achieved_bps = sum(sender["flood"] for sender in senders)
         configured_bps = min([count * nic_bps, *shared_bps])
         rows.append(_rate_row(names, f"{count} pairs at once", configured_bps, achieved_bps))
@@ -161,62 +161,76 @@ def _rate_row(
 def flood(
     lab: Lab, sides: Sequence[Sequence[LabNode]], count: int, sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Measure several pairs of nodes of two clusters at once, and return the values of each sender.
+    """Let several nodes of a cluster send to another cluster at once, without a pause.
 
     Args:
         lab: The running lab.
-        sides: Nodes of the sending and of the receiving cluster.
-        count: Number of pairs.
-        sizes: Sizes of the messages in bytes.
+        sides: Nodes of the sending cluster, and nodes of the receiving cluster.
+        count: Number of pairs: the first `count` nodes of both clusters.
+        sizes: Sizes in bytes of single messages. They are measured after that if there is one pair.
+
+    Returns:
+        For each sender, "flood": its rate in bits/s. With one pair and sizes also "round_trip":
+        median in seconds, and "seconds": [mean of a message with its acknowledgement, for each
+        size].
     """
-    near, far = (list(side[:count]) for side in sides)
-    link = f"{near[0].cluster} to {far[0].cluster}"
-    return _streams(
+    senders, receivers = (list(side[:count]) for side in sides)
+    return _run_stream_program(
         lab,
-        link,
-        what="flood",
-        near=near,
-        far=far,
-        addresses=[node.address for node in far],
+        link=f"{senders[0].cluster} to {receivers[0].cluster}",
+        mode="flood",
+        senders=senders,
+        receivers=receivers,
+        addresses=[node.address for node in receivers],  # of eth0
         sizes=sizes,
     )
 
 
-def _streams(
+def _run_stream_program(
     lab: Lab,
     link: str,
-    what: str,
-    near: Sequence[LabNode],
-    far: Sequence[LabNode],
+    mode: str,
+    senders: Sequence[LabNode],
+    receivers: Sequence[LabNode],
     addresses: Sequence[str],
     sizes: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Run stream.py on pairs of nodes and return the values that each sender prints.
+    """Measure TCP between pairs of nodes with network/stream.py, which runs on all of these nodes.
 
     Args:
         lab: The running lab.
         link: Name of the link, for the error message.
-        what: First argument of stream.py.
-        near: The sending nodes.
-        far: The receiving nodes.
-        addresses: IP addresses of the receiving nodes.
+        mode: "flood": all senders send at once without a pause, and a single pair then sends
+            messages. "messages": a single pair sends messages only.
+        senders: The sending nodes.
+        receivers: The receiving nodes, one for each sender.
+        addresses: IP addresses of the receiving nodes on the network to measure.
         sizes: Sizes of the messages in bytes.
+
+    Returns:
+        The values of each sender. "flood": rate of what it sent without a pause, in bits/s.
+        "round_trip": median in seconds; "seconds": [mean of a message with its acknowledgement, for
+        each size]. Keys of what was not measured are missing.
 
     Raises:
         HolmesError: the program failed.
     """
-    command = [sys.executable, "-I", "-S", _STREAM, what, ",".join(addresses), *map(str, sizes)]
-    result = lab.run(command, order=[node.name for node in (*near, *far)], processes=1, timeout=600)
+    # -I -S: the program needs only the standard library, and so starts sooner.
+    command = [sys.executable, "-I", "-S", _STREAM, mode, ",".join(addresses), *map(str, sizes)]
+    order = [node.name for node in (*senders, *receivers)]
+    result = lab.run(command, order=order, processes=1, timeout=600)
     if result.returncode != 0:
         output = " ".join(result.outputs[result.first_failed or 0].split())
         raise HolmesError(f"lab: measuring {link} failed: {output}")
-    return [json.loads(result.stdout[rank]) for rank in range(len(near))]
+    return [json.loads(result.stdout[rank]) for rank in range(len(senders))]
 
 
 def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[LinkRow]:
     """Measure the rate of messages of all sizes between two nodes on a network.
 
-    A rate counts the message, and the time until its acknowledgement has arrived.
+    The rate is the bits of a message, divided by the seconds until its acknowledgement has arrived.
+    A small message spends much of this time waiting for the acknowledgement, so a link fails only
+    by messages of COUNTS_FROM bytes or more (LinkRow.counts).
 
     Args:
         lab: The running lab.
@@ -227,27 +241,33 @@ def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[
     Returns:
         A row for each size.
     """
-    near = next(nic for nic in first.nics if nic.fabric == link)
-    far = next(nic for nic in second.nics if nic.fabric == link)
-    (measured,) = _streams(
-        lab, link, what="messages", near=[first], far=[second], addresses=[far.address], sizes=SIZES
+    sender_nic = next(nic for nic in first.nics if nic.fabric == link)
+    receiver_nic = next(nic for nic in second.nics if nic.fabric == link)
+    (measured,) = _run_stream_program(  # the values of the only sender
+        lab,
+        link,
+        mode="messages",
+        senders=[first],
+        receivers=[second],
+        addresses=[receiver_nic.address],
+        sizes=SIZES,
     )
-    configured_bps = min(near.rate_bps, far.rate_bps)
+    configured_bps = min(sender_nic.rate_bps, receiver_nic.rate_bps)
     rows = []
-    for size, seconds in zip(SIZES, measured["seconds"]):
+    for size, seconds in zip(SIZES, measured["seconds"]):  # mean seconds of each size
         achieved_bps = size * 8 / seconds
         ratio = achieved_bps / configured_bps
         rows.append(
             LinkRow(
                 link,
                 nodes=(first.name, second.name),
-                interface=(near.name, far.name),
+                interface=(sender_nic.name, receiver_nic.name),
                 message_bytes=size,
                 configured_bps=configured_bps,
                 achieved_bps=achieved_bps,
                 ratio=ratio,
                 within=abs(ratio - 1) <= TOLERANCE,
-                counts=size >= COUNTS_FROM,
+                counts=size >= COUNTS_FROM,  # whether a wrong rate makes the link fail
             )
         )
     return rows
@@ -272,9 +292,11 @@ def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabN
 def _ethernet_pair(nodes: Sequence[LabNode]) -> tuple[LabNode, LabNode] | None:
     """Return the two nodes between which Ethernet is measured, None if no pair is suitable.
 
-    If all clusters share one Ethernet, these are the first two nodes of different clusters, or the
-    first two nodes if there is one cluster. If each cluster has an Ethernet of its own, a link with
-    other rates is between clusters, so they are the first two nodes of the same cluster.
+    If all clusters share one Ethernet, they are the first two nodes of different clusters, or the
+    first two nodes if there is one cluster.
+
+    If each cluster has an Ethernet of its own, they are the first two nodes of the same cluster. The
+    links between the Ethernets have other rates, and are measured separately.
     """
     pairs = list(itertools.combinations(nodes, 2))
     each_cluster_has_ethernet = nodes[0].ethernet_segment is not None

@@ -189,14 +189,16 @@ def test_an_exception_in_a_layer_leaves_the_pacer_usable(paced):
 def test_speed_by_cluster_and_layout(monkeypatch):
     pacer = accelerator.Pacer(config(speed={"b": 2.0}))
     sbh = accelerator.Pacer(config(layout="sbh"))
-    bare = pacer.seconds(100, (BATCH, SEQUENCE, HIDDEN), "classes")
+    bare = pacer.seconds(100, (BATCH, SEQUENCE, HIDDEN), has_attention=True)
     assert bare == pytest.approx((2 * 100 * TOKENS + 4 * TOKENS * SEQUENCE * HIDDEN) / 1e6)
-    assert sbh.seconds(100, (SEQUENCE, BATCH, HIDDEN), "classes") == pytest.approx(bare)
-    assert pacer.seconds(100, (BATCH, SEQUENCE, HIDDEN), "plain") == pytest.approx(
+    assert sbh.seconds(100, (SEQUENCE, BATCH, HIDDEN), has_attention=True) == pytest.approx(bare)
+    assert pacer.seconds(100, (BATCH, SEQUENCE, HIDDEN), has_attention=False) == pytest.approx(
         2 * 100 * TOKENS / 1e6
     )
     monkeypatch.setenv("HOLMES_LAB_CLUSTER", "b")
-    assert pacer.seconds(100, (BATCH, SEQUENCE, HIDDEN), "classes") == pytest.approx(bare / 2)
+    assert pacer.seconds(100, (BATCH, SEQUENCE, HIDDEN), has_attention=True) == pytest.approx(
+        bare / 2
+    )
 
 
 @pytest.mark.parametrize(

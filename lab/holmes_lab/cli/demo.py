@@ -31,10 +31,14 @@ from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_diff
 from holmes_lab.process.ranks import interleave
 
 WARM_UP_STEPS = 3  # first steps of a run, which are not measured
-#: Arguments of examples/deepspeed_pipeline. The model has 6.15 M parameters in float32.
+#: Number of nodes of the cluster file, each with one rank, and of pipeline stages.
+NODE_COUNT, STAGE_COUNT = 4, 2
+#: Arguments of examples/deepspeed_pipeline.
 SCRIPT = (
     "--stages 2 --layers 6 --hidden 288 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8"
 ).split()
+#: Parameters of the model that these arguments make, for the texts.
+MODEL_PARAMETERS = "6.15 M parameters"
 #: Tokens of a step: micro-batch 1 x 8 micro-batches x 2 data-parallel ranks x 16 words.
 STEP_TOKENS = 1 * 8 * 2 * 16
 #: The emulated accelerator. With these FLOP/s, stock has about 0.6 of the all-RDMA throughput.
@@ -153,12 +157,19 @@ def run(args: argparse.Namespace) -> int:
 def _measure(
     args: argparse.Namespace, directory: Path, screen: Screen
 ) -> tuple[list[Variant], dict[str, Series]]:
-    """Run the variants with a progress bar, and return them with their measurements.
+    """Train the GPT as stock, holmes and all-RDMA, show the progress, and return the measurements.
+
+    stock and holmes run on the two clusters with the nodes in interleaved order (a0, b0, a1, b1),
+    as a scheduler that does not consider clusters may list them. Only holmes can then place the
+    ranks by cluster. all-RDMA runs on a single fast cluster.
 
     Args:
         args: Options of the command.
         directory: For the traces of each variant's last run.
         screen: Prints the progress.
+
+    Returns:
+        The three variants, and name of each variant -> its measurements.
     """
     file = examples() / "clusters" / CLUSTER
     spec = load_spec(file)
@@ -167,7 +178,7 @@ def _measure(
     variants = [Variant("stock", spec, order), holmes, all_rdma(spec)]
     total = len(variants) * args.repetitions
     screen.line(
-        "A GPT (6.15 M parameters, English text) on 4 nodes: 2 with InfiniBand, 2 with RoCE, "
+        f"A GPT ({MODEL_PARAMETERS}, English text) on 4 nodes: 2 with InfiniBand, 2 with RoCE, "
         "Ethernet between; pipeline 2 x data 2."
     )
     columns = (
@@ -177,10 +188,12 @@ def _measure(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=screen.console) as progress:
-        task, numbers = progress.add_task("starting the lab", total=total), itertools.count()
+        task = progress.add_task("starting the lab", total=total)
+        finished_counts = itertools.count()  # 0 before the first run, 1 before the second, ...
 
         def on_run(name: str, repetition: int) -> None:
-            done = next(numbers)
+            """Show the number and the name of a run that begins."""
+            done = next(finished_counts)
             progress.update(task, completed=done, description=f"run {done + 1} of {total}: {name}")
 
         series = compare(
@@ -260,21 +273,28 @@ def _report(
     """Return the report as one HTML page, with the table, and pictures of the placement and of one step.
 
     Args:
+        variants: stock, holmes and all-RDMA.
+        series: Name of each variant -> its measurements.
         result: The document of _result().
-        traces: Variant -> traces of its ranks (emulate/trace.py).
+        traces: Name of each variant -> traces of its ranks (emulate/trace.py).
     """
     panels = []  # for each variant: (name, site, nodes in the order of their ranks, whether holmes plans)
     for variant in variants:
+        is_holmes = variant.name == "holmes"
         site = site_from_spec(variant.spec)
         site = replace(site, nodes=tuple(site.node_by_name[name] for name in variant.order))
-        nodes = build_plan(site).nodes if variant.name == "holmes" else variant.order
-        panels.append((variant.name, site, nodes, variant.name == "holmes"))
-    placement = pictures.svg(pictures.placement_figure(panels, Sizes(pipeline=2).complete(4)))
+        # Only holmes changes the order in which the launcher lists the nodes.
+        nodes = build_plan(site).nodes if is_holmes else variant.order
+        panels.append((variant.name, site, nodes, is_holmes))
+    sizes = Sizes(pipeline=STAGE_COUNT).complete(
+        NODE_COUNT
+    )  # with the data-parallel size that follows
+    placement = pictures.svg(pictures.placement_figure(panels, sizes))
     timeline = pictures.svg(pictures.timeline_figure(traces))
     # The first message of holmes, which names its plan.
     message = next((line for line in series["holmes"].lines if line.startswith("holmes:")), "")
     about = (
-        "4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real "
+        f"4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, {MODEL_PARAMETERS}, real "
         "text. Times are emulated: layers sleep as long as the emulated accelerator would compute; the "
         "sockets, their limited rates and the losses are real. Largest difference of the loss to "
         f"stock's at any step: {result['max_loss_difference']:.2g}."

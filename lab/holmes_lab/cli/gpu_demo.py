@@ -26,12 +26,14 @@ from holmes_lab.process.ranks import interleave
 _ENVIRONMENT = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0"}
 
 
-def run(as_json: bool, script: list[str], cluster: str, steps: int) -> int:
-    """Run the demo, and print the networks of all groups, the bytes of all NICs and the losses.
+def run(as_json: bool, script_flags: list[str], cluster: str, steps: int) -> int:
+    """Train a GPT on emulated GPUs, without and with holmes; print NCCL's networks and the losses.
+
+    The output has the network that NCCL chose for each process group, and the bytes of each NIC.
 
     Args:
         as_json: Whether the result is also printed as JSON on stdout.
-        script: Flags of examples/deepspeed_pipeline.
+        script_flags: Flags for the script examples/deepspeed_pipeline/train.py.
         cluster: Name of a file in examples/clusters.
         steps: Training steps of each run.
 
@@ -44,7 +46,7 @@ def run(as_json: bool, script: list[str], cluster: str, steps: int) -> int:
     command = [
         sys.executable,
         str(folder / "deepspeed_pipeline" / "train.py"),
-        *script,
+        *script_flags,
         "--steps",
         str(steps),
     ]

@@ -2,10 +2,11 @@
 
 The demo goes like this:
 
-    1. The jobs "east" and "west" train, and exchange weights in rounds over the link between their
-    clusters. 2. "west" is killed after WEST_STEPS_UNTIL_KILLED steps. 3. "east" trains alone for
-    EAST_STEPS_ALONE steps. 4. "west" is started again. It begins with the weights of "east", and
-    both train to the end.
+    1. The jobs "east" and "west" train, and exchange weights in rounds over the link between
+       their clusters.
+    2. "west" is killed after WEST_STEPS_UNTIL_KILLED steps.
+    3. "east" trains alone for EAST_STEPS_ALONE steps.
+    4. "west" is started again. It begins with the weights of "east", and both train to the end.
 
 The coordinator of the jobs prints a line for each event. A round that has ended well is a line with
 "commit", and with the names of the jobs that took part.
@@ -29,7 +30,8 @@ from holmes_ext.planner.html.pictures import svg
 from holmes_lab.joined import CLUSTERS, NODES, LabJob, await_, coordinator, join_flags, start
 from holmes_lab.lab import Lab
 
-OUTER = "every=16,fragments=4,delay=1,timeout=10"  # value of --holmes-outer
+#: Value of --holmes-outer, the settings of the rounds in which jobs exchange weights.
+OUTER_SETTINGS = "every=16,fragments=4,delay=1,timeout=10"
 WEST_STEPS_UNTIL_KILLED = 40
 EAST_STEPS_ALONE = 30  # before "west" is restarted
 LEAST_STEPS = 2 * WEST_STEPS_UNTIL_KILLED + EAST_STEPS_ALONE  # of "east", for all parts of the demo
@@ -95,41 +97,46 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
         the coordinator. "rounds": number of exchanges, and "rounds_of_both" those in which both jobs took
         part. "came_back": whether the restarted job began with the weights of "east".
     """
-    begin = time.monotonic()
-    jobs: list[dict[str, Any]] = []
+    demo_start = time.monotonic()
+    jobs: list[dict[str, Any]] = []  # entries of the result, in the order of the starts
 
-    def begin_job(name: str, count: int, number: int) -> LabJob:
-        """Start a job, and append its entry to `jobs`.
+    def start_job(lab: Lab, coordinator_address: str, name: str, count: int, seed: int) -> LabJob:
+        """Start a job that joins the coordinator, and append its entry to `jobs`.
 
         Args:
+            lab: The emulated clusters.
+            coordinator_address: HOST:PORT of the coordinator, through which the jobs exchange
+                weights.
+            name: "east" or "west", which is also the cluster of the job.
             count: Training steps.
-            number: Seed, which also makes the name of the log unique.
+            seed: Seed of the weights and of the text. It also makes the name of the log unique.
         """
-        flags = join_flags(name, where, OUTER)
         job = start(
             lab,
             name,
             NODES[name],
-            flags=flags,
+            flags=join_flags(name, coordinator_address, OUTER_SETTINGS),
             steps=count,
-            seed=number,
-            log=directory / f"{name}{number}.jsonl",
+            seed=seed,
+            log=directory / f"{name}{seed}.jsonl",
         )
-        jobs.append({"job": name, "from": time.monotonic() - begin, "losses": []})
-        screen.line(f"{jobs[-1]['from']:4.0f} s  {name} starts")
+        start_s = time.monotonic() - demo_start
+        jobs.append({"job": name, "from": start_s, "losses": []})
+        screen.line(f"{start_s:4.0f} s  {name} starts")
         return job
 
-    def record_end(job: LabJob, number: int) -> None:
-        """Add the end and the losses of a job to its entry in `jobs`, which has the index `number`."""
+    def record_end(job: LabJob, index: int) -> None:
+        """Add the end and the losses of a job to its entry in `jobs`, which has the given index."""
         lines = job.steps()
-        jobs[number] |= {
-            "to": time.monotonic() - begin,
+        jobs[index] |= {
+            "to": time.monotonic() - demo_start,
             "losses": [line["loss"] for line in lines],
             "seconds": [line["seconds"] for line in lines],
         }
 
-    with Lab(load_spec(directory / "cluster.toml")) as lab, coordinator(lab) as (where, events):
-        east, west = begin_job("east", steps, 1), begin_job("west", steps, 2)
+    with Lab(load_spec(directory / "cluster.toml")) as lab, coordinator(lab) as (address, events):
+        east = start_job(lab, address, "east", count=steps, seed=1)
+        west = start_job(lab, address, "west", count=steps, seed=2)
         await_(
             lambda: len(west.steps()) >= WEST_STEPS_UNTIL_KILLED,
             200,
@@ -138,14 +145,14 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
         west.job.kill()
         record_end(west, _KILLED_JOB)
         screen.line(f"{jobs[_KILLED_JOB]['to']:4.0f} s  west is killed")
-        reached = len(east.steps())
-        alone_until = reached + EAST_STEPS_ALONE
+        alone_until = len(east.steps()) + EAST_STEPS_ALONE
         await_(lambda: len(east.steps()) >= alone_until, 200, "east's going on alone")
-        again = begin_job("west", steps - alone_until, 3)
+        # The restarted job gets the steps that "east" has left, so that both end together.
+        restarted_west = start_job(lab, address, "west", count=steps - alone_until, seed=3)
         east.wait()
         record_end(east, 0)
-        again.wait()
-        record_end(again, 2)
+        restarted_west.wait()
+        record_end(restarted_west, 2)
     return {
         "jobs": jobs,
         "events": events[1:],  # without the first line, which names the address

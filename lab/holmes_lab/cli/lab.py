@@ -25,9 +25,9 @@ from holmes_lab.cores import BOUND, BOUND_TEXT
 from holmes_lab.lab import Lab
 from holmes_lab.launchers.command import NEEDS, start_with_launcher
 from holmes_lab.launchers.daemons import Daemons
-from holmes_lab.measure import BetweenClustersRow, LinkRow, measure
+from holmes_lab.measure import TOLERANCE, BetweenClustersRow, LinkRow, measure
 from holmes_lab.process.ranks import interleave
-from holmes_lab.process.shell import inside, running
+from holmes_lab.process.shell import run_on_host, running_host
 
 #: Commands that start the processes of a job.
 LAUNCHERS = (
@@ -283,7 +283,7 @@ def refuse_launcher(command: Sequence[str]) -> None:
         HolmesError: The command is a launcher. The message has the command without it.
     """
     words = [Path(word).name for word in command]
-    # A launcher is the command itself, or a module: `python -m torch.distributed.run`.
+    # A launcher is the first word (torchrun), or the third (python -m torch.distributed.run).
     launcher = next((name for name in LAUNCHERS if name in words[:3]), "")
     if not launcher:
         return
@@ -292,9 +292,11 @@ def refuse_launcher(command: Sequence[str]) -> None:
         return
     try:
         parsed = split_command(command)
+        # Without a script, split_command() counts the module's name as a word of the launcher, so
+        # it is missing in `arguments`.
         program = [parsed.script] if parsed.script else ["-m"]
         script = " ".join(["python", *program, *parsed.arguments])
-    except HolmesError:
+    except HolmesError:  # neither a script nor a module was found: show an example
         script = "python train.py"
     raise HolmesError(
         f"holmes lab run starts every process itself, as a launcher does; {launcher} in it would "
@@ -326,10 +328,11 @@ class _Printer:
         """Print which rank failed first, and its last lines if they were not printed before.
 
         Args:
+            rank: The rank that failed first.
             status: Exit status of the rank.
             lines: Rank -> pairs ("stdout" or "stderr", line).
         """
-        if self.quiet and rank != 0:
+        if self.quiet and rank != 0:  # with --quiet, only the output of rank 0 was printed
             for _, line in lines[rank][-QUIET_TAIL:]:
                 print(f"[{self.labels[rank]}] {line}", file=sys.stderr)
         print(
@@ -357,7 +360,10 @@ def _configuration(text: str | None) -> dict[str, Any] | None:
 def _shell(args: argparse.Namespace) -> int:
     """Run a shell or a command on a host of a lab (`holmes lab shell`), and return its exit status.
 
-    The lab runs already, or with --cluster is started for the command.
+    A lab is a set of emulated nodes. It runs already, or with --cluster is started for the command.
+    With --launcher, the services that this launcher needs on the nodes are started, too: sshd for
+    mpirun and deepspeed, Slurm for srun. A new lab then also has the host "login", where users of a
+    cluster start jobs.
     """
     argv = (args.command[1:] if args.command[:1] == ["--"] else args.command) or [
         os.environ.get("SHELL") or "sh"
@@ -373,14 +379,14 @@ def _shell(args: argparse.Namespace) -> int:
                 "--launcher: a running lab keeps the launcher that it was started with; give "
                 "--cluster FILE for a new lab"
             )
-        host = running(args.host, args.lab)
-        return inside(host.holder, argv, {**os.environ, **host.variables})
+        host = running_host(args.host, args.lab)
+        return run_on_host(host.holder, argv, {**os.environ, **host.variables})
     with Lab(load_spec(args.cluster), args.scale, login=args.launcher is not None) as lab:
         lab.holder(args.host)  # raises an error for an unknown host, before the daemons start
         if args.launcher:
-            Daemons(lab, NEEDS[args.launcher])
-        host = running(args.host, str(lab.directory))
-        return inside(host.holder, argv, {**os.environ, **host.variables})
+            Daemons(lab, NEEDS[args.launcher])  # they run until the lab ends
+        host = running_host(args.host, str(lab.directory))
+        return run_on_host(host.holder, argv, {**os.environ, **host.variables})
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -413,28 +419,40 @@ def _measure(args: argparse.Namespace) -> int:
             ]
             cells = [_between_cells(row) for row in rows_between_clusters]
             Screen().table(columns, cells, "between the clusters")
-    # Of small messages, the rate is only shown (row.counts is false).
+    # The rate of a small message is only shown (row.counts is false).
     judged = [row.within for row in rows if row.counts]
     judged += [row.within for row in rows_between_clusters]
     return 0 if all(judged) else 1
 
 
 def _between_cells(row: BetweenClustersRow) -> list[str]:
-    """Return the cells of a measurement between clusters, which is a rate or a round trip."""
-    show = format_seconds if row.what == "round trip" else format_rate
-    verdict = (
-        "ok"
-        if row.within
-        else "off by more than 1 ms and 5 %"
-        if show is format_seconds
-        else "off by > 10 %"
-    )
+    """Return the cells of a measurement between clusters, which is a rate or a round trip.
+
+    They are: clusters, what was measured, configured value, achieved value, verdict.
+    """
+    is_round_trip = row.what == "round trip"
+    show = format_seconds if is_round_trip else format_rate
+    if row.within:
+        verdict = "ok"
+    elif is_round_trip:
+        verdict = "off by more than 1 ms and 5 %"
+    else:
+        verdict = f"off by > {100 * TOLERANCE:g} %"
     return ["-".join(row.clusters), row.what, show(row.configured), show(row.achieved), verdict]
 
 
 def _cells(row: LinkRow) -> list[str]:
-    """Return the cells of a measurement of a link inside the emulated network."""
-    verdict = "ok" if row.within else "off by more than 10 %" if row.counts else "small message"
+    """Return the cells of a measured link: network, nodes, message, rates, their ratio, verdict.
+
+    The rate of a small message (row.counts is false) is only shown: a large part of its time is
+    that of its acknowledgement, so it may miss the configured rate.
+    """
+    if row.within:
+        verdict = "ok"
+    elif row.counts:
+        verdict = f"off by more than {100 * TOLERANCE:g} %"
+    else:
+        verdict = "small message"
     return [
         row.link,
         "-".join(row.nodes),

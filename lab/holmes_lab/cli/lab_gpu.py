@@ -374,7 +374,13 @@ def _megabytes(count: int) -> str:
 
 
 def write_report(file: str, runs: Sequence[GpuRun], libs: Libraries) -> None:
-    """Write the networks and bytes of all runs as JSON (--gpu-report)."""
+    """Write the networks and bytes of all runs as JSON (--gpu-report).
+
+    The times of a run describe this machine instead of the emulated GPUs if its cores were too
+    busy: "cores_busy" is their load from 0 to 1, and "bound_by_cores" says whether it was above
+    BOUND. "hang" has lines that explain why a job hung. "missing_waits" has lines about streams
+    that use the same memory without waiting for each other (races).
+    """
     document = {
         "version": 1,
         "emulated": "GPU",

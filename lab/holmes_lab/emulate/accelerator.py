@@ -40,6 +40,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ MARKER = "HOLMES_LAB_EMULATED"
 #: Module with the class WeightGradients, which computes delayed gradients of weights.
 WEIGHTS = "holmes_ext.runtime.reduce.weight_gradients"
 #: Folder with sitecustomize.py, for PYTHONPATH of ranks with emulated hardware.
-SITE = str(Path(__file__).parents[1] / "site")
+SITECUSTOMIZE_FOLDER = str(Path(__file__).parents[1] / "site")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,9 @@ def add_to_environment(env: MutableMapping[str, str]) -> None:
     """
     load(env[VARIABLE])
     env[MARKER] = "1"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [SITE, env.get("PYTHONPATH", "")]))
+    env["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [SITECUSTOMIZE_FOLDER, env.get("PYTHONPATH", "")])
+    )
 
 
 _listeners: list[Callable[[str, float, float], None]] = []
@@ -128,6 +131,7 @@ def after_each_pass(listener: Callable[[str, float, float], None]) -> None:
 
 
 def _call_listeners(kind: str, start: float, end: float) -> None:
+    """Call the functions that record the times of emulated passes (emulate/trace.py)."""
     for listener in _listeners:
         listener(kind, start, end)
 
@@ -162,6 +166,14 @@ class DelayedGradients(NamedTuple):
     micro_batch: int
 
 
+class _Role(Enum):
+    """Role of a class of modules in the emulation."""
+
+    WITH_ATTENTION = "layer with attention"  # named in the setting `classes`
+    WITHOUT_ATTENTION = "layer without attention"  # named in the setting `plain`
+    NOT_EMULATED = "other module"  # it runs as fast as this machine does
+
+
 class Pacer:
     """Makes forward and backward passes of the configured layers last as long as on the emulated GPU.
 
@@ -185,15 +197,13 @@ class Pacer:
         self.calls = 0  # forward passes that were emulated
         self.unfinished: _Backward | None = None  # the backward pass that has begun and not ended
         self._inside = False  # whether a configured layer runs forward now
-        #: Class of a layer -> "classes", "plain" or "": the setting in `config` that names the
-        #: class.
-        self._kinds: dict[type, str] = {}
-        # Gradients of weights may be computed later than the rest of a backward pass
-        # (pace_delayed_gradients).
+        self._roles: dict[type, _Role] = {}  # class of a module -> what it is for the emulation
+        # A pipeline schedule may compute gradients of weights later than the rest of a backward
+        # pass. _call() fills this while a layer runs forward, and paced_make() empties it.
         #: Delayed gradients -> emulated seconds that their computation will take.
         self._delayed_s: dict[DelayedGradients, float] = defaultdict(float)
-        #: To which the weights of a layer that runs forward now belong; None: their gradients are
-        #: not delayed.
+        #: Entry of `_delayed_s` for the layers that run forward now. None: the gradients of their
+        #: weights are computed in the backward pass, as usual.
         self._delayed_key: DelayedGradients | None = None
 
     def install(self, module_class: Any) -> Callable[[], None]:
@@ -208,27 +218,33 @@ class Pacer:
         original = module_class.__call__
 
         def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
-            kind = self._kinds.get(type(module))
-            if kind is None:
-                kind = self._kinds[type(module)] = self._kind(type(module))
-            if not kind or self._inside:  # of nested layers, only the outermost is emulated
+            role = self._roles.get(type(module))
+            if role is None:
+                role = self._roles[type(module)] = self._role_of(type(module))
+            # Of nested layers, only the outermost is emulated.
+            if role is _Role.NOT_EMULATED or self._inside:
                 return original(module, *args, **kwargs)
-            return self._call(original, module, args, kwargs, kind)
+            has_attention = role is _Role.WITH_ATTENTION
+            return self._call(original, module, args, kwargs, has_attention)
 
         module_class.__call__ = __call__
 
         return lambda: setattr(module_class, "__call__", original)
 
     def pace_delayed_gradients(self, weight_gradients: Any) -> Callable[[], None]:
-        """Let delayed gradients of weights take the emulated time.
+        """Let weight gradients that are computed after their backward pass take the emulated time.
 
-        A pipeline schedule may compute the gradients of weights later than the rest of a backward
-        pass. A forward pass inside of WeightGradients.of(micro_batch), a context manager, delays
-        its gradients of weights. WeightGradients.make(micro_batch) computes them. Both methods are
-        patched.
+        A pipeline schedule uses holmes's class WeightGradients for this. Two of its methods are
+        patched:
+
+            of(micro_batch)      context manager around a forward pass, whose weights get their
+                                 gradients later. The patch lets _call() add their seconds to
+                                 self._delayed_s.
+            make(micro_batch)    computes these gradients. The patch then sleeps until these seconds
+                                 are over. For the trace, this is a part of a backward pass.
 
         Args:
-            weight_gradients: The class WeightGradients of runtime/reduce/weight_gradients.py.
+            weight_gradients: The class WeightGradients (runtime/reduce/weight_gradients.py).
 
         Returns:
             A function that removes the patch.
@@ -249,7 +265,8 @@ class Pacer:
             start = self.clock()
             make(instance, micro_batch)
             delayed = DelayedGradients(id(instance), micro_batch)
-            if seconds := self._delayed_s.pop(delayed, 0.0):
+            seconds = self._delayed_s.pop(delayed, 0.0)
+            if seconds > 0:
                 self.sleep_until(start + seconds)
                 _call_listeners("backward", start, self.clock())
 
@@ -260,15 +277,15 @@ class Pacer:
 
         return undo
 
-    def seconds(self, parameters: int, shape: tuple[int, ...], kind: str) -> float:
+    def seconds(self, parameters: int, shape: tuple[int, ...], has_attention: bool) -> float:
         """Return the seconds of the forward pass of a layer on the emulated GPU.
 
         Args:
             parameters: Number of parameters of the layer.
             shape: Shape of its input: [batch, sequence, hidden] ([sequence, batch, hidden] with the layout
                 "sbh"), or [batch, sequence] for integer tokens.
-            kind: "classes" for a layer with attention, "plain" for one without. The names are those
-                of the settings that list the layers' classes.
+            has_attention: Whether the layer computes attention, besides products with its
+                parameters.
         """
         has_hidden = len(shape) > 2  # the input is no integer tokens
         if has_hidden:
@@ -280,12 +297,13 @@ class Pacer:
         else:
             tokens = math.prod(shape)
         flops = 2.0 * parameters * tokens  # a multiplication and an addition for each parameter
-        if kind == "classes" and has_hidden:
+        if has_attention and has_hidden:
             # Attention: scores and weighted sum of the values, with 2 x sequence x hidden FLOP each
             # for a token.
             flops += 4.0 * tokens * sequence * hidden
-        # The lab sets the variable to the name of the rank's cluster.
-        cluster_speed = self.config.speed.get(os.environ.get("HOLMES_LAB_CLUSTER", ""), 1.0)
+        cluster = os.environ.get("HOLMES_LAB_CLUSTER", "")  # the lab sets it for each rank
+        # Clusters that the settings do not name have GPUs of the speed `config.flops`.
+        cluster_speed = self.config.speed.get(cluster, 1.0)
         return flops / (self.config.flops * cluster_speed * self._node_speed())
 
     def _node_speed(self) -> float:
@@ -309,30 +327,39 @@ class Pacer:
                 file=sys.stderr,
             )
 
-    def _kind(self, layer: type) -> str:
-        """Return the setting that names a layer's class: "classes", "plain", or "" if none does."""
-        names = {base.__name__ for base in layer.__mro__}
-        if names & {*self.config.classes}:
-            return "classes"
-        if names & {*self.config.plain}:
-            return "plain"
-        return ""
+    def _role_of(self, module_class: type) -> _Role:
+        """Return whether modules of a class are emulated layers, and whether these have attention.
 
-    def _call(self, original: Callable, module: Any, args: tuple, kwargs: dict, kind: str) -> Any:
-        """Call a layer, sleep until its emulated time is over, and prepare its backward pass.
+        The settings name such classes: `classes` those with attention, `plain` those without. A
+        class also counts if one of its base classes is named.
+        """
+        names = {base.__name__ for base in module_class.__mro__}
+        if names & {*self.config.classes}:
+            return _Role.WITH_ATTENTION
+        if names & {*self.config.plain}:
+            return _Role.WITHOUT_ATTENTION
+        return _Role.NOT_EMULATED
+
+    def _call(
+        self, original: Callable, module: Any, args: tuple, kwargs: dict, has_attention: bool
+    ) -> Any:
+        """Call a layer, sleep until its forward time is over, and prepare its backward pass.
+
+        For the backward pass, two autograd hooks of a _Backward are registered. begin() runs when
+        the gradient of the output arrives, and finish() when that of the input is ready.
 
         Args:
             original: The unpatched torch.nn.Module.__call__.
             module: The layer.
             args, kwargs: Its arguments. Without any tensor, its time is not emulated.
-            kind: "classes" or "plain" (see seconds()).
+            has_attention: Whether the layer computes attention, which takes further time.
         """
         inputs = list(_tensors((args, kwargs)))
         if not inputs:
             return original(module, *args, **kwargs)
         shape = tuple(inputs[0].shape)
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        forward_s = self.seconds(parameters, shape, kind)
+        forward_s = self.seconds(parameters, shape, has_attention)
         self.calls += 1
         # When the gradient of this input is ready, the backward pass of the layer has ended.
         input_with_grad = next((tensor for tensor in inputs if tensor.requires_grad), None)
@@ -344,38 +371,45 @@ class Pacer:
         if input_with_grad is not None and has_backward:
             # Registered now, because the layer may change its input in place.
             input_with_grad.register_hook(backward.finish)
-        start, self._inside = self.clock(), True
+        start = self.clock()
+        self._inside = True
         try:
             result = original(module, *args, **kwargs)
         finally:  # checkpointing ends a recomputation by an exception: it took its time all the same
             self._inside = False
             self.sleep_until(start + forward_s)
             _call_listeners("forward", start, self.clock())
-            # A recomputation inside of the layer's own backward pass makes that pass longer.
+            # A forward pass during a backward pass is a recomputation (activation checkpointing).
+            # The backward pass then ends later by its time.
             if self.unfinished is not None:
                 self.unfinished.end += self.clock() - start
         output = next((tensor for tensor in _tensors(result) if tensor.requires_grad), None)
         if output is not None and output.grad_fn is not None:
-            # A hook of the node runs after the hooks of its tensor, with which the next layer ends its pass.
+            # This tensor is the input of the next layer, whose finish() is a hook of the tensor.
+            # begin() is a hook of the tensor's autograd node: autograd calls these afterwards.
             output.grad_fn.register_prehook(backward.begin)
         return result
 
     def _delay_gradients(
         self, delayed: DelayedGradients, module: Any, shape: tuple[int, ...]
     ) -> float:
-        """Return the seconds by which delaying a layer's gradients of weights shortens its backward pass.
+        """Move the computation of a layer's weight gradients out of its backward pass.
 
-        They are added to the seconds that computing the delayed gradients will take. For the weight
-        matrices of linear layers, which have two dimensions, that takes as long as their forward
-        pass. Other gradients are not delayed.
+        Only gradients of weight matrices, the parameters with two dimensions, are delayed.
+        Computing them takes as long as the forward products with these matrices, which have no
+        attention.
 
         Args:
-            delayed: The delayed gradients to which those of the layer are added.
+            delayed: The entry of self._delayed_s to which the seconds are added.
+                pace_delayed_gradients() lets them pass when the schedule computes the gradients.
             module: The layer.
             shape: Shape of its input.
+
+        Returns:
+            The moved seconds: the backward pass of the layer is shorter by them.
         """
         weights = sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
-        seconds = self.seconds(weights, shape, "plain")
+        seconds = self.seconds(weights, shape, has_attention=False)
         self._delayed_s[delayed] += seconds
         return seconds
 
@@ -393,30 +427,35 @@ class _Backward:
     the gradient of the layer's output arrives, and finish() when the gradient of its input is
     ready.
 
-    The output of layer 1 may be the input of layer 2. Then one gradient ends the pass of layer 2
-    and begins that of layer 1, and autograd may call the hook of layer 1 first. So begin() of layer
-    1 first ends the pass of layer 2.
+    The output of layer 1 may be the input of layer 2. The gradient of this tensor ends the backward
+    pass of layer 2 and begins that of layer 1. Autograd may call begin() of layer 1 before finish()
+    of layer 2. So begin() of layer 1 first ends the backward pass of layer 2.
     """
 
     def __init__(self, pacer: Pacer, target: float, has_input_gradient: bool):
-        """Prepare the pass.
+        """Prepare the emulated backward pass of one call of a layer.
 
         Args:
-            pacer: Provides the clock, and knows the unfinished pass.
-            target: Seconds of the pass.
-            has_input_gradient: Whether an input of the layer gets a gradient, whose hook then ends the pass.
-                If not, the pass sleeps only at its start.
+            pacer: Provides the clock. Its `unfinished` is the backward pass that runs now, of any
+                layer.
+            target: Seconds that the backward pass takes on the emulated GPU.
+            has_input_gradient: Whether an input of the layer gets a gradient. The backward pass
+                then ends in a hook of that gradient. If not, nothing shows its end, so it sleeps
+                all of its time at its start.
         """
         self.pacer, self.target, self.has_input_gradient = pacer, target, has_input_gradient
         self.start = self.end = 0.0
 
     def begin(self, _: Any) -> None:
-        """Start the pass when the gradient of the layer's output arrives, and sleep half of its time.
+        """Start the backward pass when the output's gradient arrives, and sleep half of its time.
 
-        The layer's gradients of weights then become ready in the middle of the pass. On a GPU, they
-        become ready one after the other during the whole pass.
+        The layer's gradients of weights then become ready in the middle of the backward pass. On a
+        GPU, they become ready one after the other during all of it. If no input of the layer gets a
+        gradient, no hook can end the backward pass later: it sleeps all of its time now.
         """
         if self.pacer.unfinished is not None:
+            # The backward pass of the layer after this one ends with the same gradient. Its own
+            # hook may be called after this one.
             self.pacer.unfinished.finish(None)
         self.pacer.unfinished = self
         self.start = self.pacer.clock()
@@ -427,7 +466,7 @@ class _Backward:
             self.finish(None)
 
     def finish(self, _: Any) -> None:
-        """End the pass when the gradient of the layer's input is ready, unless it has ended already."""
+        """End the backward pass when the input's gradient is ready, unless it has ended already."""
         if self.pacer.unfinished is self:
             self.pacer.sleep_until(self.end)
             self.pacer.unfinished = None

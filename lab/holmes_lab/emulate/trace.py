@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import wrapt
 
@@ -44,14 +44,28 @@ KINDS = {
 _inside = threading.local()  # has the attribute `kind` while this thread is in such a function
 
 
+class Event(NamedTuple):
+    """Something that a rank did. In the file of the trace, it is a list of these values."""
+
+    kind: str  # "forward", "backward", "optimizer" or a value of KINDS
+    start: float  # time.monotonic()
+    end: float
+    bytes: int  # of the tensor that is communicated; 0 for passes and optimizers
+
+
 def install(directory: str) -> None:
-    """Record the events of this process from now on, and write them when it ends.
+    """Record what this process does from now on, and write it into a file when the process ends.
+
+    Forward and backward passes of emulated layers, functions of torch.distributed, and steps of
+    optimizers are recorded, each with its start and end (Event).
 
     Args:
-        directory: Folder for the file.
+        directory: Folder for the file rankN.json.
     """
-    events: list[tuple[str, float, float, int]] = []
-    accelerator.after_each_pass(lambda kind, start, end: events.append((kind, start, end, 0)))
+    events: list[Event] = []
+    accelerator.after_each_pass(
+        lambda kind, start, end: events.append(Event(kind, start, end, bytes=0))
+    )
     wrapt.register_post_import_hook(
         lambda module: _wrap_distributed(module, events), "torch.distributed"
     )
@@ -61,7 +75,7 @@ def install(directory: str) -> None:
     atexit.register(_write, directory, events)
 
 
-def _write(directory: str, events: list) -> None:
+def _write(directory: str, events: list[Event]) -> None:
     rank = os.environ.get("RANK", "0")
     document = {
         "rank": int(rank),
@@ -71,7 +85,7 @@ def _write(directory: str, events: list) -> None:
     Path(directory, f"rank{rank}.json").write_text(json.dumps({**document, "events": events}))
 
 
-def _wrap_distributed(module: Any, events: list) -> None:
+def _wrap_distributed(module: Any, events: list[Event]) -> None:
     """Replace the functions of torch.distributed by functions that also record events.
 
     Args:
@@ -87,10 +101,11 @@ def _wrap_distributed(module: Any, events: list) -> None:
             setattr(holder, name, traced)
 
 
-def _traced(function: Callable, kind: str, events: list) -> Callable:
+def _traced(function: Callable, kind: str, events: list[Event]) -> Callable:
     """Return a function that does the same and appends an event.
 
-    The event of an asynchronous operation ends with the first wait() for it.
+    An asynchronous operation returns a handle (torch's Work). Its event ends when the first call
+    of the handle's wait() returns, and is appended then.
 
     Args:
         function: A function of torch.distributed.
@@ -100,6 +115,7 @@ def _traced(function: Callable, kind: str, events: list) -> Callable:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call the function, and record its event: now, or at the first wait() for its handle."""
         # Some functions call each other, such as send and isend: only the outermost call is recorded.
         if hasattr(_inside, "kind"):
             return function(*args, **kwargs)
@@ -112,28 +128,30 @@ def _traced(function: Callable, kind: str, events: list) -> Callable:
         # Bytes of the first argument that is a tensor.
         size = next((_bytes(value) for value in (*args, *kwargs.values()) if _bytes(value)), 0)
 
-        def done() -> None:
-            events.append((kind, start, time.monotonic(), size))
+        def append_event() -> None:
+            events.append(Event(kind, start, end=time.monotonic(), bytes=size))
 
-        if not hasattr(work, "wait"):
-            done()
+        if not hasattr(work, "wait"):  # the operation was synchronous
+            append_event()
             return work
-        return _Awaited(work, done)
+        return _Awaited(work, on_first_wait=append_event)
 
     return call
 
 
 class _Awaited(wrapt.ObjectProxy):
-    """Handle of an asynchronous operation (torch's Work) that calls a function at the first wait()."""
+    """Handle of an operation (torch's Work) that calls a function after the first wait()."""
 
-    def __init__(self, work: Any, done: Callable[[], None]):
+    def __init__(self, work: Any, on_first_wait: Callable[[], None]):
         super().__init__(work)
-        self._self_done = done
+        # wrapt keeps attributes of the proxy, not of `work`, under names that begin with _self_.
+        self._self_on_wait = on_first_wait
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         result = self.__wrapped__.wait(*args, **kwargs)
-        done, self._self_done = self._self_done, lambda: None
-        done()
+        on_wait = self._self_on_wait
+        self._self_on_wait = lambda: None  # later calls of wait() end no event
+        on_wait()
         return result
 
 
@@ -142,15 +160,22 @@ def _bytes(value: Any) -> int:
     return value.numel() * value.element_size() if hasattr(value, "element_size") else 0
 
 
-def _hook_optimizer(module: Any, events: list) -> None:
+def _hook_optimizer(module: Any, events: list[Event]) -> None:
     """Record an event for each step of an optimizer.
 
     Args:
         module: torch.optim.optimizer.
         events: The events are appended.
     """
+    # Start times of the steps that run now. An optimizer may call another one, so it is a stack.
     started: list[float] = []
-    module.register_optimizer_step_pre_hook(lambda *_: started.append(time.monotonic()))
-    module.register_optimizer_step_post_hook(
-        lambda *_: events.append(("optimizer", started.pop(), time.monotonic(), 0))
-    )
+
+    def on_start(*_: Any) -> None:
+        started.append(time.monotonic())
+
+    def on_end(*_: Any) -> None:
+        start = started.pop()
+        events.append(Event("optimizer", start, end=time.monotonic(), bytes=0))
+
+    module.register_optimizer_step_pre_hook(on_start)
+    module.register_optimizer_step_post_hook(on_end)

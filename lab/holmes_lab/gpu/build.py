@@ -95,12 +95,17 @@ def build(
 
 @contextmanager
 def _lock(path: Path, on_progress: OnProgress) -> Iterator[None]:
-    """Hold an exclusive lock on a file. The kernel also releases it when the process ends."""
+    """Hold an exclusive lock on a file. The kernel also releases it when the process ends.
+
+    Args:
+        path: The lock file of a component.
+        on_progress: Shows the user that this process waits, if another one holds the lock.
+    """
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            on_progress(0, 0, "another process builds it: waiting")
+            on_progress(0, 0, "another process builds it: waiting")  # 0 of 0 commands
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -113,7 +118,8 @@ def _build_missing(
     Args:
         missing: The components to build.
         folders: The folder of each component, also of those that the missing ones link.
-        on_progress: Shows the progress of the build.
+        on_progress: Shows the progress of the build. Called as on_progress(finished commands, all
+            commands, name of the last output).
     """
     headers: list[_Command] = []
     compilations: list[_Command] = []
@@ -124,7 +130,7 @@ def _build_missing(
         unit.prepare(folder)
         if unit.header:
             headers.append(_Command(unit.header, folder))
-        compilations.extend(_Command(step, folder) for step in unit.compiles(folder))
+        compilations.extend(_Command(step, folder) for step in unit.compilations(folder))
     for unit in missing:
         links.extend(_Command(step, folders[unit.name]) for step in unit.links(folders))
     # An interrupted build leaves outputs, which need not be built again.
@@ -134,9 +140,10 @@ def _build_missing(
 
     total = len(headers) + len(compilations) + len(links)
     finished = 0
-    failed = Event()
+    failed = Event()  # whether a command has failed, so that no further one is to start
 
     def run(command: _Command) -> None:
+        """Run a command in a thread of the pool, and show the progress."""
         nonlocal finished
         if failed.is_set():
             return
@@ -145,15 +152,18 @@ def _build_missing(
         except BaseException:
             failed.set()
             raise
+        # Without a lock: if two threads end at the same time, at worst the shown number is too
+        # small.
         finished += 1
+        # The file of an object is objects/NAME.o.
         name = command.step.output.removeprefix("objects/").removesuffix(".o")
         on_progress(finished, total, name)
 
     on_progress(0, total, "compiling")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         try:
-            for commands in (headers, compilations):
-                for _ in pool.map(run, commands):
+            for commands in (headers, compilations):  # compilations read the precompiled headers
+                for _ in pool.map(run, commands):  # the loop raises the error of a command
                     pass
         except BaseException:
             failed.set()  # after Ctrl-C no further command starts; running ones receive the signal, too

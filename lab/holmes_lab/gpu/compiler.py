@@ -31,6 +31,9 @@ class Compiler:
 def find_compiler() -> Compiler:
     """Return the compiler that the environment variable CXX names, or g++.
 
+    Its version and the instruction sets of this machine's processor become parts of the digests
+    that identify built libraries in the cache. Other processors then get builds of their own.
+
     Raises:
         HolmesError: The compiler is missing, fails or is too old.
     """
@@ -46,6 +49,7 @@ def find_compiler() -> Compiler:
         raise HolmesError(
             f"{command[0]} is {version}: the emulated GPU needs g++ {OLDEST} or newer; name one in CXX"
         )
+    # -march=native defines a macro for each instruction set of this machine's processor.
     macros = _run(command, "-march=native", "-dM", "-E", "-x", "c++", "-")
     processor = hashlib.sha256(macros.encode()).hexdigest()
     return Compiler(command, version, processor)

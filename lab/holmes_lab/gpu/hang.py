@@ -144,7 +144,10 @@ class WaitForGraph:
     def _waits_of_work(
         self, state: RankState, queue: int, *, first_in_stream: StreamWork, work: StreamWork
     ) -> Iterator[Wait]:
-        """Yield the edges from pending work to all that keeps it from starting or finishing.
+        """Yield the edges of the wait-for graph from pending GPU work to all that it waits for.
+
+        The `reason` of an edge is the words between both works in a report, such as "kernel A comes
+        in its stream after kernel B".
 
         Args:
             state: The rank of the work.
@@ -156,7 +159,8 @@ class WaitForGraph:
             # A stream runs its work in order.
             yield Wait(work.work_id, first_in_stream.work_id, "comes in its stream after")
         elif work.started:
-            # Only kernels of NCCL can wait after their start.
+            # Of running work, only kernels of NCCL wait for others: for data or buffers of another
+            # rank, the `peer`. Without one, the kernel computes, and waits for nothing.
             if work.peer is not None:
                 yield from self._waits_of_nccl_kernel(work)
         elif work.after is not None:
@@ -164,12 +168,13 @@ class WaitForGraph:
             target = self._nearest_reported(work.after)
             yield Wait(work.work_id, target, f"waits ({work.name}) for")
         elif work.is_behind_in_queue:
-            # Streams that share a hardware queue start their work in the order of the launches.
+            # Streams that share a hardware queue start their work in the order of the launches, so
+            # work of another stream may be first.
             first = _first_in_queue(state, queue, before=work)
             if first is not None:
                 reason = f"stands in hardware queue {queue} behind"
                 yield Wait(work.work_id, first.work_id, reason)
-        elif work.needs_sms:
+        elif work.needs_sms:  # too few multiprocessors (SMs) are free
             reason = f"needs {work.sms} multiprocessors, of which this holds some:"
             for other in state.works():
                 if other.started and other.sms:

@@ -20,22 +20,25 @@ from pathlib import Path
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.document import parse_json
 from holmes_ext.errors import HolmesError
-from holmes_lab.emulate.accelerator import SITE
+from holmes_lab.emulate.accelerator import SITECUSTOMIZE_FOLDER
+from holmes_lab.emulate.accelerator import VARIABLE as ACCELERATOR_VARIABLE
 from holmes_lab.gpu.libraries import NCCL_SETTINGS, Libraries
-from holmes_lab.gpu.operators import VARIABLE as OPERATORS
+from holmes_lab.gpu.operators import VARIABLE as OPERATORS_VARIABLE
 from holmes_lab.network.shaping import LabNode
 
 #: Environment variable with the directory for the watch files of the ranks
 #: (csrc/runtime/watch.cc, csrc/nccl/communicators.cc).
-WATCH = "HOLMES_GPU_WATCH"
+WATCH_VARIABLE = "HOLMES_GPU_WATCH"
 #: Environment variable with the number of emulated GPUs of a node. Only jobs on emulated GPUs have
 #: it.
-GPU_COUNT = "HOLMES_GPU_COUNT"
+GPU_COUNT_VARIABLE = "HOLMES_GPU_COUNT"
 #: Variables of emulated GPUs that a preloaded Python needs before ranks are forked from it. The
 #: other HOLMES_GPU_* variables are set in each rank.
-PRELOAD_VARIABLES = (GPU_COUNT, OPERATORS)
+_PRELOAD_VARIABLES = (GPU_COUNT_VARIABLE, OPERATORS_VARIABLE)
 #: Memory in MB that a rank needs at least.
 LEAST_RANK_MB = 500
+#: Beginnings of the names of variables that are read by the script of a rank, not by imports.
+_READ_BY_SCRIPTS = ("HOLMES", "GLOO_", "NCCL_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_")
 # Limits of the settings of an emulated clock.
 _MAX_RATE = 1e18  # FLOP/s or bytes/s
 _MAX_SMS = 1024
@@ -138,8 +141,11 @@ class Gpus:
             base: Environment of the ranks without emulated GPUs. Its settings of NCCL have precedence.
             count: GPUs of each node.
             nodes: Nodes of the job.
-            holmes: Whether the job runs with holmes, so that NCCL's settings need not name a network.
-            watch: Directory for the watch files of the ranks.
+            holmes: Whether the job runs with holmes, which chooses the network of each NCCL
+                communicator.
+                False: NCCL's settings name a network, as a user without holmes would.
+            watch: Directory for the watch files of the ranks, from which the lab reads their
+                progress.
         """
         nccl_settings = {**NCCL_SETTINGS, "NCCL_NET_PLUGIN": str(self.libraries.plugin)}
         if not holmes:
@@ -147,23 +153,48 @@ class Gpus:
         # The settings of the user have precedence.
         added = {name: value for name, value in nccl_settings.items() if name not in base}
         if self.seed is not None:
-            added["HOLMES_GPU_RANDOM"] = "1"
+            added["HOLMES_GPU_RANDOM"] = (
+                "1"  # random delays before kernels; SEED alone has no effect
+            )
             added["HOLMES_GPU_SEED"] = str(self.seed)
         preloaded = [str(library) for library in self.libraries.preload]
         if base.get("LD_PRELOAD"):
             preloaded.append(base["LD_PRELOAD"])
-        python_path = [SITE]
+        # With sitecustomize.py in it, each Python installs the emulation of CUDA when it starts.
+        python_path = [SITECUSTOMIZE_FOLDER]
         if base.get("PYTHONPATH"):
             python_path.append(base["PYTHONPATH"])
         return {
             **added,
             "LD_PRELOAD": " ".join(preloaded),
             "PYTHONPATH": os.pathsep.join(python_path),
-            OPERATORS: str(self.libraries.hook),
-            WATCH: str(watch),
-            GPU_COUNT: str(count),
+            OPERATORS_VARIABLE: str(self.libraries.operators_library),  # CPU kernels for torch
+            WATCH_VARIABLE: str(watch),
+            GPU_COUNT_VARIABLE: str(count),
             "HOLMES_GPU_MEMORY_MB": str(self.memory_mb),
         }
+
+
+def preload_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which a Python imports modules before ranks are forked from it.
+
+    Variables that only the script of a rank reads, after the imports, are left out. Jobs that
+    differ in nothing else then share one preloaded Python. Each rank gets its whole environment in
+    any case.
+
+    Args:
+        env: Environment of the ranks.
+    """
+    read_by_imports = {
+        name: value
+        for name, value in env.items()
+        if name in (ACCELERATOR_VARIABLE, *_PRELOAD_VARIABLES)
+        or not name.startswith(_READ_BY_SCRIPTS)
+    }
+    if GPU_COUNT_VARIABLE in env:  # with emulated GPUs
+        # torch then counts GPUs without using CUDA, which no forked process may have done before.
+        read_by_imports["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return read_by_imports
 
 
 def stock_nccl_settings(nodes: Sequence[LabNode]) -> dict[str, str]:

@@ -76,7 +76,7 @@ class Libraries:
         return self.nccl / LAB_PLUGIN
 
     @property
-    def hook(self) -> Path:
+    def operators_library(self) -> Path:
         """Path of the library that installs torch's CUDA operators, loaded with torch."""
         return self.operators / "libholmes_operators.so"
 

@@ -2,10 +2,10 @@
 
 The module is loaded when Python starts (holmes_lab/site), and acts after the program's imports:
 
-    import of torch._C   libholmes_operators.so is loaded. It stores torch's C++ Meta kernels, which
-                         compute the shapes of an operator's results, before the Python part of torch
-                         replaces them. The CUDA operators call them to know the shapes before the
-                         results are computed.
+    import of torch._C   libholmes_operators.so is loaded, and stores torch's C++ Meta kernels. A
+                         Meta kernel computes only the shapes of an operator's results. The emulated
+                         CUDA operators call them before they compute the results. This must be
+                         early: the Python part of torch replaces some of these kernels by its own.
     import of torch      The CUDA operators get kernels that compute on the CPU (csrc/operators), and
                          torch.compile runs graphs without generating code.
     import of triton     Kernels run in triton's own interpreter.
@@ -30,7 +30,7 @@ from holmes_lab.emulate.after_import import call_after_import
 VARIABLE = "HOLMES_GPU_OPERATORS"
 #: Environment variable for torch.compile: "eager" traces a model and runs the graph without generated code,
 #: "off" does nothing (TORCHDYNAMO_DISABLE=1).
-COMPILE = "HOLMES_GPU_COMPILE"
+COMPILE_VARIABLE = "HOLMES_GPU_COMPILE"
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 #: Backends of torch.compile that generate code for the GPU.
 _CODE_GENERATORS = ("inductor", "cudagraphs", "onnxrt", "tensorrt")
@@ -39,9 +39,14 @@ _CODE_GENERATORS = ("inductor", "cudagraphs", "onnxrt", "tensorrt")
 def install_when_imported(library: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Prepare the environment of a program, and install the operators when it imports torch.
 
-    The library is loaded right after torch's C++ part (torch._C), because torch's Python part then
-    replaces Meta kernels that the library needs. The operators are installed after all of torch,
-    when torch has registered all operators that need a kernel.
+    This takes two steps, because the operators call torch's C++ Meta kernels, which compute the
+    shapes of results:
+
+        after torch's C++ part (torch._C)    The library stores these kernels. Later, torch's Python
+                                             part replaces some of them, and they could not be
+                                             found.
+        after all of torch                   The operators are installed, when torch has registered
+                                             all operators that need a CPU kernel.
 
     Args:
         library: Path of libholmes_operators.so.
@@ -50,10 +55,10 @@ def install_when_imported(library: str, environ: MutableMapping[str, str] = os.e
     environ.setdefault("TRITON_INTERPRET", "1")  # triton runs kernels in an interpreter, on the CPU
     # Some of torch's operators have variants written in triton. Without these, the CPU kernels run.
     environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
-    if environ.get(COMPILE) == "off":
+    if environ.get(COMPILE_VARIABLE) == "off":  # torch.compile is to do nothing
         environ["TORCHDYNAMO_DISABLE"] = "1"
     drop_expandable_segments(environ)  # emulated GPU memory cannot grow a segment
-    loaded: list[ctypes.CDLL] = []
+    loaded: list[ctypes.CDLL] = []  # the library, after the first step
 
     def after_torch_c(module: Any) -> None:
         loaded.append(_load(library, environ))
@@ -150,8 +155,8 @@ def _without_code_generation(original: Callable[..., Any]) -> Callable[..., Any]
     def compile(model: Any = None, *, backend: Any = "inductor", **options: Any) -> Any:
         if backend is None or backend in _CODE_GENERATORS:
             say(
-                f'torch.compile traces but generates no code: backend "eager" ({COMPILE}=off: it does '
-                f"nothing)"
+                'torch.compile traces but generates no code: backend "eager" '
+                f"({COMPILE_VARIABLE}=off: it does nothing)"
             )
             backend = "eager"
             # The backend "eager" accepts neither.

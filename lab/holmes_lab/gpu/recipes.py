@@ -71,7 +71,7 @@ class BuildUnit:
     digest: str
     products: tuple[str, ...]  # files that are kept after the build
     #: Returns the compilations, which may run in parallel. Argument: the component's folder.
-    compiles: Callable[[Path], list[BuildStep]]
+    compilations: Callable[[Path], list[BuildStep]]
     #: Returns the links, which run in order after all compilations. Argument: component -> its folder.
     links: Callable[[dict[str, Path]], list[BuildStep]]
     #: Writes generated files into the component's folder, before anything is compiled.
@@ -112,7 +112,7 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
         text = (CSRC / "runtime" / "exports.map").read_text()
         (folder / "exports.map").write_text(text.replace("MAJOR", cuda_major))
 
-    def compiles(folder: Path) -> list[BuildStep]:
+    def compilations(folder: Path) -> list[BuildStep]:
         return [_compile(compiler, source, flags) for source in sources]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
@@ -131,7 +131,7 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
         name="runtime",
         digest=_digest(compiler, flags, _STATIC_CXX, source_digest),
         products=(cudart, "libcuda.so.1", "libnvidia-ml.so.1"),
-        compiles=compiles,
+        compilations=compilations,
         links=links,
         prepare=prepare,
     )
@@ -163,14 +163,13 @@ def operators(compiler: Compiler, torch_build: TorchBuild) -> BuildUnit:
     def prepare(folder: Path) -> None:
         _write_first_header(folder, CSRC / "operators" / "operators.h")
 
-    def compiles(folder: Path) -> list[BuildStep]:
+    def compilations(folder: Path) -> list[BuildStep]:
         return [_compile(compiler, source, (*flags, *_INCLUDE_FIRST)) for source in sources]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
-        """Return the command that links the operators with torch and the emulated CUDA runtime.
+        """Return the command that links the CPU kernels of torch's CUDA operators into a library.
 
-        Args:
-            built: Name of each component -> the folder with its built files.
+        `built` maps the name of each component to the folder with its built files.
         """
         cudart = built["runtime"] / f"libcudart.so.{cuda_major}"
         arguments = [
@@ -183,6 +182,7 @@ def operators(compiler: Compiler, torch_build: TorchBuild) -> BuildUnit:
             "-lc10_cuda",
             str(cudart),
         ]
+        # The library exchanges C++ objects with torch, so it must use torch's C++ library.
         return [_link(compiler, "libholmes_operators.so", arguments, static_cxx=False)]
 
     source_digest = digest_of_tree(CSRC, "operators/*", "runtime/*.h", "include/**/*")
@@ -192,7 +192,7 @@ def operators(compiler: Compiler, torch_build: TorchBuild) -> BuildUnit:
             compiler, flags, torch_build.digest, source_digest, outside=torch_build.folder
         ),
         products=("libholmes_operators.so",),
-        compiles=compiles,
+        compilations=compilations,
         links=links,
         prepare=prepare,
         header=_precompile_first_header(compiler, flags),
@@ -251,7 +251,7 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
         write_generated_headers(source, folder)
         _write_first_header(folder, src / "include" / "comm.h")
 
-    def compiles(folder: Path) -> list[BuildStep]:
+    def compilations(folder: Path) -> list[BuildStep]:
         """Return the commands that compile NCCL's host code."""
         steps = []
         for file in files:
@@ -276,7 +276,7 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
         name="nccl-host",
         digest=digest,
         products=("libnccl_host.a",),
-        compiles=compiles,
+        compilations=compilations,
         links=links,
         prepare=prepare,
         header=_precompile_first_header(compiler, flags),
@@ -284,15 +284,21 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
 
 
 def _nccl_host_files(src: Path) -> list[Path]:
-    """Return the source files of NCCL's host code, below the folder `src`."""
-    other_folders = {"device", "windows"}  # device: csrc/nccl replaces it
-    programs = {"ras/client.cc", "param/ncclparam.cc", "enhcompat.cc"}
+    """Return the source files of NCCL's host code for Linux, below the folder `src`.
+
+    They are those that NCCL's Makefile compiles into libnccl.so, without the device code.
+    """
+    # device: csrc/nccl replaces it. windows: for another system, as other files with this word.
+    other_folders = {"device", "windows"}
+    # Two programs, and enhcompat.cc, which NCCL needs only with a static CUDA runtime.
+    not_in_library = {"ras/client.cc", "param/ncclparam.cc", "enhcompat.cc"}
     names = [path.relative_to(src) for path in src.glob("**/doca-gpunetio/src/*.cpp")]
     for path in src.rglob("*.cc"):
         name = path.relative_to(src)
         if name.parts[0] in other_folders or "windows" in name.name:
             continue
-        if str(name) in programs or name.stem.endswith("_stub"):
+        # Some versions have files *_stub.cc, for builds without a part that is compiled here.
+        if str(name) in not_in_library or name.stem.endswith("_stub"):
             continue
         names.append(name)
     return [src / name for name in sorted(names)]
@@ -332,8 +338,12 @@ def nccl(
     def generated_sources(folder: Path) -> list[Path]:
         return sorted((folder / "generated").glob("**/*.cc"))
 
-    def compiles(folder: Path) -> list[BuildStep]:
-        """Return the commands that compile the generated files in `folder` and the files of csrc."""
+    def compilations(folder: Path) -> list[BuildStep]:
+        """Return the commands that compile NCCL's device code, its network plugin, and the check.
+
+        Generated sources of the device code are in `folder`, in which the component is built.
+        All others are in csrc. NCCL's host code is another component ("nccl-host").
+        """
         steps = [_compile(compiler, file, flags, base=folder) for file in generated_sources(folder)]
         for file in (*library_sources, *plugin_sources, check_source):
             steps.append(_compile(compiler, file, flags))
@@ -342,26 +352,24 @@ def nccl(
     def links(built: dict[str, Path]) -> list[BuildStep]:
         """Return the commands that link NCCL, its network plugin and the program that checks its results.
 
-        Args:
-            built: Name of each component -> the folder with its built files.
+        `built` maps the name of each component to the folder with its built files.
         """
         folder = built["nccl"]
         system_libraries = [str(built["runtime"] / cudart_name), "-lpthread", "-lrt", "-ldl"]
         host_archive = built[host_code.name] / "libnccl_host.a"
+        # NCCL's list of the symbols to export, in the versions of NCCL that have one.
+        version_scripts = [f"-Wl,--version-script={file}" for file in src.glob("libnccl.map")]
         library_arguments = [
             *_built_objects(library_sources),
             *_built_objects(generated_sources(folder), base=folder),
-            # All of the host code. The linker would otherwise take only the files that others need,
-            # without the public functions that a program calls.
+            # The linker would otherwise leave out files with functions that only programs call.
             "-Wl,--whole-archive",
             str(host_archive),
             "-Wl,--no-whole-archive",
-            # Calls of these functions in NCCL go to csrc/nccl, which watches launches, naps while a
-            # thread polls, and saves memory.
+            # Calls of these functions in NCCL go to csrc/nccl: it records launches of kernels, lets
+            # threads sleep while they poll, and delays the use of memory until it is written.
             *(f"-Wl,--wrap={name}" for name in _WRAPPED_FUNCTIONS),
-            *(
-                f"-Wl,--version-script={file}" for file in src.glob("libnccl.map")
-            ),  # exported symbols
+            *version_scripts,
             "-Wl,--no-undefined",
             *system_libraries,
         ]
@@ -392,7 +400,7 @@ def nccl(
         name="nccl",
         digest=digest,
         products=("libnccl.so.2", "libnccl-net-holmes.so", "nccl_check"),
-        compiles=compiles,
+        compilations=compilations,
         links=links,
         prepare=prepare,
     )

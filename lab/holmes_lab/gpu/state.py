@@ -130,25 +130,43 @@ class RankState:
 
 
 class Watch:
-    """Reader of the watch files that the ranks of a job keep in `directory`."""
+    """Reader of the files in which the ranks of a job on emulated GPUs record their state."""
 
     def __init__(self, directory: Path):
+        """Begin to read the watch files of a job.
+
+        Args:
+            directory: Folder of the files. Each rank keeps rank<N>.watch (counters in shared
+                memory), and writes rank<N>.json (its streams and blocked threads) and rank<N>.stack
+                (its Python stacks) on request.
+        """
         self.directory = directory
         self._pages: dict[int, mmap.mmap] = {}  # rank -> page of counters
         self._requests = 0  # number of the latest request for the states
 
     def progress(self) -> dict[int, int]:
         """Return the progress counter of each rank that has created a CUDA stream."""
+        self._map_pages()
+        return {rank: _read_counter(page, _PROGRESS) for rank, page in self._pages.items()}
+
+    def _map_pages(self) -> None:
+        """Map the page of counters of each rank that has started since the last call.
+
+        A rank that has started writes its file rank<N>.watch, one page of shared memory.
+        """
         for path in self.directory.glob("rank*.watch"):
             rank = int(path.stem.removeprefix("rank"))
             if rank not in self._pages and path.stat().st_size >= mmap.PAGESIZE:
                 with open(path, "r+b") as file:
                     self._pages[rank] = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        return {rank: _read_counter(page, _PROGRESS) for rank, page in self._pages.items()}
 
     def request_states(self, timeout_s: float = 2.0) -> list[RankState]:
-        """Return the states of the ranks that answer within `timeout_s` seconds."""
-        self.progress()  # maps the pages of ranks that have started since the last call
+        """Return the states of the ranks that answer within `timeout_s` seconds.
+
+        A rank answers a new number in its counter `asked`: it writes its state into rank<N>.json,
+        and then copies the number into its counter `answered`.
+        """
+        self._map_pages()
         self._requests += 1
         answered = self._request(
             _ASKED,
@@ -166,12 +184,14 @@ class Watch:
     def stacks(self, timeout_s: float = 2.0) -> dict[int, str]:
         """Return the Python stacks of each rank's threads, as text.
 
-        Stacks that are not written within `timeout_s` seconds may be missing or incomplete.
+        A rank that finds 1 in its counter `stacks` writes its stacks into rank<N>.stack, and then 2
+        into the same counter. Stacks that are not written within `timeout_s` seconds may be missing
+        or incomplete.
         """
         self._request(
             _STACKS,
             _STACKS_REQUESTED,
-            answer_offset=_STACKS,
+            answer_offset=_STACKS,  # a single counter has the request and the answer
             expected=_STACKS_WRITTEN,
             timeout_s=timeout_s,
         )
@@ -216,9 +236,15 @@ def parse(rank: int, document: dict[str, Any]) -> RankState:
 
     Args:
         rank: The rank.
-        document: "streams": the streams with pending work; "hosts": host (CPU) threads that are
-            blocked in CUDA or NCCL; "recent": the last launches of NCCL kernels, by which collectives
-            that differ between ranks are found; "node": name of the node.
+        document: The content, with these keys:
+            "node": Name of the node.
+            "streams": CUDA streams with pending work: "device", "stream" (its number), "queue"
+                (hardware queue that starts its work), "work".
+            "hosts": Host (CPU) threads that are blocked: "call" (in CUDA or NCCL), "for" (the work
+                that the call waits for), "communicator" and "peer" (the rank that NCCL waits for).
+            "recent": The last launches of NCCL kernels: "communicator", "group" (name of
+                the process group), "collective" (its number, -1 for sends and receives), "what" (in
+                words).
     """
     streams = {}
     for stream in document["streams"]:
@@ -257,16 +283,19 @@ def _parse_work_id(rank: int, record: dict[str, int]) -> WorkId:
 
 
 def _parse_work(rank: int, stream: StreamKey, record: dict[str, Any]) -> StreamWork:
-    """Return pending work of a stream from its record in rank<N>.json.
-
-    "waits_for" in the record says why work has not started, or which peer a running kernel of NCCL
-    waits for. The keys "communicator", "group", "rank", "number" and "what" are only in records of
-    NCCL's kernels.
+    """Return pending work of a CUDA stream from its record in rank<N>.json.
 
     Args:
         rank: The rank that wrote the record.
         stream: The stream of the work.
-        record: The record.
+        record: "kind" ("kernel", "copy", ...), "name", "sequence" (number in its stream),
+            "position" (number in its hardware queue), "started", "sms" (multiprocessors), and
+            "waits_for". Kernels of NCCL also have "communicator", "group" (name of the process
+            group), "rank" (in the communicator), "number" and "what" (of the operation).
+
+            "waits_for" has at most one of these: "after" (work that an event wait waits for),
+            "queue" (others in the hardware queue are first), "sms" (too few are free), or, of a
+            running kernel of NCCL, "peer" and "direction".
     """
     waits = record["waits_for"]
     after = None

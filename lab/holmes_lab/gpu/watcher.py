@@ -23,9 +23,9 @@ from holmes_lab.process.job import Job, RunResult
 
 #: Seconds without progress before the state of the ranks is read, and between two such readings.
 STALL_S = 4.0
-#: Seconds without progress before a stall without a cycle is reported.
+#: Seconds without progress before a stall that is no deadlock is reported.
 REPORT_S = 60.0
-#: Seconds without progress before a stall without a cycle ends the job.
+#: Seconds without progress before a stall that is no deadlock ends the job.
 END_S = 300.0
 _POLL_S = 0.5
 
@@ -41,15 +41,16 @@ class WatchedRun:
 
 
 def wait_watched(
-    job: Job, watcher: Watcher, labels: Sequence[str], tell: Callable[[Sequence[str]], None]
+    job: Job, watcher: Watcher, labels: Sequence[str], print_lines: Callable[[Sequence[str]], None]
 ) -> WatchedRun:
-    """Wait until a job ends; end it if it is deadlocked or stalls for too long.
+    """Wait until a job ends; end it if it is deadlocked or makes no progress for too long.
 
     Args:
         job: The running job.
-        watcher: Watches the job.
-        labels: Place of each rank, such as "a0:1", for the report.
-        tell: Prints the lines of a report about a stall that does not end the job yet.
+        watcher: Watches the progress of the job's ranks. Its `end_s` is the limit of seconds
+            without progress while GPU work is pending.
+        labels: "NODE:LOCAL_RANK" of each rank, such as "a0:1", for the report.
+        print_lines: Prints the lines of a report about a stall that does not end the job yet.
     """
     labels_by_rank = dict(enumerate(labels))
     try:
@@ -57,21 +58,24 @@ def wait_watched(
             try:
                 return WatchedRun(job.wait(_POLL_S))
             except TimeoutError:  # the job still runs
-                graph = watcher.poll()
-            if graph is None:
+                graph = watcher.poll()  # the wait-for graph of a job that stalls
+            if graph is None:  # there is nothing to report: the ranks progress, or it was reported
                 continue
             lines = explain(graph, labels_by_rank, watcher.watch.stacks())
             if watcher.must_end(graph):
-                if not graph.find_cycle():
+                is_deadlock = bool(graph.find_cycle())
+                if not is_deadlock:
                     lines.append(
                         f"no rank progressed for {watcher.end_s:g} s (--gpu-standstill): the job is ended"
                     )
                 job.kill()
                 return WatchedRun(job.wait(), tuple(lines))
+            # Host threads may compute for long. So such a stall ends the job only after end_s
+            # seconds, and only if work in a CUDA stream waits then (Watcher.must_end).
             lines.append(
                 f"after {watcher.end_s:g} s of this (--gpu-standstill) it is ended if a stream has work"
             )
-            tell(lines)
+            print_lines(lines)
     except BaseException:
         job.kill()
         raise
@@ -93,9 +97,12 @@ class Watcher:
         Args:
             directory: Directory of the watch files that the ranks of the job write.
             clock: Returns the time in seconds.
-            stall_s: Seconds without progress before the state of the ranks is read.
-            report_s: Seconds without progress before a stall without a cycle is reported.
-            end_s: Seconds without progress before a stall without a cycle ends the job.
+            stall_s: Seconds without progress before the state of the ranks is read. From it follows
+                which rank or GPU work waits for which (the wait-for graph). A cycle in this graph
+                is a deadlock, which ends the job at once. The other two limits are for stalls
+                without one.
+            report_s: Seconds without progress before a stall is reported, once.
+            end_s: Seconds without progress before a stall ends the job, if GPU work is pending.
         """
         self.directory = directory
         self.watch = Watch(directory)

@@ -88,7 +88,8 @@ class Daemons:
         self._common = {
             name: value for name, value in common.items() if not name.startswith(_OTHER_LAUNCHERS)
         }
-        # A session of sshd or Slurm inherits no variable of this process, so it gets those that differ.
+        # The daemons start with the variables _common. A session of sshd does not inherit them: its
+        # variables, those that differ from this process's, are written into sshd's configuration.
         session_variables = {
             name: value for name, value in self._common.items() if os.environ.get(name) != value
         }
@@ -164,7 +165,17 @@ class Daemons:
     def _prepare_hosts(
         self, hosts: Sequence[str], needs: Sequence[str], session_variables: Mapping[str, str]
     ) -> None:
-        """Write the daemons' configuration files, and mount a tmpfs on /run of every host.
+        """Write the daemons' configuration files, and give every host an empty folder /run.
+
+        All hosts have the file system of this machine. A tmpfs on /run keeps the sockets and PID
+        files of a host's daemons apart from those of other hosts, and of this machine's own
+        daemons.
+
+        Args:
+            hosts: Names of the nodes, and of the login host.
+            needs: Services that will run: "slurm" or "ssh".
+            session_variables: Variables that sshd sets in each session. With those that describe
+                its host, they are written into the configuration of sshd.
 
         Raises:
             HolmesError: A host cannot be prepared.
@@ -197,6 +208,13 @@ class Daemons:
     def _wait_until_ready(self, hosts: Sequence[str], needs: Sequence[str]) -> None:
         """Wait until the daemons accept connections and all nodes of Slurm are idle.
 
+        A script on the login host tries this (_WAIT_SCRIPT). Its arguments are HOST:PORT of each
+        daemon, and with Slurm "--" and the number of nodes that must be idle.
+
+        Args:
+            hosts: Names of the hosts, each with an sshd if ssh is needed.
+            needs: Services that run: "slurm" or "ssh".
+
         Raises:
             HolmesError: A daemon ended, or the daemons did not answer within PATIENCE seconds.
         """
@@ -206,11 +224,13 @@ class Daemons:
         if "ssh" in needs:
             arguments.extend(f"{host}:{ssh.PORT}" for host in hosts)
         if "slurm" in needs:
-            arguments.extend(["--", str(len(self.order))])
+            node_count = len(self.order)  # `order` has the names of the nodes that Slurm uses
+            arguments.extend(["--", str(node_count)])
+        # -I -S: the script needs only the standard library, and so starts sooner.
         waiting = self.start([sys.executable, "-I", "-S", "-c", _WAIT_SCRIPT, *arguments])
         deadline = time.monotonic() + PATIENCE
-        while waiting.poll() is None:
-            running = self.job.running
+        while waiting.poll() is None:  # the script has not ended
+            running = self.job.running  # numbers of the daemons that run
             ended = [number for number in range(len(self.programs)) if number not in running]
             if ended:
                 waiting.kill()

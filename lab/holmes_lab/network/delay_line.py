@@ -35,7 +35,7 @@ TUN_DEVICE = "/dev/net/tun"
 #: handles several frames at a time. The sleep is a tenth of the shortest latency. Frames are up to
 #: half of it too early or too late.
 QUANTA_S = 400e-6, 1e-3
-#: A call of select() that took at most these seconds has not waited.
+#: A call of select() that took at most these seconds has not waited: there were frames already.
 _NO_WAIT_S = 50e-6
 #: Smallest buffer of a queue, in seconds of its rate. A longer path has two round trips. Large
 #: buffers make a link its rate and its latency, and nothing else: for each lost frame, Reno halves
@@ -55,8 +55,8 @@ _FRAME = _VNET.size + _MACS + 2 + (1 << 16)  # bytes of the largest frame
 #: behind it.
 _ETHERTYPE = slice(_VNET.size + _MACS, _VNET.size + _MACS + 2)
 _IPV4_HEADER = _VNET.size + _MACS + 2
-_FLOW = slice(_IPV4_HEADER + 12, _IPV4_HEADER + 20)  # addresses of sender and receiver
-_RECEIVER = slice(_IPV4_HEADER + 16, _IPV4_HEADER + 20)
+_FLOW = slice(_IPV4_HEADER + 12, _IPV4_HEADER + 20)  # IPv4 addresses of sender and receiver
+_RECEIVER = slice(_IPV4_HEADER + 16, _IPV4_HEADER + 20)  # IPv4 address of the receiver
 _IPV4 = b"\x08\x00"  # type of a frame with an IPv4 packet
 #: Frames that are read from a TAP device at a time.
 _MOST_FRAMES = 500
@@ -71,19 +71,9 @@ class ClusterPath(NamedTuple):
 
 
 class DelayedFrame:
-    """Frame on its way to another cluster.
+    """Frame on its way to another cluster."""
 
-    Attributes:
-        pieces: Parts of the frame, to be written one after the other to the TAP device.
-        bits: Bits on the wire.
-        flow: IPv4 addresses of the sender and the receiver. Flows share each rate equally.
-        target: Number of the receiver's cluster.
-        next_queues: Queues that the frame still has to enter before the latency.
-        latency_s: Latency of the link.
-        end_s: Time at which the last bit of the frame has left all queues that the frame was in.
-    """
-
-    __slots__ = "bits", "end_s", "flow", "latency_s", "next_queues", "pieces", "target"
+    __slots__ = "bits", "flow", "last_bit_s", "latency_s", "next_queues", "pieces", "target"
 
     def __init__(
         self,
@@ -99,61 +89,106 @@ class DelayedFrame:
         Args:
             pieces: Parts of the frame, to be written one after the other to the TAP device.
             bits: Bits on the wire.
-            flow: IPv4 addresses of the sender and the receiver.
+            flow: IPv4 addresses of the sender and the receiver. Flows share each rate equally.
             target: Number of the receiver's cluster.
             path: Queues and latency on the way.
-            arrival_s: Time at which the sender's cluster has delivered the frame.
+            arrival_s: Time at which the sender's cluster has delivered the whole frame.
         """
         self.pieces = pieces
         self.bits = bits
         self.flow = flow
         self.target = target
-        self.end_s = arrival_s
+        #: Time at which the last bit has left the queues so far. Each queue replaces it by a later
+        #: time. Without a queue on the path, the latency begins when the frame has arrived.
+        self.last_bit_s = arrival_s
+        #: Queues that the frame still has to enter before the latency: an uplink and a link.
         self.next_queues = iter(path.queues)
-        self.latency_s = path.latency_s
+        self.latency_s = path.latency_s  # one-way latency of the link, after these queues
+
+
+class _WaitingFrame(NamedTuple):
+    """Frame in a FairQueue. The order of the fields is that in which the queue's heap compares."""
+
+    finish_tag: float
+    number: int  # of the frames of the queue
+    frame: DelayedFrame
+
+
+class LeavingFrame(NamedTuple):
+    """Frame whose transmission out of a FairQueue begins."""
+
+    begin_s: float  # time at which its first bit leaves
+    frame: DelayedFrame
+
+
+class _TimedFrame(NamedTuple):
+    """Frame that waits for a time. The order of the fields is that in which a heap compares."""
+
+    when_s: float
+    number: int  # of such waits; it decides between equal times
+    has_left_all: bool  # whether the frame has left all queues, so that it arrives at this time
+    frame: DelayedFrame
+
+
+class ArrivedFrame(NamedTuple):
+    """Frame that is to be written to the TAP device of the receiver's cluster."""
+
+    target: int  # number of the cluster
+    pieces: tuple  # parts of the frame, to be written one after the other
 
 
 class FairQueue:
     """Queue of one direction of a link or an uplink: frames leave one after the other at its rate.
 
     All flows that wait get the same share of the rate. The algorithm is self-clocked fair queueing
-    (Golestani 1994), with its terms:
+    (Golestani 1994). It gives each frame a number, the finish tag, and the frame with the smallest
+    finish tag leaves next:
 
-        virtual time    finish tag of the frame that left last
-        finish tag      of a frame: the larger of the virtual time and the finish tag of the flow's last
-                        frame, plus the bits of the frame
+        finish tag      the bits of the frame, plus the larger of the virtual time and the finish
+                        tag of the flow's frame before
+        virtual time    the finish tag of the frame that left last
 
-    The frame with the smallest finish tag leaves next.
+    So a flow that has sent much has large tags, and waits until other flows have sent as much.
     """
 
     def __init__(self, rate_bps: float, buffer_s: float):
-        """Create an empty queue.
+        """Create an empty queue for self-clocked fair queueing (Golestani 1994).
 
         Args:
-            rate_bps: Rate on the wire.
+            rate_bps: Rate on the wire in bits/s.
             buffer_s: Size of the buffer in seconds of the rate.
         """
         self.second_per_bit = 1.0 / rate_bps
         self.buffer_bits = buffer_s * rate_bps
-        self.free_at_s = 0.0  # time at which the next frame can leave
-        #: Heap of (finish tag, number of the frame, frame).
-        self.waiting: list[tuple[float, int, DelayedFrame]] = []
+        #: Time at which the last bit of the frame before has left, so that the next frame can
+        #: begin. 0 lies before every time of the clock: the queue is free.
+        self.free_at_s = 0.0
+        #: Heap of the frames that wait: the one with the smallest finish tag leaves next.
+        self.waiting: list[_WaitingFrame] = []
         self._waiting_bits = 0
-        self._count = 0  # frames so far; their numbers decide between equal tags
+        self._frame_count = 0  # frames so far, which numbers them
+        #: Finish tag of the frame that left last. A flow that begins to send gets tags from here
+        #: on, so it neither owes nor gets anything for the time before.
         self._virtual_time = 0.0
         self._finish_tags: dict[bytes, float] = {}  # flow -> finish tag of its last frame
 
     def add(self, frame: DelayedFrame, now: float) -> bool:
         """Add a frame that arrives at the time `now`. Return False if the buffer is full.
 
+        The frame gets its finish tag by self-clocked fair queueing (Golestani 1994): of all waiting
+        frames, the one with the smallest tag leaves next. The tag is the bits of the frame, plus
+        the larger of the virtual time (tag of the frame that left last) and the tag of the flow's
+        frame before.
+
         The buffer is full if more bits than its size wait already, so it holds one frame more than
-        that.
+        its size.
         """
         if not self.waiting:
             if self.free_at_s <= now:
                 # The link is idle: no flow has a claim from before. Tags start at 0 again, which
                 # also keeps the dictionary small.
-                self.free_at_s, self._virtual_time = now, 0.0
+                self.free_at_s = now
+                self._virtual_time = 0.0
                 self._finish_tags.clear()
         elif self._waiting_bits > self.buffer_bits:
             return False
@@ -161,22 +196,27 @@ class FairQueue:
         finish_tag = start_tag + frame.bits
         self._finish_tags[frame.flow] = finish_tag
         self._waiting_bits += frame.bits
-        self._count += 1
-        heapq.heappush(self.waiting, (finish_tag, self._count, frame))
+        self._frame_count += 1
+        heapq.heappush(self.waiting, _WaitingFrame(finish_tag, self._frame_count, frame))
         return True
 
-    def leaving(self, now: float) -> Iterator[tuple[float, DelayedFrame]]:
-        """Remove the frames that begin to leave until `now`, and yield (time of the begin, frame).
+    def leaving(self, now: float) -> Iterator[LeavingFrame]:
+        """Remove and yield the frames that begin to leave the queue until `now`, with their times.
 
-        The end of a frame's transmission is entered into the frame as `end_s`.
+        The frame with the smallest finish tag leaves next (self-clocked fair queueing), and its tag
+        becomes the queue's virtual time. A frame occupies the link for its bits at the queue's
+        rate; the end of this time is entered into the frame as `last_bit_s`.
         """
         while self.waiting and self.free_at_s <= now:
-            self._virtual_time, _, frame = heapq.heappop(self.waiting)
+            next_frame = heapq.heappop(self.waiting)
+            frame = next_frame.frame
+            self._virtual_time = next_frame.finish_tag
             self._waiting_bits -= frame.bits
             begin_s = self.free_at_s
             self.free_at_s = begin_s + frame.bits * self.second_per_bit
-            frame.end_s = max(frame.end_s, self.free_at_s)
-            yield begin_s, frame
+            # A slower queue before this one may deliver the last bit later than this queue needs.
+            frame.last_bit_s = max(frame.last_bit_s, self.free_at_s)
+            yield LeavingFrame(begin_s, frame)
 
 
 class ReceivingNode(NamedTuple):
@@ -223,20 +263,19 @@ class Router:
                 links_one_way.append(link)
                 queues = [queue for queue in (uplinks_out[sender], link) if queue is not None]
                 self._paths[sender, receiver] = ClusterPath(queues, latency_s)
-        # Queues that frames are in before the latency, and after it.
-        self._queues_before = [queue for queue in (*uplinks_out, *links_one_way) if queue]
-        self._queues_after = [queue for queue in self._uplinks_in if queue]
+        # Queues that frames pass before the latency of a link delays them, and after that.
+        self._queues_before_latency = [queue for queue in (*uplinks_out, *links_one_way) if queue]
+        self._queues_after_latency = [queue for queue in self._uplinks_in if queue]
         self._receivers = {
             bytes(map(int, address.split("."))): ReceivingNode(
                 cluster, macs=_mac(mac) + _mac(clusters[cluster]["mac"])
             )
             for address, (cluster, mac) in nodes.items()
         }
-        # Frames that wait for a time: for the end of the latency, or for the end of their
-        # transmission on the last uplink. Heap of (time, number, whether the frame has left all
-        # queues, frame).
-        self._timed: list[tuple[float, int, bool, DelayedFrame]] = []
-        self._count = 0
+        #: Frames that wait for a time, as a heap: for the end of the latency, or for the end of
+        #: their transmission on the last uplink.
+        self._timed: list[_TimedFrame] = []
+        self._wait_count = 0  # waits so far, which numbers them
         self.dropped = 0  # frames
         least_s = min((latency_s for _, _, _, latency_s in links), default=0.0)
         shortest_quantum_s, longest_quantum_s = QUANTA_S
@@ -245,21 +284,21 @@ class Router:
     @property
     def next_due(self) -> float | None:
         """Time at which the next frame leaves a queue or arrives, None if there is no frame."""
-        queues = (*self._queues_before, *self._queues_after)
+        queues = (*self._queues_before_latency, *self._queues_after_latency)
         times = [queue.free_at_s for queue in queues if queue.waiting]
         if self._timed:
-            first_time, *_ = self._timed[0]
-            times.append(first_time)
+            times.append(self._timed[0].when_s)  # the first of the heap is the earliest
         return min(times, default=None)
 
     def take(self, frame: bytes, source: int, now: float) -> None:
         """Add a frame. It is dropped if its receiver is not a node of another cluster.
 
-        The frame is addressed to the router of the sender's cluster. It gets the MAC addresses with
-        which the router of the other cluster sends it to the receiver.
+        The frame is addressed to the router of the sender's cluster. Its MAC addresses are replaced
+        by those with which the router of the other cluster sends it to the receiver.
 
         Args:
-            frame: The frame with its virtio-net header.
+            frame: The frame, with the virtio-net header of a TAP device before its MAC addresses.
+                All slices (_ETHERTYPE, _RECEIVER, _FLOW) count from the start of this header.
             source: Number of the sender's cluster.
             now: Time in seconds at which the frame was read.
         """
@@ -267,11 +306,12 @@ class Router:
         receiver = self._receivers.get(frame[_RECEIVER]) if is_ipv4 else None
         if receiver is None or receiver.cluster == source:
             return
-        behind_macs = memoryview(frame)[_VNET.size + _MACS :]
+        virtio_header = frame[: _VNET.size]
+        after_macs = memoryview(frame)[_VNET.size + _MACS :]  # a view, to copy no 64 KiB
         delayed = DelayedFrame(
-            pieces=(frame[: _VNET.size] + receiver.macs, behind_macs),
+            pieces=(virtio_header + receiver.macs, after_macs),
             bits=wire_bits(frame),
-            flow=frame[_FLOW],
+            flow=frame[_FLOW],  # IPv4 addresses of sender and receiver
             target=receiver.cluster,
             path=self._paths[source, receiver.cluster],
             arrival_s=now,
@@ -279,67 +319,70 @@ class Router:
         self._enter_next_queue(delayed, now)
 
     def _enter_next_queue(self, frame: DelayedFrame, now: float) -> None:
-        """Add a frame to the next queue on its path, at the time `now`.
+        """Add a frame to the next queue on its path at the time `now`, or let the latency delay it.
 
-        Behind the last queue before the latency, the frame waits for the latency. A frame that
-        finds the buffer of a queue full is dropped.
+        The queues are the uplink of the sender's cluster and the link. After them, the frame waits
+        until the latency of the link is over, counted from its last bit. A frame that finds the
+        buffer of a queue full is dropped.
         """
         queue = next(frame.next_queues, None)
-        if queue is None:
-            self._wait_until(frame.end_s + frame.latency_s, frame, has_left_all=False)
+        if queue is None:  # the frame has passed the uplink and the link
+            self._wait_until(frame.last_bit_s + frame.latency_s, frame, has_left_all=False)
         elif not queue.add(frame, now):
             self.dropped += 1
 
-    def pop_arrived(self, now: float) -> list[tuple[int, tuple]]:
+    def pop_arrived(self, now: float) -> list[ArrivedFrame]:
         """Move all frames on to where they are at the time `now`, and remove those that have arrived.
 
+        A frame passes the uplink of the sender's cluster, the link, the latency of the link, and
+        the uplink of the receiver's cluster.
+
         Returns:
-            (number of the cluster, pieces) of each frame that has arrived, in the order of arrival. Pieces
-            are parts of the frame, to be written one after the other.
+            The frames that have arrived, in the order of arrival.
         """
         # A frame enters the next queue when it begins to leave the one before: its first bytes are
         # on the link while its last bytes are still on the uplink.
-        for queue in self._queues_before:
+        for queue in self._queues_before_latency:
             for begin_s, frame in queue.leaving(now):
                 self._enter_next_queue(frame, begin_s)
         arrived = self._end_waits(now)
-        # A frame arrives when its last byte has left the uplink of the receiver's cluster. That may
-        # be before `now`, so the waits are looked at again.
-        for queue in self._queues_after:
+        for queue in self._queues_after_latency:
             for _, frame in queue.leaving(now):
-                self._wait_until(queue.free_at_s, frame, has_left_all=True)
+                self._wait_until(frame.last_bit_s, frame, has_left_all=True)
+        # Such an end may be before `now`, so the waits are looked at again.
         return arrived + self._end_waits(now)
 
-    def _end_waits(self, now: float) -> list[tuple[int, tuple]]:
-        """End the waits of frames whose time has come.
+    def _end_waits(self, now: float) -> list[ArrivedFrame]:
+        """End the waits of all frames for which the time has come; return the arrived frames.
 
-        A frame that has waited for the latency enters the uplink of the receiver's cluster. If that
-        uplink has no limit, or the frame has left it, the frame has arrived.
+        There are two kinds of waits (_TimedFrame):
 
-        Returns:
-            (number of the cluster, pieces) of each frame that has arrived.
+            has_left_all is false    for the end of the latency. The frame then enters the uplink of
+                                     the receiver's cluster. If that uplink has no limit, the frame
+                                     has arrived.
+            has_left_all is true     for the end of the transmission on that uplink. The frame has
+                                     then arrived. pop_arrived() adds these waits.
         """
         arrived = []
-        while self._timed:
-            when, _, has_left_all, frame = self._timed[0]
-            if when > now:
-                break
-            heapq.heappop(self._timed)
-            uplink = None if has_left_all else self._uplinks_in[frame.target]
+        while self._timed and self._timed[0].when_s <= now:
+            wait = heapq.heappop(self._timed)
+            frame = wait.frame
+            uplink = None if wait.has_left_all else self._uplinks_in[frame.target]
             if uplink is None:
-                arrived.append((frame.target, frame.pieces))
-            elif not uplink.add(frame, when):
+                arrived.append(ArrivedFrame(frame.target, frame.pieces))
+            elif not uplink.add(frame, wait.when_s):
                 self.dropped += 1
         return arrived
 
-    def _wait_until(self, when: float, frame: DelayedFrame, has_left_all: bool) -> None:
-        """Let a frame wait until the time `when`.
+    def _wait_until(self, when_s: float, frame: DelayedFrame, has_left_all: bool) -> None:
+        """Let a frame wait until the time `when_s`.
 
         Args:
-            has_left_all: Whether the frame has left all queues, so that it then arrives.
+            has_left_all: Whether the frame has left all queues, so that it arrives at this time.
+                False: it waits for the latency, and has the receiver's uplink before it.
         """
-        self._count += 1
-        heapq.heappush(self._timed, (when, self._count, has_left_all, frame))
+        self._wait_count += 1
+        heapq.heappush(self._timed, _TimedFrame(when_s, self._wait_count, has_left_all, frame))
 
 
 def _queue(rate_bps: float, latency_s: float) -> FairQueue | None:
@@ -395,16 +438,22 @@ def run(router: Router, taps: Sequence[int]) -> None:
     """Forward frames between clusters, without end.
 
     In each round, the process waits until a frame is due or arrives, forwards all frames that are
-    due, and sleeps for a quantum (`router.quantum_s`), so that it handles several frames at a time.
-    A frame that is due within the next half of a quantum is forwarded at once: frames are then up
-    to half a quantum too early or too late, and on average neither.
+    due, and sleeps for `router.quantum_s` seconds (a quantum). So it handles several frames in a
+    round, which saves CPU time. Times are then rounded to the middle of a quantum:
+
+        due        A frame that is due within the next half of a quantum is forwarded now. Frames
+                   are up to half a quantum too early or too late, and on average neither.
+        arrival    A frame that is found after the sleep came at an unknown time of the sleep. Its
+                   time of arrival is set to the middle of the sleep.
 
     Args:
         router: Network between the clusters.
         taps: Descriptor of each cluster's TAP device.
     """
     libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_TIMERSLACK, 1_000, 0, 0, 0)  # nanoseconds
+    # The kernel may end a sleep late by the timer slack. The default, 50,000 ns, would be an eighth
+    # of the shortest quantum.
+    libc.prctl(_PR_SET_TIMERSLACK, 1_000, 0, 0, 0)
     # glibc keeps freed memory: fresh pages would cost as much as reading a frame.
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
@@ -420,8 +469,8 @@ def run(router: Router, taps: Sequence[int]) -> None:
         now = time.monotonic()
         arrival = now
         if now - before <= _NO_WAIT_S:
-            # Frames were there at once, so they have arrived during the last sleep: on average in
-            # its middle.
+            # select() did not wait, so the frames have come during the sleep of the last round: on
+            # average in its middle.
             arrival = before - half_quantum_s
         for cluster, tap in enumerate(taps):
             for frame in _frames(tap):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.spec import SiteSpec
@@ -27,7 +28,7 @@ TBF_LATENCY_MS = 20
 _FRAME_BYTES = MTU + 14  # with the Ethernet header
 _PAYLOAD_BYTES = MTU - 52  # without the headers of IPv4 and of TCP with timestamps
 WIRE_BITS_PER_DATA_BIT = _FRAME_BYTES / _PAYLOAD_BYTES  # for TCP data, because of headers
-_LARGEST_SCALE = 1e6
+_LARGEST_SCALE = 1e6  # above every useful factor; infinity is rejected, too
 #: Numbers of handles of queues. A handle has 16 bits and must not be 0; 65521 is the largest prime
 #: below 2**16.
 _HANDLES = 65_521
@@ -103,7 +104,8 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
         scale: Factor of all rates.
 
     Raises:
-        HolmesError: there are more than MAX_NODES nodes, or the factor is not above 0.
+        HolmesError: there are more than MAX_NODES nodes, or the factor is not above 0, or is too
+            large to be meant (_LARGEST_SCALE).
     """
     if len(spec.owner) > MAX_NODES:
         raise HolmesError(
@@ -111,7 +113,8 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
         )
     if not 0 < scale < _LARGEST_SCALE:
         raise HolmesError(f"--scale: {scale} is not a factor above 0, such as 0.1")
-    fabrics = list(
+    # The fast networks in the order of the file. Their numbers make addresses and bridges unique.
+    fast_fabrics = list(
         dict.fromkeys(cluster.fabric for cluster in spec.clusters if cluster.fabric != ETHERNET)
     )
     nodes: list[LabNode] = []
@@ -120,10 +123,17 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
             index = len(nodes)
             nics = [_eth0(spec, index, scale, cluster_number, index_in_cluster)]
             if cluster.fabric != ETHERNET:
-                number = fabrics.index(cluster.fabric)
-                rate = cluster.rate_bps // cluster.rails
+                # A node has `rails` fast NICs, which share the rate of the file.
                 nics += [
-                    _nic(index, cluster.kind, cluster.fabric, rate, scale, number=number, rail=rail)
+                    _nic(
+                        index,
+                        cluster.kind,
+                        cluster.fabric,
+                        nominal_bps=cluster.rate_bps // cluster.rails,
+                        scale=scale,
+                        fabric_number=fast_fabrics.index(cluster.fabric),
+                        rail=rail,
+                    )
                     for rail in range(cluster.rails)
                 ]
             nodes.append(
@@ -203,40 +213,44 @@ def _nic(
     nominal_bps: int,
     scale: float,
     *,
-    number: int = 0,
+    fabric_number: int = 0,
     rail: int = 0,
 ) -> LabNic:
-    """Return a NIC of an emulated node.
+    """Return a NIC of an emulated node: an end of a veth, with the other end at the switch.
+
+    The IPv4 address is 10.NETWORK.RAIL.HOST, and the MAC address ends with the same three bytes.
+    NETWORK is 77 for Ethernet, and 100 and up for fast networks.
 
     Args:
-        index: Number of the node.
-        kind: Kind of NIC.
+        index: Number of the node, from 0.
+        kind: Kind of NIC: "ethernet", "ib", "roce", ...
         fabric: Name of the NIC's network.
         nominal_bps: Rate in cluster.toml, in bits/s.
         scale: Factor of the rate.
-        number: Number of the fabric among the fast ones; 0 for Ethernet.
+        fabric_number: Number of the network among the fast ones, from 0; 0 for Ethernet.
         rail: Number of the NIC among the fast NICs of the node; 0 for Ethernet.
     """
     host = index + 1  # last byte of the addresses; MAX_NODES keeps it below 256
     if fabric == ETHERNET:
         net = inter_cluster.ETHERNET_NET
-        port = f"e{index}"
+        switch_port = f"e{index}"
         bridge = "eth"
     else:
-        net = 100 + number
-        port = f"f{index}" if rail == 0 else f"f{index}r{rail}"
-        bridge = f"fab{number}"
+        net = 100 + fabric_number
+        switch_port = f"f{index}" if rail == 0 else f"f{index}r{rail}"
+        bridge = f"fab{fabric_number}"
     return LabNic(
         name=f"{_NAMES.get(kind, kind)}{rail}",
         kind=kind,
         fabric=fabric,
         address=f"10.{net}.{rail}.{host}",
+        # 02: locally administered. 48:4d ("HM") marks the MAC addresses of this lab.
         mac=f"02:48:4d:{net:02x}:{rail:02x}:{host:02x}",
         rate_bps=max(1, round(nominal_bps * scale)),
         nominal_bps=nominal_bps,
-        port=port,
+        port=switch_port,
         bridge=bridge,
-        number=number,
+        number=fabric_number,
         hca=f"mlx5_{rail}",
         rail=rail,
     )
@@ -244,13 +258,17 @@ def _nic(
 
 #: Largest packet of a veth in bytes (64 KiB, the largest IP packet).
 _LARGEST_PACKET = 65_536
-#: On links above 700 Mb/s: seconds of the rate in one packet, and at least in a burst. Fewer
-#: packets per second need less CPU time. Timers fire up to a millisecond late, so a burst must last
-#: as long.
+# The numbers here and in _SLOW_LINKS are chosen so that messages of 128 KiB and more get the
+# configured rate within 10 %, which `holmes lab measure` checks.
+#: On links above 700 Mb/s: seconds that a packet takes at the rate. Larger packets are fewer, and
+#: need less CPU time.
 _PACKET_S = 150e-6
+#: Seconds that a burst lasts at the rate, at least. tbf sends again when a timer fires, which may
+#: be a millisecond late; a smaller burst would then leave the link idle.
 _BURST_S = 1e-3
 _LEAST_FAST_BURST = 70_000  # bytes; above the largest packet with its headers on the wire
-_PEAK_FACTOR = 1.06  # of the rate
+#: Rate within a burst / rate. Above 1, so that the link can catch up after a late timer.
+_PEAK_FACTOR = 1.06
 _PEAK_BURST_MARGIN = 2_000  # bytes above a packet; a packet longer than the burst would be cut
 
 
@@ -258,15 +276,14 @@ _PEAK_BURST_MARGIN = 2_000  # bytes above a packet; a packet longer than the bur
 class Shaping:
     """Parameters of the kernel's token bucket filter (tbf) and of a veth that limit a NIC to a rate.
 
-    After a pause, tbf sends up to `burst` bytes at once, without the limit. On links up to 700
-    Mb/s, `burst` is small: at most 15 % of a message of 128 KiB, and up to 300 Mb/s at most 10 %. A
-    packet must be shorter than `burst`, because tbf would cut it into frames, so packets are small,
-    too.
+    After a pause, tbf sends up to `burst` bytes at once, faster than the rate. A message after a
+    pause should get the rate, too, so there are two kinds of links:
 
-    Faster links need a large `burst`, because timers fire late. A second bucket with 1.06 x the
-    rate (`peak_bps`) then spreads the burst over time, packet by packet. At 2 Gb/s, a message of
-    128 KiB after a pause is sent at the rate; without `peak_bps` it would be sent at twice the
-    rate.
+        up to 700 Mb/s    `burst` is small, at most 15 % of a message of 128 KiB. tbf cuts packets
+                          above `burst`, which costs CPU time, so packets are small as well.
+        faster links      `burst` is large, because the timers by which tbf sends fire late. A
+                          second bucket with a slightly larger rate (`peak_bps`) spreads the burst
+                          over time.
     """
 
     rate_bps: int  # on the wire, with headers
@@ -276,56 +293,70 @@ class Shaping:
     peak_burst: int = 0  # bytes of a packet that may be sent at once within a burst
 
 
-#: Links that are shaped without a peak rate: (largest rate of TCP data in bits/s, burst,
-#: gso_max_size). Each burst has room for the largest packet with its headers and for one more
-#: frame.
+class _SlowLink(NamedTuple):
+    """Shaping of links up to a rate, without a peak rate.
+
+    The burst has room for the largest packet with its headers and for one more frame.
+    """
+
+    largest_rate_bps: int  # of TCP data
+    burst: int  # bytes that tbf sends at once after a pause
+    largest_packet: int  # bytes; as many as the burst permits, since each packet costs CPU time
+
+
 _SLOW_LINKS = (
-    (
-        30_000_000,
-        3_700,
-        2_000,
-    ),  # a burst is one packet, so that even a message of 32 KiB gets the rate
-    (300_000_000, 10_000, 8_000),
-    (700_000_000, 20_000, 16_000),
+    # A burst is one packet of the MTU, so that even a message of 32 KiB gets the rate.
+    _SlowLink(30_000_000, burst=3_700, largest_packet=2_000),
+    # A burst is 8 % of a message of 128 KiB, and with the next line 15 %.
+    _SlowLink(300_000_000, burst=10_000, largest_packet=8_000),
+    _SlowLink(700_000_000, burst=20_000, largest_packet=16_000),
 )
 
 
 def shaping(rate_bps: int) -> Shaping:
     """Return the parameters with which the data of a TCP stream, without headers, gets a rate.
 
+    The kernel's token bucket filter (tbf) limits the rate. Up to 700 Mb/s, small bursts
+    (_SLOW_LINKS) keep it exact. Faster links need bursts of a millisecond, because timers fire
+    late, and a limit of the rate within the burst (peak_bps).
+
     Args:
         rate_bps: Rate of the data in bits/s.
     """
     wire_bps = round(rate_bps * WIRE_BITS_PER_DATA_BIT)
-    for largest_bps, burst, largest_packet in _SLOW_LINKS:
-        if rate_bps <= largest_bps:
-            return Shaping(wire_bps, burst=burst, gso_max_size=largest_packet)
+    for slow in _SLOW_LINKS:
+        if rate_bps <= slow.largest_rate_bps:
+            return Shaping(wire_bps, burst=slow.burst, gso_max_size=slow.largest_packet)
     packet_bytes = min(_LARGEST_PACKET, round(rate_bps * _PACKET_S / 8))
+    packet_bytes_on_wire = round(packet_bytes * WIRE_BITS_PER_DATA_BIT)
     return Shaping(
         wire_bps,
         burst=max(_LEAST_FAST_BURST, round(rate_bps * _BURST_S / 8)),
         gso_max_size=packet_bytes,
+        # Above the rate, so that the link can catch up after a late timer.
         peak_bps=round(wire_bps * _PEAK_FACTOR),
-        # tbf would cut longer packets into frames, which costs CPU time.
-        peak_burst=round(packet_bytes * WIRE_BITS_PER_DATA_BIT) + _PEAK_BURST_MARGIN,
+        # Above a packet, because tbf cuts longer packets into frames, which costs CPU time.
+        peak_burst=packet_bytes_on_wire + _PEAK_BURST_MARGIN,
     )
 
 
 def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
     """Return a line for `ip -batch` and a line for `tc -batch` that limit what a device sends.
 
-    If the device has a limit already, a new burst size creates a new queue. In the old queue, a
-    packet that is longer than the new burst would block all traffic behind it (net/sched/sch_tbf.c,
-    tbf_dequeue). TCP repeats the packets of the old queue, which are lost.
+    The device may have a limit already. If the burst size changes, its queue is replaced by an
+    empty one, and TCP sends the lost packets again. A packet that is longer than the new burst
+    would otherwise stay at the head of the queue for ever (net/sched/sch_tbf.c, tbf_dequeue).
 
     Args:
         device: Name of the network device.
         rate_bps: Rate of TCP data in bits/s. The limit of the device counts headers, too.
     """
     shape = shaping(rate_bps)
-    peak = f" peakrate {shape.peak_bps}bit minburst {shape.peak_burst}" if shape.peak_bps else ""
-    # `tc qdisc replace` creates a new queue if the handle is new, so the handle is made of the
-    # burst.
+    peak = ""
+    if shape.peak_bps:  # 0: no limit of the rate within a burst
+        peak = f" peakrate {shape.peak_bps}bit minburst {shape.peak_burst}"
+    # `tc qdisc replace` keeps the queue if its handle stays the same, and else creates a new one.
+    # So each burst size gets a handle of its own.
     handle = shape.burst % _HANDLES + 1
     return (
         f"link set dev {device} gso_max_size {shape.gso_max_size}",

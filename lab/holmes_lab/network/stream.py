@@ -3,15 +3,18 @@
     RANK=r WORLD_SIZE=2n python -I -S stream.py flood|messages ADDRESS,ADDRESS,... SIZE ...
 
 lab/measure.py runs it on 2 n nodes. Rank r < n sends to the r-th address, where rank n + r
-receives.
+receives. There are two measurements:
 
-    1. With "flood", all senders send for LEAD_S seconds, until TCP's window has opened, and for
-       FLOOD_S more, in which the receivers count bytes. All start at the same time.
-    2. With a single pair and sizes, the sender measures round trips of one byte, and messages of
-       SIZE bytes. The receiver acknowledges each message with one byte before the next is sent.
+    stream      With "flood": all senders send without a pause for LEAD_S seconds, until TCP's
+                window has opened, and for STREAM_S more, in which the receivers count bytes. All
+                start at the same time.
+    messages    With a single pair and sizes: the sender measures round trips of one byte, and
+                messages of SIZE bytes. The receiver acknowledges each message with one byte before
+                the next is sent.
 
-Each sender prints {"flood": bits/s, "round_trip": median in seconds, "seconds": [mean for each
-size]}. The program uses the standard library only.
+Each sender prints {"flood": rate of the stream in bits/s, "round_trip": median in seconds,
+"seconds": [mean of the messages of each size]}, without the keys of a measurement that was not
+made. The program uses the standard library only.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import time
 
 #: Seconds for which a stream is sent before its rate is measured, until TCP's window has opened.
 LEAD_S = 1.5
-FLOOD_S = 1.5  # seconds in which the rate is measured
+STREAM_S = 1.5  # seconds in which the rate is measured
 #: Seconds for the messages of each size.
 SIZE_S = 0.5
 _PORT = 9001
@@ -36,43 +39,49 @@ _LEAST_MESSAGES = 5
 _RATE = struct.Struct("d")
 _SIZE = struct.Struct("I")  # bytes of the message that follows, or _END
 _END = 0  # in place of a size: the sender sends no more messages
-#: Seconds for which messages warm a connection up if streams are measured, too: as long as the
-#: messages of five sizes, because with long round trips TCP's window opens slowly.
-_WARM_UP_S = 5 * SIZE_S
+#: Seconds for which messages warm up a connection between clusters, as long as the messages of five
+#: sizes. TCP's window opens by some packets in each round trip, and these round trips are long.
+_LONG_WARM_UP_S = 5 * SIZE_S
 
 
-def _send(address: str, sizes: list[int], floods: bool, alone: bool) -> dict[str, object]:
-    """Send to a receiver and return the measured values.
-
-    The two measurements can be combined; the stream is then measured first.
+def _send(
+    address: str, sizes: list[int], with_stream: bool, with_messages: bool
+) -> dict[str, object]:
+    """Send to a receiver over TCP and return the measured values.
 
     Args:
         address: IP address of the receiver.
         sizes: Sizes of the messages in bytes.
-        floods: Whether to measure the rate of a stream.
-        alone: Whether to measure round trips and messages. No other pair may send at the same time.
+        with_stream: Whether to measure the rate of a stream: data that is sent without a pause for
+            some seconds. It is measured before the messages. lab/measure.py does so between
+            clusters.
+        with_messages: Whether to measure round trips and single messages. No other pair of nodes
+            may send at the same time.
 
     Returns:
-        "flood": bits/s; "round_trip": median seconds of a byte and its acknowledgement; "seconds": mean
-        seconds of a message and its acknowledgement, for each size.
+        With the stream, "flood": bits/s. With messages, "round_trip": median seconds of a byte and
+        its acknowledgement; "seconds": mean seconds of a message and its acknowledgement, for each
+        size.
     """
     result: dict[str, object] = {}
-    if floods:
+    if with_stream:
         connection = _connect(address)
         chunk = bytes(_CHUNK)
         start = time.monotonic()
-        while time.monotonic() < start + LEAD_S + FLOOD_S:
+        while time.monotonic() < start + LEAD_S + STREAM_S:
             connection.sendall(chunk)
         connection.shutdown(socket.SHUT_WR)
+        # The receiver counts the bytes, and sends the rate back.
         (result["flood"],) = _RATE.unpack(connection.recv(_RATE.size, socket.MSG_WAITALL))
-    if alone:
+    if with_messages:
         connection = _connect(address)
-        # Messages open TCP's window. Streams are measured over long links, where that takes
-        # longest.
-        _exchanges(connection, _WARM_UP_BYTES, _WARM_UP_S if floods else 0.0)
-        result["round_trip"] = statistics.median(_exchanges(connection, 1, SIZE_S))
+        # Messages before the measurement open TCP's window. That takes long only between clusters,
+        # where a stream is measured, too. A few messages are sent in any case.
+        warm_up_s = _LONG_WARM_UP_S if with_stream else 0.0
+        _exchanges(connection, _WARM_UP_BYTES, least_s=warm_up_s)
+        result["round_trip"] = statistics.median(_exchanges(connection, size=1, least_s=SIZE_S))
         result["seconds"] = [
-            statistics.mean(_exchanges(connection, size, SIZE_S)) for size in sizes
+            statistics.mean(_exchanges(connection, size, least_s=SIZE_S)) for size in sizes
         ]
         connection.sendall(_SIZE.pack(_END))
     return result
@@ -109,17 +118,22 @@ def _connect(address: str) -> socket.socket:
     raise ConnectionError(f"nobody listens on {address}:{_PORT}")
 
 
-def _receive(sizes: list[int], floods: bool, alone: bool) -> None:
-    """Receive what a sender sends, and acknowledge each message with one byte.
+def _receive(sizes: list[int], with_stream: bool, with_messages: bool) -> None:
+    """Receive the data of one sender, and acknowledge each message with one byte.
 
-    The arguments are those of `_send`: the sizes of messages in bytes, whether there is a stream,
-    and whether there are messages.
+    Args:
+        sizes: Sizes of the messages in bytes.
+        with_stream: Whether the sender first opens a connection for a stream: data that it sends
+            without a pause. At its end, the sender gets the rate of the stream.
+        with_messages: Whether the sender then opens a connection for single messages. Each begins
+            with its size; the size _END ends the connection.
     """
     server = socket.create_server(("", _PORT))
     buffer = bytearray(max([_CHUNK, _WARM_UP_BYTES, *sizes]))
-    if floods:
-        _count_flood(server.accept()[0], buffer)
-    if alone:
+    if with_stream:
+        connection, _ = server.accept()
+        _measure_stream(connection, buffer)
+    if with_messages:
         connection, _ = server.accept()
         while True:
             (size,) = _SIZE.unpack(connection.recv(_SIZE.size, socket.MSG_WAITALL))
@@ -129,13 +143,22 @@ def _receive(sizes: list[int], floods: bool, alone: bool) -> None:
             connection.sendall(b"\1")
 
 
-def _count_flood(connection: socket.socket, buffer: bytearray) -> None:
+def _measure_stream(connection: socket.socket, buffer: bytearray) -> None:
     """Receive a stream, and send its rate in bits/s back at the end.
 
-    The rate is that of the FLOOD_S seconds after the first LEAD_S seconds.
+    The rate is that of the STREAM_S seconds after the first LEAD_S seconds, in which TCP's window
+    opens. The sender sends for LEAD_S + STREAM_S seconds, so the stream is never shorter.
+
+    Args:
+        connection: Connection to the sender.
+        buffer: Space for the received bytes, which are not used.
     """
     total_bytes = 0
     first_s = 0.0  # time of the first byte
+    lead_bytes = 0  # bytes until the end of the first LEAD_S seconds
+    lead_end_s = 0.0  # time at which the last of them came
+    counted_bytes = 0  # bytes after the first LEAD_S seconds
+    counted_s = 0.0  # seconds from `lead_end_s` until the last of them came
     while count := connection.recv_into(buffer):
         now = time.monotonic()
         first_s = first_s or now
@@ -143,7 +166,7 @@ def _count_flood(connection: socket.socket, buffer: bytearray) -> None:
         if now - first_s < LEAD_S:
             lead_bytes = total_bytes
             lead_end_s = now
-        elif now - first_s < LEAD_S + FLOOD_S:
+        elif now - first_s < LEAD_S + STREAM_S:
             counted_bytes = total_bytes - lead_bytes
             counted_s = now - lead_end_s
     connection.sendall(_RATE.pack(counted_bytes * 8 / counted_s))
@@ -151,11 +174,11 @@ def _count_flood(connection: socket.socket, buffer: bytearray) -> None:
 
 if __name__ == "__main__":
     _rank = int(os.environ["RANK"])
-    _floods = sys.argv[1] == "flood"
+    _with_stream = sys.argv[1] == "flood"
     _addresses = sys.argv[2].split(",")
     _sizes = [int(text) for text in sys.argv[3:]]
-    _alone = len(_addresses) == 1 and bool(_sizes)
+    _with_messages = len(_addresses) == 1 and bool(_sizes)  # only while no other pair sends
     if _rank < len(_addresses):
-        print(json.dumps(_send(_addresses[_rank], _sizes, _floods, _alone)))
+        print(json.dumps(_send(_addresses[_rank], _sizes, _with_stream, _with_messages)))
     else:
-        _receive(_sizes, _floods, _alone)
+        _receive(_sizes, _with_stream, _with_messages)

@@ -31,6 +31,12 @@ _LANE_GBPS = {
     "NDR": 100,
     "XDR": 200,
 }
+#: PCI identifiers of a ConnectX-6: vendor NVIDIA (Mellanox), device MT28908, network controller.
+_PCI_IDENTIFIERS = {"vendor": "0x15b3", "device": "0x101b", "class": "0x020000"}
+_HCA_TYPE = "MT4123"  # part number of ConnectX-6 that its driver shows
+_FIRMWARE = "20.31.1014"  # a released firmware of it
+#: First bytes of an IPoIB address: flags, and the number of a queue pair (any number would do).
+_IPOIB_QUEUE_PAIR = "00:00:10:49:"
 #: Hardware types of net devices (linux/if_arp.h).
 _ETHER, _INFINIBAND = 1, 32
 _GID_TABLE_SIZE = 8
@@ -38,6 +44,10 @@ _GID_TABLE_SIZE = 8
 
 def write_tree(root: Path, node: LabNode) -> None:
     """Write the sysfs tree of a node with all links up, and the output of `ip -j addr` as ip_addr.json.
+
+    holmes reads the NICs of the emulated node from this tree in place of /sys. All NICs are
+    ConnectX-6 adapters of NVIDIA (driver mlx5_core), also that for Ethernet: such an adapter can
+    have any link layer.
 
     Args:
         root: Folder of the tree, which is created.
@@ -49,8 +59,9 @@ def write_tree(root: Path, node: LabNode) -> None:
             _ETHERNET_PCI if nic.kind == "ethernet" else f"0000:{_HCA_BUS + nic.rail:02x}:00.0"
         )
         pci = root / "devices/pci0000:00" / address
-        _write(pci, {"numa_node": "0", "vendor": "0x15b3", "device": "0x101b", "class": "0x020000"})
+        _write(pci, {"numa_node": "0", **_PCI_IDENTIFIERS})
         _write(pci, {"uevent": f"DRIVER=mlx5_core\nPCI_SLOT_NAME={pci.name}"})
+        # The link may be made before its target, the last folder of this function.
         _link(pci / "driver", root / "bus/pci/drivers/mlx5_core")
         _write(
             pci / "net" / nic.name,
@@ -64,11 +75,8 @@ def write_tree(root: Path, node: LabNode) -> None:
         _link(root / "class/net" / nic.name, pci / "net" / nic.name)
         if nic.kind != "ethernet":
             device = pci / "infiniband" / nic.hca
-            _write(
-                device,
-                {"node_type": "1: CA", "node_guid": _groups(_guid(nic)), "fw_ver": "20.31.1014"},
-            )
-            _write(device, {"hca_type": "MT4123"})
+            _write(device, {"node_type": "1: CA", "node_guid": _groups(_guid(nic))})
+            _write(device, {"fw_ver": _FIRMWARE, "hca_type": _HCA_TYPE})
             _link(device / "device", pci)
             _write_port(device / "ports/1", node, nic)
             _link(root / "class/infiniband" / nic.hca, device)
@@ -98,19 +106,23 @@ def set_link(root: Path, nic: LabNic, up: bool) -> None:
 
 
 def _net_files(nic: LabNic) -> dict[str, str]:
-    """Return name -> content of the files of a network interface, without those about its link."""
+    """Return name -> content of the files of a network interface, without those about its link.
+
+    An InfiniBand NIC has an IPoIB interface. Its address has 20 bytes: 4 for a queue pair, and 16
+    for the GID, which is the subnet prefix and the GUID of the port. Other interfaces have a MAC
+    address.
+    """
     infiniband = KINDS[nic.kind].infiniband
-    # The 20-byte address of IPoIB contains the GID; other interfaces have a MAC address.
-    mac = (
-        "00:00:10:49:" + ":".join(_bytes(_prefix(nic)) + _bytes(_guid(nic)))
-        if infiniband
-        else nic.mac
-    )
+    if infiniband:
+        gid_bytes = _hex_bytes(_subnet_prefix(nic)) + _hex_bytes(_guid(nic))
+        hardware_address = _IPOIB_QUEUE_PAIR + ":".join(gid_bytes)
+    else:
+        hardware_address = nic.mac
     return {
         "type": str(_INFINIBAND if infiniband else _ETHER),
         "speed": str(round(nic.nominal_bps / 1e6)),
-        "mtu": "2044" if infiniband else str(MTU),
-        "address": mac,
+        "mtu": "2044" if infiniband else str(MTU),  # 2044: usual for IPoIB
+        "address": hardware_address,
         "flags": "0x1003",  # up, broadcast, multicast
         "dev_id": "0x0",
         "dev_port": "0",
@@ -125,18 +137,24 @@ def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
 
     Args:
         port: Folder of the port.
+        node: The node, which is numbered in the lab.
+        nic: The NIC, which is numbered among the fast NICs of its node (rail).
     """
     infiniband = KINDS[nic.kind].infiniband
-    own_lid = node.index + 2 + MAX_NODES * nic.rail  # LID 1 is that of the subnet manager
+    # LIDs are unique in a subnet. LID 1 is that of the subnet manager, the ports of rail 0 follow,
+    # then those of rail 1, and so on.
+    own_lid = 2 + node.index + MAX_NODES * nic.rail
     lid, sm_lid = (f"0x{own_lid:x}", "0x1") if infiniband else ("0x0", "0x0")
     layer = "InfiniBand" if infiniband else "Ethernet"
     rate = _rate_text(nic.nominal_bps)
     _write(port, {"link_layer": layer, "rate": rate, "lid": lid, "sm_lid": sm_lid, "sm_sl": "0"})
     _write(port / "pkeys", {"0": "0xffff"})
     if infiniband:
-        gids = [(_prefix(nic) << 64 | _guid(nic), "IB/RoCE v1")]
+        # A GID has 128 bits: the subnet prefix, and the GUID of the port. The kernel shows the type
+        # of an InfiniBand GID with the text "IB/RoCE v1".
+        gids = [(_subnet_prefix(nic) << 64 | _guid(nic), "IB/RoCE v1")]
     else:
-        link_local = 0xFE80 << 112 | _guid(nic)
+        link_local = 0xFE80 << 112 | _guid(nic)  # the IPv6 address fe80::GUID
         # The IPv4 address as an IPv6 address (::ffff:a.b.c.d).
         mapped = 0xFFFF << 32 | int.from_bytes(bytes(map(int, nic.address.split("."))), "big")
         gids = [(gid, kind) for gid in (link_local, mapped) for kind in ("IB/RoCE v1", "RoCE v2")]
@@ -144,7 +162,8 @@ def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
     _write(port / "gid_attrs/types", {str(index): kind for index, (_, kind) in enumerate(gids)})
     empty = [(0, "")] * (_GID_TABLE_SIZE - len(gids))
     _write(
-        port / "gids", {str(index): _groups(gid, 8) for index, (gid, _) in enumerate(gids + empty)}
+        port / "gids",
+        {str(index): _groups(gid, count=8) for index, (gid, _) in enumerate(gids + empty)},
     )
 
 
@@ -160,7 +179,7 @@ def _rate_text(bps: int) -> str:
     return f"{bps / 1e9:g} Gb/sec (4X {name})"
 
 
-def _prefix(nic: LabNic) -> int:
+def _subnet_prefix(nic: LabNic) -> int:
     """Return the subnet prefix of a NIC's network, the upper 64 bits of its GIDs.
 
     Each network has a site-local prefix of its own, because the default fe80:: would not identify it.
@@ -174,13 +193,13 @@ def _guid(nic: LabNic) -> int:
     return int.from_bytes(bytes([octets[0] ^ 2]) + octets[1:3] + b"\xff\xfe" + octets[3:], "big")
 
 
-def _groups(value: int, groups: int = 4) -> str:
-    """Return a number as groups of four hexadecimal digits, such as "fec0:0000:0000:0001"."""
-    digits = f"{value:0{4 * groups}x}"
+def _groups(value: int, count: int = 4) -> str:
+    """Return a number as `count` groups of four hex digits, such as "fec0:0000:0000:0001"."""
+    digits = f"{value:0{4 * count}x}"
     return ":".join(digits[start : start + 4] for start in range(0, len(digits), 4))
 
 
-def _bytes(value: int) -> list[str]:
+def _hex_bytes(value: int) -> list[str]:
     """Return the 8 bytes of a number, each as two hexadecimal digits."""
     return [f"{octet:02x}" for octet in value.to_bytes(8, "big")]
 

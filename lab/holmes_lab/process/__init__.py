@@ -1,1 +1,7 @@
-"""Processes of the lab: the keeper, launchers, ranks and preloaded Pythons."""
+"""Processes of a lab.
+
+keeper            owns all other processes of the lab, so that they end with it
+job supervisor    forks the ranks of one job, and reports their ends
+fork server       Python that has imported the modules of a job once, and forks its ranks
+template          Python outside of all labs, from which the fork servers of several labs are forked
+"""

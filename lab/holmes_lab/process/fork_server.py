@@ -3,7 +3,10 @@
 Each rank then saves the seconds of its imports. The keeper (the process that owns the lab) starts
 the fork server with the environment and the working directory of the job:
 
-    python -c BOOT ROOTS MODULE,MODULE CONTROL
+    python -c BOOT FOLDERS MODULE,MODULE CONTROL
+
+FOLDERS contain the packages holmes_lab and holmes_ext; CONTROL is the descriptor number of a
+socket.
 
 In a forked rank, a script finds what it would find in a new Python: sys.argv, sys.path[0],
 __main__, the environment, and random numbers. holmes is not activated in the fork server, but in
@@ -84,7 +87,8 @@ def script_of(command: list[str]) -> tuple[str, list[str]] | None:
 
     Returns:
         (interpreter, [SCRIPT, ...] or ["-m", MODULE, ...]); None if the command is of another form, so that
-        a forked Python cannot run it.
+        a forked Python cannot run it. The flag -u (unbuffered output) is left out, because the
+        lab's ranks have PYTHONUNBUFFERED=1 anyway.
     """
     if not command or not Path(command[0]).name.startswith("python"):
         return None
@@ -153,16 +157,18 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
 def serve_template(modules: list[str], control_number: int) -> launch.Entry | None:
     """Run as a template: import the modules once, and fork a fork server into each lab that requests one.
 
-    A template is a Python process outside of all labs, so that several labs share its imports. It
-    ends when the process that started it closes the control socket, or ends.
+    A lab is a set of emulated nodes whose processes have a PID namespace of their own. A template
+    is a Python process outside of all labs, so that several labs share its imports. Its forks, the
+    fork servers, fork the ranks of jobs, each in one lab. A template ends when the process that
+    started it closes the control socket, or ends.
 
     Args:
         modules: Names of the modules.
         control_number: Descriptor number of the control socket.
 
     Returns:
-        In a forked rank: a function without arguments that runs its script (launch.Entry). In the template
-        itself: None if the modules cannot be imported; otherwise the function exits the process.
+        Only in two processes. In each rank that a fork server forks: a function without arguments
+        that runs the script of the rank. In the template: None if the modules cannot be imported.
     """
     control = socket.socket(fileno=control_number)
     os.set_inheritable(control_number, False)
@@ -176,16 +182,18 @@ def serve_template(modules: list[str], control_number: int) -> launch.Entry | No
         wire.send(control, {"failed": str(error)})
         return None
     wire.send(control, {"ready": True})
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps the forked children
+    # The kernel then reaps forked children at once: none remains as a zombie.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         message, descriptors = wire.receive(control)
-        if message is None:
+        if message is None:  # the process that started the template has closed its end
             break
         if os.fork() == 0:
             control.close()
             return _enter_lab(message["init"], *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
+    # The end of this process is the sign that all of its forks have ended (Templates.close).
     _wait_for_children()
     os._exit(0)
 
@@ -224,7 +232,11 @@ def _enter_lab(lab_init: int, control_number: int, log: int) -> launch.Entry | N
 
 
 def _wait_for_children() -> None:
-    """Wait until all child processes have ended."""
+    """Wait until all child processes have ended.
+
+    If SIGCHLD is ignored, waitpid() blocks until the last child has ended, and then raises
+    ChildProcessError.
+    """
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
@@ -244,22 +256,26 @@ def _preload(modules: list[str]) -> None:
             raise ImportError(f"{module}: {error}") from error
     import_for_ranks()
     if uses_emulated_gpu():
-        # Any of the modules may have done it. This is checked only after all, so the message names
-        # the last.
+        # A fork cannot use a GPU that its parent has used. This is checked once, after all imports,
+        # so it does not show which of the modules did it. The message names the last one.
         raise RuntimeError(
             f"{modules[-1]}: it uses a GPU while it is imported, which no fork may share; leave it out"
         )
 
 
 def _fork_job_supervisors(control: socket.socket) -> launch.Entry | None:
-    """Fork a job supervisor, the process that forks the ranks of one job, for each job that arrives.
+    """Fork a job supervisor, the process that forks the ranks of one job, for each new job.
+
+    The fork server is a Python that has imported the modules of the job; its forks have them, too.
 
     Args:
-        control: Socket over which the socket of each job arrives. Its other end is closed when the lab ends.
+        control: Socket over which the socket of each job arrives as a file descriptor. Its other
+            end is closed when the lab (the emulated nodes) ends.
 
     Returns:
-        In a forked rank: a function without arguments that runs its script (launch.Entry). In the fork server
-        itself, at its end: None.
+        The function returns in two kinds of processes. In a rank: a function without arguments that
+        runs the script of the rank. In the fork server, at its end: None. In a job supervisor,
+        launch.serve_job() exits the process after the job.
     """
     while True:
         message, descriptors = wire.receive(control)
@@ -275,8 +291,9 @@ def _fork_job_supervisors(control: socket.socket) -> launch.Entry | None:
 def import_for_ranks() -> None:
     """Import modules that each rank would import later, so that ranks forked from this process have them.
 
-    These are modules that frameworks import at their first use, and those of holmes and its
-    extensions.
+    They are modules that frameworks import at their first use, and those of holmes and its
+    extensions. The names of the latter go into _holmes_modules: a rank that does not use holmes
+    removes them again (_forget_holmes).
     """
     for framework, modules in _FIRST_USE.items():
         for module in modules if framework in sys.modules else ():
@@ -286,10 +303,11 @@ def import_for_ranks() -> None:
         before = set(sys.modules)
         for module in ("holmes_ext.job", "holmes_ext.runtime.reduce.reducer"):
             importlib.import_module(module)
+        # all_patches() imports the modules with holmes's patches of frameworks; its result is not
+        # used.
         importlib.import_module("holmes_ext.patches").all_patches()
-        # A rank without holmes must forget these modules (_forget_holmes). Those of extensions are
-        # among them, because they hold classes of holmes_ext: with a newly imported holmes_ext,
-        # they would not match it.
+        # A rank that has removed holmes_ext may import it again. The modules of extensions hold
+        # references to the classes of the removed holmes_ext, so they are removed with it.
         packages = {point.module.partition(".")[0] for point in entry_points(group=GROUP)}
         packages.add("holmes_ext")
         _holmes_modules.update(
@@ -333,6 +351,10 @@ def uses_emulated_gpu() -> bool:
 def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
     """Run a script in this process, a rank that was forked from a fork server, as a new Python would.
 
+    The script finds sys.argv, sys.path[0], the environment and random numbers as in a new Python. A
+    fork has the random state of numpy of its parent, so numpy gets a new seed. The module `random`
+    does this by itself after a fork, and torch begins with the same fixed seed in every process.
+
     Args:
         arguments: Words of the command after `python`: [SCRIPT, ...] or ["-m", MODULE, ...].
         env: The whole environment of the rank.
@@ -351,7 +373,7 @@ def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
     sys.argv = arguments[1:] if as_module else list(arguments)
     if sys.path[:1] == [""]:  # python -c puts it there, unless PYTHONSAFEPATH is set
         sys.path[0] = os.getcwd() if as_module else str(Path(arguments[0]).resolve().parent)
-    if trace.VARIABLE in env:
+    if trace.VARIABLE in env:  # a folder for traces: when this rank computes and communicates
         trace.install(env[trace.VARIABLE])
     if "--holmes" in sys.argv or env.get("HOLMES") == "1":
         from holmes_ext.job import activate
@@ -359,7 +381,7 @@ def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
         activate(sys.argv)
     else:
         _forget_holmes()  # the preloaded modules of holmes; this job does not use holmes
-    if env.get(SKIP_TEARDOWN) == "1":  # saves the time of destroying all modules
+    if env.get(SKIP_TEARDOWN) == "1":  # do not destroy all modules at the end: that takes 0.3 s
         _run_without_teardown(arguments, as_module)
     return _run(arguments, as_module)
 

@@ -116,14 +116,17 @@ class Job:
         self._selector.register(supervisor, selectors.EVENT_READ, None)
         self._started, self._cores = time.monotonic(), CoreMeter()
         self._deadline = None if timeout is None else self._started + timeout
-        self._pids: dict[int, int] = {}
-        self._realtime: list[bool] = []
-        self._statuses: dict[int, int] = {}
+        self._pids: dict[int, int] = {}  # rank -> PID, of the ranks that have started
+        self._realtime: list[bool] = []  # of each started rank: whether it runs under SCHED_RR
+        self._statuses: dict[int, int] = {}  # rank -> exit status, of the ranks that have ended
+        #: Rank -> pairs ("stdout" or "stderr", line).
         self._lines: dict[int, list[tuple[str, str]]] = {message["rank"]: [] for message in ranks}
         self._first_failed: int | None = None
-        self._code = 0
+        self._exit_code = 0  # of the job: that of the first rank that failed, or TIMED_OUT
+        #: (time, number) of the next signal for all ranks; None: none is due.
         self._next_signal: tuple[float, int] | None = None
-        self._done = self._lost = False
+        self._done = False  # whether the job supervisor has sent its last message
+        self._lost_lab = False  # whether it ended without a last message, because the lab has ended
         self._error: BaseException | None = None
         self._result: RunResult | None = None
         self._all_started = threading.Event()
@@ -192,17 +195,25 @@ class Job:
         return write
 
     def _run(self) -> None:
-        """Read messages and output until the supervisor and all ranks have closed their ends (the thread)."""
+        """Read the messages and the output of the job until it has ended, and then set its result.
+
+        A thread runs this function. The job supervisor, the process that forks the ranks, sends the
+        messages, and each rank has two pipes for its output. The job has ended when all of them
+        have closed their ends.
+        """
         try:
             while len(self._selector.get_map()) > 0:
                 for key, _ in self._selector.select(self._seconds_to_next_event()):
-                    if key.data is None:
+                    pipe: _Pipe | None = key.data  # None: the socket of the job supervisor
+                    if pipe is None:
                         self._read_message()
                     else:
-                        self._read_output(key.fd, key.data)
+                        self._read_output(key.fd, pipe)
                 self._end_when_due()
                 self._cores.sample()
-            if self._lost:
+            if self._lost_lab:
+                # Two processes end a lab with them: the one that owns its processes (the keeper),
+                # and the one that emulates the network between clusters (the delay line).
                 who = "its keeper or its delay line"
                 raise HolmesError(
                     f"the lab ended while the job ran: {who} was killed (`holmes lab down --all`?)"
@@ -210,9 +221,10 @@ class Job:
         except BaseException as error:  # raised again in wait()
             self._error = error
         finally:
+            # Of the ranks that have started; a job without any did not run in real time.
             realtime = bool(self._realtime) and all(self._realtime)
             self._result = RunResult(
-                returncode=self._code,
+                returncode=self._exit_code,
                 statuses=dict(sorted(self._statuses.items())),
                 lines=self._lines,
                 seconds=time.monotonic() - self._started,
@@ -221,8 +233,8 @@ class Job:
                 realtime=realtime,
                 core_shares=self._cores.shares,
             )
-            for key in list(self._selector.get_map().values()):
-                if key.data is not None:
+            for key in list(self._selector.get_map().values()):  # after an error
+                if key.data is not None:  # a pipe; the supervisor's socket is closed below
                     os.close(key.fd)
             self._selector.close()
             self._supervisor.close()  # if the job supervisor still runs, it now ends its ranks
@@ -232,7 +244,7 @@ class Job:
         """Return the seconds until the next sample of the cores' use, the next signal, or the time-out."""
         times = [time.monotonic() + CoreMeter.SAMPLE_S]
         times += [self._next_signal[0]] if self._next_signal is not None else []
-        if self._deadline is not None and self._code == 0:
+        if self._deadline is not None and self._exit_code == 0:
             times.append(self._deadline)
         return max(0.0, min(times) - time.monotonic())
 
@@ -242,10 +254,10 @@ class Job:
         if (
             self._deadline is not None
             and now >= self._deadline
-            and self._code == 0
+            and self._exit_code == 0
             and not self._done
         ):
-            self._code, self._next_signal = TIMED_OUT, (now, signal.SIGTERM)
+            self._exit_code, self._next_signal = TIMED_OUT, (now, signal.SIGTERM)
         if self._next_signal is not None and now >= self._next_signal[0]:
             _, number = self._next_signal
             self.kill(None, number)
@@ -254,24 +266,30 @@ class Job:
             )
 
     def _read_message(self) -> None:
-        """Read a message of the job supervisor: a rank has started or ended, or all have ended.
+        """Read a message of the job supervisor, the process that forks the ranks of the job.
 
-        If it is the first failure of a rank, SIGTERM is due for the others after the grace time.
+        {"rank", "pid", "realtime"}    a rank has started; realtime: whether it runs under SCHED_RR
+        {"rank", "status"}             a rank has ended. After the first failure, the other ranks
+                                       get SIGTERM when the grace time is over.
+        {"done"}                       all ranks have ended
         """
         message, _ = wire.receive(self._supervisor)
-        if message is None or "done" in message:
-            self._done, self._lost = True, message is None
+        if message is None or "done" in message:  # None: the supervisor was killed with the lab
+            self._done = True
+            self._lost_lab = message is None
             self._next_signal = None
             self._selector.unregister(self._supervisor)
         elif "pid" in message:
             self._pids[message["rank"]] = message["pid"]
             self._realtime.append(message["realtime"])
-            if len(self._pids) == len(self._lines):
+            rank_count = len(self._lines)  # every rank has an entry from the start
+            if len(self._pids) == rank_count:
                 self._all_started.set()
         else:
-            self._statuses[message["rank"]] = message["status"]
-            if message["status"] != 0 and self._code == 0:
-                self._code, self._first_failed = message["status"], message["rank"]
+            rank, status = message["rank"], message["status"]
+            self._statuses[rank] = status
+            if status != 0 and self._exit_code == 0:
+                self._exit_code, self._first_failed = status, rank
                 self._next_signal = (time.monotonic() + self._grace, signal.SIGTERM)
 
     def _read_output(self, descriptor: int, pipe: _Pipe) -> None:

@@ -4,7 +4,7 @@ It forks namespace holders (processes that keep the namespaces of one node alive
 `tc` in these namespaces, and forks a job supervisor (process/launch.py) for each job. Lab starts
 the keeper:
 
-    python -I -S -c ... ROOT CONTROL PIDFD DIRECTORY       (needs only the standard library)
+    python -I -S -c ... FOLDERS CONTROL PIDFD DIRECTORY    (needs only the standard library)
 
 The keeper ends when its caller ends (PIDFD) or closes the socket CONTROL. It then removes DIRECTORY. All its
 children are in one PID namespace. If the keeper dies, even by SIGKILL, the kernel kills the init process of
@@ -56,31 +56,37 @@ def main(arguments: list[str]) -> None:
 
 
 def _hold_lab(control: socket.socket, caller: int) -> bool:
-    """Hold a lab until it is to end.
+    """Create the namespaces of a lab, and hold the lab until it is to end.
+
+    This process (the keeper) owns all other processes of the lab. It answers the caller with
+    {"init": PID of the init process of the lab's PID namespace}, or with {"denied": why the
+    namespaces cannot be created}.
 
     Args:
         control: Socket to the process that created the Lab (the caller), for its requests.
         caller: pidfd of that process.
 
     Returns:
-        Whether the lab ends because the delay line between the clusters has ended.
+        Whether the lab ends because its delay line has ended: the process that emulates the network
+        between clusters.
     """
     try:
-        _isolate()
+        _enter_new_pid_namespace()
         keeper = Keeper(control, caller)
         keeper.hold(SWITCH, _furnish_switch)
     except OSError as error:
+        # "userns": whether a user namespace would have been needed, because this user is not root.
         wire.send(control, {"denied": str(error), "userns": os.getuid() != 0})
         return False
     try:
         wire.send(control, {"init": keeper.holders[SWITCH].pid})
         keeper.serve()
-        return keeper.gone(WAN)
+        return keeper.has_ended(WAN)  # False if the lab has no delay line
     finally:
         keeper.end()
 
 
-def _isolate() -> None:
+def _enter_new_pid_namespace() -> None:
     """Create a PID namespace for all future children of this process.
 
     Without the right to do this, the process first becomes root of a new user namespace.
@@ -149,13 +155,18 @@ class Keeper:
         #: Forked processes that keep namespaces alive: name of the node, SWITCH or WAN -> PIDs.
         self.holders: dict[str, wire.HolderPids] = {}
 
-    def hold(self, name: str, furnish: Callable[[], Callable[[], None] | None]) -> None:
-        """Fork a process that keeps its namespaces alive until it is killed (a namespace holder).
+    def hold(self, name: str, prepare: Callable[[], Callable[[], None] | None]) -> None:
+        """Fork a process that creates namespaces, and keeps them alive until it is killed.
+
+        Namespaces exist as long as a process is in them. This process, a namespace holder, either
+        does nothing more, or runs a program that needs these namespaces: the delay line, which
+        emulates the network between clusters.
 
         Args:
-            name: Name of the node that the namespaces belong to, or SWITCH or WAN.
-            furnish: Called in the forked process to create the namespaces. It may return a function, which
-                the process then runs.
+            name: Name of the node that the namespaces belong to. SWITCH: of the bridges; WAN: of
+                the delay line.
+            prepare: Called in the forked process to create the namespaces. It returns None, or the
+                program: a function without arguments that the process then runs.
 
         Raises:
             OSError: The namespaces cannot be created.
@@ -164,14 +175,15 @@ class Keeper:
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            _hold_namespaces(furnish, write)
+            _hold_namespaces(prepare, write)
         os.close(write)
         with os.fdopen(read, "r") as pipe:
             # The PID of the forked process in the lab's PID namespace, or an error message.
             answer = pipe.read()
         if not answer.isdigit():
             os.waitpid(pid, 0)
-            shown_name = "switch" if name == SWITCH else name.strip()  # WAN begins with a space
+            # WAN is " wan" (with a space, which no node's name has).
+            shown_name = "switch" if name == SWITCH else name.strip()
             raise OSError(f"{shown_name}: {answer}")
         self.holders[name] = wire.HolderPids(pid=pid, pid_in_lab=int(answer))
 
@@ -203,7 +215,7 @@ class Keeper:
                 os.close(descriptor)
             wire.send(self.control, answer)
 
-    def gone(self, name: str) -> bool:
+    def has_ended(self, name: str) -> bool:
         """Return whether a forked holder of namespaces has ended; False if there is none of this name."""
         if name not in self.holders:
             return False
@@ -247,28 +259,41 @@ class Keeper:
     def do_wan(self, clusters: list[dict[str, Any]], **network: Any) -> dict[str, Any]:
         """Fork the delay line, the process that delays frames between clusters (network/delay_line.py).
 
-        Its TAP devices are in the network namespace of the switch.
+        It reads and writes frames by TAP devices in the network namespace of the switch.
 
         Args:
-            clusters: Settings of each cluster, with the name of its TAP device as "tap".
-            network: Further arguments of delay_line.Router.
-        """
-        pid = self.holders[SWITCH].pid
+            clusters: Settings of each cluster for delay_line.Router, with the name of its TAP
+                device as "tap".
+            network: Further arguments of delay_line.Router: the links between clusters, and the
+                nodes.
 
-        def furnish() -> Callable[[], None]:
-            """Open the TAP devices, and return the function that runs the delay line."""
-            namespaces.enter(pid, ("net",))
+        Returns:
+            {"pids": [PID as seen outside of the lab, PID in the lab's PID namespace]} of the delay
+            line.
+        """
+        switch_pid = self.holders[SWITCH].pid
+
+        def open_taps() -> Callable[[], None]:
+            """Open a TAP device for each cluster, and return the function that runs the delay line.
+
+            The forked process calls it (hold()), and then runs the returned function.
+            """
+            namespaces.enter(switch_pid, ("net",))
             try:
                 taps = [delay_line.open_tap(cluster["tap"]) for cluster in clusters]
             except OSError as error:
+                # Only these settings of cluster.toml, which describe links between clusters, need
+                # a delay line.
                 raise OSError(
                     f"uplinks and [[between]] need TUN/TAP: {delay_line.TUN_DEVICE}: {error.strerror}"
                     " (modprobe tun; in a container: --device /dev/net/tun)"
                 ) from None
-            launch.go_realtime(priority=2)  # above the ranks
+            # Under SCHED_RR, ranks have the priority 1. Frames must not wait for ranks that
+            # compute.
+            launch.go_realtime(priority=2)
             return lambda: delay_line.run(delay_line.Router(clusters, **network), taps)
 
-        self.hold(WAN, furnish)
+        self.hold(WAN, prepare=open_taps)
         return {"pids": self.holders[WAN]}
 
     def do_job(self, job: int) -> dict[str, Any]:
@@ -337,20 +362,22 @@ class Keeper:
             os.waitpid(ended.si_pid, 0)
 
 
-def _hold_namespaces(furnish: Callable[[], Callable[[], None] | None], ready: int) -> NoReturn:
+def _hold_namespaces(prepare: Callable[[], Callable[[], None] | None], ready: int) -> NoReturn:
     """Create namespaces in a forked child, and keep them alive. The function never returns.
 
     Args:
-        furnish: Creates the namespaces. If it returns a function, that function runs; otherwise the process
+        prepare: Creates the namespaces. If it returns a function, that function runs; otherwise the process
             sleeps.
         ready: Pipe to the keeper, for the PID of this process, or for an error message.
     """
     try:
         namespaces.die_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps orphans of the lab
+        # The holder of the switch's namespaces is also the init of the lab's PID namespace: processes
+        # without a parent become its children. If SIGCHLD is ignored, the kernel reaps them.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         work = None
         try:
-            work = furnish()
+            work = prepare()
             answer = str(os.getpid())
         except OSError as error:
             answer = str(error)

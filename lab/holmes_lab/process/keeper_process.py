@@ -26,7 +26,7 @@ from holmes_lab.process.keeper import main
 main(sys.argv[2:])
 """
 #: Folders with the packages holmes_lab and holmes_ext, for Pythons that the lab starts.
-ROOTS = os.pathsep.join(
+PACKAGE_FOLDERS = os.pathsep.join(
     str(Path(package.__file__ or "").parents[1]) for package in (holmes_lab, holmes_ext)
 )
 
@@ -35,7 +35,9 @@ class KeeperProcess:
     """Running keeper of a lab, the process that owns all other processes of the lab."""
 
     def __init__(self, directory: Path):
-        """Start the keeper. It ends when this process ends or calls close().
+        """Start the keeper, the process that owns all other processes of a lab (process/keeper.py).
+
+        It ends, and the lab with it, when this process ends or calls close().
 
         Args:
             directory: Folder of the lab, for keeper.log. The keeper removes the folder at its end.
@@ -44,7 +46,7 @@ class KeeperProcess:
         self._control, theirs = wire.pair()
         caller = os.pidfd_open(os.getpid())  # by this, the keeper sees the end of this process
         with open(directory / "keeper.log", "w") as log:
-            boot = [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, ROOTS]
+            boot = [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, PACKAGE_FOLDERS]
             self._process = subprocess.Popen(
                 [*boot, str(theirs.fileno()), str(caller), str(directory)],
                 pass_fds=(theirs.fileno(), caller),
@@ -62,7 +64,9 @@ class KeeperProcess:
         return self._process.pid
 
     def wait_until_ready(self) -> int:
-        """Wait until the keeper has created the lab's PID namespace, and return the PID of its init process.
+        """Wait until the lab's PID namespace exists, and return the PID of its init process.
+
+        The keeper, the process that owns all other processes of the lab, creates it.
 
         Raises:
             HolmesError: This machine lacks a right. The message names it.
@@ -73,12 +77,15 @@ class KeeperProcess:
         return answer["init"]
 
     def ask(self, do: str, descriptors: Sequence[int] = (), **arguments: Any) -> dict[str, Any]:
-        """Call a method Keeper.do_NAME in the keeper, and return its result.
+        """Call a method Keeper.do_NAME in the keeper, the process that owns the lab.
 
         Args:
             do: NAME of the method.
             descriptors: File descriptors that are passed as its first arguments.
             arguments: Its keyword arguments.
+
+        Returns:
+            The result of the method.
 
         Raises:
             HolmesError: The method failed, or the keeper has ended.
@@ -100,7 +107,11 @@ class KeeperProcess:
         self._process.wait()
 
     def _answer(self) -> dict[str, Any]:
-        """Return the next message of the keeper, or raise HolmesError with its last line if it has ended."""
+        """Return the next message of the keeper, the process that owns all processes of the lab.
+
+        Raises:
+            HolmesError: The keeper has ended. The message has the last line of its log, keeper.log.
+        """
         message, _ = wire.receive(self._control)
         if message is None:
             log = self.directory / "keeper.log"

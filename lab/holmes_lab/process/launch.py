@@ -63,6 +63,7 @@ def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | N
             # A negative status is the number of a signal.
             _report(job, {"rank": rank, "status": status if status >= 0 else 128 - status})
         if job.fileno() in ready:
+            # A message to stop, with the number of ranks, with a signal, or to start a rank.
             message, descriptors = wire.receive(job)
             if message is None:  # the caller has closed the socket, or has ended
                 break
@@ -110,7 +111,9 @@ def _kill_descendants() -> None:
     Only children of this process are killed. Their children then become children of this process
     (adopt_orphans()), and are killed in the next turn.
     """
-    me = os.readlink("/proc/self")
+    me = os.readlink(
+        "/proc/self"
+    )  # as PPid in /proc shows it, unlike os.getpid() in a PID namespace
     # /proc may have the PIDs of an outer PID namespace, but kill() takes those of this namespace. NSpid has
     # both: this is the index of the latter.
     level = len(_status(me)["NSpid"].split()) - 1
@@ -137,10 +140,14 @@ def _status(pid: str) -> dict[str, str]:
 def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int]) -> None:
     """Turn the forked child into a rank: its session, output, priority, namespaces and directory.
 
-    The process exits with an error message if this is not possible.
+    Its PID, and whether it runs in real time, are reported to the process that started the job.
+    This process exits with an error message if a step is not possible.
 
     Args:
-        message: The message that starts the rank.
+        job: Socket to the process that started the job.
+        message: The message that starts the rank: "rank", "argv", "cwd", "realtime" (whether it
+            should run under SCHED_RR), "holder" (PID of a process in the namespaces of the rank's
+            node).
         output: File descriptors for stdout and stderr.
     """
     try:
@@ -151,10 +158,10 @@ def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int])
             os.dup2(descriptor, target)
             os.close(descriptor)
         realtime = message["realtime"] and go_realtime()
-        _report(
-            job,
-            {"rank": message["rank"], "pid": int(os.readlink("/proc/self")), "realtime": realtime},
-        )
+        # The caller is outside of the lab's PID namespace. /proc is still the machine's, so its
+        # link `self` is the PID that the caller sees; os.getpid() is that inside of the lab.
+        outer_pid = int(os.readlink("/proc/self"))
+        _report(job, {"rank": message["rank"], "pid": outer_pid, "realtime": realtime})
         job.close()
         namespaces.enter(message["holder"])
         os.chdir(message["cwd"])

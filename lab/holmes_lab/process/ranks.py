@@ -55,14 +55,18 @@ def processes_for_each(nodes: Sequence[LabNode], processes: int | None, source: 
         HolmesError: cluster.toml has different numbers for the nodes, or the number is not 1 or
             more.
     """
-    counts = {node.processes: node.name for node in nodes} if processes is None else {processes: ""}
-    if len(counts) > 1:
-        (low, few), (high, many) = min(counts.items()), max(counts.items())
-        raise HolmesError(
-            f"{source}: node {few!r} has {low} processes and node {many!r} has {high};"
-            " make them equal or give --processes"
-        )
-    count = next(iter(counts))
+    if processes is None:
+        # Number of processes -> name of a node with this number, for the message.
+        node_with = {node.processes: node.name for node in nodes}
+        fewest, most = min(node_with), max(node_with)
+        if fewest != most:
+            raise HolmesError(
+                f"{source}: node {node_with[fewest]!r} has {fewest} processes and node "
+                f"{node_with[most]!r} has {most}; make them equal or give --processes"
+            )
+        count = fewest
+    else:
+        count = processes
     if count < 1:
         raise HolmesError(f"--processes: {count} is not 1 or more")
     return count
@@ -73,16 +77,24 @@ def common_environment(
 ) -> tuple[dict[str, str], bool]:
     """Return the environment that all ranks share, and whether it has an emulated accelerator.
 
+    The emulated accelerator slows layers down to the speed of a given GPU. Its settings are in the
+    variable HOLMES_LAB_ACCELERATOR, which the environment of this process may have already.
+
     Args:
         env: Variables in addition to those of this process.
-        configuration: Configuration of the emulated accelerator, None without one.
+        configuration: Settings of the emulated accelerator. None: those of the variable, if it is
+            set.
     """
+    # One OpenMP thread for each rank, as torchrun sets it: the ranks share this machine's cores.
+    # Unbuffered, so that each line of output is shown at once.
     common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **env}
     if configuration is not None:
         common[accelerator.VARIABLE] = accelerator.dump(configuration)
     emulated = accelerator.VARIABLE in common
     if emulated:
-        accelerator.add_to_environment(common)
+        accelerator.add_to_environment(
+            common
+        )  # lets each Python install the accelerator when it starts
     return common, emulated
 
 

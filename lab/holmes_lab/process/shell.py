@@ -29,7 +29,7 @@ class Host:
     variables: Mapping[str, str]  # environment of the host's processes
 
 
-def running(host: str, directory: str | None = None) -> Host:
+def running_host(host: str, directory: str | None = None) -> Host:
     """Return a host of a running lab.
 
     Args:
@@ -75,7 +75,7 @@ def _hosts(directory: Path) -> dict[str, Host]:
     return running_hosts
 
 
-def inside(holder: int, argv: Sequence[str], env: Mapping[str, str]) -> int:
+def run_on_host(holder: int, argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Run a command in the namespaces of a process, and return its exit status.
 
     The status is 128 + n after signal n. A forked child enters the namespaces and forks the

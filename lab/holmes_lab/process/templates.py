@@ -1,17 +1,18 @@
 """Templates: Python processes that have imported a job's modules once, for all labs of this process.
 
 A fork server (fork_server.py) is a Python that has imported the modules and forks ranks. It belongs
-to one lab, because it is in the lab's PID namespace, and its imports cost seconds of a core. A
-template has imported the modules outside of any lab. A lab that needs a fork server gets a fork of
-the template:
+to one lab, because it is in the lab's PID namespace. Its imports cost seconds of a core. A template
+has imported the modules outside of any lab. A lab that needs a fork server gets a fork of the
+template, which needs no imports:
 
     Templates --socket--> template --forks--> guard --forks--> fork server --> job supervisor --> ranks
     (this process)        (outside of all labs)                (in the lab's PID namespace)
 
-    guard          enters the lab's PID namespace for its children, and forks the fork server. As its
-                   parent, it waits for its end, and then ends, too. If it ended earlier, the init of
-                   the machine would be the parent, and the end of the PID namespace would wait for
-                   that init to reap the fork server.
+    guard          The parent of the fork server. A process cannot enter a PID namespace itself,
+                   only let its next child begin in it. So the template forks the guard, and the
+                   guard forks the fork server. The guard then waits until the fork server has
+                   ended, and reaps it. Without a guard, the machine's init would have to reap the
+                   fork server, and the lab's end would wait for that.
     fork server    The kernel kills it with its lab, as any process of the lab's PID namespace.
     template       It ends when this process ends or closes the socket, after all guards have ended.
 
@@ -67,8 +68,10 @@ class Templates:
     """
 
     def __init__(self) -> None:
-        self._templates: dict[TemplateKey, _Template] = {}  # the least recently used one first
-        #: Templates that fork no longer, but end only after the processes that they have forked.
+        #: Python processes from which labs can fork, the least recently used one first.
+        self._templates: dict[TemplateKey, _Template] = {}
+        #: Templates that no lab can use any more. Their control sockets are closed, but they end
+        #: only after the processes that they have forked. close() waits for them.
         self._retired: list[_Template] = []
 
     def __enter__(self) -> Templates:
@@ -80,15 +83,16 @@ class Templates:
     def fork_server(
         self, key: TemplateKey, roots: str, lab_init: int, log: Path
     ) -> socket.socket | None:
-        """Fork a new fork server (a Python that forks ranks) into a lab, and return its control socket.
+        """Start a fork server in a lab without imports, and return its control socket.
 
-        It is a fork of the template with the same key, a Python that has imported the modules
-        outside of any lab. The template is started if there is none yet. At most _KEPT templates
-        are kept.
+        A fork server is a Python in a lab that has imported some modules, and forks ranks. Here it
+        is itself forked from a template: a Python outside of the labs that has imported the same
+        modules. The template is started if there is none for this key. Of the templates, the
+        _KEPT that were used last are kept.
 
         Args:
             key: What the fork server must have imported, and in which environment.
-            roots: Folders of holmes_lab and holmes_ext, as in a path variable.
+            roots: Folders that contain the packages holmes_lab and holmes_ext, separated by colons.
             lab_init: PID of the init of the lab's PID namespace.
             log: File for the output of the fork server.
 
@@ -102,24 +106,28 @@ class Templates:
         if os.readlink(f"/proc/{lab_init}/ns/user") != os.readlink("/proc/self/ns/user"):
             return None
         template = self._templates.pop(key, None) or self._start(key, roots)
-        self._templates[key] = template
+        self._templates[key] = template  # at the end of the dictionary, as the last that was used
         while len(self._templates) > _KEPT:
-            oldest = self._templates.pop(next(iter(self._templates)))
-            oldest.control.close()  # it ends after the fork servers that it has forked
-            self._retired.append(oldest)
+            least_recent_key = next(iter(self._templates))
+            least_recent = self._templates.pop(least_recent_key)
+            least_recent.control.close()  # it ends after the fork servers that it has forked
+            self._retired.append(least_recent)
 
-        def fork(descriptors: list[int]) -> None:
-            """Let the template fork a fork server into the lab, with its control socket and its log."""
+        def request_fork(descriptors: list[int]) -> None:
+            """Let the template fork a fork server, which gets a control socket and a log."""
             wire.send(template.control, {"init": lab_init}, descriptors)
 
         try:
-            return fork_server.start(fork, log, key.modules)
+            return fork_server.start(request_fork, log, key.modules)
         except (BrokenPipeError, ConnectionResetError):  # somebody has killed the template
             self._retired.append(self._templates.pop(key))
             return None
 
     def close(self) -> None:
-        """End all templates, and return when they are gone."""
+        """End all templates (the Python processes that labs fork), and return when they are gone.
+
+        A template ends only after the fork servers that it has forked, so all labs must have ended.
+        """
         templates = [*self._templates.values(), *self._retired]
         self._templates.clear()
         self._retired.clear()
@@ -131,14 +139,23 @@ class Templates:
     def _start(self, key: TemplateKey, roots: str) -> _Template:
         """Start a template (a Python that labs fork), and return it when it has imported the modules.
 
+        Args:
+            key: The Python, its modules, its environment and its working directory.
+            roots: Folders that contain the packages holmes_lab and holmes_ext, separated by colons.
+
         Raises:
             HolmesError: The modules cannot be imported.
         """
         started: list[subprocess.Popen[bytes]] = []
 
-        def spawn(descriptors: list[int]) -> None:
-            """Start the process with a control socket and a log, and append it to `started`."""
+        def start_process(descriptors: list[int]) -> None:
+            """Start the template's Python process, and append it to `started`.
+
+            Args:
+                descriptors: Its end of the control socket, and the file for its output.
+            """
             control, output = descriptors
+            # The program TEMPLATE_BOOT imports holmes_lab from `roots`, and calls serve_template().
             argv = [
                 key.interpreter,
                 "-c",
@@ -160,9 +177,10 @@ class Templates:
             started.append(process)
 
         try:
-            # Its output matters only if it cannot start. No file is left if this process is killed later.
+            # The output of the template matters only if it cannot start, so its file is removed
+            # afterwards. Otherwise it would remain if this process is killed.
             with tempfile.TemporaryDirectory(prefix="holmes-template-") as folder:
-                control = fork_server.start(spawn, Path(folder, "log"), key.modules)
+                control = fork_server.start(start_process, Path(folder, "log"), key.modules)
         except HolmesError:
             started[0].kill()  # threads of a module might keep it from ending
             started[0].wait()

@@ -12,10 +12,14 @@ _MAX_DESCRIPTORS = 8
 
 
 class HolderPids(NamedTuple):
-    """PIDs of a process that keeps the namespaces of a node alive."""
+    """Both PIDs of a process that keeps the namespaces of a node alive.
 
-    pid: int  # as the keeper and the creator of the lab see it
-    pid_in_lab: int  # in the PID namespace of the lab
+    The processes of a lab are in a PID namespace of their own, so each has a PID inside of it, and
+    another one outside.
+    """
+
+    pid: int  # outside: as the process that created the lab sees it
+    pid_in_lab: int  # inside: for `ip` and other programs that run in the lab
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -1,1 +1,5 @@
-"""On PYTHONPATH for Python to import sitecustomize at start-up; a package so that wheels contain it."""
+"""Folder that the lab puts on PYTHONPATH of jobs with emulated hardware.
+
+Python imports the module sitecustomize from there when it starts. The folder is a package only so
+that wheels contain it.
+"""
