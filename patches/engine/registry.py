@@ -507,9 +507,9 @@ class Registry:
         try:
             self._apply_ready_patches(state, imported)
         except _OtherFrameworkError as error:
-            # A binding feature, e.g. one that joins jobs, is required because a job that uses its framework
-            # must not run without it. This job uses another framework, so it may go on. A feature
-            # that only the user requires (--holmes-require) stays required: _switch_off() raises.
+            # A binding feature, e.g. one that joins jobs, is required so that a job of its framework does not
+            # run without it. This job is of another framework, and may go on: _switch_off() must raise no
+            # error. For other required features (--holmes-require) it raises one.
             if state.feature.binding:
                 state.is_required = False
             self._switch_off(state, str(error), level=logging.DEBUG)

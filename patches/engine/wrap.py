@@ -417,7 +417,8 @@ class Running:
     """Wrapper of a framework's method that lists the objects on which the method is running.
 
     Wrappers of other functions read the list `instances`. If it is not empty, they were called from within
-    this method. For example, an all-reduce inside an optimizer's step() is one of gradients.
+    this method. For example, an all-reduce is one of gradients if it was called from within the method of
+    DeepSpeed that averages a bucket of gradients.
     """
 
     def __init__(self) -> None:

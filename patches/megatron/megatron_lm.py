@@ -104,9 +104,8 @@ def _set_overlap(current: Session, args) -> None:
         args: Megatron-LM's parsed arguments, which are changed in place.
     """
     sizes = current.plan.sizes
-    uses_fsdp = (
-        args.use_megatron_fsdp or args.use_torch_fsdp2
-    )  # reduces gradients without these buckets
+    # FSDP reduces gradients without these buckets.
+    uses_fsdp = args.use_megatron_fsdp or args.use_torch_fsdp2
     if not sizes or uses_fsdp:
         return
     planned_reductions = current.stages(sizes, args.distributed_backend)

@@ -116,9 +116,8 @@ def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
     not_counted = dict(from_flags.not_counted)
     unknown = list(from_flags.unknown)
     for key, value in value_of_key.items():
-        key_or_table = _key_not_counted(
-            key
-        )  # "" unless the key is among those that are not counted
+        # "" unless REASON_NOT_COUNTED has the key, or a table that contains it.
+        key_or_table = _key_not_counted(key)
         if key_or_table:
             if not _is_value_without_effect(key_or_table, str(value)):
                 not_counted[f"{file_name}: {key_or_table}"] = REASON_NOT_COUNTED[key_or_table]
