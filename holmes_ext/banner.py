@@ -186,7 +186,7 @@ def _patches() -> str:
     on, off = registry().summary()  # names of features (groups of patches); name -> reason
     parts = [f"patched: {', '.join(on) or 'nothing'}"]
     # Warnings about versions in the supported range that are newer than all that were tested.
-    parts += registry().beyond_tried()
+    parts += registry().warnings_of_newer_frameworks()
     # Features that are on with a version outside of the supported range, because the user forced
     # them (--holmes-try).
     for version, features in registry().untried().items():

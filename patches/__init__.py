@@ -108,7 +108,7 @@ def registry() -> Registry:
 
     It has the patches of holmes itself. job.py adds those of the extensions that the job uses.
     """
-    return Registry(modules=MODULES, elsewhere=extensions.features())
+    return Registry(modules=MODULES, extension_features=extensions.features())
 
 
 def installed_versions(features: Iterable[Feature]) -> dict[str, str]:

@@ -57,7 +57,10 @@ WITH_GIL = "set PYTHON_GIL=1, or use a Python that has this lock"
 
 
 def without_gil() -> str:
-    """Return a message if this Python runs without the global interpreter lock; else ""."""
+    """Return the reason why holmes refuses a job if this Python has no global interpreter lock; else "".
+
+    The text is part of an error message: "this Python runs without the global interpreter lock".
+    """
     is_gil_enabled = getattr(sys, "_is_gil_enabled", None)  # only Python 3.13 and newer have it
     if is_gil_enabled is None or is_gil_enabled():
         return ""

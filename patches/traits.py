@@ -24,14 +24,20 @@ ENGINES: dict[str, EngineTraits] = {
 
 
 def any_engine() -> EngineTraits:
-    """Return the traits that the planner assumes for an unknown framework.
+    """Return the traits that the planner assumes for the training engine of an unknown framework.
 
-    The engine has every ability that holmes can give to any framework, e.g. "overlap". An ability depends on
-    the features of all frameworks: if the user switches one of these features off, the ability is lost.
+    An ability is something that holmes can make an engine do, e.g. "overlap": reduce gradients during the
+    backward pass. The unknown engine is assumed to have every ability.
+
+    In each framework, features (groups of patches) provide an ability. The user may switch features off.
+    It is not known which of them this job would need. Therefore an ability needs those of all frameworks,
+    and is lost if one of them is off.
     """
     features_of_ability: dict[str, tuple[str, ...]] = {}
     for ability in ABILITIES:
-        names: dict[str, None] = {}  # a set that keeps its order
+        names: dict[
+            str, None
+        ] = {}  # the features that provide the ability: a set that keeps its order
         for engine in ENGINES.values():
             for feature in engine.features.get(ability, ()):
                 names[feature] = None

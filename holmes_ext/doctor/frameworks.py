@@ -24,7 +24,7 @@ from holmes_ext.patches.conflicts import WITH_GIL, conflicts, without_gil
 from holmes_ext.patches.engine import location
 from holmes_ext.patches.engine.location import find_module, source_misfit
 from holmes_ext.patches.engine.patch import Feature, Patch
-from holmes_ext.patches.megatron.unused import UNUSED
+from holmes_ext.patches.megatron.unused import UNUSED_BY_GPT
 
 #: Distributions that change torch, DeepSpeed or Megatron when they are imported: name -> what they
 #: do.
@@ -363,7 +363,7 @@ def check_megatron_deepspeed(folder: Path) -> Iterator[Finding]:
                 why="it ends with ModuleNotFoundError, with or without holmes",
                 mend=f"pip install {module}",
             )
-    for module, need in UNUSED.items():
+    for module, need in UNUSED_BY_GPT.items():
         if find_module(module) is None:
             yield note(
                 str(folder),

@@ -130,12 +130,15 @@ class Bf16Gradients(PlainGradients):
         Nothing is added if an earlier call in this pass, or a hook of DeepSpeed, has added it
         already.
         """
-        # With this setting, a hook of DeepSpeed adds each gradient as soon as it is computed.
+        if id(parameter) in self.in_float32_sum:
+            return
+        # With DeepSpeed's setting immediate_grad_update, a hook of DeepSpeed adds each gradient as soon as it
+        # is computed. read_by_version() finds the setting where the installed release stores it.
         is_added_by_deepspeed = read_by_version("immediate_grad_update", self.engine)
-        if id(parameter) not in self.in_float32_sum and not is_added_by_deepspeed:
+        if not is_added_by_deepspeed:
             # "hp" is high precision (float32), "lp" low precision (bf16).
             self.optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
-        self.in_float32_sum.add(id(parameter))
+        self.in_float32_sum.add(id(parameter))  # in both cases the sum has the gradient now
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:

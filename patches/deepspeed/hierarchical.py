@@ -117,14 +117,16 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
     spans_clusters = bool(spec.clusters)  # the clusters of the ranks; empty if they are in one
     is_large_enough = size >= spec.hierarchical_from  # bytes
     hierarchical = spans_clusters and is_large_enough
-    # Record how the gradients were reduced. A later check compares this with the plan.
+    # Record how the gradients were reduced. The job's report compares this with the plan. The plan may
+    # assume an overlap with the backward pass that holmes cannot make in an engine without a pipeline.
     session.note_reduction(
         group_ranks(group),
         _spec_that_engine_can_run(spec),
         size,
         hierarchical=hierarchical,
         overlap=False,  # DeepSpeed's own reduction, which this is, runs after the backward pass
-        reported=True,  # reduce.py has printed why the reduction does not overlap
+        # The report need not warn of a missing overlap: reduce.py has printed the reason already.
+        reported=True,
     )
     if not hierarchical:
         return None

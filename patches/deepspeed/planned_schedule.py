@@ -10,14 +10,14 @@ stage_links.py explains the protocol, and why no stage waits for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
 from holmes_ext.patches.deepspeed.versions import read_by_version
-from holmes_ext.plan.schedule import before
+from holmes_ext.plan.schedule import OnePass, before
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import PipelineOrder
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
@@ -63,17 +63,13 @@ class PlannedPasses:
         self.splits_backward = any(kind == WEIGHT_GRADIENTS for kind, _ in self.order)
         self.weight_gradients = WeightGradients()  # used by WEIGHT_GRADIENTS passes only
         self.losses = dict[int, Any]()  # micro-batch -> loss, on the last stage
-        # Micro-batch -> number of backward passes that the previous stage runs before its forward
-        # pass of this micro-batch. Each of these backward passes needs a gradient that this stage
-        # has sent. So when the activation of the micro-batch arrives here, that many gradients have
-        # been received there, and their memory here can be freed.
+        # Micro-batch -> number of gradients that the previous stage receives from this stage before
+        # its own forward pass of the micro-batch. When the activation of that pass arrives here, the
+        # previous stage has them, and their memory here can be freed. () on the first stage.
         self.gradients_previous_stage_has: tuple[int, ...] = ()
         if self.stage_id > 0:
             previous_order = planned_order.order(self.stage_id - 1, self.micro_batches)
-            # Letters of the passes that receive a gradient: "BI". before() counts those before each
-            # "F".
-            needing_gradient = BACKWARD + INPUT_GRADIENTS
-            self.gradients_previous_stage_has = before(previous_order, needing_gradient, FORWARD)
+            self.gradients_previous_stage_has = _gradients_received_before_forwards(previous_order)
 
     def num_pipe_buffers(self) -> int:
         """Return how many activation buffers the engine must allocate.
@@ -96,7 +92,7 @@ class PlannedPasses:
         DeepSpeed's engine calls this method of its schedules. The passes come in the planned order.
         If the plan splits a backward pass, its first part computes the gradients of the inputs, and
         a later pass the gradients of the weights. The engine has no instruction for that second
-        part, so it is computed here.
+        part, so it is computed here. The last list reduces the gradients and updates the weights.
         """
         from deepspeed.runtime.pipe import schedule
 
@@ -115,8 +111,8 @@ class PlannedPasses:
     def _run_forward(self, micro_batch: int) -> Iterator[list[Any]]:
         """Yield the instructions of a forward pass, and report its begin and end to the mailbox.
 
-        The activation that arrives for this pass shows that the previous stage has received all gradients
-        which it needed before its own forward pass. The mailbox may free those gradients.
+        This pass waits for the activation of the previous stage. That stage received some gradients from
+        this stage before it computed the activation. After this pass, the mailbox may free them.
         """
         # Mailbox.send labels the sent tensors with the pass.
         self.mailbox.sending_pass = (FORWARD, micro_batch)
@@ -124,8 +120,10 @@ class PlannedPasses:
         # Post the receives that are due after this pass.
         self.mailbox.post_due_receives(FORWARD, micro_batch)
         if self.stage_id > 0:
+            # Gradients are sent in the order of the micro-batches, which are counted from 0: of 3
+            # gradients that were received, the last is that of micro-batch 2.
             gradients_received = self.gradients_previous_stage_has[micro_batch]
-            last_received = gradients_received - 1  # micro-batches are counted from 0
+            last_received = gradients_received - 1
             self.mailbox.release_sent(BACKWARD, last_received)  # frees gradients up to this one
 
     def _run_backward(self, kind: str, micro_batch: int) -> Iterator[list[Any]]:
@@ -247,6 +245,19 @@ def planned_schedule_class() -> type:
         """DeepSpeed's training schedule, with the passes of a stage in a planned order."""
 
     return PlannedSchedule
+
+
+def _gradients_received_before_forwards(order: Sequence[OnePass]) -> tuple[int, ...]:
+    """Return for each forward pass of a stage how many gradients the stage has received before it.
+
+    A gradient comes from the next stage. The stage receives one for each whole backward pass, and for each
+    first part of a split one.
+
+    Args:
+        order: The passes of the stage.
+    """
+    receiving_passes = BACKWARD + INPUT_GRADIENTS  # "BI": their letters
+    return before(order, counted=receiving_passes, of_letters=FORWARD)
 
 
 def _clone(gradients: Any) -> Any:

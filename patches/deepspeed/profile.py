@@ -107,6 +107,8 @@ def gradient_bytes(layers: list[tuple[str | int, Any]]) -> dict[str | int, float
 def _start_profiler(engine: Any, steps: int) -> Profiler:
     """Start to time the layers and the instructions of a pipeline engine, and return the profiler.
 
+    The profile sums the time of instructions by kind of work, such as "forward", "send" or "reduce".
+
     The engine looks up the function of each instruction, such as ForwardPass, in the table _INSTRUCTION_MAP
     of its class. The engine object gets a copy of the table with timed functions, which hides the table of
     the class.
@@ -125,8 +127,9 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
 
     timed_kinds = dict(KINDS)  # name of an instruction -> kind of work
     if not engine.module.tied_comms:
-        # Without tied layers ReduceTiedGrads does nothing, but is in every schedule. Its few microseconds
-        # would look as if the last stage waited for the first.
+        # The model has no tied layers, whose gradients the first and the last stage would sum. DeepSpeed
+        # executes ReduceTiedGrads all the same, but it sends nothing. The profile would show its few
+        # microseconds as such a sum.
         del timed_kinds["ReduceTiedGrads"]
     # Class of an instruction -> function that executes it.
     class_table = type(engine)._INSTRUCTION_MAP

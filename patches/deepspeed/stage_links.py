@@ -172,16 +172,16 @@ def _wire_to(stage: int) -> Wire:
     grid: Any = p2p._grid
     this_stage = grid.get_stage_id()
     # A stage link is the connection between two neighbouring stages. Entry i of the plan's list is between
-    # stages i and i + 1. With more than two stages, the last entry is from the last stage to the first.
-    # With two stages there is one entry.
+    # stages i and i + 1. DeepSpeed also allows messages between the last stage and the first of more than
+    # two, as in a ring: the last entry is for them.
     plan = current.plan_for(grid_sizes(current, grid))
     planned_stage_links = plan.traffic_of(network_api).stage_links
     is_adjacent = abs(this_stage - stage) == 1
     if is_adjacent:
-        index = min(this_stage, stage)
-    else:  # the first and the last stage
-        index = len(planned_stage_links) - 1
-    planned = planned_stage_links[index]
+        earlier_stage = min(this_stage, stage)
+        planned = planned_stage_links[earlier_stage]
+    else:  # the last stage and the first
+        planned = planned_stage_links[-1]
     # planned.compression is "off", "bf16" or "int8".
     return Wire(
         compression=planned.compression,

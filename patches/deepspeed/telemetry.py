@@ -43,7 +43,9 @@ def _train_batch(call: Call, instance: Any) -> Any:
     recorder.step_begins()
     result = call()
     tokens = _tokens_of_batch(instance)
-    recorder.step_done("engine", tokens)  # "engine": the engine reports the step, not the program
+    # "engine" is the source of this report. After it, the recorder ignores less reliable sources, such as
+    # the step() of torch's optimizer.
+    recorder.step_done("engine", tokens)
     return result
 
 
@@ -130,12 +132,14 @@ def _describe_stage(engine: Any) -> Stage:
 @with_session
 @by_name
 def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: Any) -> Any:
-    """Change the number of micro-batches in flight if measured times suggest it, then run a training step.
+    """Let extensions change the planned number of micro-batches in flight, then run the training step.
 
     This wrapper runs in place of PipelineEngine._exec_schedule, which call() runs.
 
-    A micro-batch is in flight from its forward pass to its backward pass. stage_links.py, which replaces
-    DeepSpeed's pipeline schedule, keeps the planned number in flight. Nothing is changed here:
+    A micro-batch is in flight from its forward pass to its backward pass. The extension holmes_ext/adapt
+    measures steps, and replaces the plan in the session if another number is faster. The wrapper of
+    stage_links.py, inside call(), replaces DeepSpeed's schedule by one with the planned number. The
+    extensions are not called:
 
     - if stage_links.py does not replace the schedule of this step
     - if the plan lists every pass (--holmes-schedule), which fixes the number
@@ -155,8 +159,8 @@ def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: A
     sizes = grid_sizes(current, instance.grid)
     lists_passes = bool(current.plan_for(sizes).traffic_of(network_api).schedule)
     if not lists_passes:
-        # An extension may look at the measured times and replace the number in the plan. It calls describe()
-        # only when it starts to measure.
+        # Calls the extensions. One that starts to measure in this step reads the stage of this rank by
+        # describe(). Later it may put a new plan into `current`, on all ranks in the same step.
         hooks.on_step(
             current,
             sizes,

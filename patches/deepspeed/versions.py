@@ -32,7 +32,11 @@ def _uses_muon(zero: Any) -> bool:
 
 
 def _uses_compact_buffer(zero: Any) -> bool:
-    """Return whether ZeRO's optimizer sums gradients in a compact buffer of this rank's partition."""
+    """Return whether ZeRO's optimizer sums the micro-batches' gradients outside of the parameters' .grad.
+
+    DeepSpeed 0.19.8 and later can keep the sums in a buffer that has only the elements of this rank's
+    partition ("compact"). A parameter's .grad then has the latest micro-batch's gradient only.
+    """
     groups = range(len(zero.bit16_groups))
     return any(zero._use_compact_grad_partition_buffer(group) for group in groups)
 

@@ -134,11 +134,13 @@ class Feature:
             return None
         return f"{name} {version} is not supported (needs {supported})"
 
-    def beyond_tried(self, version: str | None) -> str:
+    def warning_if_newer_than_tried(self, version: str | None) -> str:
         """Return a warning if a framework is newer than all versions the feature was run with.
 
-        Only major and minor release numbers are compared. A version that names no release, such as
-        that of a git checkout, counts as newer.
+        The patches of the feature are then applied all the same if each of them fits the framework:
+        its function exists and has the expected parameters. The warning says so. Only major and
+        minor release numbers are compared. A version that names no release, such as that of a git
+        checkout, may be newer, so it gets a warning, too.
 
         Args:
             version: Version of the framework; None if it is not installed.
@@ -150,14 +152,13 @@ class Feature:
         if version is None or not self.tried:
             return ""
         newest_tried = max(map(Version, self.tried))
-        release = release_of(version)  # UNKNOWN (9999), above all others, if it names no release
-        # release[:2] is (major, minor), e.g. (2, 7) of 2.7.1
-        if release.release[:2] <= newest_tried.release[:2]:
-            return ""
+        release = release_of(version)  # UNKNOWN if it names no release
         if release is UNKNOWN:
             status = "names no release"
-        else:
+        elif (release.major, release.minor) > (newest_tried.major, newest_tried.minor):
             status = f"is newer than {newest_tried}, the newest that was tried"
+        else:
+            return ""
         return f"{self.requirement.name} {version} {status}: patches that fit are on"
 
 

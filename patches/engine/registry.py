@@ -107,18 +107,20 @@ class Registry:
     def __init__(
         self,
         patches: Iterable[Patch] = (),
-        elsewhere: Iterable[str] = (),
+        extension_features: Iterable[str] = (),
         modules: Iterable[PatchModule] = (),
     ):
         """Collect patches (changes of holmes to frameworks), without applying any.
 
         Args:
             patches: Patches that are imported already.
-            elsewhere: Names of features whose patches may be added later. Until then they can be switched
-                off, but not required.
-            modules: Modules with more patches, which are imported when the patches are needed.
+            extension_features: Names of the features of all extensions. HOLMES_DISABLE may name them
+                in every job. Only a job that uses an extension adds its patches, with add(); without
+                them, enable() raises an error for the feature.
+            modules: Modules of holmes with more patches, which are imported when the patches are needed.
+                Unlike an extension's, their features can be enabled before that.
         """
-        self._elsewhere = frozenset(elsewhere)
+        self._extension_features = frozenset(extension_features)
         self._lock = threading.RLock()
         #: Name of a feature -> its state.
         self._states: dict[str, FeatureState] = {}
@@ -177,7 +179,7 @@ class Registry:
         for name in names:
             if name in self._states:
                 continue
-            if name in self._elsewhere:
+            if name in self._extension_features:
                 raise HolmesError(
                     f"feature {name} belongs to an extension that this job does not use"
                 )
@@ -306,6 +308,7 @@ class Registry:
                 is switched off by another option.
         """
         for name in _features_named("--holmes-try", options.try_, self._known_names()):
+            # A feature without a state belongs to an extension that this job does not use.
             if name in self._states:
                 self._states[name].is_forced = True
         required = set(options.required_features)
@@ -313,6 +316,7 @@ class Registry:
         for name in sorted(required):
             feature = self._states[name].feature
             if not feature.is_enabled_by(options):
+                # feature.switch is the option to pass, such as "--holmes-overlap auto or on".
                 raise HolmesError(
                     f"--holmes-require {name} has no effect without {feature.switch}; pass that too"
                 )
@@ -322,8 +326,10 @@ class Registry:
             feature = state.feature
             if name in required or not feature.is_enabled_by(options):
                 continue
-            # A framework with version_of may have no package, so installed() does not find it.
-            if feature.version_of or feature.installed():
+            # installed() looks for a package of the framework. A framework that runs from a source tree
+            # has none: only after its import, version_of() finds out whether it is there.
+            may_be_there = feature.version_of is not None or feature.installed() is not None
+            if may_be_there:
                 optional.append(name)
         self.enable(optional)
         for state in self._states.values():
@@ -353,7 +359,9 @@ class Registry:
         return disabled_features(os.environ, self._known_names())
 
     def _known_names(self) -> list[str]:
-        return list(dict.fromkeys([*self._states, *self._elsewhere]))
+        """Return the names that options may have: of holmes's features and of all extensions'."""
+        without_duplicates = dict.fromkeys([*self._states, *self._extension_features])
+        return list(without_duplicates)
 
     def is_on(self, name: str) -> bool:
         """Return whether a feature is on: its patches are applied, or wait for an import."""
@@ -414,7 +422,7 @@ class Registry:
                     by_version.setdefault(version, []).append(name)
         return by_version
 
-    def beyond_tried(self) -> list[str]:
+    def warnings_of_newer_frameworks(self) -> list[str]:
         """Return a warning for each framework that is newer than all versions holmes was run with.
 
         Only frameworks with a feature that is on are checked. Features that untried() returns are left out.
@@ -423,41 +431,46 @@ class Registry:
         with self._lock:
             for state in self._states.values():
                 if state.off_reason is None and not state.is_untried:
-                    warnings.add(state.feature.beyond_tried(state.version))
+                    warnings.add(state.feature.warning_if_newer_than_tried(state.version))
         return sorted(warnings - {""})
 
     def states(self) -> dict[str, str]:
         """Return the state of each feature (group of patches), "off" or "on VERSION".
 
-        Ranks compare these states before the job starts, so ranks with the same patches must return the same.
-        A feature whose patches wait for an import counts as on, because a rank may import a module later than
-        another. A feature that reads its framework's version after the import (Feature.version_of) is left
-        out until the import, because its state is not certain before.
+        VERSION is that of the framework. Ranks compare these states before the job starts, so ranks with the
+        same patches must return the same. A feature whose patches wait for an import counts as on, because a
+        rank may import a module later than another.
+
+        A feature that is on is left out as long as the version is not known. That is so before the import of
+        a framework whose version cannot be read from an installed package (Feature.version_of).
         """
         states = {}
         with self._lock:
             for name, state in self._states.items():
                 if state.off_reason:
                     states[name] = "off"
-                elif state.version or not state.feature.version_of:
+                elif state.version is not None:
                     states[name] = f"on {state.version}"
         return states
 
     def _apply_patches_after_import_of(self, name: str) -> None:
         """Apply the patches of a module, at once if it is imported, or else after its import.
 
-        The caller must not hold the lock, since wrapt may call the post-import hook at once.
+        wrapt calls a post-import hook when the import of the module ends. If the module is imported already,
+        it calls the hook at once, so the caller must not hold the lock. One hook for each module is enough.
 
         Args:
             name: Name of the framework's module.
         """
         with self._lock:
-            was_watched = name in self._watched_modules
+            has_hook = name in self._watched_modules  # a hook that wrapt has not called yet
             self._watched_modules.add(name)
-        if not was_watched:
+        if not has_hook:
             hook = functools.partial(self._apply_patches_of, name)
             wrapt.register_post_import_hook(hook, name)
-        elif is_imported(name):
+            return
+        if is_imported(name):
+            # wrapt has missed the import, e.g. because a program has set sys.modules[name] itself.
             self._apply_patches_of(name)
 
     def _apply_patches_of(self, name: str, module: Any = None) -> None:
@@ -481,19 +494,22 @@ class Registry:
 
         The feature is switched off if one of its patches does not fit the framework, or if the
         imported module belongs to another framework with modules of the same names (e.g. two
-        packages `megatron`). For some features a misfit ends the job instead: _switch_off() raises
-        HolmesError if is_required is set, as it is for a "binding" feature. That is one without
-        which the job must not run, e.g. one that joins jobs (--holmes-join).
+        packages `megatron`).
 
         Args:
             state: State of the feature.
             imported: Name of a module whose import has just ended.
+
+        Raises:
+            HolmesError: the feature would be switched off, but the job must not run without it
+                (state.is_required).
         """
         try:
             self._apply_ready_patches(state, imported)
         except _OtherFrameworkError as error:
-            # The program uses another framework: there is nothing to patch, and no reason to end
-            # the job, even if the feature is binding.
+            # A binding feature, e.g. one that joins jobs, is required so that a job of its framework does not
+            # run without it. This job is of another framework, and may go on: _switch_off() must raise no
+            # error. For other required features (--holmes-require) it raises one.
             if state.feature.binding:
                 state.is_required = False
             self._switch_off(state, str(error), level=logging.DEBUG)

@@ -416,20 +416,30 @@ def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
 class Running:
     """Wrapper of a framework's method that lists the objects on which the method is running.
 
-    Another wrapper reads the list to find out whether it was called from within this method.
+    Wrappers of other functions read the list `instances`. If it is not empty, they were called from within
+    this method. For example, an all-reduce is one of gradients if it was called from within the method of
+    DeepSpeed that averages a bucket of gradients.
     """
 
     def __init__(self) -> None:
-        self.instances: list[Any] = []  # the innermost running call is the last
+        #: The objects whose method is running now. Of nested calls, the innermost is the last.
+        self.instances: list[Any] = []
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        """Call the framework's method (`wrapped`), and list its object until it returns."""
-        with self.on(instance):
+        """Call the framework's method, and keep its object in `self.instances` until the method returns.
+
+        Args:
+            wrapped: The method, bound to `instance`.
+        """
+        with self.listed_as_running(instance):
             return wrapped(*args, **kwargs)
 
     @contextmanager
-    def on(self, instance: Any) -> Iterator[None]:
-        """Keep an object in the list `instances` until the context ends."""
+    def listed_as_running(self, instance: Any) -> Iterator[None]:
+        """Keep an object in the list `self.instances` until the context ends.
+
+        Wrappers of other functions read this list: the context stands for a running method of the object.
+        """
         self.instances.append(instance)
         try:
             yield

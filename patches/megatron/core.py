@@ -213,7 +213,9 @@ def _stage_layers_error(plan: Plan, text: str) -> HolmesError:
     return told_once(HolmesError(f"{plan.source}: key 'stage_layers'{text}"))
 
 
-def ends_of(current: Session, layers: tuple[int, ...], pipeline: int) -> dict[str, int]:
+def layer_fields_of_end_stages(
+    current: Session, layers: tuple[int, ...], pipeline: int
+) -> dict[str, int]:
     """Return the TransformerConfig fields that give the first and the last stage their planned layers.
 
     megatron-core before 0.13 has no pipeline_model_parallel_layout. These two fields are its only way to
@@ -227,22 +229,22 @@ def ends_of(current: Session, layers: tuple[int, ...], pipeline: int) -> dict[st
         HolmesError: the plan's stages between the first and the last have different numbers of layers, or a
             stage has several chunks of layers (interleaved schedule).
     """
-    first, *between, last = layers
+    first, *middle, last = layers  # `middle`: of the stages between the first and the last
     has_chunks = len(layers) != pipeline
-    between_differ = len(set(between)) > 1
-    if has_chunks or between_differ:
+    middle_differs = len(set(middle)) > 1
+    if has_chunks or middle_differs:
         split = "+".join(map(str, layers))
         raise _stage_layers_error(
             current.plan,
             f": {split}, but this megatron-core lets only the first and the last stage have layers of their "
             "own; install 0.13 or newer, or plan with equal stages between them and one chunk on each stage",
         )
-    ends = {"num_layers_in_first_pipeline_stage": first}
-    # With two stages only the first field may be set: megatron-core distributes the layers that the fields
-    # leave over the stages between, and needs one such stage. It is then the last one.
-    if between:
-        ends["num_layers_in_last_pipeline_stage"] = last
-    return ends
+    fields = {"num_layers_in_first_pipeline_stage": first}
+    # megatron-core divides the other layers among the stages without a field, and there must be one. With
+    # two stages that is the last stage: it gets the other layers without a field.
+    if middle:
+        fields["num_layers_in_last_pipeline_stage"] = last
+    return fields
 
 
 def planned_layout(
@@ -357,14 +359,15 @@ def _set_planned_layers(current: Session, config: Any) -> None:
     mtp_layers = getattr(config, "mtp_num_layers", None) or 0
     pipeline = config.pipeline_model_parallel_size
     virtual = config.virtual_pipeline_model_parallel_size or 1  # chunks of layers on each stage
+    # None if the plan has no layers of stages, or if the program has split the layers already.
     layout = planned_layout(current, pipeline, virtual, config.num_layers, mtp_layers, own_split)
     stage_layers = current.plan.stage_layers
     if layout is not None:
         _set_split(current, config, layout)
-    # The program's own layout equals the plan's if megatron_lm.py has set the plan's in Megatron-LM's
-    # arguments.
-    own_split_is_planned = bool(stage_layers) and own_split == layout_of(stage_layers, mtp_layers)
-    if layout is not None or own_split_is_planned:
+    # In a job of Megatron-LM, megatron_lm.py has written the planned layout into the program's arguments.
+    # Then the config has it already, as if the program had split the layers.
+    has_planned_split = bool(stage_layers) and own_split == layout_of(stage_layers, mtp_layers)
+    if layout is not None or has_planned_split:
         # megatron-core recomputes groups of recompute_num_layers layers. Before it had the module
         # megatron.core.recompute, each stage's number of layers must be a multiple of that.
         check_recompute_groups(
@@ -398,7 +401,9 @@ def _set_split(current: Session, config: Any, layout: str) -> None:
         config.pipeline_model_parallel_layout = layout
         return
     # megatron-core before 0.13 only has fields for the first and the last stage.
-    fields = ends_of(current, current.plan.stage_layers, config.pipeline_model_parallel_size)
+    fields = layer_fields_of_end_stages(
+        current, current.plan.stage_layers, config.pipeline_model_parallel_size
+    )
     for name, value in fields.items():
         setattr(config, name, value)
 
@@ -408,10 +413,11 @@ def _last_recompute_group_may_be_shorter() -> bool:
     """Return whether a pipeline stage's number of layers need not be a multiple of recompute_num_layers.
 
     megatron-core recomputes this number of layers together. Versions that have the module
-    megatron.core.recompute make the last such group of a stage shorter. Older versions look for
-    layers that are not on the stage.
+    megatron.core.recompute make the last such group of a stage shorter. Older versions always
+    recompute whole groups: they fail in a shorter one, whose missing layers are not on the stage.
 
-    The answer is cached, because Megatron-LM's get_batch makes a TransformerConfig in every micro-batch.
+    The search for the module reads folders. Its result is cached, because Megatron-LM's get_batch makes a
+    TransformerConfig, which needs the answer, in every micro-batch.
     """
     return find_spec("megatron.core.recompute") is not None
 

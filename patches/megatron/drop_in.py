@@ -104,10 +104,15 @@ def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]
     # No variable may refer to the old group: it would keep the group's listening sockets open, and ranks of
     # the new group would connect to them.
     init_arguments = _init_arguments(dist.group.WORLD)
-    with until_gone(launcher.detect(os.environ), distributed_c10d._get_default_store()):
-        dist.destroy_process_group()  # `with` then waits until the old group's store has ended
+    # until_gone() waits at the end of the block until rank 0 has closed the store (key-value server) of the
+    # old group. Without that, other ranks could connect to the old store when the group is made anew.
+    process = launcher.detect(os.environ)  # this process's rank and address of the store
+    with until_gone(process, distributed_c10d._get_default_store()):
+        dist.destroy_process_group()
     if arguments["num_distributed_optimizer_instances"] > 1:
-        enable()  # a plan that is made without sizes keeps each optimizer instance in one cluster
+        # Each instance of the optimizer should lie in one cluster. It does if holmes numbers the ranks
+        # cluster by cluster, which it always does without sizes. With sizes it may keep the old numbers.
+        enable()
     else:
         enable(sizes=sizes_text(sizes).replace(" ", ""))  # such as "pipeline=2,tensor=4"
     dist.init_process_group(**init_arguments)

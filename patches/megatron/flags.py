@@ -65,7 +65,7 @@ def _escape_percent_signs(parser: ArgumentParser) -> None:
 @with_session
 @by_name
 def _add_flags_to_megatron_lm(current: Session, call: Call, instance: Any) -> Any:
-    """Add the --holmes flags, and the plan's layers, to Megatron-LM's argument parser.
+    """Add the --holmes flags to Megatron-LM's argument parser, and the planned layers of each stage.
 
     This wrapper runs in place of add_megatron_arguments, which call() runs and which returns the parser. All
     versions build their parser by that function. The usual way, an extra_args_provider of pretrain(), does
@@ -73,7 +73,8 @@ def _add_flags_to_megatron_lm(current: Session, call: Call, instance: Any) -> An
     """
     parser = call()
     add_flags(parser, current)
-    # Arguments of the parser are recorded in checkpoints.
+    # Megatron-LM saves all arguments in its checkpoints. If a job with another plan loads the checkpoint,
+    # megatron_lm.py prints the layers of each stage in both plans.
     parser.set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
     return parser
 

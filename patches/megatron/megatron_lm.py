@@ -98,10 +98,15 @@ def _set_overlap(current: Session, args) -> None:
     Gradient reductions then overlap with the backward pass, in buckets. The format of the
     distributed optimizer's checkpoints depends on its buckets, unless the checkpoints are fully
     reshardable. If the job has checkpoints that depend on them, nothing is set, and a message tells
-    the user how to change that.
+    the user how to change that. The option --holmes-overlap on sets the flags all the same.
+
+    Args:
+        args: Megatron-LM's parsed arguments, which are changed in place.
     """
     sizes = current.plan.sizes
-    if not sizes or args.use_megatron_fsdp or args.use_torch_fsdp2:
+    # FSDP reduces gradients without these buckets.
+    uses_fsdp = args.use_megatron_fsdp or args.use_torch_fsdp2
+    if not sizes or uses_fsdp:
         return
     planned_reductions = current.stages(sizes, args.distributed_backend)
     overlaps = [reduction.overlap for reduction in planned_reductions]  # of each pipeline stage
@@ -110,12 +115,13 @@ def _set_overlap(current: Session, args) -> None:
     if args.use_distributed_optimizer:
         has_checkpoints = bool(args.load or args.save)
         is_fully_reshardable = getattr(args, "dist_ckpt_optim_fully_reshardable", False)
-        # A global of reduction.py, which may_change_optimizer_buckets() reads: now, and when a
-        # model's DistributedDataParallel is made.
+        # This global of reduction.py decides, with the option --holmes-overlap on, what
+        # may_change_optimizer_buckets() returns: now, and when DistributedDataParallel is constructed.
         megatron_reduction.checkpoints_allow_buckets = not has_checkpoints or is_fully_reshardable
         if not megatron_reduction.may_change_optimizer_buckets(current):
-            way_out = "--dist-ckpt-optim-fully-reshardable, or "
-            megatron_reduction.warn_that_buckets_stay(current, way_out)
+            megatron_reduction.warn_that_buckets_stay(
+                current, other_option="--dist-ckpt-optim-fully-reshardable"
+            )
             return
     args.overlap_grad_reduce = True
     later_stage_overlaps = any(overlaps[1:])

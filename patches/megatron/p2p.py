@@ -80,11 +80,14 @@ def neighbour_groups_of(pipeline_group: Any) -> _NeighbourGroups:
 
     The first call for a pipeline group makes the process groups. All ranks of the pipeline group must make
     that call.
+
+    Returns:
+        An empty _NeighbourGroups() if all messages use the pipeline group itself, as without holmes.
     """
     if pipeline_group not in _neighbour_groups:
         current = session.active()
         if current is None:  # holmes is off
-            groups = _NeighbourGroups()
+            groups = _NeighbourGroups()  # empty: the pipeline group is used
         else:
             groups = _make_neighbour_groups(current, pipeline_group)
         _neighbour_groups[pipeline_group] = groups
@@ -95,7 +98,12 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
     """Make the process groups in which this rank exchanges messages with neighbouring pipeline stages.
 
     Returns:
-        No groups if the pipeline group itself uses the fastest network between neighbouring stages.
+        One of:
+
+        - by_peer: a group for each neighbour, with more than two stages or with the mailbox (which sends the
+          messages of training steps in the background)
+        - second_group: with two stages, a group for the second stage's messages
+        - no groups: all messages use the pipeline group itself, e.g. because it uses the fastest network
     """
     ranks = group_ranks(pipeline_group)  # one on each stage
     network_api = network_api_of(backend_of(pipeline_group))
@@ -105,12 +113,12 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
         return _NeighbourGroups()
     mailbox_is_used = registry().is_on(STAGE_LINKS.name) and not _is_schedule_interleaved()
     if mailbox_is_used:
-        # The mailbox, which sends the messages of training steps, has groups already.
-        return _NeighbourGroups(by_peer=mailbox_of(pipeline_group).by_peer)
+        return _NeighbourGroups(by_peer=mailbox_of(pipeline_group).by_peer)  # has groups already
     if len(ranks) > PAIR_SIZE:
         return _NeighbourGroups(by_peer=pair_groups(current, pipeline_group))
-    # With two stages, the pipeline group is the group of the pair. But megatron-core sends the unbatched
-    # messages of one direction over the group of all ranks, whose network can be slower.
+    # With two stages, the pipeline group is the group of the pair. megatron-core uses it for the messages of
+    # the first stage. Those of the second stage, if they are not batched, it sends in the group of all
+    # ranks, whose network can be slower. Then a second group of the pair is made for them.
     all_ranks = range(current.plan.world_size)
     if pair_needs_group(current.plan, ranks, all_ranks, network_api):
         # "pipeline twin" tells this group from the pipeline group, which has the same two ranks.

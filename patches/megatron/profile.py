@@ -47,6 +47,8 @@ state = _State()
 def layers_of(model: Any) -> list[tuple[str | int, Any]]:
     """Return the layers of one pipeline stage's model, in the order of the forward pass.
 
+    The profile sums times and gradient bytes of the layers with the same label.
+
     Returns:
         (label, module) of each layer. The label is "before" for embeddings, the number of a transformer layer
         in the whole model (from 0), and "after" for the final norm and the output layer.
@@ -58,14 +60,15 @@ def layers_of(model: Any) -> list[tuple[str | int, Any]]:
     transformer_layers: list[tuple[str | int, Any]] = []
     last_layers: list[tuple[str | int, Any]] = []
     for name, module in modules.items():
-        # An embedding can contain others, such as "embedding.word_embeddings"; it is timed as a whole.
+        # An embedding can contain others, such as "embedding.word_embeddings". Only the outermost is
+        # returned: the time of the inner ones is part of its time.
         is_outermost_embedding = name.endswith("embedding") and name.count("embedding") == 1
         if is_outermost_embedding:
             embeddings.append(("before", module))
         if isinstance(module, TransformerLayer):
             transformer_layers.append((module.layer_number - 1, module))  # layer_number starts at 1
         last_part = name.rpartition(".")[2]
-        if last_part in ("final_layernorm", "final_norm", "output_layer") and module is not None:
+        if last_part in ("final_layernorm", "final_norm", "output_layer"):
             last_layers.append(("after", module))
     return [*embeddings, *transformer_layers, *last_layers]
 

@@ -84,10 +84,10 @@ class _Step:
     """
 
     def __init__(
-        self, mailbox: Mailbox, receive_order: Order1F1B, stage: int, dtype: Any, device: Any
+        self, mailbox: Mailbox, pass_order: Order1F1B, stage: int, dtype: Any, device: Any
     ):
         self.mailbox = mailbox
-        self.in_flight = receive_order.in_flight  # planned micro-batches in flight, by stage
+        self.in_flight = pass_order.in_flight  # planned micro-batches in flight, by stage
         self.stage = stage
         self.dtype = dtype  # of the tensors that the schedule sends and receives
         self.device = device
@@ -99,7 +99,11 @@ class _Step:
         """Give the mailbox the shapes of the tensors that each micro-batch sends and receives.
 
         The mailbox transfers the messages between this rank and its neighbouring pipeline stages. It posts
-        receives of these shapes in advance, and raises an error if a tensor of another shape is to be sent.
+        receives of these shapes in advance. It raises an error if an activation of another shape is to be
+        sent, because the next stage would wait for it without end.
+
+        Args:
+            shapes: Shape of each tensor of a micro-batch. A gradient has the shape of its activation.
         """
         import torch
 
@@ -109,19 +113,21 @@ class _Step:
         for peer, direction in self.mailbox.neighbours.items():
             is_next_stage = direction == 1  # -1 is the previous stage
             if is_next_stage:
-                # A form is a pair (shape, dtype).
-                sent_forms = [message_spec(tensor) for tensor in tensors]
+                # message_spec() returns the shape and dtype of a tensor.
+                sent_specs = [message_spec(tensor) for tensor in tensors]
             else:
-                sent_forms = []  # sent gradients are not checked
-            self.mailbox.announce(sent_forms, peer)
+                # Gradients need no check: each has the shape of an activation that was received.
+                sent_specs = []
+            self.mailbox.announce(sent_specs, peer)  # send() compares messages with these
 
-            # Encodes tensors for this neighbour, and decodes received ones.
+            # A received message may be encoded, e.g. as int8. incoming() makes the buffer for it, and a
+            # function that decodes it into the tensor. Only the shape of the buffer is needed here.
             wire = self.mailbox.wire_to(peer)
-            received_forms = []
+            received_specs = []
             for tensor in tensors:
-                encoded_buffer, _ = wire.incoming(tensor)
-                received_forms.append(message_spec(encoded_buffer))
-            self.mailbox.expect(received_forms, peer)  # receives of these are posted in advance
+                encoded_buffer, _decode = wire.incoming(tensor)
+                received_specs.append(message_spec(encoded_buffer))
+            self.mailbox.expect(received_specs, peer)  # receives of these are posted in advance
 
     def send(self, kind: str, tensor: Any, peer: int) -> None:
         """Send a tensor to a neighbouring pipeline stage without waiting, by the mailbox.
@@ -228,7 +234,7 @@ def _schedule(
     Raises:
         HolmesError: holmes's plan lists the order of all passes (--holmes-schedule auto).
             megatron-core's 1F1B schedule cannot follow a list: only its number of warm-up passes
-            can be changed (raised by _planned_receive_order).
+            can be changed (raised by _planned_pass_order).
     """
     global _step
     if forward_only:  # evaluation
@@ -256,7 +262,7 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
 
     Raises:
         HolmesError: holmes's plan lists the order of all passes, which megatron-core's 1F1B
-            schedule cannot follow (raised by _planned_receive_order).
+            schedule cannot follow (raised by _planned_pass_order).
     """
     current = session.active()
     sizes = core.job.sizes  # parallel sizes
@@ -271,8 +277,8 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     chunk = model[0] if isinstance(model, list) else model
     config = get_model_config(chunk)
     pipeline_group = parallel_state.get_pipeline_model_parallel_group()
-    receive_order = _planned_receive_order(current, sizes, pipeline_group)
-    if receive_order is None:  # the plan leaves the schedule as it is
+    pass_order = _planned_pass_order(current, sizes, pipeline_group)
+    if pass_order is None:  # the plan leaves the schedule as it is
         return None
     unsupported = unsupported_feature(config, arguments)
     if unsupported is not None:
@@ -288,21 +294,20 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     mailbox.wire_to = lambda peer: wires.get(peer, PLAIN)
     # From begin() to end(), which _schedule calls, the mailbox transfers the messages of the step. It
     # allocates its receive buffers on the device of the empty tensor.
-    mailbox.begin(receive_order, micro_batches, torch.empty(0, device=device))
+    mailbox.begin(pass_order, micro_batches, torch.empty(0, device=device))
     stage = pipeline_group.rank()
-    return _Step(mailbox, receive_order, stage, dtype=config.pipeline_dtype, device=device)
+    return _Step(mailbox, pass_order, stage, dtype=config.pipeline_dtype, device=device)
 
 
-def _planned_receive_order(
+def _planned_pass_order(
     current: session.Session, sizes: Sizes, pipeline_group: Any
 ) -> Order1F1B | None:
-    """Return when pipeline stages post their receives, or None if holmes is not to change the schedule.
+    """Return the planned 1F1B order of passes, or None if holmes is not to change the schedule.
 
-    A micro-batch is in flight on a stage from its forward pass to its backward pass. holmes's plan
-    may have other numbers of micro-batches in flight than megatron-core's own schedule. From these
-    numbers follow the order of forward and backward passes of each stage, and thereby how many
-    passes in advance it can post the receive of a message. The Order1F1B has these numbers and
-    computes the rest.
+    A micro-batch is in flight on a stage from its forward pass to its backward pass. holmes's plan may have
+    more micro-batches in flight than megatron-core's own schedule. Their number on each stage determines
+    the order of its forward and backward passes. The mailbox, which receives the messages of the stage,
+    reads from the order after which pass it can post the receive of a message.
 
     Args:
         current: Session of holmes in this process, with the plan.
@@ -312,16 +317,14 @@ def _planned_receive_order(
     Raises:
         HolmesError: the plan lists the order of all passes, which megatron-core's schedule cannot follow.
     """
-    receive_order = pipeline_order_of(
-        current.plan_for(sizes), network_api_of(backend_of(pipeline_group))
-    )
-    # The other way in which a plan can say the order: as a list of all passes.
-    if isinstance(receive_order, ListedOrder):
+    order = pipeline_order_of(current.plan_for(sizes), network_api_of(backend_of(pipeline_group)))
+    # A plan gives either the number of micro-batches in flight (Order1F1B), or a list of all passes.
+    if isinstance(order, ListedOrder):
         raise HolmesError(
             "the plan lists passes (--holmes-schedule auto), which megatron-core cannot run; make it --for "
             "deepspeed or torch, or without that option"
         )
-    return receive_order
+    return order
 
 
 @by_name
@@ -329,12 +332,13 @@ def _plan_warm_up(call: Call, instance: Any) -> Any:
     """Make the 1F1B schedule run the planned number of warm-up passes.
 
     This wrapper runs in place of P2PCommunicator.__init__, which call() runs. The schedule makes a
-    P2PCommunicator in every step, and computes its number of warm-up passes (forward passes before the first
-    backward pass) from the size of the communicator's pp_group. Therefore pp_group is replaced here by a
-    group that reports another size.
+    P2PCommunicator in every step. It computes its number of warm-up passes (forward passes before the 1F1B
+    schedule alternates) from the communicator's pp_group, as size() - rank() - 1. Here pp_group is replaced
+    by a group whose size() is rank() + the planned number of micro-batches in flight. So the schedule runs
+    one warm-up pass less than that number, and the next forward pass completes it.
     """
     call()
-    if _step is not None:  # a training step runs, whose messages the mailbox transfers
+    if _step is not None:  # _schedule() runs a training step now
         planned_in_flight = _step.in_flight[_step.stage]
         instance.pp_group = _PlannedWarmUpGroup(instance.pp_group, planned_in_flight)
 
@@ -370,8 +374,8 @@ def _communicate(
     """Pass the schedule's messages to the mailbox, which does not wait for sends.
 
     This wrapper runs in place of P2PCommunicator._communicate, through which megatron-core's 1F1B schedule
-    sends and receives all its messages. If the mailbox does not transfer the messages now, such as in
-    evaluation, call() runs that method.
+    sends and receives all its messages. The methods of _Step pass them to the mailbox. The global `_step` is
+    None outside of training steps, e.g. in evaluation: call() then runs the original method.
 
     wait_on_reqs has no effect, because received tensors are complete on return. It is a parameter so that
     call.refuse_unread_arguments() accepts it.
@@ -379,8 +383,8 @@ def _communicate(
     Returns:
         The tensor from the previous stage, the tensor from the next stage, and None for requests to wait for.
     """
-    step = _step
-    if step is None:  # the mailbox does not transfer the messages now
+    step = _step  # set by _schedule() while a training step runs
+    if step is None:
         return call()
     # This raises if a later megatron-core passes arguments that this wrapper does not have.
     call.refuse_unread_arguments()

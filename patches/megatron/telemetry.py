@@ -42,8 +42,9 @@ from holmes_ext.runtime.session import Session
 def _learn_sizes(call: Call, instance: Any) -> Any:
     """Report the job's parallel sizes to the telemetry, which names process groups by them.
 
-    This wrapper runs in place of megatron-core's initialize_model_parallel. call() runs the wrapper of
-    core.py, which sets core.job.sizes, and then that function.
+    This wrapper runs in place of megatron-core's initialize_model_parallel, which call() runs. Another
+    wrapper of the same function, in core.py, runs inside call(). It computes the sizes from the function's
+    arguments, and stores them in core.job.sizes; None if holmes cannot plan the job.
     """
     result = call()
     telemetry.learn_sizes(core.job.sizes)
@@ -83,9 +84,11 @@ def _optimizer_step(call: Call, instance: Any) -> Any:
     if recorder is None or is_inner_step:
         return call()
     # A step() inside this one finds `instance` in _optimizers.instances.
-    with telemetry.span("optimizer"), _optimizers.on(instance):
+    with telemetry.span("optimizer"), _optimizers.listed_as_running(instance):
         result = call()
-    recorder.step_done("engine")  # "engine": the optimizer reports the step, not the program
+    # "engine" is the source of this report. After it, the recorder ignores less reliable sources, such as
+    # the step() of torch's optimizer that runs inside megatron-core's.
+    recorder.step_done("engine")
     return result
 
 
@@ -119,12 +122,15 @@ def _schedule(
     num_microbatches: Any,
     forward_only: Any,
 ) -> Any:
-    """Adapt the number of micro-batches in flight to measured times, then run the training step.
+    """Let extensions change the planned number of micro-batches in flight, then run the training step.
 
     This wrapper runs in place of megatron-core's forward_backward_pipelining_without_interleaving, which
-    call() runs: one step of the 1F1B schedule. Only stage_links.py can change the number of micro-batches in
-    flight. Its mailbox, which sends the messages between stages without waiting, must support the model's
-    configuration.
+    call() runs: one step of the 1F1B schedule. The extension holmes_ext/adapt measures steps, and replaces
+    the plan in the session if another number is faster. The wrapper of stage_links.py, inside call(), then
+    runs the step with the new number.
+
+    The extensions are not called where stage_links.py cannot change the number: if it is off, or if its
+    mailbox, which sends the messages between stages, does not support the model's configuration.
     """
     if core.job.sizes is None or forward_only:  # holmes cannot plan this job, or this is evaluation
         return call()
@@ -142,8 +148,8 @@ def _schedule(
     # A feature of the job with which the mailbox cannot transfer the messages, or None.
     if unsupported_feature(get_model_config(chunk), call.arguments()):
         return call()
-    # In the first step, an extension may start to measure, and calls describe(). In later steps it adopts a
-    # new plan if all ranks have agreed on one.
+    # Calls the extensions. One that starts to measure in this step reads the stage of this rank by
+    # describe(). Later it may put a new plan into `current`, on all ranks in the same step.
     hooks.on_step(
         current,
         core.job.sizes,

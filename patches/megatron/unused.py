@@ -27,16 +27,19 @@ from holmes_ext.patches.megatron.features import MEGATRON_DEEPSPEED_IMPORTS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.session import tell
 
-#: Package -> command that installs it.
-UNUSED = {
+#: Package that Megatron-DeepSpeed imports, but that a GPT never uses -> command that installs it.
+UNUSED_BY_GPT = {
     "deepspeed.compression.compress": "pip install 'deepspeed<0.19.7'",
     "torchvision": "pip install torchvision",
 }
 
 
-def _package_of(module: str) -> str:
-    """Return the package in the table UNUSED to which a module belongs, or "" if there is none."""
-    for package in UNUSED:
+def _unused_package_of(module: str) -> str:
+    """Return the package of a module, if Megatron-DeepSpeed imports it without use for a GPT; else "".
+
+    For example "torchvision" for "torchvision.transforms". UNUSED_BY_GPT lists these packages.
+    """
+    for package in UNUSED_BY_GPT:
         if module == package or module.startswith(f"{package}."):
             return package
     return ""
@@ -49,9 +52,9 @@ def _not_installed_error(module: str, name: str) -> HolmesError:
         module: Full name of the empty module, such as "torchvision.transforms".
         name: Name in the module, such as "Resize".
     """
-    package = _package_of(module)
+    package = _unused_package_of(module)
     return HolmesError(
-        f"{name} of {module} is used, but {package} is not installed: {UNUSED[package]}"
+        f"{name} of {module} is used, but {package} is not installed: {UNUSED_BY_GPT[package]}"
     )
 
 
@@ -97,13 +100,13 @@ class _EmptyModule(ModuleType):
 
 
 class _EmptyModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that makes empty modules for missing packages of UNUSED.
+    """Import hook that makes empty modules for missing packages of UNUSED_BY_GPT.
 
     It is the last entry of sys.meta_path: Python calls it only if there is no real module.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not _package_of(name):
+        if not _unused_package_of(name):
             return None
         feature_is_on = registry().is_on(MEGATRON_DEEPSPEED_IMPORTS.name)
         if not feature_is_on or not _is_imported_by_megatron():
@@ -132,24 +135,29 @@ def _is_imported_by_megatron() -> bool:
     return False
 
 
-_finder = _EmptyModuleFinder()
+_empty_module_finder = _EmptyModuleFinder()
 
 
 def _serve_missing_packages(original: Any) -> Any:
-    """Install the import hook if a package of UNUSED is missing, and print a line that says so.
+    """Install an import hook that makes empty modules for missing packages that a GPT never uses.
 
-    This function runs when megatron.arguments is imported. The modules that import these packages come later.
+    Megatron-DeepSpeed imports these packages (UNUSED_BY_GPT) in any case. If one is missing, a line for the
+    user says so.
+
+    holmes patches the attribute megatron.arguments.deepspeed with this function only to have it called
+    when that module is imported. The attribute exists in Megatron-DeepSpeed, and not in Megatron-LM. The
+    modules that import the packages come later.
 
     Args:
-        original: megatron.arguments.deepspeed, the patched attribute.
+        original: megatron.arguments.deepspeed.
 
     Returns:
-        The argument, unchanged.
+        `original`, unchanged.
     """
-    missing = [package for package in UNUSED if find_module(package) is None]
-    if not missing or _finder in sys.meta_path:
+    missing = [package for package in UNUSED_BY_GPT if find_module(package) is None]
+    if not missing or _empty_module_finder in sys.meta_path:
         return original
-    sys.meta_path.append(_finder)
+    sys.meta_path.append(_empty_module_finder)
     current = session.active()
     if current is not None:
         tell(

@@ -118,7 +118,8 @@ class BucketReducer:
         if flat.is_sparse or ddp.process_group is not self._group:
             return allreduce_hook(ddp.process_group, bucket)
 
-        # On the CPU, holmes may change the plan while the job runs: at the first bucket of a step.
+        # On the CPU, the extension holmes_ext/adapt measures the reductions, and may change the plan while
+        # the job runs. A new plan takes effect at the first bucket of a step.
         follows_plan = self._planned is not None and not flat.is_cuda
         if follows_plan and index == 0:
             self._follow_plan()  # may replace self.reduction
@@ -126,16 +127,18 @@ class BucketReducer:
         sent.div_(self._divisor(ddp))  # so the sum over the ranks is the average
         span: AbstractContextManager[Any] = nullcontext()
         if follows_plan and bucket.is_last():
-            # Telemetry records by this span when the last reduction of the backward pass was started.
+            # adapt reads from this span when the last reduction of the backward pass was started.
             span = telemetry.span(telemetry.LAST_BUCKET)
-        with self._errors_naming(index), span:
+        with self._network_errors_of_bucket(index), span:
             work = self.reduction.all_reduce(sent)
 
-        if self.unfinished_buckets is not None:  # a pipeline's step: finish() waits for the bucket
+        # The future tells DDP when it may read the average from `flat`.
+        if self.unfinished_buckets is not None:
+            # A pipeline's step: finish() waits for the bucket, so DDP must not. It goes on at once.
             awaited = _replace_gradients_by_views(bucket)
             self.unfinished_buckets.append(StartedBucket(index, work, sent, flat, awaited))
             future: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-            future.set_result(flat)  # complete at once, so DDP goes on without the average
+            future.set_result(flat)
             return future
         if flat.is_cuda:
             return self._complete_on_side_stream(work, sent, flat)
@@ -143,6 +146,9 @@ class BucketReducer:
 
     def _complete_in_callback(self, index: int, work: Any, sent: Any, flat: Any) -> Any:
         """Return a future of a bucket on the CPU, which a callback completes after the sum.
+
+        reduce() has divided `sent` by the number of ranks before the sum, so the sum is the average. (On a
+        GPU, _complete_on_side_stream() is used instead: there a stream can wait in place of a callback.)
 
         Args:
             index: Index of the bucket.
@@ -153,7 +159,7 @@ class BucketReducer:
 
         def finish_bucket(summed: Any) -> Any:
             """Return the averaged bucket; called when the sum has ended."""
-            with self._errors_naming(index):
+            with self._network_errors_of_bucket(index):
                 summed.value()  # raises the error of a failed sum
             if sent is not flat:  # it was sent in another dtype
                 flat.copy_(sent)
@@ -186,8 +192,10 @@ class BucketReducer:
     def _tensor_to_send(self, index: int, flat: Any) -> Any:
         """Return the tensor to sum: the bucket's own, or a copy of it in the wire dtype.
 
-        Every step uses the same tensor for the copy. The compression to int8 requires this: it keeps the
-        rounding error of each tensor, and adds it in the next step.
+        The wire dtype is e.g. float16 if the program compresses gradients by torch's fp16_compress_hook, else
+        None. The copy of a bucket is the same tensor object in every step. If self.reduction further
+        compresses tensors to int8, it keeps the rounding error of each tensor object, and adds it in the
+        next step.
 
         Args:
             index: Index of the bucket.
@@ -234,7 +242,7 @@ class BucketReducer:
         average, and becomes the parameter's `.grad` again.
         """
         for bucket in self.unfinished_buckets or ():
-            with self._errors_naming(bucket.number):
+            with self._network_errors_of_bucket(bucket.number):
                 bucket.work.wait()
             if bucket.sent is not bucket.flat:  # a copy in another dtype has been summed
                 bucket.flat.copy_(bucket.sent)
@@ -259,7 +267,7 @@ class BucketReducer:
         return self._group.size()
 
     @contextmanager
-    def _errors_naming(self, index: int) -> Iterator[None]:
+    def _network_errors_of_bucket(self, index: int) -> Iterator[None]:
         """Convert a network error to a HolmesError that names the bucket, ranks and network.
 
         Args:
@@ -286,8 +294,9 @@ def _replace_gradients_by_views(bucket: Any) -> list[AwaitedGradient]:
     writes. torch skips the copy of a tensor to itself.
 
     Returns:
-        The gradients that were replaced. With gradient_as_bucket_view=True the list is empty, because the
-        gradients always are views of the bucket.
+        The gradients that were replaced, with the tensors that were `.grad` before. When the sum has ended,
+        BucketReducer.finish() copies the average into these tensors, and makes them `.grad` again. With
+        gradient_as_bucket_view=True the list is empty, because the gradients always are views of the bucket.
     """
     awaited = []
     for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):

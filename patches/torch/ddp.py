@@ -270,7 +270,9 @@ def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
         return "torch._dynamo.config.optimize_ddp = 'python_reducer'"
     trained = _trained_parameters(arguments)
     device = trained[0].device.type if trained else "cpu"
-    # A process group may use one backend for the CPU and another for GPUs.
+    # On a GPU, the hook must not block the host: a CUDA stream waits for the sum (BucketReducer). NCCL's
+    # Work.wait() lets a stream wait, but gloo's blocks the host. A process group may use one backend for
+    # the CPU and another for GPUs.
     if device != "cpu" and backend_of(_group_of_arguments(arguments), device) == "gloo":
         return f"gloo with tensors on {device}"
     return ""

@@ -31,6 +31,9 @@ _C10D = "torch.distributed.distributed_c10d"
 def _register_with_abort_hook(current: Session, call: Call, instance: Any, pg: Any) -> Any:
     """Register a new process group in torch, and register holmes's abort hook with the group.
 
+    When NCCL fails in the group, torch calls the abort hook before it aborts the process. The hook calls a
+    function of holmes that reports the failure.
+
     Runs instead of torch's _register_pg_in_world; `call()` runs the original.
     """
     registered = call()

@@ -205,11 +205,12 @@ def _print_cost_of_fsdp2(current: Session, call: Call, instance: Any) -> None:
         return
     weights = _bytes_of_weights(groups)
     mesh_info = groups[0].mesh_info
-    if mesh_info.mesh.ndim == 1:
+    is_sharded_over_one_group = mesh_info.mesh.ndim == 1
+    if is_sharded_over_one_group:
         _print_cost(current, mesh_info.shard_process_group, weights.sent, weights.stored_bytes)
-    elif _hybrid_meshes:  # sharded over the hybrid mesh of holmes, for which group=None stands
+    elif _hybrid_meshes:  # --holmes-fsdp hybrid: holmes has made the 2-D mesh (_fully_shard)
         _print_cost(current, group=None, sent=weights.sent, stored_bytes=weights.stored_bytes)
-    else:
+    else:  # the program has made the 2-D mesh; the memory of another mesh is not printed
         _print_cost_of_program_mesh(current, mesh_info.mesh, weights.sent)
 
 
@@ -340,7 +341,9 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
     has_all_ranks = len(ranks) == plan.world_size
     are_clusters_equal = len(set(cluster_sizes)) == 1
     is_hybrid_possible = has_all_ranks and are_clusters_equal
-    network_api = network_api_of(backend_of()) or SOCKETS  # that of NCCL, or sockets
+    # network_api_of() returns None for a backend that chooses its networks itself, such as MPI. The
+    # prediction then assumes sockets.
+    network_api = network_api_of(backend_of()) or SOCKETS
     # Seconds of a step. "Flat": shards over all ranks. "Hybrid": shards inside each cluster; where this is
     # not possible, hybrid_s is not printed.
     flat_s = sharded_seconds(plan, ranks, sent, network_api, hybrid=False)
@@ -372,26 +375,32 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
 def _print_cost_of_program_mesh(current: Session, mesh: Any, sent: ShardedWeights) -> None:
     """Print the predicted cost of a program's 2-D mesh, if its sharding dimension spans clusters.
 
+    The message has the seconds of a step, and the sizes of the dimension with which it would not span
+    clusters: divisors of every cluster's number of ranks.
+
     Args:
         mesh: The mesh (replicas x shards). Each row holds the ranks over which FSDP shards.
-        sent: Bytes that a step gathers and reduces.
+        sent: Bytes of weights that a step gathers, and of gradients that it reduces.
     """
     plan = current.plan
     rows = mesh.mesh.tolist()
     spanning_row = spanning_rows(plan, rows)  # e.g. "ranks 0 to 3 lie in clusters a, b"
     if not spanning_row:
         return
+    # network_api_of() returns None for a backend that chooses its networks itself, such as MPI. The
+    # prediction then assumes sockets.
     network_api = network_api_of(backend_of()) or SOCKETS
     slowest_s = max(sharded_seconds(plan, row, sent, network_api) for row in rows)
     dimension = mesh.mesh_dim_names[1] if mesh.mesh_dim_names else "1"  # the sharding dimension
 
     clusters = plan.by_cluster(range(plan.world_size))  # name of the cluster -> its ranks
-    # Rows of this size, or of a divisor of it, divide each cluster without spanning two.
+    # Rows do not span clusters if their size divides the number of ranks of each cluster. The largest such
+    # size is the greatest common divisor; the others are divisors of it.
     cluster_sizes = [len(members) for members in clusters.values()]
     largest_fitting_size = gcd(*cluster_sizes)
-    if largest_fitting_size > 1:
+    if largest_fitting_size > 1:  # the message goes on: "would not" span clusters
         advice = f"size {largest_fitting_size}, or a part of it, would not"
-    else:  # with every size of at least 2, a row spans clusters
+    else:  # every size of at least 2 "does" span clusters
         counts = ", ".join(f"{cluster} {len(members)}" for cluster, members in clusters.items())
         advice = f"any size does (ranks of clusters: {counts})"
     tell(

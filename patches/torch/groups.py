@@ -163,8 +163,8 @@ def _note_backends(current: Session, backend: str) -> None:
     names_of_all = set(backends(backend).values())  # {"gloo", "nccl"} of "cpu:gloo,cuda:nccl"
     current.backends |= names_of_all  # read by _destroy_after_gloo_threads()
     if "gloo" in names_of_all:
-        # Lets the interpreter wait at its exit until gloo's threads have freed their tensors. If
-        # they did so while the interpreter shuts down, the process could hang.
+        # Registers an exit handler, which waits until gloo's threads have freed their tensors. If they did so
+        # while the interpreter shuts down, the process could hang.
         delay_exit()
 
 
@@ -322,7 +322,8 @@ def _difference(mine: dict[str, str], first: dict[str, str]) -> str:
 def _wait_for_all_ranks(store: Any, prefix: str, current: Session) -> None:
     """Wait until the key `difference` of the rendezvous store exists.
 
-    A rank sets it when it finds a difference between the ranks, or when all ranks have found none.
+    Each rank compares its plan and patches with those of another rank. The first rank that finds a difference
+    sets the key to a message about it. If all ranks have found none, the last one sets it to "none".
 
     Args:
         store: The rendezvous store.
@@ -447,18 +448,21 @@ def record_group(
         name: Name of the group in the report.
         ranks: The group's ranks.
         backend: The group's backend, e.g. "nccl".
-        options: Options of the group. Like GLOO_SOCKET_IFNAME, their net_name may set another network than
-            the planned one.
+        options: Options with which the group was made: ProcessGroupNCCL.Options, or None.
     """
+    # A transport is a network, with the way by which the backend uses it on this node.
     planned = current.transport(ranks, backend)
-    # Equal to `planned`, unless GLOO_SOCKET_IFNAME or net_name sets another network.
-    transport = as_made(planned, current.node, backend, current.site.fabric_by_name, options)
+    # as_made() returns `planned`, unless the user has set another network: for gloo by GLOO_SOCKET_IFNAME,
+    # for NCCL by the field net_name of the options.
+    transport = as_made(
+        planned, current.node, backend, fabrics=current.site.fabric_by_name, options=options
+    )
     current.groups.append(GroupRecord(name, ranks, backend, transport))
     if current.options.verbose == "on" and current.rank == ranks[0]:
         members = some_of(ranks, separator=",")  # a long list is cut
-        # gloo's network interface or NCCL's network; neither inside one node.
-        port = transport.interface or transport.net_name or "NVLink/memory"
-        tell_user(f"group {name or 'world'} [{members}] {backend}: {transport.fabric} via {port}")
+        # gloo's network interface, or the name of NCCL's network. A group inside one node has neither.
+        way = transport.interface or transport.net_name or "NVLink/memory"
+        tell_user(f"group {name or 'world'} [{members}] {backend}: {transport.fabric} via {way}")
 
 
 PATCHES = (

@@ -113,6 +113,10 @@ def _group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
 def _new_group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
     """Make the process group of this rank and a peer, if they share a faster network than `group`.
 
+    This is done for torch's backend "nccl-lazy" only. It already sends the messages of two ranks in a
+    communicator of these two, but on the network of the whole group. Other backends send them in the
+    communicator of the group, as they do without holmes.
+
     Args:
         peer: Global rank of the peer; None if this rank receives from any rank.
 
@@ -120,8 +124,9 @@ def _new_group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
         None if the messages must stay on `group`.
     """
     backend = backend_of(group)
-    if not traits_of(backend).has_pair_communicators:
-        return None  # only nccl-lazy has them; with other backends, torch uses the communicator of the group
+    is_nccl_lazy = traits_of(backend).has_pair_communicators
+    if not is_nccl_lazy:
+        return None
     if peer is None or peer == current.rank:
         return None  # there is no pair
     pair = (current.rank, peer)
@@ -129,6 +134,7 @@ def _new_group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
     network_of_group = current.fabric_of(group_ranks(group), backend)
     if network_of_pair == network_of_group:
         return None  # torch's own communicator of the pair uses this network, too
+    # "messages" is the purpose of the new group, as reports name it. It gets the timeout of `group`.
     return pair_group(pair, "messages", group)
 
 

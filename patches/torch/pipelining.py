@@ -59,12 +59,15 @@ def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> Non
     group = stages[0].group or dist.group.WORLD
     if group in _pair_groups:
         return  # an earlier step has made the groups
+    # None if the ranks are in no order that holmes knows, so that their other groups cannot be derived.
     sizes = sizes_of(current, group_ranks(group))
     if sizes is not None:
         check_grid(current, sizes)  # compares the sizes and the order of ranks with the plan's
     if getattr(stages[0], "p2p_per_edge", False):
-        _pair_groups[group] = {}  # torch 2.15 or later makes a group for each pair of stages itself
+        # torch 2.15 or later makes a group for each pair of stages itself. {}: holmes changes no messages.
+        _pair_groups[group] = {}
     else:
+        # Also {} if all pairs have the same fastest network as the whole group.
         _pair_groups[group] = pair_groups(current, group)
 
     # Stages of a model that torch has traced have pipe_info. Only they may have skip connections, whose
@@ -72,8 +75,8 @@ def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> Non
     is_traced = any(hasattr(stage, "pipe_info") for stage in stages)
     has_pair_groups = bool(_pair_groups[group])
     if has_pair_groups and is_traced and group_traits(group).is_nccl:
-        # Otherwise NCCL would make the communicator of `group` at the first such message, and wait
-        # there for all ranks of the group. Only two of them take part in a message.
+        # The other messages no longer use `group`, so it has no communicator yet. All ranks make it here,
+        # together: at the first message of a skip connection, only two of them would.
         _make_communicator(group)
     warning = _warning_of_unreduced_gradients(schedule, stages)
     tell(current, warning, once=True)  # rank 0 prints it; "" prints nothing
@@ -85,12 +88,13 @@ def _make_communicator(group: Any) -> None:
     Only messages of skip connections use this group, in models that torch has traced. NCCL makes the
     communicator of a group at the group's first operation, and waits for all ranks of the group. A message
     has only two ranks, so the first message would wait without end.
+
+    torch 2.13 and later need no such communicator: they send these messages in communicators of two ranks.
+    There the all-reduce does no harm.
     """
     import torch
     import torch.distributed as dist
 
-    # torch 2.13 sends these messages one by one, in communicators of two ranks. Older versions of torch send
-    # them in a batch, in the communicator of the group.
     dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
 
 
@@ -238,12 +242,12 @@ def _step(current: Session, call: Call, instance: Any) -> Any:
             if reducer:  # None: DistributedDataParallel waits itself, or the stage is not in one
                 reducer_of[stage] = reducer
     if not reducer_of:
-        # _postponed_scaling must not change: this step may run inside the step of another schedule, which has
-        # set it (schedule.py runs a schedule's step in a _PipelineScheduleRuntime).
+        # Steps can be nested: schedule.py calls the step of a second schedule object inside that of the
+        # program's schedule. An inner step must not change _postponed_scaling, which the outer one may use.
         return call()
 
-    # Stage -> the division of its gradients. When torch wants to divide during call(), _postpone_scaling()
-    # stores the division here in place of None.
+    # Stage -> function that divides its gradients, None until torch wants to divide them. That is during
+    # call(), when the sums still run. _postpone_scaling(), which runs instead, stores the function here.
     _postponed_scaling = dict.fromkeys(reducer_of)
     try:
         result = call()
@@ -255,7 +259,8 @@ def _step(current: Session, call: Call, instance: Any) -> Any:
     finally:
         _postponed_scaling = {}
         for reducer in reducer_of.values():
-            # None: outside of steps, DistributedDataParallel waits itself.
+            # defer_waits_for_reductions() has set a list, in which the reducer collects buckets to wait for.
+            # None ends that: outside of steps, DistributedDataParallel itself waits for each bucket.
             reducer.unfinished_buckets = None
     return result
 

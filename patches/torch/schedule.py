@@ -101,14 +101,15 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
     _load_passes(runtime, order)
     actions_of_rank = runtime.pipeline_order_with_comms  # rank -> its passes, sends and receives
     torch_actions = actions_of_rank[runtime.rank]
+    # The plan says after which of its sends the stage posts each receive. Two neighbours then start their
+    # common sends and receives in the same order, without which NCCL would hang.
     actions_of_rank[runtime.rank] = _with_receives_moved(torch_actions, order, stage.stage_index)
     # From now on, _run_backward() postpones the weight gradients of this stage.
     _weight_gradients[stage] = WeightGradients()
-    # The gradients of the micro-batches are summed, and at the end divided by the number of
-    # micro-batches. torch before 2.10 divides them in the stage's last pass, but only if that is a
-    # full backward pass. If it is a pass for weight gradients only ("W"), the division is missing,
-    # and _step() makes it up.
-    last_letter, _ = order.stages[stage.stage_index][-1]  # a pass is (letter, micro-batch)
+    # At the end of a step, gradients must be divided by the number of micro-batches. The runtime of torch
+    # before 2.10 does so after the stage's last full backward pass. It does not if the stage's last pass is
+    # one for weight gradients only ("W"): then _step() of this module divides after the runtime's step.
+    last_letter, _micro_batch = order.stages[stage.stage_index][-1]
     ends_with_weight_gradients = last_letter == "W"
     is_before_torch_2_10 = not hasattr(schedules, "REDUCE_GRAD")  # torch 2.10 added it
     must_divide_gradients = ends_with_weight_gradients and is_before_torch_2_10
@@ -128,15 +129,18 @@ def _planned_passes(current: Session, stage: Any) -> PassOrder | None:
     import torch.distributed as dist
 
     group = stage.group or dist.group.WORLD
-    network_api = network_api_of(backend_of(group))  # the plan differs between sockets and NCCL
+    network_api = network_api_of(backend_of(group))  # SOCKETS for gloo, VERBS for NCCL
     # Parallel sizes of the job: numbers of stages, replicas, ...
     sizes = sizes_of(current, group_ranks(group))
     if sizes is None or not network_api:
         return None  # the plan cannot be applied to this pipeline or to its backend
-    traffic = current.plan_for(sizes).traffic_of(network_api)
-    passes_of_stages = traffic.schedule  # one text for each stage, such as "F0 F1 B0 B1"
+    # The plan has decisions about passes and messages ("traffic") for gloo, and others for NCCL, which can
+    # use faster networks.
+    decisions = current.plan_for(sizes).traffic_of(network_api)
+    passes_of_stages = decisions.schedule  # one text for each stage, such as "F0 F1 B0 B1"
     if not passes_of_stages:
         return None
+    # Parses the texts. For NCCL it also checks that they say when receives are posted.
     return listed_passes(passes_of_stages, network_api)
 
 

@@ -124,11 +124,14 @@ def _reconfigure_and_record_group(
 ) -> Any:
     """Reconfigure a process group, and add it to Session.groups if its members have changed.
 
-    Runs instead of torch.distributed._reconfigure; `call()` runs the original.
+    Runs instead of torch.distributed._reconfigure; `call()` runs the original, which replaces the group's
+    communicator by one of other members. Session.groups is the list of groups in the job's report.
+
+    Planned ranks are those of the job's start, which the plan uses. torch numbers the members anew.
 
     Args:
         uuid: Identifies the new communicator; chosen by the program.
-        handles: torch's handles of the new members.
+        handles: torch's texts that identify the new members: each has the former rank of the member.
         group: The group; None for the default group.
     """
     import torch.distributed as dist
@@ -137,9 +140,11 @@ def _reconfigure_and_record_group(
     # torch's list of a group's ranks is not changed by reconfigurations: it has the original members.
     original_ranks = tuple(group_ranks(changed_group))
     original = _Membership(uuid=_NO_UUID, planned_ranks=original_ranks)
-    former = _memberships.get(changed_group, original)
+    former = _memberships.get(changed_group, original)  # members until now
     new_ranks = _new_planned_ranks(handles, former, original_ranks)
-    with gloo_interface(current.transport(original_ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
+    # The group keeps its network: a gloo communicator is again made on the interface that the plan assigns to
+    # the original members (GLOO_SOCKET_IFNAME). Other backends do not read this variable.
+    with gloo_interface(current.transport(original_ranks, "gloo")):
         work = call()
     # The program may have aborted the former communicator. Failures of the new one must be reported.
     nccl_errors.unmark_aborted_by_program(changed_group)
@@ -218,9 +223,15 @@ def _update_renumbered_rounds(current: Session, default_group_ranks: tuple[int, 
 def _make_group_unless_renumbered(
     current: Session, call: Call, instance: Any, global_ranks_in_group: Any
 ) -> Any:
-    """Make a process group, or raise an error if torch's ranks differ from the planned ranks.
+    """Make a process group, or raise an error if torch has renumbered the ranks since the job's start.
+
+    torch does so when the default group loses a member. The plan keeps the ranks of the job's start (planned
+    ranks), so it has no network for groups of the new ones.
 
     Runs instead of torch's _new_process_group_helper; `call()` runs the original.
+
+    Raises:
+        HolmesError: the numbers differ.
     """
     is_default_group = not global_ranks_in_group
     if not is_default_group:  # a new default group is always allowed: it has all planned ranks
@@ -231,9 +242,15 @@ def _make_group_unless_renumbered(
 @with_session
 @by_name
 def _split_group_unless_renumbered(current: Session, call: Call, instance: Any) -> Any:
-    """Split a process group, or raise an error if torch's ranks differ from the planned ranks.
+    """Split a process group, or raise an error if torch has renumbered the ranks since the job's start.
+
+    torch does so when the default group loses a member. The plan keeps the ranks of the job's start (planned
+    ranks), so it has no network for groups of the new ones.
 
     Runs instead of torch.distributed.split_group; `call()` runs the original.
+
+    Raises:
+        HolmesError: the numbers differ.
     """
     _raise_if_renumbered(current)
     return call()

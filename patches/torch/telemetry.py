@@ -31,8 +31,8 @@ class Operation(NamedTuple):
     name: str  # as in reports, e.g. "all_reduce"
     #: Position of the argument with the tensors that are sent or received, without `self`; None if there is
     #: no such argument. For a gather or scatter, this is the argument with this rank's share.
-    payload: int | None
-    peer: int | None = None  # position of the argument with the other rank, of a send or receive
+    payload_position: int | None
+    peer_position: int | None = None  # of the argument with the other rank, of a send or receive
 
 
 class RenamedMethod(NamedTuple):
@@ -45,36 +45,42 @@ class RenamedMethod(NamedTuple):
 
 #: Method of ProcessGroup -> the operation that it starts.
 METHODS: dict[str, Operation] = {
-    "allreduce": Operation("all_reduce", payload=0),
-    "allreduce_coalesced": Operation("all_reduce", payload=0),
-    "broadcast": Operation("broadcast", payload=0),
-    "reduce": Operation("reduce", payload=0),
-    "allgather": Operation("all_gather", payload=1),
-    "allgather_coalesced": Operation("all_gather", payload=1),
-    "gather": Operation("gather", payload=1),
-    "scatter": Operation("scatter", payload=0),
-    "reduce_scatter": Operation("reduce_scatter", payload=0),
-    "alltoall": Operation("all_to_all", payload=1),
-    "barrier": Operation("barrier", payload=None),
-    "send": Operation("send", payload=0, peer=1),
-    "recv": Operation("receive", payload=0, peer=1),
+    "allreduce": Operation("all_reduce", payload_position=0),
+    "allreduce_coalesced": Operation("all_reduce", payload_position=0),
+    "broadcast": Operation("broadcast", payload_position=0),
+    "reduce": Operation("reduce", payload_position=0),
+    "allgather": Operation("all_gather", payload_position=1),
+    "allgather_coalesced": Operation("all_gather", payload_position=1),
+    "gather": Operation("gather", payload_position=1),
+    "scatter": Operation("scatter", payload_position=0),
+    "reduce_scatter": Operation("reduce_scatter", payload_position=0),
+    "alltoall": Operation("all_to_all", payload_position=1),
+    "barrier": Operation("barrier", payload_position=None),
+    "send": Operation("send", payload_position=0, peer_position=1),
+    "recv": Operation("receive", payload_position=0, peer_position=1),
 }
 RENAMED = (
-    RenamedMethod("all_gather_single", "_allgather_base", Operation("all_gather", payload=1)),
+    RenamedMethod(
+        "all_gather_single", "_allgather_base", Operation("all_gather", payload_position=1)
+    ),
     RenamedMethod(
         "all_gather_single_coalesced",
         "allgather_into_tensor_coalesced",
-        Operation("all_gather", payload=1),
+        Operation("all_gather", payload_position=1),
     ),
     RenamedMethod(
-        "reduce_scatter_single", "_reduce_scatter_base", Operation("reduce_scatter", payload=0)
+        "reduce_scatter_single",
+        "_reduce_scatter_base",
+        Operation("reduce_scatter", payload_position=0),
     ),
     RenamedMethod(
         "reduce_scatter_single_coalesced",
         "reduce_scatter_tensor_coalesced",
-        Operation("reduce_scatter", payload=0),
+        Operation("reduce_scatter", payload_position=0),
     ),
-    RenamedMethod("all_to_all_single", "alltoall_base", Operation("all_to_all", payload=1)),
+    RenamedMethod(
+        "all_to_all_single", "alltoall_base", Operation("all_to_all", payload_position=1)
+    ),
 )
 
 
@@ -106,25 +112,29 @@ def _recording(original: Any, operation: Operation) -> Any:
         operation: Name of the operation, and positions of the arguments to record.
     """
     read_positions = [
-        position for position in (operation.payload, operation.peer) if position is not None
+        position
+        for position in (operation.payload_position, operation.peer_position)
+        if position is not None
     ]
-    last_position = max(read_positions, default=-1)
+    last_position = max(read_positions, default=-1)  # of the arguments that are recorded
 
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Record the operation, and call the method of ProcessGroup (`self`) that starts it."""
         recorder = telemetry.recorder
         if recorder is None:  # telemetry is off
             return original(self, *args, **kwargs)
+        # operation.payload_position and peer_position say which of `args` are recorded.
         has_arguments = len(args) > last_position
         if not has_arguments:  # they were passed by keyword: the operation is not recorded
             return original(self, *args, **kwargs)
 
         payload_bytes = 0
-        if operation.payload is not None:
-            payload_bytes = _size_in_bytes(args[operation.payload])
+        if operation.payload_position is not None:
+            payload_bytes = _size_in_bytes(args[operation.payload_position])
         peer_rank = None
-        if operation.peer is not None:
-            peer_rank = args[operation.peer]
+        if operation.peer_position is not None:
+            peer_rank = args[operation.peer_position]
+        # launch() makes the record before the operation starts, and launched() completes it afterwards.
         record = recorder.launch(self, operation.name, payload_bytes, peer_rank)
         if record is None:  # a CUDA graph is being captured
             return original(self, *args, **kwargs)

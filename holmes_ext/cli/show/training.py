@@ -266,7 +266,7 @@ def _lines_about_command(command_line: CommandLine, model_file: str) -> list[str
         if command_line.model is not None:
             lines.append(f"read: {_summary_of_command(command_line.model, command_line)}")
         lines += [f"assumed: {line}" for line in command_line.assumed]
-    lines += [f"not counted: {line}" for line in command_line.not_read]
+    lines += [f"not counted: {line}" for line in command_line.not_counted]
     if command_line.unknown:
         words = ", ".join(command_line.unknown)
         lines.append(f"not known to holmes, taken to change nothing: {words}")

@@ -65,8 +65,8 @@ class CommandLine:
     stage_layers: tuple[int, ...] = ()  # layers of each pipeline stage; () if all have equally many
     framework: str = ""  # "megatron-lm" or "megatron-deepspeed"; "" if the flags describe no model
     assumed: tuple[str, ...] = ()  # a line for the user about each value that the flags leave open
-    #: A line for the user about each group of flags that have no effect here.
-    not_read: tuple[str, ...] = ()
+    #: A line for the user about each group of flags that change a step, but are not counted.
+    not_counted: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()  # flags and ds_config keys that are in none of the tables
     #: Field of Model, or "zero" -> value that the flags give for the step. They complete a model that is
     #: described elsewhere, such as in a file.
@@ -132,7 +132,7 @@ def describe(argv: Sequence[str]) -> CommandLine:
         stage_layers=split.stage_layers,
         framework=framework,
         assumed=tuple(assumed),
-        not_read=_lines_about_flags(command_line.not_read),
+        not_counted=_lines_about_flags(command_line.not_counted),
         unknown=command_line.unknown,
         training=training,
         backend=backend_words[0] if backend_words else "",
@@ -147,15 +147,16 @@ def sizes_from_arguments(argv: Sequence[str]) -> Sizes | None:
     it starts.
 
     The result is also None if Megatron-LM's distributed optimizer has several instances
-    (--num-distributed-optimizer-instances). Each instance should be one cluster, so the ranks of a
-    cluster must be consecutive. A plan without sizes always orders the nodes so. A plan with sizes
-    changes the launcher's order only if data-parallel groups then span fewer clusters. With several
-    instances they span all clusters in every order, so it would not change it.
+    (--num-distributed-optimizer-instances). An instance is a group of consecutive ranks, and should
+    lie in one cluster. A plan without sizes numbers the ranks cluster by cluster, so it does.
+    A plan with sizes may keep the launcher's numbers, in which clusters can alternate.
     """
     settings = settings_of(SETTING_OF_FLAG, words_by_flag(argv))
     optimizer_instances = settings.get("instances", 1)
     if optimizer_instances > 1:
-        return None  # a plan without sizes keeps each instance in one cluster
+        # A plan with sizes renumbers ranks only so that data-parallel groups span fewer clusters. With
+        # several instances these groups span all clusters under any numbers.
+        return None
     return _sizes_of(settings)
 
 
@@ -177,14 +178,17 @@ def model_from_arguments(argv: Sequence[str], needed: bool = True) -> Model | No
 
 
 def overlaps(option: str, argv: Sequence[str]) -> bool:
-    """Return whether holmes overlaps gradient reductions with the last backward pass of a step.
+    """Return whether the plan lets gradient reductions overlap with the last backward pass of a step.
 
     Args:
-        option: The value of --holmes-overlap. With "auto", the reductions overlap unless the command line has
-            the flag --no-pipeline-parallel.
+        option: The value of --holmes-overlap: "on", "off" or "auto". With "auto", they overlap unless the
+            command line has Megatron-DeepSpeed's flag --no-pipeline-parallel: holmes can overlap the
+            reductions of DeepSpeed's pipeline engine only.
+        argv: The words of the training script's command line.
     """
     if option == "auto":
-        return "--no-pipeline-parallel" not in argv
+        has_plain_engine = "--no-pipeline-parallel" in argv
+        return not has_plain_engine
     return option == "on"
 
 
@@ -197,7 +201,7 @@ def _framework_of(settings: Mapping[str, Any], is_deepspeed: bool) -> str:
 
 
 def _lines_about_flags(reason_of_flag: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a line for each reason why flags are not read, with the flags that have this reason."""
+    """Return a line for each reason why flags are not counted, with the flags that have this reason."""
     flags_by_reason: dict[str, list[str]] = {}
     for flag, reason in reason_of_flag.items():
         flags_by_reason.setdefault(reason, []).append(flag)
@@ -242,16 +246,18 @@ def _sizes_of(settings: Mapping[str, Any]) -> Sizes | None:
 def _zero_stage(settings: Mapping[str, Any], assumed: list[str]) -> int:
     """Return the ZeRO stage of the job, 0 to 3.
 
-    Stages 2 and 3 do not work with pipeline parallelism: stage 1 is then assumed.
+    The engines cannot combine stages 2 and 3 with pipeline parallelism: stage 1 is then assumed.
 
     Args:
+        settings: Name of a setting -> value.
         assumed: Lines for the user about assumptions; a line is appended if stage 1 is assumed.
     """
-    if settings.get("fsdp"):
+    if settings.get("fsdp"):  # Megatron-FSDP, which has a flag of its own for the stage
         zero_stage = settings.get("fsdp_zero", 0)
     else:
         zero_stage = settings.get("zero", 0)
-    if zero_stage > 1 and settings.get("pipeline", 1) > 1:
+    has_pipeline = settings.get("pipeline", 1) > 1
+    if zero_stage > 1 and has_pipeline:
         assumed.append(f"ZeRO 1: stage {zero_stage} goes with no pipeline")
         return 1
     return min(int(zero_stage), MAX_ZERO_STAGE)
@@ -268,9 +274,14 @@ def _split_of_layers(
     2. Flags let the embedding count as a layer of the first stage, and the loss as one of the last.
     3. Flags give the layers of the first and the last stage. The other stages share the rest.
 
+    The flags of 2. are ignored if the counted layers cannot be divided evenly, which Megatron-LM refuses, or
+    in an interleaved schedule, whose prediction needs even chunks.
+
     Args:
+        settings: Name of a setting -> value.
         layers: Number of layers; 0 if it is not known.
-        assumed: Lines for the user about assumptions; a line is appended if an unequal split is not counted.
+        assumed: Lines for the user about assumptions; a line is appended if an even split is assumed in place
+            of that of 1. or 3.
     """
     if not layers or pipeline_size <= 1:
         return LayerSplit(virtual=1, stage_layers=())
@@ -284,7 +295,8 @@ def _split_of_layers(
     counted_layers = layers + embedding_layers + loss_layers
     counted_per_stage, remainder = divmod(counted_layers, pipeline_size)
     has_flag = embedding_layers + loss_layers > 0
-    if has_flag and not remainder and virtual == 1:
+    is_interleaved = virtual > 1
+    if has_flag and not remainder and not is_interleaved:
         first = counted_per_stage - embedding_layers
         last = counted_per_stage - loss_layers
         between = [counted_per_stage] * (pipeline_size - 2)
@@ -310,7 +322,7 @@ def _split_by_ends(
 
     Args:
         virtual: Chunks of layers on each stage (interleaved schedule), or 1.
-        assumed: Lines for the user about assumptions; a line is appended if the flags are not counted.
+        assumed: Lines for the user about assumptions; a line is appended if the flags are ignored.
     """
     even = LayerSplit(virtual=virtual, stage_layers=())
     first = settings.get("first_layers", 0)  # 0: not given
@@ -339,12 +351,15 @@ def _split_by_layout(
 ) -> LayerSplit:
     """Return the split of layers by a value of --pipeline-model-parallel-layout, such as "Ettt|tL".
 
+    Bars separate chunks, and each "t" is a layer. With more chunks than stages, each stage has several
+    (interleaved schedule). The prediction of a step cannot count every layout: it needs a layer in each
+    chunk, and even chunks in an interleaved schedule. In place of another layout, even layers are assumed.
+
     Args:
-        assumed: Lines for the user about assumptions; a line is appended if the layout is not counted: it has
-            chunks without layers, or unequal chunks in an interleaved schedule.
+        assumed: Lines for the user about assumptions; a line is appended if even layers are assumed.
     """
     chunk_layers = [chunk.count("t") for chunk in _expand_layout(layout)]
-    virtual, remainder = divmod(len(chunk_layers), pipeline_size)
+    virtual, remainder = divmod(len(chunk_layers), pipeline_size)  # virtual: chunks on each stage
     is_valid = not remainder and min(chunk_layers) > 0 and sum(chunk_layers) == layers
     is_even = len(set(chunk_layers)) == 1
     if is_valid and is_even:
@@ -355,6 +370,7 @@ def _split_by_layout(
         f"even layers: --pipeline-model-parallel-layout {layout:.40} cannot be counted (stages without "
         "layers, or uneven chunks)"
     )
+    # The number of chunks is that of the layout, if as many even chunks are possible.
     can_be_even = not remainder and layers % (pipeline_size * virtual) == 0
     return LayerSplit(virtual=virtual if can_be_even else 1, stage_layers=())
 

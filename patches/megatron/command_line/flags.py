@@ -27,26 +27,26 @@ from typing import Any, NamedTuple
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
-class Reading(NamedTuple):
-    """Setting that a flag or a key gives, and how the words after the flag become the value."""
+class SettingRule(NamedTuple):
+    """Setting that a flag or a key of ds_config gives, and how the words after the flag become the value."""
 
     setting: str  # name of the setting, such as "layers"
     #: int, float or str: the word after the flag, converted to this type. list: all whole numbers after
     #: the flag. A dictionary translates the word; its entry "" is for all words that it does not have.
     #: Any other value is the value of the setting itself, for flags without words.
-    meaning: Any
+    conversion: Any
 
 
-def _table(*rows: tuple[Any, ...]) -> dict[str, Reading]:
-    """Return a table from flag (or key of ds_config) to its Reading.
+def _table(*rows: tuple[Any, ...]) -> dict[str, SettingRule]:
+    """Return a table from flag (or key of ds_config) to its SettingRule.
 
     Args:
-        rows: Tuples (setting, meaning, flag, ...). All flags of a row give the same setting.
+        rows: Tuples (setting, conversion, flag, ...). All flags of a row give the same setting.
     """
     table = {}
-    for setting, meaning, *flags in rows:
+    for setting, conversion, *flags in rows:
         for flag in flags:
-            table[flag] = Reading(setting, meaning)
+            table[flag] = SettingRule(setting, conversion)
     return table
 
 

@@ -107,7 +107,14 @@ def _ffn_width(settings: Mapping[str, Any]) -> int:
 
 
 def _batch_fields(settings: Mapping[str, Any], assumed: list[str]) -> dict[str, int]:
-    """Return the field of Model with the batch size: the global batch, or the micro-batches of a step."""
+    """Return the field of Model with the batch size, as a dictionary with one entry.
+
+    The entry is "global_batch" (sequences of all ranks in a step) if the command line gives that number.
+    Otherwise it is "micro_batches" (of each data-parallel rank in a step), by default 1.
+
+    Args:
+        assumed: Lines for the user about assumptions; a line is appended if the default is used.
+    """
     if "global_batch" in settings:
         return {"global_batch": settings["global_batch"]}
     if "micro_batches" not in settings:
@@ -232,7 +239,9 @@ def _expert_fields(
 ) -> dict[str, Any]:
     """Return the fields of Model that describe the experts of its mixture-of-experts layers.
 
-    Model has one number of experts for all these layers. If they differ, it is the mean.
+    Model has one number of experts for all layers that have some: the mean if they differ. It also has the
+    number of these layers. Its prediction counts every layer alike, with the mean cost of a layer with
+    experts and one without.
 
     Args:
         is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from Megatron-LM's.
@@ -277,7 +286,7 @@ def _count_expert_layers(frequency: str, layers: int, is_deepspeed: bool) -> int
         count = layers // interval if is_deepspeed else ceil(layers / interval)
         return max(1, count)
     try:
-        pattern = _evaluate_pattern(ast.parse(frequency, mode="eval").body)
+        pattern = _evaluate_layer_pattern(ast.parse(frequency, mode="eval").body)
     except (SyntaxError, ValueError, TypeError):
         return layers
     if not pattern:
@@ -286,20 +295,28 @@ def _count_expert_layers(frequency: str, layers: int, is_deepspeed: bool) -> int
     return max(1, round(layers * layers_with_experts / len(pattern)))
 
 
-def _evaluate_pattern(node: ast.expr) -> Any:
-    """Return the value of an expression of numbers, lists, + and *, without running it as Python code.
+def _evaluate_layer_pattern(node: ast.expr) -> Any:
+    """Return the value of a layer pattern, such as "([0]+[1]*2)*2", without running it as Python code.
+
+    The value is a list with a number for each layer: here [0, 1, 1, 0, 1, 1], where 1 is a layer with
+    experts. The expression may have numbers, lists, + and *, with Python's meaning.
+
+    Args:
+        node: Syntax tree of the expression, or of a part of it.
 
     Raises:
-        ValueError: The expression has other parts.
+        ValueError: The expression has other parts, or a number of MAX_PATTERN_NUMBER or more.
     """
     if isinstance(node, ast.Constant):
+        # A mistyped number such as "[1]*240000000000" would fill the memory.
         is_small_number = isinstance(node.value, int) and node.value < MAX_PATTERN_NUMBER
         if is_small_number:
             return node.value
     if isinstance(node, ast.List):
-        return [_evaluate_pattern(element) for element in node.elts]
+        return [_evaluate_layer_pattern(element) for element in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left = _evaluate_pattern(node.left)
-        right = _evaluate_pattern(node.right)
+        # Of lists as of numbers: [0] + [1] is [0, 1], and [1] * 2 is [1, 1].
+        left = _evaluate_layer_pattern(node.left)
+        right = _evaluate_layer_pattern(node.right)
         return left + right if isinstance(node.op, ast.Add) else left * right
     raise ValueError(ast.dump(node))

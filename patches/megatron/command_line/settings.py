@@ -20,7 +20,7 @@ from holmes_ext.patches.megatron.command_line.flags import (
     SETTING_OF_FLAG,
     SETTING_OF_KEY,
     VALUES_WITHOUT_EFFECT,
-    Reading,
+    SettingRule,
 )
 
 #: Numbers with more digits are ignored: no setting is that large.
@@ -33,7 +33,8 @@ class Settings:
 
     values: dict[str, Any]  # name of a setting -> value
     flags: dict[str, list[str]]  # flag -> the words that follow it
-    not_read: dict[str, str]  # flag or key that changes a step, but is not counted -> reason
+    #: Flag or key that changes a step's time or memory, but that the prediction cannot count -> reason.
+    not_counted: dict[str, str]
     unknown: tuple[str, ...] = ()  # flags and keys that are in none of the tables
     #: A line for each setting that ds_config and flags give differently.
     overruled: tuple[str, ...] = ()
@@ -60,32 +61,36 @@ def words_by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
 def read_settings(argv: Sequence[str]) -> Settings:
     """Return the settings in a command line, and in the ds_config file that it names.
 
-    A setting describes the job, such as "layers" -> 24. Flags that give no setting are sorted into
-    those that change a step but are not counted (with the reason), those that change nothing, and
-    unknown ones.
+    A setting describes the job, such as "layers" -> 24. The prediction of the step time reads the settings.
+    A flag that gives no setting is one of:
+
+    - not counted: it changes a step's time or memory, but the prediction cannot count that. The user gets
+      the reason.
+    - without effect on time and memory: ignored
+    - unknown: in no table of flags.py
 
     A value of the wrong type, such as a word in place of a number, is left out: the script itself refuses it.
     If a flag and ds_config give the same setting, the value of ds_config counts.
     """
     flags = words_by_flag(argv)
     values = settings_of(SETTING_OF_FLAG, flags)
-    # Compared with --expert-tensor-parallel-size, which changes nothing if it is the same number.
+    # --expert-tensor-parallel-size changes nothing if it is this number.
     tensor_size = str(values.get("tensor", 1))
-    not_read = {}
+    not_counted = {}
     unknown = []
     for flag, following in flags.items():
         if flag in REASON_NOT_COUNTED:
-            if not _has_no_effect(flag, " ".join(following), tensor_size):
-                not_read[flag] = REASON_NOT_COUNTED[flag]
+            if not _is_value_without_effect(flag, " ".join(following), tensor_size):
+                not_counted[flag] = REASON_NOT_COUNTED[flag]
         elif flag not in SETTING_OF_FLAG and not flag.startswith(FLAG_PREFIXES_WITHOUT_EFFECT):
             unknown.append(flag)
 
     config = ds_config.from_arguments(list(argv))
     if config is not None and not config.digest:  # the file is missing, or is no JSON
         file_name = Path(config.path).name
-        not_read[file_name] = "cannot be read as JSON: its settings are not counted"
+        not_counted[file_name] = "cannot be read as JSON: its settings are not counted"
         config = None
-    from_flags = Settings(values, flags, not_read, tuple(unknown))
+    from_flags = Settings(values, flags, not_counted, tuple(unknown))
     if config is None:
         return from_flags
     return _with_config(from_flags, config)
@@ -94,22 +99,28 @@ def read_settings(argv: Sequence[str]) -> Settings:
 def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
     """Return the settings of a command line, completed and overruled by those of its ds_config file.
 
+    Keys of the file that give no setting are sorted like flags: some change a step's time or memory but
+    are not counted in the prediction, some have no effect on it, and the others are unknown.
+
     Args:
         from_flags: Settings that the flags give.
         config: The ds_config file, which could be read.
     """
     file_name = Path(config.path).name
-    # Keys are read like flags that one word follows. "auto" leaves a setting to DeepSpeed.
-    words_of_key = {key: [value] for key, value in _leaves(config.content) if value != "auto"}
-    config_values = settings_of(SETTING_OF_KEY, words_of_key)
-    not_read = dict(from_flags.not_read)
+    # Nested keys are joined by dots. "auto" leaves a setting to DeepSpeed.
+    value_of_key = {key: value for key, value in _leaves(config.content) if value != "auto"}
+    # settings_of() reads a key like a flag that one word follows.
+    config_values = settings_of(
+        SETTING_OF_KEY, {key: [value] for key, value in value_of_key.items()}
+    )
+    not_counted = dict(from_flags.not_counted)
     unknown = list(from_flags.unknown)
-    for key, (value,) in words_of_key.items():
-        # The key, or a table around it, if it changes a step but is not counted; else "".
-        entry = _entry_of_key(key)
-        if entry:
-            if not _has_no_effect(entry, str(value)):
-                not_read[f"{file_name}: {entry}"] = REASON_NOT_COUNTED[entry]
+    for key, value in value_of_key.items():
+        # "" unless REASON_NOT_COUNTED has the key, or a table that contains it.
+        key_or_table = _key_not_counted(key)
+        if key_or_table:
+            if not _is_value_without_effect(key_or_table, str(value)):
+                not_counted[f"{file_name}: {key_or_table}"] = REASON_NOT_COUNTED[key_or_table]
         elif key not in SETTING_OF_KEY and not key.startswith(KEY_PREFIXES_WITHOUT_EFFECT):
             unknown.append(f"{file_name}: {key}")
 
@@ -127,18 +138,18 @@ def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
     return Settings(
         values=from_flags.values | config_values,
         flags=from_flags.flags,
-        not_read=not_read,
+        not_counted=not_counted,
         unknown=tuple(dict.fromkeys(unknown)),  # without duplicates
         overruled=tuple(overruled),
     )
 
 
-def _entry_of_key(key: str) -> str:
-    """Return the entry of REASON_NOT_COUNTED for a key of ds_config, or "" if there is none.
+def _key_not_counted(key: str) -> str:
+    """Return the name under which REASON_NOT_COUNTED has a key of ds_config, or "" if it has not.
 
     REASON_NOT_COUNTED has flags and keys that change a step, but are not counted in its prediction.
-    An entry is the key itself, or a table around it: "curriculum_learning" covers all keys of that
-    table.
+    The name is the key itself, or a table that contains it: "curriculum_learning" stands for all keys
+    of that table, such as "curriculum_learning.enabled".
     """
     for entry in REASON_NOT_COUNTED:
         if key == entry or key.startswith(f"{entry}."):
@@ -147,55 +158,58 @@ def _entry_of_key(key: str) -> str:
 
 
 def settings_of(
-    table: Mapping[str, Reading], words_of: Mapping[str, Sequence[Any]]
+    table: Mapping[str, SettingRule], words_of: Mapping[str, Sequence[Any]]
 ) -> dict[str, Any]:
     """Return the settings that flags of a command line, or keys of a ds_config file, give.
 
     If two flags give the same setting, the later one in the table counts.
 
     Args:
-        table: Flag or key -> the setting that it gives, and the meaning of its value.
+        table: Flag or key -> name of the setting that it gives, and how its words become the value.
         words_of: Flag or key -> the words that follow it. It may have flags that the table does not have.
+
+    Returns:
+        Name of a setting -> value. A setting with invalid words, such as "x" for a number, is left out.
     """
     settings = {}
-    for name, (setting, meaning) in table.items():
+    for name, rule in table.items():
         if name not in words_of:
             continue
-        value = _value_of(meaning, words_of[name])
-        if value is not None:
-            settings[setting] = value
+        value = _convert(rule.conversion, words_of[name])
+        if value is not None:  # the words are valid
+            settings[rule.setting] = value
     return settings
 
 
-def _value_of(meaning: Any, words: Sequence[Any]) -> Any:
+def _convert(conversion: Any, words: Sequence[Any]) -> Any:
     """Return the value that the words after a flag give to its setting, or None if they are invalid.
 
     Args:
-        meaning: A type that converts the words (int, float, str; list for several whole numbers), a
+        conversion: A type that converts the words (int, float, str; list for several whole numbers), a
             dictionary that translates the first word, or the value itself if the flag takes no words.
         words: The words after the flag. The value of a ds_config key is a single word of any JSON type.
     """
     first = words[0] if words else ""
-    if meaning is int:
+    if conversion is int:
         return int(first) if _is_whole_number(str(first)) else None
-    if meaning is list:
+    if conversion is list:
         return [int(word) for word in words if _is_whole_number(word)] or None
-    if meaning is float:
+    if conversion is float:
         is_number = str(first).replace(".", "", 1).isdecimal()
         return float(first) if is_number else None
-    if meaning is str:
+    if conversion is str:
         return str(first) or None
-    if isinstance(meaning, dict):
-        default = meaning.get("")  # for all words that the dictionary does not have
-        return meaning.get(first, default)
-    return meaning
+    if isinstance(conversion, dict):
+        default = conversion.get("")  # for all words that the dictionary does not have
+        return conversion.get(first, default)
+    return conversion
 
 
 def _is_whole_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= MAX_DIGITS
 
 
-def _has_no_effect(name: str, value: str, tensor_size: str = "") -> bool:
+def _is_value_without_effect(name: str, value: str, tensor_size: str = "") -> bool:
     """Return whether a flag, or a key of ds_config, has a value with which it changes nothing.
 
     This is so for some values, which the table VALUES_WITHOUT_EFFECT lists. For example

@@ -26,15 +26,19 @@ MIN_SIZE_FACTOR = 1 / 2
 MAX_SIZE_FACTOR = 4
 
 
-class ParameterSize(NamedTuple):
-    """Part of a parameter's description that decides where megatron-core ends a bucket."""
+class BucketedParameter(NamedTuple):
+    """Size of a parameter, and whether it needs a bucket of its own.
+
+    megatron-core fills buckets of gradients with parameters, in the order of the backward pass. These two
+    values decide where it ends a bucket.
+    """
 
     elements: int
-    has_own_bucket: bool  # a shared embedding is in a bucket without other parameters
+    has_own_bucket: bool  # True for a shared embedding: its bucket has no other parameters
 
 
 def bucket_ends(
-    parameters: Sequence[ParameterSize], bucket_size: int | None, divisor: int
+    parameters: Sequence[BucketedParameter], bucket_size: int | None, divisor: int
 ) -> list[int]:
     """Return the offsets at which megatron-core ends the buckets in the gradient buffer, before padding.
 
@@ -67,7 +71,7 @@ def bucket_ends(
 
 
 def unpadded_bucket_size(
-    parameters: Sequence[ParameterSize], planned_size: int, divisor: int
+    parameters: Sequence[BucketedParameter], planned_size: int, divisor: int
 ) -> int | None:
     """Return the bucket size nearest to the planned one with which only the last bucket needs padding.
 
@@ -120,7 +124,7 @@ def unpadded_size_for_buffer(
     if getattr(ddp_config, "pad_buckets_for_high_nccl_busbw", False):
         divisor = math.lcm(divisor, HIGH_BANDWIDTH_ALIGNMENT)
     sizes_in_backward_order = [
-        ParameterSize(parameter.numel(), getattr(parameter, "shared_embedding", False))
+        BucketedParameter(parameter.numel(), getattr(parameter, "shared_embedding", False))
         for parameter in reversed(parameters)
     ]
     return unpadded_bucket_size(sizes_in_backward_order, planned_size, divisor)

@@ -27,7 +27,7 @@ from holmes_ext.patches.megatron.features import GATHER
 _EIGHT_BIT = ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather")
 
 
-def turn_on(ddp_config: Any) -> bool:
+def set_gather_overlap(ddp_config: Any) -> bool:
     """Make the distributed optimizer gather its updated weights during the next forward pass, where possible.
 
     It is not possible with weights of 8 bits. A program that has set overlap_param_gather keeps its own way.
@@ -52,14 +52,18 @@ def turn_on(ddp_config: Any) -> bool:
     return is_on
 
 
-def prepare(ddp: Any) -> None:
+def finish_gathers_before_state_dict(ddp: Any) -> None:
     """Make a model's state_dict() and load_state_dict() wait for the gathers of its updated weights.
 
+    After the optimizer's step, each rank has updated only a shard of the weights. The weights of a
+    bucket group are gathered together. _gather_after_step() starts the gathers of all groups.
+
     Args:
-        ddp: DistributedDataParallel whose configuration turn_on() has changed.
+        ddp: DistributedDataParallel whose configuration set_gather_overlap() has changed.
     """
     for group in _bucket_groups(ddp):
-        # megatron-core starts the next group's gather when one has ended. Here step() starts all of them.
+        # When a gather has ended, megatron-core would start that of the group in this attribute. It must not:
+        # _gather_after_step() has started all gathers.
         group.next_param_gather_bucket_group = None
 
     def wait(*_) -> None:
@@ -69,7 +73,7 @@ def prepare(ddp: Any) -> None:
         """
         for group in _bucket_groups(ddp):
             if group.param_gather_handle is not None:  # a gather has been started
-                # skip_next_bucket_dispatch: do not start the next gather; step() has started all.
+                # Waits for the gather. By default it would also start the next group's.
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     # Programs can call state_dict() of any module in the model.

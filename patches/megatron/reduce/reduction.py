@@ -47,22 +47,23 @@ def may_change_optimizer_buckets(current: Session) -> bool:
     return checkpoints_allow_buckets or current.options.overlap == "on"
 
 
-def warn_that_buckets_stay(current: Session, way_out: str = "") -> None:
+def warn_that_buckets_stay(current: Session, other_option: str = "") -> None:
     """Print once that holmes keeps the distributed optimizer's bucket size, and how the user can change that.
 
-    Its checkpoints depend on the bucket size, so it must not change between two checkpoints of a
-    job. The way out in the message is an option that the user gives from the job's first checkpoint
-    on: with --holmes-overlap on, gradients travel during the backward pass, and updated weights
-    during the next forward pass.
+    The format of this optimizer's checkpoints depends on the bucket size. It must therefore be the same in
+    all checkpoints of a job. A user who gives --holmes-overlap on from the first checkpoint on allows
+    holmes to set another size. Then the buckets are reduced during the backward pass, and updated
+    weights are gathered during the next forward pass.
 
     Args:
-        way_out: Another option that helps, followed by ", or "; "" if there is none.
+        other_option: Another option that allows this, which the message also names; "" if there is none.
     """
+    alternative = f"{other_option}, or " if other_option else ""
     tell(
         current,
         "the distributed optimizer's buckets stay as they are, since checkpoints may depend on "
-        f"them; {way_out}--holmes-overlap on from the first checkpoint lets them, and weights, travel while "
-        "the job computes",
+        f"them; {alternative}--holmes-overlap on from the first checkpoint lets them, and weights, travel "
+        "while the job computes",
         once="distributed optimizer's buckets",
     )
 
@@ -110,12 +111,12 @@ def _reduce_as_planned(current: Session, call: Call, instance: Any) -> Any:
     overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)
     if overlap_was_switched_on:
         _no_sync_between_micro_batches(arguments["config"], instance)
-    # Under --holmes-overlap on, updated weights are gathered during the next forward pass. turn_on() sets
-    # that in ddp_config, if this model allows it.
-    gathers_weights = megatron_gather.turn_on(ddp_config)
+    # Under --holmes-overlap on, updated weights are gathered during the next forward pass.
+    # set_gather_overlap() sets that in ddp_config, if this model allows it.
+    gathers_weights = megatron_gather.set_gather_overlap(ddp_config)
     result = _construct(call, arguments)
     if gathers_weights:
-        megatron_gather.prepare(instance)  # from now on, state_dict() waits for the gathers
+        megatron_gather.finish_gathers_before_state_dict(instance)
     # For the job's report. megatron-core's own reduction, which this is, is not hierarchical.
     overlap = ddp_config.overlap_grad_reduce
     session.note_reduction(ranks, planned, gradient_bytes, hierarchical=False, overlap=overlap)
@@ -259,8 +260,10 @@ def _bucket_as_planned(
     elements = _planned_bucket_size.get()
     if elements is None:
         return call()
-    is_programs_size = bucket_size is not None and not getattr(ddp_config, "buckets_by_plan", False)
-    if is_programs_size:
+    # megatron-core passes the size of ddp_config on the first stage. If the program has chosen it, it stays.
+    # _set_overlap_and_buckets() has marked ddp_config with buckets_by_plan if holmes has chosen it.
+    is_size_of_holmes = getattr(ddp_config, "buckets_by_plan", False)
+    if bucket_size is not None and not is_size_of_holmes:
         return call()
     if ddp_config.use_distributed_optimizer and param_layout is None:  # megatron-core before 0.18
         if not params:  # megatron-core 0.17 has params_with_names in place of params

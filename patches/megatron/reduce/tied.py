@@ -110,14 +110,18 @@ def _is_pair_member(group: Any) -> bool:
 
 
 def _chunk_with_embedding(model: list[Any], pipeline_group: Any) -> Any:
-    """Return this rank's chunk of the model that has the shared embedding.
+    """Return this rank's chunk of the model that has the shared embedding, whose gradient holmes can sum.
+
+    The chunk has the embedding's gradient. holmes sums it over the first and the last pipeline stage if the
+    chunk is in an ordinary DistributedDataParallel, whose distributed optimizer has one instance.
 
     Args:
         model: The chunks of the model on this rank.
+        pipeline_group: Process group of the pipeline; a list if the rank is in several pipelines; None if
+            the program passed none.
 
     Returns:
-        None if this rank is not on the first or the last pipeline stage, or if the gradient is not in the
-        buffers of an ordinary DistributedDataParallel (Megatron-FSDP, several distributed optimizers).
+        None if this rank is on another stage, or if megatron-core is to sum the gradient.
     """
     if pipeline_group is None or isinstance(pipeline_group, list):
         return None
@@ -131,8 +135,11 @@ def _chunk_with_embedding(model: list[Any], pipeline_group: Any) -> Any:
     ddp_config = getattr(chunk, "ddp_config", None)
     if ddp_config is None or ddp_config.use_megatron_fsdp:
         return None
+    # own_shard() looks up the embedding in the list of gradient buffers.
     if not isinstance(getattr(chunk, "buffers", None), list):
         return None
+    # own_shard() assumes that a bucket is sharded over all data-parallel ranks. Each of several instances
+    # shards it over its own ranks only.
     if ddp_config.num_distributed_optimizer_instances != 1:
         return None
     return chunk

@@ -37,7 +37,10 @@ def test_a_version_is_the_release_that_it_will_be():
 )
 def test_what_is_supported_and_what_is_told(version, misfit, told):
     feature = Feature("f", "torch>=2.6", tried=("2.6.0", "2.15.0"))
-    assert (feature.version_misfit(version), feature.beyond_tried(version)) == (misfit, told)
+    assert (feature.version_misfit(version), feature.warning_if_newer_than_tried(version)) == (
+        misfit,
+        told,
+    )
 
 
 def test_patches_of_some_versions():

@@ -7,7 +7,7 @@ import pytest
 
 from holmes_ext.patches.megatron.reduce import buckets as megatron_buckets
 from holmes_ext.patches.megatron.reduce.buckets import (
-    ParameterSize,
+    BucketedParameter,
     bucket_ends,
     unpadded_bucket_size,
 )
@@ -35,28 +35,44 @@ def layers(hidden, count):
         hidden * hidden,
         hidden,
     ]
-    return [ParameterSize(elements, False) for elements in one * count]
+    return [BucketedParameter(elements, False) for elements in one * count]
 
 
 def test_where_buckets_end():
     assert bucket_ends(
-        [ParameterSize(100, False), ParameterSize(100, False), ParameterSize(300, False)], None, 128
+        [
+            BucketedParameter(100, False),
+            BucketedParameter(100, False),
+            BucketedParameter(300, False),
+        ],
+        None,
+        128,
     ) == [128 + 100 + 28 + 300]
     assert bucket_ends(
-        [ParameterSize(100, False), ParameterSize(100, False), ParameterSize(300, False)], 150, 128
+        [
+            BucketedParameter(100, False),
+            BucketedParameter(100, False),
+            BucketedParameter(300, False),
+        ],
+        150,
+        128,
     ) == [228, 256 + 300]
     assert bucket_ends(
-        [ParameterSize(100, False), ParameterSize(64, True), ParameterSize(64, False)], None, 128
+        [BucketedParameter(100, False), BucketedParameter(64, True), BucketedParameter(64, False)],
+        None,
+        128,
     ) == [128, 128 + 64, 256 + 64]
 
 
 def test_sizes_without_padding():
     assert unpadded_bucket_size(layers(128, 4), 100_000, 128) in range(50_000, 400_001)
     assert unpadded_bucket_size(layers(128, 4), 10_000_000, 128) is None  # one bucket
-    assert unpadded_bucket_size([ParameterSize(100, False)] * 50, 500, 128) is None
+    assert unpadded_bucket_size([BucketedParameter(100, False)] * 50, 500, 128) is None
     assert (
         unpadded_bucket_size(
-            [*layers(128, 2), ParameterSize(32, False), ParameterSize(128, True)], 100_000, 128
+            [*layers(128, 2), BucketedParameter(32, False), BucketedParameter(128, True)],
+            100_000,
+            128,
         )
         is None
     )  # megatron-core's own cut is padded
@@ -66,7 +82,7 @@ def test_no_bucket_but_the_last_is_padded():
     draw, found = random.Random(1), 0
     for _ in range(300):
         params = [
-            ParameterSize(draw.choice([32, 64, 96, 128, 1024, 4096]), False)
+            BucketedParameter(draw.choice([32, 64, 96, 128, 1024, 4096]), False)
             for _ in range(draw.randint(1, 40))
         ]
         divisor, wanted = draw.choice([128, 256, 384]), draw.randint(500, 20_000)

@@ -267,12 +267,12 @@ def test_no_flag_that_is_read_lacks_its_row():
 def test_what_matters_and_is_not_read_is_named(flag):
     said = describe([*BF16.split(), flag, "7"])
     assert (
-        any(flag in line and REASON_NOT_COUNTED[flag] in line for line in said.not_read)
+        any(flag in line and REASON_NOT_COUNTED[flag] in line for line in said.not_counted)
         and flag not in said.unknown
     )
     for value in VALUES_WITHOUT_EFFECT.get(flag, ()):
         value = "2" if value == "tensor" else value
-        assert not any(flag in line for line in describe([*BF16.split(), flag, value]).not_read)
+        assert not any(flag in line for line in describe([*BF16.split(), flag, value]).not_counted)
 
 
 def test_keys_that_are_not_read_and_unknown_ones_are_named(tmp_path):
@@ -297,7 +297,7 @@ def test_keys_that_are_not_read_and_unknown_ones_are_named(tmp_path):
             "1",
         ]
     )
-    named = " ".join(said.not_read)
+    named = " ".join(said.not_counted)
     assert (
         "zero_optimization.offload_param" in named
         and "compression_training" in named
@@ -315,7 +315,7 @@ def test_ds_config_counts_where_the_flags_differ(tmp_path):
     )
     (tmp_path / "ds.json").write_text("{")
     said = describe([*GPT.split(), "--deepspeed_config", str(tmp_path / "ds.json")])
-    assert "ds.json: cannot be read as JSON: its settings are not counted" in said.not_read
+    assert "ds.json: cannot be read as JSON: its settings are not counted" in said.not_counted
 
 
 def test_no_name_is_in_two_tables():

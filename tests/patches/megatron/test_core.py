@@ -312,7 +312,7 @@ def test_the_installed_megatron_core_fits():
 def test_layers_of_each_stage_before_there_are_layouts(layers, pipeline, expected):
     if isinstance(expected, str):
         with pytest.raises(HolmesError, match=re.escape(expected)):
-            megatron_core.ends_of(session(), layers, pipeline)
+            megatron_core.layer_fields_of_end_stages(session(), layers, pipeline)
     else:
         fields = {f"num_layers_in_{end}_pipeline_stage": count for end, count in expected.items()}
-        assert megatron_core.ends_of(session(), layers, pipeline) == fields
+        assert megatron_core.layer_fields_of_end_stages(session(), layers, pipeline) == fields

@@ -66,18 +66,18 @@ def parts():
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
     ddp = SimpleNamespace(module=module, bucket_groups=dense, expert_parallel_bucket_groups=experts)
     made = config()
-    assert megatron_gather.turn_on(made)
+    assert megatron_gather.set_gather_overlap(made)
     buffers = [SimpleNamespace(buckets=[bucket for group in dense for bucket in group.buckets])]
-    megatron_gather.prepare(ddp)
+    megatron_gather.finish_gathers_before_state_dict(ddp)
     return ddp, SimpleNamespace(ddp_config=made, buffers=buffers, model_chunks=[ddp]), log
 
 
 def test_turned_on_once_for_all_chunks_and_not_where_it_does_not_suit(monkeypatch):
     made = config()
     assert (
-        megatron_gather.turn_on(made)
+        megatron_gather.set_gather_overlap(made)
         and made.overlap_param_gather
-        and megatron_gather.turn_on(made)
+        and megatron_gather.set_gather_overlap(made)
     )
     for other in (
         config(overlap_param_gather=True),
@@ -85,11 +85,15 @@ def test_turned_on_once_for_all_chunks_and_not_where_it_does_not_suit(monkeypatc
         config(fp8_param_gather=True),
     ):
         before = other.overlap_param_gather
-        assert not megatron_gather.turn_on(other) and other.overlap_param_gather == before
+        assert (
+            not megatron_gather.set_gather_overlap(other) and other.overlap_param_gather == before
+        )
     monkeypatch.setattr(
         megatron_gather, "registry", lambda: SimpleNamespace(is_on=lambda name: False)
     )
-    assert not megatron_gather.turn_on(other := config()) and not other.overlap_param_gather
+    assert (
+        not megatron_gather.set_gather_overlap(other := config()) and not other.overlap_param_gather
+    )
 
 
 def test_a_step_starts_its_own_gathers_first_layers_first(parts):
