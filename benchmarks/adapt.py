@@ -198,6 +198,7 @@ def half_a_stage(
         if over_nccl:
             gpus = emulated_gpus(case.gpu_flops(engine))
             hardware = {"accelerator": None, "gpus": gpus, "preload": ("torch",)}
+            # LESS_MEMORY: variables that make NCCL's buffers small; all ranks share this machine.
             variants = [replace(variant, env=LESS_MEMORY) for variant in variants]
         series = compare(
             variants,
@@ -319,9 +320,16 @@ def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
 
 
 def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
-    """Compare predicted and measured steps of jobs that have not run yet (adapt_prediction.py).
+    """Measure how well the step times of new configurations are predicted from one measured job.
 
-    The number of repetitions is not used: each configuration runs once.
+    adapt_prediction.rows() runs a job, predicts its step time for another network rate, number of
+    micro-batches or split of the layers, then runs these configurations and compares.
+
+    Args:
+        engine: "deepspeed" or "megatron".
+        name: Name of the case in the results.
+        repetitions: Not used: each configuration runs once.
+        runs: Results of earlier runs.
     """
     case = Case(layers=6, hidden=64, micro_batches=8, stage_s=0.1)
 
@@ -341,9 +349,9 @@ def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]
     return adapt_prediction.rows(
         name,
         engine,
-        half_bps=case.half_bps,
-        write=_write_cluster_file,
-        variant=_holmes_variant,
+        half_bps=case.half_bps,  # bits/s at which an activation takes half of a stage's time
+        write=_write_cluster_file,  # (folder, bits/s) -> path of a cluster file
+        variant=_holmes_variant,  # (name, cluster file, *flags) -> job under holmes
         run=run,
         runs=runs,
     )
@@ -366,13 +374,18 @@ def kept_as_one_run(measure: Callable[[str, int], list[Row]]) -> Rows:
 
 
 def without_repetition(measure: Callable[[str, int], list[Row]], number: int) -> Rows:
-    """Return a function that measures the rows of a case without repetition.
+    """Return a function that measures a simulated case, and ignores the number of repetitions.
+
+    A simulation gives the same result each time, so that it runs once.
 
     Args:
         measure: Called with the name of the case and `number`.
-        number: Number of the random job.
+        number: Number of the random job, which is also the seed of its random numbers.
+
+    Returns:
+        A function of the name of the case, the repetitions and the results of earlier runs.
     """
-    return kept_as_one_run(lambda name, _: measure(name, number))
+    return kept_as_one_run(lambda name, _repetitions: measure(name, number))
 
 
 #: Name of a case -> function that measures it.

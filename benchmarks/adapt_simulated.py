@@ -35,7 +35,7 @@ FIXED = range(2, 9)
 
 
 class PipelineCase(NamedTuple):
-    """Job of two pipeline stages, in the form that tests/simulated_steps.py simulates."""
+    """Pipeline of two stages: its layers, their times, and the rate of the link between them."""
 
     stage_layers: tuple[int, int]
     layer_s: float  # seconds of the forward pass of a layer on the first stage

@@ -87,8 +87,11 @@ def main() -> int:
     args = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cluster.toml")
+        # Each cluster is given as "name, kind of NIC, rate, nodes". Rates do not affect the losses.
         file.write_text(toml("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s"))
         with Lab(load_spec(file)) as lab:
+            # Trains with each value of --holmes-compress-activations ("nudged": the control) and
+            # each seed, and writes the results file after each seed.
             losses, sent = curves(
                 "compressed activations",
                 KINDS,

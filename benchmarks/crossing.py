@@ -47,7 +47,7 @@ ENGINES = {
         "megatron-tied",
     ),
 }
-OFF = "HOLMES_DISABLE"
+OFF = "HOLMES_DISABLE"  # environment variable: features of holmes to switch off
 SLICES = "megatron-slices"
 FLOPS = {"slices": 1.4e9 / 2, "tied": 2.3e9}
 
@@ -58,7 +58,20 @@ def ethernet_bytes(series: Series) -> float:
 
 
 def slices(repetitions: int, steps: int) -> list[Row]:
-    """Measure the case "slices" (see the module docstring), and return its rows."""
+    """Measure how much time it saves to send only slices of activations between two clusters.
+
+    In megatron-core, all tensor-parallel ranks hold the same activation, and each sends all of it
+    to the next stage ("whole"). With holmes each of the two ranks sends half, and the receivers
+    gather the halves inside their fast cluster ("slices"). Both run with megatron-core's schedule,
+    whose sends block, and with more micro-batches in flight, which hide the transfers.
+
+    Args:
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
+
+    Returns:
+        Rows with the bytes between clusters, the step times, their predictions and the losses.
+    """
     script = [
         str(examples() / "megatron_core" / "train.py"),
         "--tensor",
@@ -141,10 +154,20 @@ def slices(repetitions: int, steps: int) -> list[Row]:
 
 
 def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
-    """Measure the case "tied" (see the module docstring) with an engine, and return its rows.
+    """Measure the cost of the gradient of a tied embedding, reduced hierarchically or in pairs.
+
+    The first and the last pipeline stage share the embedding's weights, so that their gradients are
+    added in each step. The engine does it between pairs of ranks, each over the slow network.
+    holmes first adds inside clusters. A model whose embedding is not tied shows the cost of all
+    else.
 
     Args:
         engine: "deepspeed" or "megatron".
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
+
+    Returns:
+        Rows with the bytes, the step times, their predictions and the losses.
     """
     case = f"tied {engine}"
     # Example folder, flag for stages, layers that the accelerator slows down, holmes's feature.
@@ -262,11 +285,16 @@ def main() -> int:
     # Bytes include those of the job's start. In 24 steps they are a small part.
     arguments.add_argument("--steps", type=int, default=24)
     args = arguments.parse_args()
-    makers = {"slices": lambda: slices(args.repetitions, args.steps)}
+    # "slices": each tensor-parallel rank sends a slice of an activation between clusters, or all of
+    # it. "tied ENGINE": the gradient of an embedding that two stages share is reduced
+    # hierarchically, or between pairs of ranks.
+    measure_of = {"slices": lambda: slices(args.repetitions, args.steps)}
     for engine in ENGINES:
-        makers[f"tied {engine}"] = lambda engine=engine: tied(engine, args.repetitions, args.steps)
-    names = chosen(args.cases, makers)
-    rows = [row for name in names for row in makers[name]()]
+        measure_of[f"tied {engine}"] = lambda engine=engine: tied(
+            engine, args.repetitions, args.steps
+        )
+    names = chosen(args.cases, measure_of)
+    rows = [row for name in names for row in measure_of[name]()]
     title = "Less traffic between clusters (emulated accelerator)"
     return finish([*kept(args.json, names), *rows], args.json, title)
 

@@ -113,9 +113,13 @@ def build() -> list[Row]:
 
 
 def rank() -> list[Row]:
-    """Measure the largest resident memory of a rank."""
-    with Lab(THREE) as lab:
-        printed, _ = all_reduces(lab, 2, "IB", order=("a0", "a1"))
+    """Measure the largest resident memory of a rank on an emulated GPU.
+
+    Two ranks, on the nodes a0 and a1, make two all-reduces over emulated InfiniBand. Each prints
+    {"peak_mb": its largest resident memory}. Two ranks are enough: all need equally much.
+    """
+    with Lab(THREE) as lab:  # THREE: the cluster of three nodes
+        printed, _ = all_reduces(lab, rounds=2, network="IB", order=("a0", "a1"))
         peaks = [line["peak_mb"] for line in printed]
     return [
         Row.median(

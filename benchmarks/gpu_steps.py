@@ -24,8 +24,9 @@ eight ranks on this machine's two cores is a smaller part of a step. (The rows o
 cores were.) All four cases take half an hour.
 
 The steps of stock and holmes are also predicted, except for Megatron-LM, by the simulator in
-planner/simulate/step.py. One number is fitted for each framework: the seconds of software for a transformer
-block. It is chosen so that the predicted step of all-RDMA equals the measured one.
+planner/simulate/step.py. One number is fitted for each framework: the CPU seconds that its Python
+code and torch's operators need for one pass of a transformer block, beside the emulated GPU's time.
+It is chosen so that the predicted step of all-RDMA equals the measured one.
 """
 
 from __future__ import annotations
@@ -107,10 +108,13 @@ def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
     """Return the variants of a case: stock, holmes and all-RDMA.
 
     Args:
+        spec: The clusters.
         file: Cluster file of `spec`.
     """
     order, holmes = interleave(spec), ("--holmes", "--holmes-cluster", str(file))
     return [
+        # LESS_MEMORY makes NCCL's buffers smaller: by default a communicator takes 512 MB for each
+        # rank, and all eight ranks share the memory of this machine.
         replace(variant, env={**variant.env, **LESS_MEMORY})
         for variant in (
             Variant("stock", spec, order),
@@ -238,7 +242,8 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
     Args:
         name: The case.
         variant: "stock", "holmes" or "all-RDMA".
-        block_s: Seconds of software for the forward or the backward pass of a block.
+        block_s: CPU seconds of the framework's own code (Python, torch's operators) in one forward
+            or backward pass of a transformer block, beside the emulated GPU's time.
     """
     site = site_from_spec(all_rdma(spec).spec if variant == "all-RDMA" else spec)
     # Without holmes, all groups use the single network that all nodes share (`only`).
@@ -286,15 +291,23 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
 
 
 def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
-    """Return the seconds of software for a block that explain the measured step of all-RDMA.
+    """Return the framework's CPU seconds per block and pass, fitted to the step of all-RDMA.
 
-    The number is found by bisection. It is 0 if the step without software is already longer.
+    A simulated step has the times of GPUs and networks. The framework's own code takes further time
+    in each pass of a transformer block. The function searches, by bisection, the time with which
+    the simulated step equals the measured one.
 
     Args:
+        name: The case.
+        spec: Its clusters.
         bound_s: The measured step of all-RDMA, in seconds.
+
+    Returns:
+        Seconds of one forward or backward pass of a block. 0 if the simulated step is too long
+        without them.
     """
     low, high = 0.0, bound_s
-    for _ in range(30):
+    for _ in range(30):  # bisection: 2^-30 of the step is exact enough
         middle = (low + high) / 2
         if predicted(name, spec, "all-RDMA", middle) > bound_s:
             high = middle
@@ -311,13 +324,17 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
     """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
     difference = max_loss_difference(stock, ours)
-    main = name == "Megatron-LM"  # has other targets, and no prediction
+    # Megatron-LM trains with its distributed optimizer. Its steps are not predicted, and it has
+    # targets of its own.
+    is_megatron_lm = name == "Megatron-LM"
+    stock_target = ">= 1.6" if is_megatron_lm else ">= 1.67"
+    bound_target = "" if is_megatron_lm else ">= 0.97"
     rows = [
-        ratio_row(name, "holmes : stock", stock, ours, target=">= 1.6" if main else ">= 1.67"),
-        ratio_row(name, "holmes : all-RDMA", bound, ours, target="" if main else ">= 0.97"),
+        ratio_row(name, "holmes : stock", stock, ours, target=stock_target),
+        ratio_row(name, "holmes : all-RDMA", bound, ours, target=bound_target),
         loss_row(name, difference, target="<= 1e-5"),
     ]
-    if not main:
+    if not is_megatron_lm:
         rows += predictions(name, spec, by_variant)
     rows += [
         Row.median(
@@ -335,10 +352,12 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
 def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Row]:
     """Return rows with the predicted steps of stock and holmes, and their errors.
 
-    The seconds of software for a block are fitted to the measured step of all-RDMA.
+    One number is fitted to the measured step of all-RDMA: the CPU seconds that the framework's own
+    code takes in one pass of a transformer block. Stock and holmes are predicted with it.
 
     Args:
         name: The case.
+        spec: Its clusters.
         by_variant: Measurements of "stock", "holmes" and "all-RDMA".
     """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
@@ -360,6 +379,7 @@ def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> lis
                 unit="of the measured",
                 emulated=True,
                 target="<= 0.05",
+                # The prediction depends on both runs, so neither may be short of CPU time.
                 busy=max(series.busy, bound.busy),
             ),
         ]

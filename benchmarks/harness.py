@@ -93,10 +93,15 @@ class Row:
     ) -> Row:
         """Return a row with the median of several runs, and with the smallest and largest value.
 
-        The other arguments are those of of().
-
         Args:
+            case: Name of the case.
+            metric: Name of the metric.
             values: Value of each run.
+            unit: Unit of the values.
+            emulated: Whether the compute was emulated.
+            target: A bound on the median, such as ">= 1.6"; "" if there is none.
+            busy: Share of this machine's cores that was used meanwhile; None if it was not
+                measured.
         """
         spread = min(values), max(values)
         return cls.of(case, metric, statistics.median(values), unit, spread, emulated, target, busy)

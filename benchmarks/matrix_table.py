@@ -68,7 +68,11 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
 
 
 def _name(row: Row) -> str:
-    """Return the name of a row; of a pair, with the frameworks that it consists of."""
+    """Return the first cell of a row: its name, and for a pair also the versions that are combined.
+
+    A pair is a combination of versions of two packages that are tested together, such as one torch
+    with one DeepSpeed. All other rows have a name that says enough.
+    """
     if row.kind != "pair":
         return row.name
     python = f"Python {row.python}, " if row.python and row.python not in row.name else ""

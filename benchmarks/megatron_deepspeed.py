@@ -275,12 +275,13 @@ def case(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Ro
         variants,
         checkout,
         command,
-        # GPUs get slower by `flops`, networks by `slower`.
+        # GPUs and networks are slowed down by the same factor, so that the ratio of communication
+        # to compute stays the same. The run divides only the rates of networks by `slower`.
         flops=definition.flops / definition.slower,
         slower=definition.slower,
         steps=steps,
         repetitions=repetitions,
-        order_of=rotated,
+        order_of=rotated,  # each repetition starts with another variant
     )
     return rows_of(name, series, definition)
 

@@ -119,6 +119,8 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
+    # megatron-core expects CUDA. This folder has a module that replaces the CUDA calls on a CPU,
+    # and every rank must be able to import it.
     shim = str(Path(__file__).resolve().parents[1] / "examples" / "megatron_core" / "on_cpu")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [shim, os.environ.get("PYTHONPATH", "")])

@@ -62,7 +62,7 @@ SKIP = 40
 
 @dataclass(frozen=True)
 class Way:
-    """Way to join two jobs."""
+    """Library by which two jobs join during training, and its settings."""
 
     library: str  # "holmes", "torchft", "hivemind", or "none" for a job that trains alone
     settings: str = ""  # option --settings of peers_job.py
@@ -122,7 +122,7 @@ def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """Two jobs in the lab that train in one way, with one seed."""
+    """Two jobs in the lab that train with one seed, joined by one library with its settings."""
 
     lab: Lab
     python: str  # interpreter that has the library

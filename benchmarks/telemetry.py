@@ -57,7 +57,10 @@ print(sorted(times)[len(times) // 2])
 
 
 def two_and_two() -> tuple[Case, SiteSpec, tuple[str, ...]]:
-    """Return the case, its clusters, and the flags that switch holmes on."""
+    """Return the job "2+2" of two_clusters.py, its clusters, and the flags that switch holmes on.
+
+    The job is a DeepSpeed pipeline on two emulated clusters of two nodes.
+    """
     case = next(case for case in CASES if case.name == "2+2")
     file = examples() / "clusters" / case.file
     sizes = ("--holmes-sizes", f"pipeline={case.stages}")
@@ -169,7 +172,7 @@ def turns(repetitions: int, count: int) -> list[Row]:
 
 
 class SmallJob(NamedTuple):
-    """Settings of a run of SMALL_ALL_REDUCE."""
+    """Settings of a short program that times an all-reduce of 16 bytes with holmes switched on."""
 
     options: str  # options of holmes_ext.enable(), as a Python expression
     recorder: str = "no"  # "watched": with a recorder that keeps no times

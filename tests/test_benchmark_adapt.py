@@ -17,7 +17,7 @@ GOOD, BAD = Part(0, 0.75), Part(0, 0.0625)
 @pytest.fixture
 def hour():
     one = DataParallelHour(random.Random(2006))
-    one.prepare([GOOD, BAD])
+    one.collect_fixed_plans([GOOD, BAD])
     return one
 
 
