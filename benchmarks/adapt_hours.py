@@ -74,7 +74,7 @@ class Part:
     slower: float = 1.0  # factor of the durations of the forward and backward passes
 
 
-def drawn(draw: random.Random, pipeline: bool) -> list[Part]:
+def random_periods(draw: random.Random, pipeline: bool) -> list[Part]:
     """Return random periods that follow each other and fill one simulated hour.
 
     Each begins with an event. "halves" and "doubles" change the rate of Ethernet for all later
@@ -409,7 +409,7 @@ def rows(name: str, number: int) -> list[Row]:
     hour: PipelineHour | DataParallelHour = (
         PipelineHour(draw) if pipeline else DataParallelHour(draw)
     )
-    parts = drawn(draw, pipeline)
+    parts = random_periods(draw, pipeline)
     if isinstance(hour, DataParallelHour):
         hour.collect_fixed_plans(parts)
     learned = [0] * len(parts)  # number of steps that the adapting job makes in each part

@@ -92,6 +92,7 @@ def pipeline_of(
     link_seconds = []  # for each network: seconds of an activation on each stage link
     for network in networks:
         placement = network.placement(plan.nodes, profile.sizes)
+        # Prices computes the times of messages and reductions of a job on a network.
         stage_links = Prices(network, job, rules).stage_links(placement)
         link_seconds.append([link.seconds(profile.activation_bytes) for link in stage_links])
     before, after = link_seconds
@@ -109,7 +110,7 @@ def pipeline_of(
         profile=other_profile,
         overlap=False,
     )
-    return seconds_of_passes(costs, other.layers)
+    return seconds_of_passes(costs, other.layers)  # layers of each stage
 
 
 def rows(

@@ -53,7 +53,7 @@ def half_mbps(layer_s: float) -> float:
     return ACTIVATION_BITS / (stage_s / 2) / 1e6
 
 
-def drawn(name: str, number: int) -> list[Row]:
+def simulate_random_job(name: str, number: int) -> list[Row]:
     """Simulate a random job over a slow and a fast link between its stages, and compare its steps.
 
     Over the slow link, an activation takes half of a stage's time. Over the fast one ("free" in the

@@ -42,7 +42,7 @@ PATIENCE_S = 60.0  # longest time for which a rank waits for another one
 STEP = 5  # steps that rank 0 has begun when it decides
 
 
-def measured() -> list[dict[str, Any]]:
+def reports_of_stages() -> list[dict[str, Any]]:
     """Return a real report of each pipeline stage: the measurements that a rank sends to rank 0.
 
     A small job of two stages with simulated steps makes them. It runs until its ranks have sent
@@ -106,7 +106,7 @@ def _deciding() -> Deciding:
         f"{name} {kind} 100Gb/s {name}[0-{WORLD // NODE // 2 - 1}]"
         for name, kind in (("a", "ib"), ("b", "roce"))
     ]
-    # Ethernet is as slow as in measured(), so that a change of the plan is worth it.
+    # Ethernet is as slow as in reports_of_stages(), so that a change of the plan is worth it.
     clusters = site(*nodes, ethernet="5Mb/s", processes=NODE)
     options = Options()
     plan = build_plan(clusters, Sizes(pipeline=2), options=options)
@@ -208,12 +208,17 @@ def main() -> None:
 
 
 def rows(name: str, repetitions: int) -> list[Row]:
-    """Measure the vote of WORLD simulated ranks, and return a row with its seconds.
+    """Measure how long WORLD simulated ranks need to agree on a new plan, and return a row.
 
-    The ranks are threads of PROCESSES processes on one emulated node (see main()).
+    The ranks are threads of PROCESSES processes on one emulated node. Each process prints the times
+    of its ranks, which this function combines.
+
+    Args:
+        name: Name of the case in the results.
+        repetitions: Number of votes.
     """
     seconds = []
-    command = [sys.executable, __file__, json.dumps(measured())]  # the reports of the two stages
+    command = [sys.executable, __file__, json.dumps(reports_of_stages())]
     with Lab(spec("a ib 10Gb/s a0", ethernet="10Gb/s")) as lab:
         for _ in range(repetitions):
             result = lab.run(command, processes=PROCESSES, preload=("torch",), timeout=120)

@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 
 from example_scripts import command_lines
-from harness import Row, chosen, find_checkout, finish, parser, tell, why_missing
+from harness import Row, chosen_cases, find_checkout, finish, parser, tell, why_missing
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
@@ -182,7 +182,7 @@ def measure(case: str) -> list[Row]:
 def main() -> int:
     """Measure the chosen cases, print the table of results, and write the results file."""
     args = parser(__doc__.splitlines()[0]).parse_args()
-    rows = [row for case in chosen(args.cases, CASES) for row in measure(case)]
+    rows = [row for case in chosen_cases(args.cases, CASES) for row in measure(case)]
     return finish(rows, args.json, "command lines of the Megatrons' example scripts")
 
 

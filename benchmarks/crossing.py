@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from emulated import forward_s
-from harness import Row, chosen, finish, kept, parser, tell, toml
+from harness import Row, chosen_cases, finish, kept_rows, parser, tell, toml
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from stage_links import medians, predicted_step, prediction_rows
@@ -57,7 +57,7 @@ def ethernet_bytes(series: Series) -> float:
     return sum(nics["eth0"] for nics in series.sent.values())
 
 
-def slices(repetitions: int, steps: int) -> list[Row]:
+def measure_slices(repetitions: int, steps: int) -> list[Row]:
     """Measure how much time it saves to send only slices of activations between two clusters.
 
     In megatron-core, all tensor-parallel ranks hold the same activation, and each sends all of it
@@ -153,7 +153,7 @@ def slices(repetitions: int, steps: int) -> list[Row]:
     ]
 
 
-def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
+def measure_tied(engine: str, repetitions: int, steps: int) -> list[Row]:
     """Measure the cost of the gradient of a tied embedding, reduced hierarchically or in pairs.
 
     The first and the last pipeline stage share the embedding's weights, so that their gradients are
@@ -288,15 +288,15 @@ def main() -> int:
     # "slices": each tensor-parallel rank sends a slice of an activation between clusters, or all of
     # it. "tied ENGINE": the gradient of an embedding that two stages share is reduced
     # hierarchically, or between pairs of ranks.
-    measure_of = {"slices": lambda: slices(args.repetitions, args.steps)}
+    measure_of = {"slices": lambda: measure_slices(args.repetitions, args.steps)}
     for engine in ENGINES:
-        measure_of[f"tied {engine}"] = lambda engine=engine: tied(
+        measure_of[f"tied {engine}"] = lambda engine=engine: measure_tied(
             engine, args.repetitions, args.steps
         )
-    names = chosen(args.cases, measure_of)
+    names = chosen_cases(args.cases, measure_of)
     rows = [row for name in names for row in measure_of[name]()]
     title = "Less traffic between clusters (emulated accelerator)"
-    return finish([*kept(args.json, names), *rows], args.json, title)
+    return finish([*kept_rows(args.json, names), *rows], args.json, title)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import random
 import sys
 import time
 
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
@@ -86,7 +86,7 @@ def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
             megatron-core) and the seconds of the search.
     """
 
-    def placed(answer: Answer, name: str) -> Placed:
+    def placement_named(answer: Answer, name: str) -> Placed:
         """Return the placement with this name."""
         return next(placement for placement in answer.placements if placement.name == name)
 
@@ -98,10 +98,13 @@ def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
         Args:
             baseline: Name of another placement of the same experts (EPLB or IDENTITY).
         """
-        pairs = [(answer.best.crossing, placed(answer, baseline).crossing) for answer, _ in answers]
+        pairs = [
+            (answer.best.crossing, placement_named(answer, baseline).crossing)
+            for answer, _ in answers
+        ]
         return [best / other for best, other in pairs if other]
 
-    costs = [answer.best.cost / placed(answer, EPLB).cost for answer, _ in answers]
+    costs = [answer.best.cost / placement_named(answer, EPLB).cost for answer, _ in answers]
     return [
         Row.median(
             case,
@@ -190,7 +193,7 @@ def main() -> int:
         # 64 GPUs in four regions, with 4 experts on each: 256 experts.
         "large": lambda: measure("large", ["four_us_regions_64"], per_rank=(4,), count=args.large),
     }
-    figures = [row for name in chosen(args.cases, measure_of) for row in measure_of[name]()]
+    figures = [row for name in chosen_cases(args.cases, measure_of) for row in measure_of[name]()]
     return finish(figures, args.json, "Experts placed by traffic")
 
 

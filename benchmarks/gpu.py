@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from emulated import emulated_gpus
-from harness import Row, chosen, finish, kept, parser, tell, write
+from harness import Row, chosen_cases, finish, kept_rows, parser, tell, write
 from holmes_lab import Lab
 from holmes_lab.cores import core_times
 from holmes_lab.gpu.build import VARIABLE as CACHE
@@ -274,8 +274,8 @@ CASES: dict[str, Callable[[], list[Row]]] = {
 def main() -> int:
     """Measure the chosen cases, print the table of results, and write the results file."""
     args = parser(__doc__.splitlines()[0]).parse_args()
-    names = chosen(args.cases, CASES)
-    rows = kept(args.json, names)
+    names = chosen_cases(args.cases, CASES)
+    rows = kept_rows(args.json, names)
     for name in names:
         rows += CASES[name]()
         write(rows, args.json)

@@ -41,7 +41,17 @@ from functools import partial
 from pathlib import Path
 
 from emulated import emulated_gpus, even_costs, forward_s
-from harness import Row, chosen, find_checkout, finish, kept, parser, tell, why_missing, write
+from harness import (
+    Row,
+    chosen_cases,
+    find_checkout,
+    finish,
+    kept_rows,
+    parser,
+    tell,
+    why_missing,
+    write,
+)
 from holmes_lab import interleave
 from holmes_lab.compare import (
     Series,
@@ -236,7 +246,7 @@ def pretrain_gpt(
     return by_variant
 
 
-def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
+def predict_step_s(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
     """Return the predicted seconds of a training step.
 
     Args:
@@ -290,7 +300,7 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
     ).step_s
 
 
-def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
+def fit_block_s(name: str, spec: SiteSpec, bound_s: float) -> float:
     """Return the framework's CPU seconds per block and pass, fitted to the step of all-RDMA.
 
     A simulated step has the times of GPUs and networks. The framework's own code takes further time
@@ -309,7 +319,7 @@ def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
     low, high = 0.0, bound_s
     for _ in range(30):  # bisection: 2^-30 of the step is exact enough
         middle = (low + high) / 2
-        if predicted(name, spec, "all-RDMA", middle) > bound_s:
+        if predict_step_s(name, spec, "all-RDMA", middle) > bound_s:
             high = middle
         else:
             low = middle
@@ -361,14 +371,14 @@ def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> lis
         by_variant: Measurements of "stock", "holmes" and "all-RDMA".
     """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
-    block_s = fitted(name, spec, bound.median)
+    block_s = fit_block_s(name, spec, bound.median)
     rows = [
         Row.median(
             name, "software of a block (fitted to all-RDMA)", [block_s], unit="s", emulated=True
         )
     ]
     for series in (stock, ours):
-        seconds = predicted(name, spec, series.name, block_s)
+        seconds = predict_step_s(name, spec, series.name, block_s)
         error = seconds / series.median - 1
         rows += [
             Row.median(name, f"predicted step {series.name}", [seconds], unit="s", emulated=True),
@@ -435,8 +445,8 @@ def main() -> int:
         "--steps", type=int, default=11, help=f"of a run, of which {SKIP} warm up"
     )
     args = arguments.parse_args()
-    names = chosen(args.cases, ENGINES)
-    rows = kept(args.json, names)
+    names = chosen_cases(args.cases, ENGINES)
+    rows = kept_rows(args.json, names)
     for name in names:
         rows += case(name, args.repetitions, args.steps)
         write(rows, args.json)

@@ -173,7 +173,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     return arguments
 
 
-def chosen(wanted: str, cases: Iterable[str]) -> list[str]:
+def chosen_cases(wanted: str, cases: Iterable[str]) -> list[str]:
     """Return the names of the cases to measure: those of the option --cases, or all.
 
     Args:
@@ -197,7 +197,7 @@ def tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def kept(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
+def kept_rows(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
     """Return the rows of an earlier results file that this run keeps.
 
     Rows of the cases that are measured anew are left out.

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import Row, Runs, chosen, finish, kept, parser, write
+from harness import Row, Runs, chosen_cases, finish, kept_rows, parser, write
 from holmes_lab import Lab
 from holmes_lab.joined import CLUSTERS, FLOPS, NODES, TOKENS, coordinator, join_flags, start
 
@@ -290,10 +290,10 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
-    names = chosen(args.cases, CASES)
+    names = chosen_cases(args.cases, CASES)
     # Options --runs FILE and --minutes M: single runs are stored in FILE, and none starts after M.
     runs = Runs(args.runs, args.minutes)
-    rows = kept(args.json)
+    rows = kept_rows(args.json)
     for name in names:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "cluster.toml"

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import harness
 import outer_steps  # noqa: F401
 import torch
-from harness import Row, Runs, finish, kept, parser, tell, write
+from harness import Row, Runs, finish, kept_rows, parser, tell, write
 from torch.nn import functional
 
 from holmes_ext.join.codecs import codec_of, residual_dtype
@@ -459,14 +459,16 @@ def main() -> int:
             f"joined_losses.py: no way {unknown[0]!r}; there are synchronous, alone, {', '.join(WAYS)}"
         )
         return 2
-    cases = harness.chosen(args.cases, CASES)
+    cases = harness.chosen_cases(args.cases, CASES)
     beside = f", {args.jobs} jobs" if args.jobs != 2 else ""
     beside += f", {args.steps} steps" if args.steps != STEPS else ""
     metrics = {
         (case + beside, f"{name}, {way}") for case in cases for name in MEASURED for way in chosen
     }
     before = [
-        row for row in kept(args.json) if (row.case, row.metric) not in metrics and not row.target
+        row
+        for row in kept_rows(args.json)
+        if (row.case, row.metric) not in metrics and not row.target
     ]
     rows: dict[tuple[str, str], Row] = {(row.case, row.metric): row for row in before}
     for case, way in product(cases, chosen):

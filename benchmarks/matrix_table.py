@@ -114,7 +114,7 @@ def _cells(figures: dict[str, Figure]) -> list[str]:
     ]
 
 
-def off(about: dict[str, Any]) -> str:
+def disabled_features(about: dict[str, Any]) -> str:
     """Return a Markdown list of the reasons why features are off, each with its versions and features.
 
     Args:
@@ -139,7 +139,7 @@ def write_pages(figures: list[Figure], about: dict[str, Any]) -> None:
         page = path.read_text()
         texts = {kind: table(kind, figures, about) for kind in tables}
         if "<!-- matrix off -->" in page:
-            texts["off"] = off(about)
+            texts["off"] = disabled_features(about)
         for kind, text in texts.items():
             begin, end = f"<!-- matrix {kind} -->\n", "<!-- /matrix -->"
             assert begin in page, (path, kind)

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 from holmes_lab import interleave
 from holmes_lab.compare import Variant, all_rdma, compare, max_loss_difference
 from two_clusters import loss_row, ratio_row, step_rows
@@ -125,7 +125,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [shim, os.environ.get("PYTHONPATH", "")])
     )
-    wanted = chosen(args.cases, CASES)
+    wanted = chosen_cases(args.cases, CASES)
     rows = [row for name in wanted for row in case(name, args.repetitions, args.steps)]
     return finish(
         rows,

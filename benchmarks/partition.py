@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import prediction
 from emulated import forward_s
-from harness import Row, finish, kept, parser, tell
+from harness import Row, finish, kept_rows, parser, tell
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from prediction import CORES, TRAITS, Measured
@@ -221,7 +221,7 @@ def flags_of(case: Case, name: str, micro_batches: int, directory: Path) -> tupl
     )
 
 
-def profiled(case: Case, name: str, spec: SiteSpec, directory: Path) -> Variant:
+def profile_run(case: Case, name: str, spec: SiteSpec, directory: Path) -> Variant:
     """Return the run that measures the times of the layers (a profile).
 
     Reductions do not overlap, as in `holmes tune`.
@@ -270,7 +270,7 @@ def run_case(case: Case, wanted: list[tuple[str, int]], steps: int, skip: int) -
         configurations = [
             configuration_of(case, name, count, spec, directory) for name, count in wanted
         ]
-        runs = [profiled(case, name, spec, directory) for name in names]
+        runs = [profile_run(case, name, spec, directory) for name in names]
         for configuration in configurations:
             runs += configuration.variants.values()
             if configuration.again is not None:
@@ -450,7 +450,7 @@ def predicted_anew(file: Path) -> list[Row]:
     """
     rows = [
         row
-        for row in kept(file)
+        for row in kept_rows(file)
         if "predict" not in row.metric or row.metric.endswith("by profile")
     ]
     # The metric is "step METHOD LAYERS", for example "step balanced 5+3".
@@ -536,15 +536,16 @@ def error_rows(
 ) -> list[Row]:
     """Return rows with predicted steps and their errors.
 
-    Predictions without the CPU work of the software ("numbers alone") have no target.
+    Predictions without the CPU time of DeepSpeed's own code ("numbers alone") have no target: they
+    are too short by that time.
 
     Args:
         title: Name of the case in the results.
         method: The method of partitioning.
         measured: The measured step, in seconds.
         predictions: Predicted seconds. The key is the end of the metric's name: "" with the CPU
-            work of the software, ", numbers alone" without it, " by profile" from measured times of
-            the layers.
+            time of DeepSpeed's own code, ", numbers alone" without it, " by profile" from measured
+            times of the layers.
     """
     rows = []
     for what, predicted in predictions.items():

@@ -35,7 +35,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site, site_from_spec
@@ -332,7 +332,7 @@ class Matrix:
         return bounds
 
 
-def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
+def plan_with_holmes(site: Site, links: Links) -> tuple[SearchResult, float]:
     """Return what `holmes plan` finds for 8 stages of 8 GPUs, and the CPU seconds of the search.
 
     The sizes are fixed. The search decides which GPUs each stage has. First it looks for a good
@@ -355,7 +355,7 @@ def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
     return proven(result, time.monotonic() + 30.0), sum(os.times()[:4]) - begin
 
 
-def gpus(result: SearchResult, candidate: Candidate) -> list[list[int]]:
+def gpus_of_stages(result: SearchResult, candidate: Candidate) -> list[list[int]]:
     """Return the numbers of the GPUs of each stage, in the order of cluster.toml."""
     site, sizes = result.network.site, candidate.placement.sizes
     index_of = {node.name: index for index, node in enumerate(site.nodes)}  # in cluster.toml
@@ -366,7 +366,7 @@ def gpus(result: SearchResult, candidate: Candidate) -> list[list[int]]:
     return stages
 
 
-def simulated(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> float:
+def simulate_step_s(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> float:
     """Return the simulated step time of a placement, in seconds. Nodes have one GPU.
 
     Args:
@@ -391,7 +391,7 @@ def simulated(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> 
     return timed(result, result.candidate(best.shape, placement, best.split)).simulated_s
 
 
-def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
+def search_with_dtfm(folder: Path, case: int, seed: int, trials: int) -> dict:
     """Return what DT-FM's search finds, from an earlier run if there is one.
 
     Args:
@@ -412,7 +412,7 @@ def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
     return json.loads(kept.read_text())
 
 
-def check(folder: Path, case: int, groups: list[list[int]]) -> float:
+def cost_by_dtfm(folder: Path, case: int, groups: list[list[int]]) -> float:
     """Return the cost of a placement by DT-FM's own code, in seconds.
 
     Args:
@@ -451,7 +451,7 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     least = matrix.least()
     dtfm = []
     if folder:
-        dtfm = [theirs(folder, case, seed, trials) for seed in seeds]
+        dtfm = [search_with_dtfm(folder, case, seed, trials) for seed in seeds]
     place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
     free = {
         index: [gpu for gpu, gpu_place in enumerate(place) if gpu_place == index]
@@ -465,7 +465,7 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
 
     limit = ""
     if dtfm:
-        assert abs(check(folder, case, ours) / cost - 1) < 1e-9, "the same objective"
+        assert abs(cost_by_dtfm(folder, case, ours) / cost - 1) < 1e-9, "the same objective"
         costs = [run["cost"] for run in dtfm]
         times = [run["cpu_seconds"] for run in dtfm]
         row("DT-FM's objective: DT-FM", costs, "s")
@@ -477,20 +477,24 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
         row("DT-FM's objective: ours", [cost], "s")
     row("seconds: ours", [seconds], "s", limit or "<= 1")
     row("gap to a lower bound", [max(0.0, 1 - least / cost)], "fraction")
-    result, seconds = planned(site, links)
+    result, seconds = plan_with_holmes(site, links)
     by_place = tuple(
-        tuple(sorted(place[gpu] for gpu in group)) for group in gpus(result, result.best)
+        tuple(sorted(place[gpu] for gpu in group)) for group in gpus_of_stages(result, result.best)
     )
     row("holmes plan: simulated step", [result.best.step_s], "s")
     row("holmes plan: optimality gap", [result.optimality_gap.gap], "fraction")
     row("holmes plan: seconds", [seconds], "s")
     row("holmes plan: DT-FM's objective", [matrix.cost(by_place)], "s")
     if site.processes == 1:
-        row("simulated step of ours by DT-FM's objective", [simulated(result, ours, matrix)], "s")
+        row(
+            "simulated step of ours by DT-FM's objective",
+            [simulate_step_s(result, ours, matrix)],
+            "s",
+        )
         if dtfm:
             row(
                 "simulated step of DT-FM's",
-                [simulated(result, run["groups"], matrix) for run in dtfm],
+                [simulate_step_s(result, run["groups"], matrix) for run in dtfm],
                 "s",
             )
     return rows
@@ -510,7 +514,7 @@ def main() -> int:
     )
     arguments.add_argument("--seeds", default="0", metavar="N,...", help="of DT-FM's search")
     args, rows = arguments.parse_args(), []
-    for name in chosen(args.cases, CASES):
+    for name in chosen_cases(args.cases, CASES):
         rows += measure(name, args.dtfm, [int(seed) for seed in args.seeds.split(",")], args.trials)
         tell(f"{name}: done")
     return finish(rows, args.json, "stages of 64 GPUs on DT-FM's link matrices")

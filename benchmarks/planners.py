@@ -31,7 +31,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import chosen, finish, parser, tell
+from harness import chosen_cases, finish, parser, tell
 from referee import dtfm, judge, lab, sailor
 from referee.cases import LAB, Case, load_cases
 from referee.picture import draw
@@ -325,7 +325,7 @@ def main() -> int:
     add("--again", action="store_true", help="ask these planners on these cases again")
     add("--picture", type=Path, metavar="PNG", help="draw planners by regret over cases")
     args, cases, begin = arguments.parse_args(), load_cases(), time.monotonic()
-    names, planners = chosen(args.cases, cases), chosen(args.planners, PLANNERS)
+    names, planners = chosen_cases(args.cases, cases), chosen_cases(args.planners, PLANNERS)
     table = Table(args.json)
     for where, theirs, how in (
         (args.sailor, sailor.PLANNERS, sailor.HOW),

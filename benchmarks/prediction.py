@@ -9,7 +9,8 @@ The simulator is planner/simulate/step.py. Nothing is fitted to a case. Its inpu
 - the seconds of the emulated accelerator
 - three CPU times for each engine: of a block's forward or backward pass, of a parameter and of a step.
   They are fitted to the five runs of CALIBRATION, which are not among the cases.
-- the CPU seconds of a byte that is sent, for each network of each cluster file (prediction_hosts.py)
+- the CPU time that this machine needs to send a byte, for each network of each cluster file
+  (prediction_hosts.py)
 
 The nodes of the lab share the cores of this machine, and so do those of the simulation (Execution.cores).
 
@@ -78,12 +79,12 @@ class Case:
     micro_batches: int = 4
     flops: float = 2.3e9
     virtual: int = 1
-    # The next four are as in Execution. `flags` makes the engine behave so.
-    overlap: str = "off"
-    hierarchical: bool = False
-    zero: int = 0
-    layers_of: tuple[int, ...] = ()
-    flags: tuple[str, ...] = ()
+    # The next four describe what the engine does with `flags`, for the prediction.
+    overlap: str = "off"  # of gradient reductions with the last backward pass
+    hierarchical: bool = False  # whether groups that span clusters use a hierarchical all-reduce
+    zero: int = 0  # ZeRO stage
+    layers_of: tuple[int, ...] = ()  # blocks of each stage; (): equally many
+    flags: tuple[str, ...] = ()  # of the training script
 
 
 def _cases() -> tuple[Case, ...]:
@@ -254,7 +255,7 @@ class Measured:
         return case.name in self.steps and case.file in self.hosts
 
     def links(self, file: str) -> Links:
-        """Return the measured links of a cluster file, with the CPU seconds of a byte on each network."""
+        """Return the measured links of a cluster file, and the CPU time to send a byte over each."""
         if file not in self.hosts:  # which are measured after the probe
             return Links()
         links = Links.of_spec(parse_spec(self.probes[file]))
@@ -280,7 +281,7 @@ def cluster_spec(case: Case) -> SiteSpec:
     return all_rdma(spec).spec if case.way == "rdma" else spec
 
 
-def placed(case: Case, spec: SiteSpec) -> tuple[Site, tuple[str, ...]]:
+def site_and_order(case: Case, spec: SiteSpec) -> tuple[Site, tuple[str, ...]]:
     """Return the site of a case, and the order of its nodes by rank."""
     launched = interleave(spec)
     site = site_from_spec(spec)
@@ -376,7 +377,7 @@ def predict(case: Case, links: Links, overhead: Overheads) -> float:
     """
     block_s, parameter_s, step_s = overhead
     spec = cluster_spec(case)
-    site, order = placed(case, spec)
+    site, order = site_and_order(case, spec)
     sizes = Sizes(pipeline=case.stages).complete(site.world_size)
     gpt = Model(
         layers=case.layers,

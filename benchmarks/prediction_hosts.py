@@ -1,7 +1,8 @@
 """Measures the CPU time of network bytes and messages on this machine, for simulations of steps in the lab.
 
 All hosts of a lab share the cores of this machine. The simulations of prediction.py and stacks.py
-therefore need the CPU seconds of a byte on each network, and of a message of a hierarchical all-reduce.
+therefore need the CPU seconds that it takes to send a byte over each network, and to send a message
+of a hierarchical all-reduce.
 
 The nodes of a lab run all-reduces and nothing else: first all clusters at the same time, then all nodes
 over Ethernet. Meanwhile /proc/stat counts the seconds in which a core is not idle: for sockets,
@@ -74,8 +75,8 @@ def measure_software(spec: SiteSpec) -> dict[str, float]:
 
     Returns:
         Fields of Links (plan/cost/links.py):
-        "host_message_s": CPU seconds of a message of a hierarchical all-reduce; only with two
-            clusters or more.
+        "host_message_s": CPU seconds to send and receive a message of a hierarchical all-reduce;
+            only with two clusters or more.
         "host_gather", "host_scatter": CPU time of a byte that an all-gather or a reduce-scatter
             sends, relative to a byte of an all-reduce.
     """

@@ -41,7 +41,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 from holmes_lab import Lab, interleave
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from links_across import join_group, time_sums
@@ -503,7 +503,9 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [shim, os.environ.get("PYTHONPATH", "")])
     )
-    rows = [row for name in chosen(args.cases, CASES) for row in CASES[name](args.repetitions)]
+    rows = [
+        row for name in chosen_cases(args.cases, CASES) for row in CASES[name](args.repetitions)
+    ]
     return finish(
         rows, args.json, "Gradient reduction: overlapped, and hierarchical (compute emulated)"
     )

@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 
 import schedules_lab
-from harness import Row, chosen, finish, kept, parser, tell
+from harness import Row, chosen_cases, finish, kept_rows, parser, tell
 
 from holmes_ext.plan.cost.pipeline import quickest_in_flight, walked_ends
 from holmes_ext.plan.schedule import Times
@@ -96,8 +96,8 @@ def main() -> int:
     """Measure the chosen cases, print the table of results, and write the results file."""
     args = parser(__doc__.splitlines()[0]).parse_args()
     known = [*CASES, *schedules_lab.ENGINES_OF]
-    names = chosen(args.cases, known)
-    rows = kept(args.json, names)
+    names = chosen_cases(args.cases, known)
+    rows = kept_rows(args.json, names)
     for name in names:
         rows += measure(name) if name in CASES else schedules_lab.rows(name)
         tell(f"{name}: done")

@@ -191,7 +191,7 @@ def main() -> int:
     names = [*CASES, SITES]
     parts = args.cases.split(";")
     chosen = [name for name in names if not args.cases or any(part in name for part in parts)]
-    rows = harness.kept(args.json, chosen)  # rows of an earlier file, without the chosen cases
+    rows = harness.kept_rows(args.json, chosen)  # rows of an earlier file, without the chosen cases
     for name in chosen:
         if name == SITES:  # not one planning problem, but a choice of nodes in 30 random clusters
             rows += measure_sites()

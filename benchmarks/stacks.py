@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import stacks_prediction as prediction
 from emulated import even_costs, forward_s
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from two_clusters import one_cluster_toml, ratio_row, step_rows
@@ -179,7 +179,7 @@ def predicted_step_rows(
         options_of: Variant to predict -> further keyword arguments of `step`.
     """
     stack_site = prediction.StackSite.of(CLUSTERS)
-    software_s = prediction.fitted(
+    software_s = prediction.fit_number(
         lambda seconds: step(stack_site, ONE_CLUSTER, flops, seconds), series[ONE_CLUSTER].median
     )
     seconds = {}
@@ -288,7 +288,7 @@ def _seconds(series: Series, words: str) -> float:
     return float(line.partition(" s of ")[0].rpartition(", ")[2])
 
 
-def placed(args) -> list[Row]:
+def hybrid_sharded(args) -> list[Row]:
     """Measure HSDP (hybrid sharding) with 2 replicas, a device mesh that the script makes itself.
 
     Without holmes, ranks are in the order of the launcher, and each replica spans both clusters.
@@ -463,10 +463,10 @@ def main() -> int:
         "lightning": lambda: data_parallel("lightning", args),
         "one cluster": lambda: one_cluster(args),
         "fsdp2": lambda: sharded(args),
-        "hsdp": lambda: placed(args),
+        "hsdp": lambda: hybrid_sharded(args),
         "breadth first": lambda: breadth_first(args),
     }
-    rows = [row for name in chosen(args.cases, makers) for row in makers[name]()]
+    rows = [row for name in chosen_cases(args.cases, makers) for row in makers[name]()]
     return finish(
         rows,
         args.json,

@@ -84,7 +84,7 @@ class Networks:
             for key in self.turns[0][name]
         }
         links = Links.of_spec(parse_spec(self.probes[name]))
-        # CPU seconds of a byte on each fabric.
+        # CPU seconds to send a byte over each fabric.
         measured = {
             fabric: replace(link, host_s=costs[fabric]) for fabric, link in links.measured.items()
         }
@@ -159,8 +159,9 @@ class Networks:
 class StackSite:
     """Nodes of a cluster file, with measured networks, for simulations with and without holmes.
 
-    placed() gives the nodes and networks of a job: without holmes (ranks of both clusters in turn),
-    with holmes (ranks of a cluster next to each other), or with all nodes in a single fast cluster.
+    nodes_and_links() gives the nodes and networks of a job: without holmes (ranks of both clusters
+    in turn), with holmes (ranks of a cluster next to each other), or with all nodes in a single
+    fast cluster.
     """
 
     spec: SiteSpec
@@ -179,7 +180,7 @@ class StackSite:
             networks.parameter_s,
         )
 
-    def placed(self, way: str) -> tuple[Site, tuple[str, ...], Links]:
+    def nodes_and_links(self, way: str) -> tuple[Site, tuple[str, ...], Links]:
         """Return the site, its nodes in the order of their ranks, and its links.
 
         Args:
@@ -256,7 +257,7 @@ def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: b
         run: How the stack communicates, and its CPU seconds.
         tied: Whether the output layer shares the weights of the embedding.
     """
-    site, order, links = stack_site.placed(way)
+    site, order, links = stack_site.nodes_and_links(way)
     gpt = Model(
         layers=LAYERS,
         hidden=HIDDEN,
@@ -282,7 +283,7 @@ def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: b
     ).step_s
 
 
-def fitted(predict: Callable[[float], float], measured: float) -> float:
+def fit_number(predict: Callable[[float], float], measured: float) -> float:
     """Return the number, 0 or more, with which predict(number) is the measured value.
 
     Args:

@@ -44,7 +44,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from emulated import even_costs, forward_s
-from harness import Row, chosen, finish, kept, parser, tell, toml
+from harness import Row, chosen_cases, finish, kept_rows, parser, tell, toml
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from prediction import CORES, TRAITS, Measured, calibrate
@@ -389,7 +389,7 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         model, runs = _prepared(case, Path(directory))
         predicted = predictions(case, runs, model)
-    rows = [row for row in kept(file) if row.case == name and "predict" not in row.metric]
+    rows = [row for row in kept_rows(file) if row.case == name and "predict" not in row.metric]
     if not rows:
         tell(f"stage_links.py: {file} has no case {name!r} to predict anew; measure it first")
         raise SystemExit(2)
@@ -517,7 +517,7 @@ def main() -> int:
         "--predict", action="store_true", help="measure nothing: predict anew what FILE has"
     )
     args = arguments.parse_args()
-    names = chosen(args.cases, CASES)
+    names = chosen_cases(args.cases, CASES)
     measure = (
         partial(predicted_anew, file=args.json)
         if args.predict
@@ -525,7 +525,7 @@ def main() -> int:
     )
     rows = [row for name in names for row in measure(name)]
     return finish(
-        [*kept(args.json, names), *rows],
+        [*kept_rows(args.json, names), *rows],
         args.json,
         "Stage links between clusters (emulated accelerator)",
     )

@@ -272,13 +272,13 @@ def main() -> int:
     Each run is a process of its own (--rank0 RANKS), in a network namespace of its own: its
     loopback interface then carries nothing but this run, and its bytes can be counted.
     """
-    from harness import Row, chosen, finish, parser, tell
+    from harness import Row, chosen_cases, finish, parser, tell
 
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--runs", type=int, default=3)
     args = arguments.parse_args()
     rows = []
-    for case in chosen(args.cases, CASES):
+    for case in chosen_cases(args.cases, CASES):
         world, measured = CASES[case], []
         for run in range(args.runs):
             command = ["unshare", "--net", sys.executable, __file__, "--rank0", str(world)]

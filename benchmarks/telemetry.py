@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from two_clusters import CASES, Case, loss_row, run, script
@@ -126,7 +126,10 @@ def steps(repetitions: int, count: int) -> list[Row]:
 
 
 def turns(repetitions: int, count: int) -> list[Row]:
-    """Compare the recorded steps of each run with the steps between them (see telemetry_turns.py)."""
+    """Compare the steps of a run that telemetry records, every second one, with those between them.
+
+    Differences between runs thus do not count. Runs in which no step is recorded show the noise.
+    """
     case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [
@@ -231,7 +234,7 @@ def main() -> int:
         "2+2": lambda: steps(args.repetitions, args.steps),
         "turns": lambda: turns(args.repetitions, args.steps),
     }
-    rows = [row for name in chosen(args.cases, makers) for row in makers[name]()]
+    rows = [row for name in chosen_cases(args.cases, makers) for row in makers[name]()]
     return finish(rows, args.json, "What telemetry and the watchdog cost")
 
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import Row, chosen, finish, kept, parser, tell, write
+from harness import Row, chosen_cases, finish, kept_rows, parser, tell, write
 from holmes_lab import Lab, interleave
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 
@@ -374,8 +374,8 @@ def main() -> int:
     measure_of[CONTROL] = lambda: control(args.repetitions, args.steps)
     # Seconds that holmes adds to the start of a job.
     measure_of[START] = lambda: startup(args.repetitions)
-    names = chosen(args.cases, measure_of)
-    rows = kept(args.json, names)
+    names = chosen_cases(args.cases, measure_of)
+    rows = kept_rows(args.json, names)
     for name in names:
         rows += measure_of[name]()
         write(rows, args.json)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from math import inf
 from pathlib import Path
 
-from harness import Row, kept, write
+from harness import Row, kept_rows, write
 
 from referee import dtfm, sailor
 from referee.cases import load_cases
@@ -51,7 +51,7 @@ class Table:
         Args:
             path: The results file; None keeps nothing.
         """
-        self.path, self.rows = path, kept(path)
+        self.path, self.rows = path, kept_rows(path)
         self.notes_path = path.with_name(f"{path.stem}_plans.json") if path else None
         known = self.notes_path is not None and self.notes_path.exists()
         self.notes: dict[str, dict] = json.loads(self.notes_path.read_text()) if known else {}
@@ -88,8 +88,8 @@ class Table:
 
     def row(self, case: str, planner: str, metric: str) -> Row | None:
         """Return the row with a metric, or None."""
-        asked = case, f"{planner}: {metric}"
-        return next((row for row in self.rows if (row.case, row.metric) == asked), None)
+        key = case, f"{planner}: {metric}"
+        return next((row for row in self.rows if (row.case, row.metric) == key), None)
 
     def value(self, case: str, planner: str, metric: str) -> float | None:
         """Return the value of a metric, or None."""
