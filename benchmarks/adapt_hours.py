@@ -68,9 +68,8 @@ class Part:
 
     seconds: float
     rate: float  # of Ethernet between the clusters; MIN_RATE has the unit
-    gone: float = (
-        0.0  # seconds for which the Ethernet link is down, in the first step of the period
-    )
+    #: Seconds for which the Ethernet link is down, in the first step of the period.
+    gone: float = 0.0
     slower: float = 1.0  # factor of the durations of the forward and backward passes
 
 

@@ -428,7 +428,7 @@ def differences(rows: list[Row]) -> list[Row]:
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
+    """Measure the ways cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=3)
@@ -448,42 +448,45 @@ def main() -> int:
         bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8
     )
     training, held_out = text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
-    chosen = [name.strip() for name in args.ways.split(";") if name.strip()] or [
+    ways = [name.strip() for name in args.ways.split(";") if name.strip()] or [
         "synchronous",
         "alone",
         *WAYS,
     ]
-    WAYS.update({name: name for name in chosen if "=" in name})
-    if unknown := [name for name in chosen if name not in ("synchronous", "alone", *WAYS)]:
+    WAYS.update({name: name for name in ways if "=" in name})
+    if unknown := [name for name in ways if name not in ("synchronous", "alone", *WAYS)]:
         tell(
             f"joined_losses.py: no way {unknown[0]!r}; there are synchronous, alone, {', '.join(WAYS)}"
         )
         return 2
     cases = harness.chosen_cases(args.cases, CASES)
-    beside = f", {args.jobs} jobs" if args.jobs != 2 else ""
-    beside += f", {args.steps} steps" if args.steps != STEPS else ""
-    metrics = {
-        (case + beside, f"{name}, {way}") for case in cases for name in MEASURED for way in chosen
+    case_suffix = f", {args.jobs} jobs" if args.jobs != 2 else ""
+    case_suffix += f", {args.steps} steps" if args.steps != STEPS else ""
+    measured_now = {
+        (case + case_suffix, f"{name}, {way}")
+        for case in cases
+        for name in MEASURED
+        for way in ways
     }
-    before = [
+    earlier_rows = [
         row
         for row in kept_rows(args.json)
-        if (row.case, row.metric) not in metrics and not row.target
+        if (row.case, row.metric) not in measured_now and not row.target
     ]
-    rows: dict[tuple[str, str], Row] = {(row.case, row.metric): row for row in before}
-    for case, way in product(cases, chosen):
+    rows: dict[tuple[str, str], Row] = {(row.case, row.metric): row for row in earlier_rows}
+    for case, way in product(cases, ways):
         losses = []
         for seed in range(args.first_seed, args.first_seed + args.seeds):
 
-            def once(case: str = case, way: str = way, seed: int = seed) -> Losses:
+            def train_once(case: str = case, way: str = way, seed: int = seed) -> Losses:
                 return train(case, way, seed, args.jobs, args.steps, training, held_out)
 
-            if values := runs.of(f"{case}{beside}, {way}, seed {seed}", once):
+            if values := runs.of(f"{case}{case_suffix}, {way}, seed {seed}", train_once):
                 losses.append(values)
             for name, values in zip(MEASURED, zip(*losses)):
                 spread, metric = (min(values), max(values)), f"{name}, {way}"
                 row = Row.of(
-                    case + beside,
+                    case + case_suffix,
                     metric,
                     statistics.fmean(values),
                     unit="nats",

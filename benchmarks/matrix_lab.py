@@ -121,7 +121,7 @@ def megatron_core(repetitions: int) -> dict[str, Series]:
         variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"),
         script,
         classes="TransformerLayer",  # sleep as long as a GPU would compute
-        flops=5e9,  # of an emulated GPU: computing then takes about as long as communication
+        flops=5e9,  # of an emulated GPU, as in the case "2+2" of megatron_two_clusters.py
         repetitions=repetitions,
         preload=megatron_two_clusters.PRELOAD,  # imported once for all ranks
         layout="sbh",  # shape of a layer's input: sequence, batch, hidden

@@ -255,7 +255,7 @@ class Measured:
         return case.name in self.steps and case.file in self.hosts
 
     def links(self, file: str) -> Links:
-        """Return the measured links of a cluster file, and the CPU time to send a byte over each."""
+        """Return the measured links of a cluster file, with the CPU time to send a byte."""
         if file not in self.hosts:  # which are measured after the probe
             return Links()
         links = Links.of_spec(parse_spec(self.probes[file]))
