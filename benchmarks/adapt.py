@@ -17,11 +17,13 @@ harness.Runs. The cases, where ENGINE is "deepspeed" or "megatron":
                             in "ENGINE n", so that the CPU work of the software stays a small part.
     "nothing to gain"       A link between stages that takes no time, with --holmes-adapt on and off in turn.
     "nothing to gain plain" The same with a data-parallel loop that uses a GradientReducer.
-    "ENGINE trace"          See adapt_trace.py.
-    "ENGINE prediction"     See adapt_prediction.py.
-    "simulated n"           See adapt_simulated.py.
-    "simulated hour n"      See adapt_hours.py.
-    "vote"                  See adapt_vote.py.
+    "ENGINE trace"          A job while network rates change, with a plan that adapts and with fixed
+                            plans (adapt_trace.py).
+    "ENGINE prediction"     Steps of new configurations, predicted from one measured job
+                            (adapt_prediction.py).
+    "simulated n"           A pipeline with real votes and simulated steps (adapt_simulated.py).
+    "simulated hour n"      The same for an hour in which the network changes (adapt_hours.py).
+    "vote"                  Seconds in which 1,024 ranks agree on a new plan (adapt_vote.py).
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ import adapt_trace
 import adapt_vote
 import torch
 from emulated import emulated_gpus, forward_s
-from harness import Row, Runs, chosen, finish, kept, parser, tell, write
+from harness import Row, Runs, chosen_cases, finish, kept_rows, parser, tell, write
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from stage_links import ENGINES, two
@@ -110,7 +112,7 @@ class Case:
         return replace(self, stage_s=times * self.stage_s)
 
 
-def drawn() -> list[Case]:
+def random_jobs() -> list[Case]:
     """Return the twelve random jobs, which are the same in every run."""
     draw = random.Random(32)
     return [
@@ -124,7 +126,7 @@ def drawn() -> list[Case]:
     ]
 
 
-CASES = drawn()
+CASES = random_jobs()
 #: Example, flag for stages, and emulated layers of a data-parallel loop with a GradientReducer.
 PLAIN = ("plain_torch", "", {"classes": ["Block"]})
 #: Job in which an activation takes half of a stage's time over 6 Mb/s.
@@ -198,6 +200,7 @@ def half_a_stage(
         if over_nccl:
             gpus = emulated_gpus(case.gpu_flops(engine))
             hardware = {"accelerator": None, "gpus": gpus, "preload": ("torch",)}
+            # LESS_MEMORY: variables that make NCCL's buffers small; all ranks share this machine.
             variants = [replace(variant, env=LESS_MEMORY) for variant in variants]
         series = compare(
             variants,
@@ -318,10 +321,17 @@ def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
     )
 
 
-def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
-    """Compare predicted and measured steps of jobs that have not run yet (adapt_prediction.py).
+def measure_predictions(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
+    """Measure how well the step times of new configurations are predicted from one measured job.
 
-    The number of repetitions is not used: each configuration runs once.
+    adapt_prediction.rows() runs a job, predicts its step time for another network rate, number of
+    micro-batches or split of the layers, then runs these configurations and compares.
+
+    Args:
+        engine: "deepspeed" or "megatron".
+        name: Name of the case in the results.
+        repetitions: Not used: each configuration runs once.
+        runs: Results of earlier runs.
     """
     case = Case(layers=6, hidden=64, micro_batches=8, stage_s=0.1)
 
@@ -341,9 +351,9 @@ def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]
     return adapt_prediction.rows(
         name,
         engine,
-        half_bps=case.half_bps,
-        write=_write_cluster_file,
-        variant=_holmes_variant,
+        half_bps=case.half_bps,  # bits/s at which an activation takes half of a stage's time
+        write=_write_cluster_file,  # (folder, bits/s) -> path of a cluster file
+        variant=_holmes_variant,  # (name, cluster file, *flags) -> job under holmes
         run=run,
         runs=runs,
     )
@@ -366,13 +376,18 @@ def kept_as_one_run(measure: Callable[[str, int], list[Row]]) -> Rows:
 
 
 def without_repetition(measure: Callable[[str, int], list[Row]], number: int) -> Rows:
-    """Return a function that measures the rows of a case without repetition.
+    """Return a function that measures a simulated case, and ignores the number of repetitions.
+
+    A simulation gives the same result each time, so that it runs once.
 
     Args:
         measure: Called with the name of the case and `number`.
-        number: Number of the random job.
+        number: Number of the random job, which is also the seed of its random numbers.
+
+    Returns:
+        A function of the name of the case, the repetitions and the results of earlier runs.
     """
-    return kept_as_one_run(lambda name, _: measure(name, number))
+    return kept_as_one_run(lambda name, _repetitions: measure(name, number))
 
 
 #: Name of a case -> function that measures it.
@@ -395,12 +410,12 @@ CASES_BY_NAME: dict[str, Rows] = {
         for engine in ENGINES
     },
     **{f"{engine} trace": partial(trace, engine) for engine in ENGINES},
-    **{f"{engine} prediction": partial(predicted, engine) for engine in ENGINES},
+    **{f"{engine} prediction": partial(measure_predictions, engine) for engine in ENGINES},
     "nothing to gain": partial(nothing_to_gain, "deepspeed"),
     "nothing to gain plain": partial(nothing_to_gain, "plain"),
     "vote": kept_as_one_run(adapt_vote.rows),
     **{
-        f"simulated {number}": without_repetition(adapt_simulated.drawn, number)
+        f"simulated {number}": without_repetition(adapt_simulated.simulate_random_job, number)
         for number in range(1, adapt_simulated.DRAWN + 1)
     },
     **{
@@ -416,15 +431,15 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
-    names = chosen(args.cases, CASES_BY_NAME)
+    names = chosen_cases(args.cases, CASES_BY_NAME)
     runs = Runs(args.runs, args.minutes)
     rows: list[Row] = []
     for name in names:
         measure = CASES_BY_NAME[name]
         rows += measure(name, args.repetitions, runs)
-        write([*kept(args.json, names), *rows], args.json)
+        write([*kept_rows(args.json, names), *rows], args.json)
     return finish(
-        [*kept(args.json, names), *rows], args.json, "A plan that learns while the job runs"
+        [*kept_rows(args.json, names), *rows], args.json, "A plan that learns while the job runs"
     )
 
 

@@ -64,21 +64,26 @@ RANK_SPEED = 1.3
 
 @dataclass(frozen=True)
 class Part:
-    """Part of an hour, in which the rate of Ethernet and the speed of a rank stay the same."""
+    """Period of the hour in which the rate of Ethernet and the speed of the GPUs stay the same."""
 
     seconds: float
-    rate: float  # of Ethernet; MIN_RATE has the unit
-    gone: float = 0.0  # seconds for which the link is away, in the first step of the part
-    slower: float = 1.0  # factor of the durations of a rank's passes
+    rate: float  # of Ethernet between the clusters; MIN_RATE has the unit
+    #: Seconds for which the Ethernet link is down, in the first step of the period.
+    gone: float = 0.0
+    slower: float = 1.0  # factor of the durations of the forward and backward passes
 
 
-def drawn(draw: random.Random, pipeline: bool) -> list[Part]:
-    """Return the random parts of one hour.
+def random_periods(draw: random.Random, pipeline: bool) -> list[Part]:
+    """Return random periods that follow each other and fill one simulated hour.
+
+    Each begins with an event. "halves" and "doubles" change the rate of Ethernet for all later
+    periods, too. The others last for one period: "backup" takes 7/8 of the rate, "gone" takes the
+    Ethernet link down for GONE_S, and "slow" makes the GPUs half as fast.
 
     Args:
         draw: Source of random numbers.
-        pipeline: Whether the job is a pipeline, whose rates have other limits than those of data-parallel
-            jobs.
+        pipeline: Whether the job is a pipeline. Its rates have other limits and another unit
+            (MIN_RATE, MAX_RATE) than those of a data-parallel job.
     """
     min_rate = MIN_RATE[pipeline]
     max_rate = MAX_RATE[pipeline]
@@ -86,7 +91,7 @@ def drawn(draw: random.Random, pipeline: bool) -> list[Part]:
     parts: list[Part] = []
     left_s = HOUR_S
     while left_s > 0:
-        seconds = min(left_s, draw.uniform(200, 600))
+        seconds = min(left_s, draw.uniform(200, 600))  # long enough for a plan to adapt
         event = draw.choice(EVENTS)
         factor = {"halves": 0.5, "doubles": 2.0}.get(event, 1.0)
         rate = max(min_rate, min(max_rate, rate * factor))
@@ -106,9 +111,10 @@ def drawn(draw: random.Random, pipeline: bool) -> list[Part]:
 
 
 class PipelineHour:
-    """Job of two pipeline stages, for one simulated hour.
+    """Pipeline of two stages that trains for one simulated hour, while the network's rate changes.
 
-    Its possible fixed plans are numbers of micro-batches in flight on the first stage.
+    A plan is a number of micro-batches in flight on the first stage. The adaptive job changes it.
+    Its baselines each keep one number for the hour.
     """
 
     def __init__(self, draw: random.Random):
@@ -121,21 +127,23 @@ class PipelineHour:
         self.fixed = list(FIXED)
 
     def pipeline_case(self, part: Part) -> PipelineCase:
-        """Return the job with the rate that the stage link has in a part of the hour."""
+        """Return the pipeline with the rate that its stage link has in a period of the hour."""
         rate_mbps = round(part.rate * self.half_mbps, 4)
         return PipelineCase(stage_layers=(3, 3), layer_s=self.layer_s, rate_mbps=rate_mbps)
 
     def start(self, part: Part) -> SimulatedJob:
-        """Return a job that adapts, with simulated steps and real threads of its ranks.
+        """Return a job that changes its micro-batches in flight by the step times that it measures.
+
+        Its steps are simulated. The threads of its ranks, which measure and vote, are real.
 
         Args:
-            part: First part of the hour: its network rate is that of the job's start.
+            part: First period of the hour, whose network rate the job starts with.
         """
         # patient: after each step, wait until the ranks' threads are idle.
         return LearningJob(self.pipeline_case(part), self.micro_batches, patient=True)
 
     def change(self, job: Any, part: Part) -> None:
-        """Set the rate of Ethernet and the speed of the ranks to those of a part of the hour."""
+        """Set the rate of Ethernet and the speed of the ranks to those of a period of the hour."""
         job.case = self.pipeline_case(part)
         job.slower = part.slower / RANK_SPEED
 
@@ -183,23 +191,30 @@ class DataParallelJob(SimulatedJob):
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
         """Simulate the next step, in which gradients are reduced by the ranks' current plan.
 
+        The base class SimulatedJob calls this once for each step. If the Ethernet link is down at
+        the start of the step, it adds the time of the outage (`self.gone`) to the step itself.
+
         Returns:
-            The seconds of the step. SimulatedJob adds `self.gone` to them: seconds for which the
-            Ethernet link is down in this step, while the operations over Ethernet wait. And a
-            function that returns what a rank measures in the step: a tuple of the operations of its
-            gradient reduction, its pipeline messages (none: ()), and figures of the reduction.
+            The seconds of the step without an outage, and a function. The function takes a rank,
+            and returns the measurements that this rank would make in the step: the operations of
+            its gradient reduction, its pipeline messages (none: ()), and totals of the reduction.
         """
+        # each() applies a function to the current plan of every rank, and checks that all agree.
         reduction: ReductionSpec = self.each(lambda traffic: traffic.reductions[0])
         step = self.hour.simulated(self.part, reduction)
-        link_down_s = self.gone
+        link_down_s = self.gone  # seconds for which Ethernet is down in this step; usually 0
         hierarchical = is_hierarchical(reduction, self.hour.bytes)
         ranks = tuple(range(len(self.ranks)))
         group_fields = {"ranks": ranks, "description": "hierarchical" if hierarchical else ""}
 
         def measurements_of(rank: Any) -> tuple[Any, ...]:
-            """Return a rank's measurements: operations, pipeline messages (none), and figures.
+            """Return a rank's measurements: operations, pipeline messages (none), and totals.
 
-            The reduction is also noted in the rank's session, as the reducer of a real job does.
+            An operation is the work of the gradient reduction on one network. Totals are its bytes,
+            its seconds, and its exposed seconds, in which the rank only waits for it. Operations
+            over Ethernet wait until the link is up again. The function also stores how the
+            gradients were reduced in the rank's session, because voting reads it there: in a real
+            job, the gradient reducer stores it.
             """
             rank.current.reductions[ranks] = DoneReduction(
                 planned=reduction,
@@ -213,12 +228,12 @@ class DataParallelJob(SimulatedJob):
                 delay_s = link_down_s if network == ETHERNET else 0.0  # only Ethernet fails
                 group = Group(transport=Transport(network), **group_fields)
                 ops.append(Op(group, end=seconds + delay_s))
-            figures = {
+            totals = {
                 "bytes": self.hour.bytes,
                 "seconds": max(op.end for op in ops),
                 "exposed": step.exposed_s + link_down_s,
             }
-            return ops, (), figures
+            return ops, (), totals
 
         return step.seconds, measurements_of
 
@@ -261,9 +276,10 @@ class DataParallelStep:
 
 
 class DataParallelHour:
-    """Data-parallel job on two clusters, for one simulated hour.
+    """Data-parallel job on two clusters for one simulated hour, while the rate of Ethernet changes.
 
-    Its possible fixed plans are ways to reduce gradients: a single ring, or hierarchically.
+    A plan says how gradients are reduced: in a single ring or hierarchically, and in which buckets.
+    The adaptive job changes it. Its baselines each keep one plan for the hour.
     """
 
     def __init__(self, draw: random.Random):
@@ -280,9 +296,8 @@ class DataParallelHour:
             micro_batches=1,
         )
         self.bytes = float(self.model.gradient_width * self.model.parameters)  # gradients of a rank
-        self.fixed: list[
-            Any
-        ] = []  # plans that could stay for the whole hour; prepare() collects them
+        # Plans of the baselines, which stay for the whole hour. collect_fixed_plans() finds them.
+        self.fixed: list[Any] = []
         self.simulated = cache(self._simulated)  # the same conditions come again and again
 
     def site(self, rate: float) -> Site:
@@ -293,8 +308,14 @@ class DataParallelHour:
         ]
         return site(*clusters, ethernet=f"{rate * self.fast / 1e6:g}Mb/s", processes=self.processes)
 
-    def prepare(self, parts: list[Part]) -> None:
-        """Collect the plans that could stay fixed: those that holmes makes at the rate of some part."""
+    def collect_fixed_plans(self, parts: list[Part]) -> None:
+        """Make a plan for the network rate of each period, and store the distinct plans in `fixed`.
+
+        The adaptive job is compared with jobs that each keep one of these plans for the whole hour.
+
+        Args:
+            parts: The periods of the hour.
+        """
         distinct: dict[Hashable, ReductionSpec] = {}
         for part in parts:
             plan = build_plan(self.site(part.rate), Sizes(), model=self.model, options=Options())
@@ -303,16 +324,17 @@ class DataParallelHour:
         self.fixed = list(distinct)
 
     def start(self, part: Part) -> SimulatedJob:
-        """Return a job that adapts, with simulated steps and real threads of its ranks.
+        """Return a job that changes how it reduces gradients by the step times that it measures.
+
+        Its steps are simulated. The threads of its ranks, which measure and vote, are real.
 
         Args:
-            part: First part of the hour: the network rate and the speed of the GPUs at the job's
-                start.
+            part: First period of the hour: the network rate and the speed of the GPUs at the start.
         """
         return DataParallelJob(self, part)
 
     def change(self, job: Any, part: Part) -> None:
-        """Set the rate of Ethernet and the speed of the ranks to those of a part of the hour."""
+        """Set the rate of Ethernet and the speed of the ranks to those of a period of the hour."""
         job.part = part
 
     def step_s(self, part: Part, fixed: ReductionSpec) -> float:
@@ -320,11 +342,16 @@ class DataParallelHour:
         return self.simulated(part, fixed).seconds
 
     def _simulated(self, part: Part, reduction: ReductionSpec) -> DataParallelStep:
-        """Simulate a step of the data-parallel job.
+        """Simulate a step of the data-parallel job, and return its time and that of its reduction.
 
         Args:
-            part: The rate of Ethernet, and how much longer a slow GPU computes.
+            part: Period of the hour: the rate of Ethernet, and the factor by which passes take
+                longer.
             reduction: Whether gradients are reduced hierarchically or in a ring, and in which buckets.
+
+        Returns:
+            The seconds of the step, those for which the slowest rank waits for its gradients
+            (exposed), and those for which each network carries gradients.
         """
         hour_site = self.site(part.rate)
         hierarchical = is_hierarchical(reduction, self.bytes)
@@ -351,16 +378,18 @@ class DataParallelHour:
         )
         order = [node.name for node in hour_site.nodes]
         step = simulate(hour_site, order, Sizes(), self.model, run, costs=costs)
-        # Bytes of each NIC. Nodes with the same traffic are simulated as one, and share the first
-        # key. The NIC with most bytes decides how long its network is busy.
+        # `carried` has the bytes of a NIC by (nodes, network, direction). Nodes with the same
+        # traffic are simulated as one, and share an entry. All NICs work at the same time, so the
+        # one with most bytes decides how long its network is busy.
         busy: dict[str, float] = {}
         for (_equal_nodes, network, _direction), nic_bytes in step.carried.items():
             rate_bps = hour_site.fabric_by_name[network].rate_bps
             busy[network] = max(busy.get(network, 0.0), 8 * nic_bytes / rate_bps)
-        # The rank that waits longest for its gradient reductions.
+        # A rank's timeline consists of spans. Those of kind "reduce" are the times in which it only
+        # waits for gradients. The rank that waits longest counts.
         exposed = max(
-            sum(span.end - span.start for span in line.spans if span.kind == "reduce")
-            for line in step.ranks
+            sum(span.end - span.start for span in timeline.spans if span.kind == "reduce")
+            for timeline in step.ranks
         )
         assert ETHERNET in busy
         return DataParallelStep(step.step_s, exposed_s=exposed, busy=busy)
@@ -370,16 +399,18 @@ def rows(name: str, number: int) -> list[Row]:
     """Simulate one hour, and return how many steps the adapting job made compared with fixed plans.
 
     Args:
-        number: Number of the hour, from 1. Up to PIPELINES, the job is a pipeline.
+        name: Name of the case in the results.
+        number: Number of the simulated hour, from 1. In the first PIPELINES hours the job is a
+            pipeline, and in all others it is data-parallel.
     """
     pipeline = number <= PIPELINES
     draw = random.Random(2000 + number)
     hour: PipelineHour | DataParallelHour = (
         PipelineHour(draw) if pipeline else DataParallelHour(draw)
     )
-    parts = drawn(draw, pipeline)
+    parts = random_periods(draw, pipeline)
     if isinstance(hour, DataParallelHour):
-        hour.prepare(parts)
+        hour.collect_fixed_plans(parts)
     learned = [0] * len(parts)  # number of steps that the adapting job makes in each part
     end = 0.0  # of the current part, in simulated seconds
     job = hour.start(parts[0])

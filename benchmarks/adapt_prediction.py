@@ -82,7 +82,9 @@ def pipeline_of(
         other: The configuration that is predicted.
     """
     options = Options()
-    rules = rules_of(TRAITS[engine], Options(), direct=True)  # gloo's collectives
+    # How the engine communicates. direct: gloo's ranks send directly to each other, not in a ring.
+    rules = rules_of(TRAITS[engine], options, direct=True)
+    # What each rank holds and sends, as far as the profile has measured it.
     job = RankModel.of_workload(profile.workload(), profile.sizes)
     # The profile's network, and that of the predicted configuration.
     networks = [Network(site_from_spec(load_spec(files[rate]))) for rate in (SEEN.rate, other.rate)]
@@ -90,6 +92,7 @@ def pipeline_of(
     link_seconds = []  # for each network: seconds of an activation on each stage link
     for network in networks:
         placement = network.placement(plan.nodes, profile.sizes)
+        # Prices computes the times of messages and reductions of a job on a network.
         stage_links = Prices(network, job, rules).stage_links(placement)
         link_seconds.append([link.seconds(profile.activation_bytes) for link in stage_links])
     before, after = link_seconds
@@ -107,7 +110,7 @@ def pipeline_of(
         profile=other_profile,
         overlap=False,
     )
-    return seconds_of_passes(costs, other.layers)
+    return seconds_of_passes(costs, other.layers)  # layers of each stage
 
 
 def rows(
@@ -141,7 +144,12 @@ def rows(
         }
 
         def learn() -> tuple[float, dict[str, Any]]:
-            """Run the configuration SEEN; return its step time in seconds and the model that it wrote."""
+            """Run the one job from which all others are predicted, and return its measurements.
+
+            Returns:
+                The step time in seconds, and the cost model of the job (the JSON of `holmes report
+                --write-model`): its measured times of passes and messages.
+            """
             telemetry = folder / "telemetry"
             seen = variant("seen", files[SEEN.rate], "--holmes-telemetry", str(telemetry))
             seconds = run(seen, SEEN.micro_batches)

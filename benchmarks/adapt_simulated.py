@@ -35,7 +35,7 @@ FIXED = range(2, 9)
 
 
 class PipelineCase(NamedTuple):
-    """Job of two pipeline stages, in the form that tests/simulated_steps.py simulates."""
+    """Pipeline of two stages: its layers, their times, and the rate of the link between them."""
 
     stage_layers: tuple[int, int]
     layer_s: float  # seconds of the forward pass of a layer on the first stage
@@ -53,7 +53,7 @@ def half_mbps(layer_s: float) -> float:
     return ACTIVATION_BITS / (stage_s / 2) / 1e6
 
 
-def drawn(name: str, number: int) -> list[Row]:
+def simulate_random_job(name: str, number: int) -> list[Row]:
     """Simulate a random job over a slow and a fast link between its stages, and compare its steps.
 
     Over the slow link, an activation takes half of a stage's time. Over the fast one ("free" in the

@@ -55,9 +55,13 @@ def rows(
     variant: Callable[..., Variant],
     runs: Runs,
 ) -> list[Row]:
-    """Run the trace with each plan, and return the numbers of steps.
+    """Count the steps of a job with an adaptive plan, and with fixed plans, on a changing network.
+
+    All jobs see the same sequence of network rates, link failures and GPU speeds (TRACE). The plans
+    differ in the number of micro-batches in flight (FIXED has those that stay).
 
     Args:
+        name: Name of the case in the results.
         script: The training script and its arguments.
         accelerator: Settings of the emulated accelerator.
         half_bps: Rate at which an activation takes half of a stage's time, in bits/s.

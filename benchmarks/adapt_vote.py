@@ -42,14 +42,15 @@ PATIENCE_S = 60.0  # longest time for which a rank waits for another one
 STEP = 5  # steps that rank 0 has begun when it decides
 
 
-def measured() -> list[dict[str, Any]]:
+def reports_of_stages() -> list[dict[str, Any]]:
     """Return a real report of each pipeline stage: the measurements that a rank sends to rank 0.
 
-    A job of two stages with simulated steps makes them. main() copies them for all ranks of the
-    vote.
+    A small job of two stages with simulated steps makes them. It runs until its ranks have sent
+    their first reports. The ranks of the benchmark send copies, so that they need not train.
     """
     # A message of 262 kb takes 52 ms at 5 Mb/s, so that reports contain times of messages, too.
     case = PipelineCase(stage_layers=(3, 3), layer_s=0.02, rate_mbps=5)
+    # patient: each step waits until the ranks' threads have finished their work.
     job = LearningJob(case, patient=True)
     seen: list[dict[str, Any]] = []
 
@@ -63,7 +64,7 @@ def measured() -> list[dict[str, Any]]:
         return {"at": 0, "next": step + 1}
 
     job.ranks[0].deciding.propose = keep_reports
-    job.until(lambda: seen)
+    job.until(lambda: seen)  # makes steps until there are reports
     job.end()
     reports_by_stage = {}
     for figures in reversed(seen):  # the first report of each stage stays
@@ -72,22 +73,27 @@ def measured() -> list[dict[str, Any]]:
 
 
 def report(stages: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """Return the report of one simulated rank.
+    """Return the report of one simulated rank: that of its stage, with this rank's number.
 
     Args:
-        stages: What a rank of each stage reports.
-        rank: Number of the rank. The first half of the ranks is the first stage.
+        stages: A report of each pipeline stage.
+        rank: Number of the rank. The first half of the ranks is the first stage, and each rank
+            exchanges messages with one rank of the other half.
     """
     half = WORLD // 2
-    first, second = rank % half, rank % half + half  # the rank and its peer in the other stage
-    figures = stages[rank // half]
-    # A key is "f SENDER>RECEIVER" for activations (forward), and "b ..." for gradients (backward).
-    messages = {f"f {first}>{second}": "f", f"b {second}>{first}": "b"}
-    steps_of = {key[0]: steps for key, steps in figures["messages"].items()}
+    first_stage_rank = rank % half
+    second_stage_rank = first_stage_rank + half
+    stage_report = stages[rank // half]
+    # The times of messages have the key "f SENDER>RECEIVER" for activations (forward) and
+    # "b SENDER>RECEIVER" for gradients (backward). The first letter is the direction.
+    times_of_direction = {key[0]: times for key, times in stage_report["messages"].items()}
     return {
-        **figures,
+        **stage_report,
         "rank": rank,
-        "messages": {key: steps_of[letter] for key, letter in messages.items()},
+        "messages": {
+            f"f {first_stage_rank}>{second_stage_rank}": times_of_direction["f"],
+            f"b {second_stage_rank}>{first_stage_rank}": times_of_direction["b"],
+        },
     }
 
 
@@ -100,7 +106,7 @@ def _deciding() -> Deciding:
         f"{name} {kind} 100Gb/s {name}[0-{WORLD // NODE // 2 - 1}]"
         for name, kind in (("a", "ib"), ("b", "roce"))
     ]
-    # Ethernet is as slow as in measured(), so that a change of the plan is worth it.
+    # Ethernet is as slow as in reports_of_stages(), so that a change of the plan is worth it.
     clusters = site(*nodes, ethernet="5Mb/s", processes=NODE)
     options = Options()
     plan = build_plan(clusters, Sizes(pipeline=2), options=options)
@@ -152,24 +158,36 @@ def main() -> None:
         vote = Vote(
             store, "adapt", rank=rank, world=WORLD, stopped=threading.Event(), patience_s=PATIENCE_S
         )
-        # Binds this rank to a change at a step. No steps run here, so no rank asks for a verdict
-        # ("").
-        boundary = Boundary(verdict_of=lambda number: "")
-        figures = report(stages, rank)
+        # A Boundary remembers that this rank has agreed to change its plan at a later step. There,
+        # a real job looks up the verdict of the vote (by its number). No steps run here, so the
+        # function is never called.
+        boundary = Boundary(verdict_of=lambda vote_number: "")
+        own_report = report(stages, rank)
         if store.add("ready", 1) == WORLD:
             store.set("go", "")
         store.wait(["go"])
         start = time.monotonic()
 
         def propose(reports: list[dict[str, Any]]) -> dict[str, Any]:
-            """Return the proposal of rank 0; only rank 0 calls this."""
+            """Return rank 0's proposal to change the plan. Only rank 0 calls this.
+
+            Args:
+                reports: The measurements of all ranks.
+
+            Returns:
+                The new plan, and the step at which all ranks change to it ("at"; 0: no change).
+            """
             return deciding.propose(STEP, reports)
 
-        def agree(number: int, proposal: dict[str, Any]) -> bool:
-            """Return whether this rank can still change its plan at the proposed step ("at")."""
-            return boundary.agree(number, at=proposal["at"], change=change_of(proposal))
+        def agree(vote_number: int, proposal: dict[str, Any]) -> bool:
+            """Return whether this rank can still change its plan at the proposed step ("at").
 
-        _, verdict = vote.round(0, figures, propose=propose, agree=agree)
+            Args:
+                vote_number: Number of the vote. This program holds a single one, number 0.
+            """
+            return boundary.agree(vote_number, at=proposal["at"], change=change_of(proposal))
+
+        _, verdict = vote.round(0, own_report, propose=propose, agree=agree)
         outcomes.append((start, time.monotonic(), verdict))
 
     count = WORLD // PROCESSES
@@ -190,12 +208,17 @@ def main() -> None:
 
 
 def rows(name: str, repetitions: int) -> list[Row]:
-    """Measure the vote of WORLD simulated ranks, and return a row with its seconds.
+    """Measure how long WORLD simulated ranks need to agree on a new plan, and return a row.
 
-    The ranks are threads of PROCESSES processes on one emulated node (see main()).
+    The ranks are threads of PROCESSES processes on one emulated node. Each process prints the times
+    of its ranks, which this function combines.
+
+    Args:
+        name: Name of the case in the results.
+        repetitions: Number of votes.
     """
     seconds = []
-    command = [sys.executable, __file__, json.dumps(measured())]  # the reports of the two stages
+    command = [sys.executable, __file__, json.dumps(reports_of_stages())]
     with Lab(spec("a ib 10Gb/s a0", ethernet="10Gb/s")) as lab:
         for _ in range(repetitions):
             result = lab.run(command, processes=PROCESSES, preload=("torch",), timeout=120)

@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 
 from example_scripts import command_lines
-from harness import Row, chosen, find_checkout, finish, parser, tell, why_missing
+from harness import Row, chosen_cases, find_checkout, finish, parser, tell, why_missing
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
@@ -88,10 +88,9 @@ def two_clusters(world: int) -> Site:
 def priced(description: CommandLine) -> float:
     """Return the predicted seconds of a training step, or 0.0 if there is no prediction for it.
 
-    The formula of the planner is used, not its simulation. The command line does not say on how
-    many GPUs it runs. Therefore the smallest data-parallel size is tried with which the job fills
-    the nodes of two equal clusters (two_clusters()), then the next one, until there is a
-    prediction.
+    The planner's closed-form estimate is used, not its slower simulation. The command line does not
+    say on how many GPUs it runs. Therefore the function tries one data-parallel size after another,
+    from 1, until the job fills the nodes of two equal clusters and a prediction is possible.
 
     Args:
         description: What holmes has read from a command line: the model, its parallel sizes and its flags.
@@ -99,6 +98,7 @@ def priced(description: CommandLine) -> float:
     assert description.model is not None
     sizes = description.sizes or Sizes()
     ranks_of_replica = sizes.pipeline * sizes.tensor * sizes.context
+    trouble: HolmesError | str = "no data-parallel size fits"
     for replicas in range(1, MAX_REPLICAS):
         world = ranks_of_replica * replicas
         # Both clusters have equally many ranks, and whole nodes of 8 GPUs if there are more than
@@ -120,6 +120,7 @@ def priced(description: CommandLine) -> float:
             shape = shape_of(
                 description.model, complete, zero=description.zero, virtual=description.virtual
             )
+            # The plan with exactly these parallel sizes.
             planned = layout_candidate(problem, complete, shape, description.stage_layers)
             return planned.formula_s
         except HolmesError as error:
@@ -181,7 +182,7 @@ def measure(case: str) -> list[Row]:
 def main() -> int:
     """Measure the chosen cases, print the table of results, and write the results file."""
     args = parser(__doc__.splitlines()[0]).parse_args()
-    rows = [row for case in chosen(args.cases, CASES) for row in measure(case)]
+    rows = [row for case in chosen_cases(args.cases, CASES) for row in measure(case)]
     return finish(rows, args.json, "command lines of the Megatrons' example scripts")
 
 

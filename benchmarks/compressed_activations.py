@@ -65,9 +65,11 @@ def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[
         ]
         before = lab.counters()
         env = {"DS_ACCELERATOR": "cpu"}
+        # These modules are imported once, and the ranks are forked from that process.
         result = lab.run([*command, *flags], env=env, preload=("torch", "deepspeed"), timeout=600)
         if result.returncode:
-            output = result.outputs[result.first_failed or 0]
+            rank = result.first_failed or 0  # None, e.g. after a time-out: show rank 0
+            output = result.outputs[rank]
             raise SystemExit(f"compressed_activations.py: status {result.returncode}:\n{output}")
         after = lab.counters()
         sent = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in after)
@@ -87,8 +89,11 @@ def main() -> int:
     args = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cluster.toml")
+        # Each cluster is given as "name, kind of NIC, rate, nodes". Rates do not affect the losses.
         file.write_text(toml("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s"))
         with Lab(load_spec(file)) as lab:
+            # Trains with each value of --holmes-compress-activations ("nudged": the control) and
+            # each seed, and writes the results file after each seed.
             losses, sent = curves(
                 "compressed activations",
                 KINDS,

@@ -66,14 +66,18 @@ def train(lab: Lab, kind: str, steps: int, seed: int) -> tuple[list[float], floa
             if kind != "flat"
             else []
         )
+        # holmes chooses the NIC of each group. Without it, gloo needs the NIC that all nodes share.
         env = {} if flags else {"GLOO_SOCKET_IFNAME": "eth0"}
         result = lab.run(
-            [*command, *flags], order=interleave(lab.spec), env=env, preload=("torch",), timeout=600
+            [*command, *flags],
+            order=interleave(lab.spec),  # nodes of both clusters in turn
+            env=env,
+            preload=("torch",),  # imported once; the ranks are forked from that process
+            timeout=600,
         )
         if result.returncode:
-            raise SystemExit(
-                f"compression.py: status {result.returncode}:\n{result.outputs[result.first_failed or 0]}"
-            )
+            rank = result.first_failed or 0  # None, e.g. after a time-out: show rank 0
+            raise SystemExit(f"compression.py: status {result.returncode}:\n{result.outputs[rank]}")
         after = lab.counters()  # node -> NIC -> (bytes received, bytes sent)
         sent = sum(
             after[node]["eth0"][1] - before[node]["eth0"][1] for node in lab.spec.clusters[0].nodes

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from emulated import forward_s
-from harness import Row, chosen, finish, kept, parser, tell, toml
+from harness import Row, chosen_cases, finish, kept_rows, parser, tell, toml
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from stage_links import medians, predicted_step, prediction_rows
@@ -47,7 +47,7 @@ ENGINES = {
         "megatron-tied",
     ),
 }
-OFF = "HOLMES_DISABLE"
+OFF = "HOLMES_DISABLE"  # environment variable: features of holmes to switch off
 SLICES = "megatron-slices"
 FLOPS = {"slices": 1.4e9 / 2, "tied": 2.3e9}
 
@@ -57,8 +57,21 @@ def ethernet_bytes(series: Series) -> float:
     return sum(nics["eth0"] for nics in series.sent.values())
 
 
-def slices(repetitions: int, steps: int) -> list[Row]:
-    """Measure the case "slices" (see the module docstring), and return its rows."""
+def measure_slices(repetitions: int, steps: int) -> list[Row]:
+    """Measure how much time it saves to send only slices of activations between two clusters.
+
+    In megatron-core, all tensor-parallel ranks hold the same activation, and each sends all of it
+    to the next stage ("whole"). With holmes each of the two ranks sends half, and the receivers
+    gather the halves inside their fast cluster ("slices"). Both run with megatron-core's schedule,
+    whose sends block, and with more micro-batches in flight, which hide the transfers.
+
+    Args:
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
+
+    Returns:
+        Rows with the bytes between clusters, the step times, their predictions and the losses.
+    """
     script = [
         str(examples() / "megatron_core" / "train.py"),
         "--tensor",
@@ -140,11 +153,21 @@ def slices(repetitions: int, steps: int) -> list[Row]:
     ]
 
 
-def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
-    """Measure the case "tied" (see the module docstring) with an engine, and return its rows.
+def measure_tied(engine: str, repetitions: int, steps: int) -> list[Row]:
+    """Measure the cost of the gradient of a tied embedding, reduced hierarchically or in pairs.
+
+    The first and the last pipeline stage share the embedding's weights, so that their gradients are
+    added in each step. The engine does it between pairs of ranks, each over the slow network.
+    holmes first adds inside clusters. A model whose embedding is not tied shows the cost of all
+    else.
 
     Args:
         engine: "deepspeed" or "megatron".
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
+
+    Returns:
+        Rows with the bytes, the step times, their predictions and the losses.
     """
     case = f"tied {engine}"
     # Example folder, flag for stages, layers that the accelerator slows down, holmes's feature.
@@ -262,13 +285,18 @@ def main() -> int:
     # Bytes include those of the job's start. In 24 steps they are a small part.
     arguments.add_argument("--steps", type=int, default=24)
     args = arguments.parse_args()
-    makers = {"slices": lambda: slices(args.repetitions, args.steps)}
+    # "slices": each tensor-parallel rank sends a slice of an activation between clusters, or all of
+    # it. "tied ENGINE": the gradient of an embedding that two stages share is reduced
+    # hierarchically, or between pairs of ranks.
+    measure_of = {"slices": lambda: measure_slices(args.repetitions, args.steps)}
     for engine in ENGINES:
-        makers[f"tied {engine}"] = lambda engine=engine: tied(engine, args.repetitions, args.steps)
-    names = chosen(args.cases, makers)
-    rows = [row for name in names for row in makers[name]()]
+        measure_of[f"tied {engine}"] = lambda engine=engine: measure_tied(
+            engine, args.repetitions, args.steps
+        )
+    names = chosen_cases(args.cases, measure_of)
+    rows = [row for name in names for row in measure_of[name]()]
     title = "Less traffic between clusters (emulated accelerator)"
-    return finish([*kept(args.json, names), *rows], args.json, title)
+    return finish([*kept_rows(args.json, names), *rows], args.json, title)
 
 
 if __name__ == "__main__":

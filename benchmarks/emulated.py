@@ -26,15 +26,21 @@ def emulated_gpus(flops: float = 0.0) -> Gpus:
 def forward_s(hidden: int, tokens: int, flops: float, parameters: float = 0) -> float:
     """Return the seconds of the forward pass of a transformer block on the emulated accelerator.
 
+    The emulated accelerator (Pacer) counts the FLOP of a layer by its parameters and the shape of
+    its input, and sleeps for FLOP / `flops`. This function returns the seconds of that sleep.
+
     Args:
+        hidden: Width of an activation.
         tokens: Tokens of the sequence.
         flops: FLOP/s of the accelerator.
         parameters: Parameters of the block that a rank holds; 0: all of them.
     """
     all_parameters = 12 * hidden**2 + 13 * hidden
     pacer = Pacer(Config(flops, classes=("Block",)))  # type: ignore[arg-type]
-    # "classes": a layer with attention. The shape is [batch, sequence, hidden].
-    return pacer.seconds(parameters or all_parameters, (1, tokens, hidden), "classes")
+    # The third argument says how the FLOP are counted. "classes": as for a transformer block (a
+    # class named in Config.classes), whose attention is counted beside its parameters.
+    input_shape = (1, tokens, hidden)  # batch, sequence, width
+    return pacer.seconds(parameters or all_parameters, input_shape, "classes")
 
 
 def even_costs(seconds: float, layers: int, stages: int, micro_batches: int) -> StageCosts:

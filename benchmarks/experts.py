@@ -17,7 +17,7 @@ import random
 import sys
 import time
 
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
@@ -39,7 +39,7 @@ SITES = {
 }
 
 
-def places(name: str, expert: int) -> Places:
+def expert_ranks(name: str, expert: int) -> Places:
     """Return the ranks on which experts can be placed, with the links between them.
 
     Args:
@@ -52,8 +52,10 @@ def places(name: str, expert: int) -> Places:
     return places_of(build_plan(site, sizes, links=Links.of_spec(spec)))
 
 
-def counts(rng: random.Random, ranks: int, experts: int) -> Counts:
+def random_token_counts(rng: random.Random, ranks: int, experts: int) -> Counts:
     """Return random token counts: how many tokens each rank sends to each expert.
+
+    Some experts are more popular than others, and some ranks prefer some experts.
 
     Args:
         rng: Source of random numbers.
@@ -61,9 +63,8 @@ def counts(rng: random.Random, ranks: int, experts: int) -> Counts:
         experts: Number of experts.
     """
     skew = rng.choice((0.5, 1, 2, 3))  # exponent: the larger, the more tokens go to few experts
-    preference = rng.choice(
-        (0.0, 0.0, 2.0, 10.0)
-    )  # further tokens of a rank for its preferred experts
+    # Further tokens of a rank for its preferred experts. Half of the problems have no preferences.
+    preference = rng.choice((0.0, 0.0, 2.0, 10.0))
     load = [rng.expovariate(1) ** skew for _ in range(experts)]
     preferred = [rng.sample(range(experts), max(1, experts // ranks)) for _ in range(ranks)]
     rows_of_counts = []
@@ -71,9 +72,10 @@ def counts(rng: random.Random, ranks: int, experts: int) -> Counts:
         row = []
         for expert in range(experts):
             factor = 1 + preference * (expert in preferred[rank])
+            # 1000: about so many tokens go from a rank to an expert. Only ratios matter.
             row.append(1000 * load[expert] * rng.uniform(0.5, 1.5) * factor)
         rows_of_counts.append(tuple(row))
-    return Counts(RANK, tuple(rows_of_counts))
+    return Counts(RANK, tuple(rows_of_counts))  # RANK: a row of the table is a sending rank
 
 
 def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
@@ -84,7 +86,7 @@ def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
             megatron-core) and the seconds of the search.
     """
 
-    def placed(answer: Answer, name: str) -> Placed:
+    def placement_named(answer: Answer, name: str) -> Placed:
         """Return the placement with this name."""
         return next(placement for placement in answer.placements if placement.name == name)
 
@@ -96,10 +98,13 @@ def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
         Args:
             baseline: Name of another placement of the same experts (EPLB or IDENTITY).
         """
-        pairs = [(answer.best.crossing, placed(answer, baseline).crossing) for answer, _ in answers]
+        pairs = [
+            (answer.best.crossing, placement_named(answer, baseline).crossing)
+            for answer, _ in answers
+        ]
         return [best / other for best, other in pairs if other]
 
-    costs = [answer.best.cost / placed(answer, EPLB).cost for answer, _ in answers]
+    costs = [answer.best.cost / placement_named(answer, EPLB).cost for answer, _ in answers]
     return [
         Row.median(
             case,
@@ -150,39 +155,45 @@ def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
 
 
 def measure(case: str, names: list[str], per_rank: tuple[int, ...], count: int) -> list[Row]:
-    """Place experts for `count` random problems, and return the rows of results.
+    """Place experts on ranks for `count` random problems, and return the rows of results.
+
+    A problem has random clusters, and random numbers of tokens that each rank sends to each expert.
+    solve() searches the placement with the fewest tokens over slow links. Its answer has the best
+    placement, the baselines, and the proven optimality gap of the best one.
 
     Args:
         case: Name of the case in the results.
         names: Cluster files to choose from, keys of SITES.
         per_rank: Numbers of experts on a rank to choose from.
+        count: Number of random problems.
     """
     answers = []
     for seed in range(count):
         rng = random.Random(seed)
         name = rng.choice(names)
-        expert_places = places(name, SITES[name])
-        token_counts = counts(rng, expert_places.ranks, expert_places.ranks * rng.choice(per_rank))
+        ranks = expert_ranks(name, SITES[name])  # with the links between them
+        experts = ranks.ranks * rng.choice(per_rank)
+        token_counts = random_token_counts(rng, ranks.ranks, experts)
         begin = time.monotonic()
-        answers.append((solve(token_counts, expert_places), time.monotonic() - begin))
-        answer, seconds = answers[-1]
-        tell(
-            f"{case} {seed}: {name}, {token_counts.experts} experts: gap {answer.gap:.2%}, {seconds:.1f} s"
-        )
+        answer = solve(token_counts, ranks)
+        seconds = time.monotonic() - begin
+        answers.append((answer, seconds))
+        tell(f"{case} {seed}: {name}, {experts} experts: gap {answer.gap:.2%}, {seconds:.1f} s")
     return rows(case, answers)
 
 
 def main() -> int:
     """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--count", type=int, default=20)
-    arguments.add_argument("--large", type=int, default=5)
+    arguments.add_argument("--count", type=int, default=20, help="random problems of `cases`")
+    arguments.add_argument("--large", type=int, default=5, help="random problems of `large`")
     args = arguments.parse_args()
-    makers = {
-        "cases": lambda: measure("cases", list(SITES), (2, 4, 8), args.count),
-        "large": lambda: measure("large", ["four_us_regions_64"], (4,), args.large),
+    measure_of = {
+        "cases": lambda: measure("cases", list(SITES), per_rank=(2, 4, 8), count=args.count),
+        # 64 GPUs in four regions, with 4 experts on each: 256 experts.
+        "large": lambda: measure("large", ["four_us_regions_64"], per_rank=(4,), count=args.large),
     }
-    figures = [row for name in chosen(args.cases, makers) for row in makers[name]()]
+    figures = [row for name in chosen_cases(args.cases, measure_of) for row in measure_of[name]()]
     return finish(figures, args.json, "Experts placed by traffic")
 
 

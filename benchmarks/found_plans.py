@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-def searched(case: Case, folder: Path) -> dict:
+def run_holmes_plan(case: Case, folder: Path) -> dict:
     """Run `holmes plan --json` for a case, and return the document that it prints.
 
     Args:
@@ -174,7 +174,7 @@ def rows_of(name: str, case: Case) -> list[Row]:
     """
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        result = searched(case, folder)
+        result = run_holmes_plan(case, folder)
         command, flags = command_of(case, result, folder)
         best, spec = result["candidates"][0], load_spec(cluster_file(case.file))
         tell(

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from emulated import emulated_gpus
-from harness import Row, chosen, finish, kept, parser, tell, write
+from harness import Row, chosen_cases, finish, kept_rows, parser, tell, write
 from holmes_lab import Lab
 from holmes_lab.cores import core_times
 from holmes_lab.gpu.build import VARIABLE as CACHE
@@ -113,9 +113,13 @@ def build() -> list[Row]:
 
 
 def rank() -> list[Row]:
-    """Measure the largest resident memory of a rank."""
-    with Lab(THREE) as lab:
-        printed, _ = all_reduces(lab, 2, "IB", order=("a0", "a1"))
+    """Measure the largest resident memory of a rank on an emulated GPU.
+
+    Two ranks, on the nodes a0 and a1, make two all-reduces over emulated InfiniBand. Each prints
+    {"peak_mb": its largest resident memory}. Two ranks are enough: all need equally much.
+    """
+    with Lab(THREE) as lab:  # THREE: the cluster of three nodes
+        printed, _ = all_reduces(lab, rounds=2, network="IB", order=("a0", "a1"))
         peaks = [line["peak_mb"] for line in printed]
     return [
         Row.median(
@@ -270,8 +274,8 @@ CASES: dict[str, Callable[[], list[Row]]] = {
 def main() -> int:
     """Measure the chosen cases, print the table of results, and write the results file."""
     args = parser(__doc__.splitlines()[0]).parse_args()
-    names = chosen(args.cases, CASES)
-    rows = kept(args.json, names)
+    names = chosen_cases(args.cases, CASES)
+    rows = kept_rows(args.json, names)
     for name in names:
         rows += CASES[name]()
         write(rows, args.json)

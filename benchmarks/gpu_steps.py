@@ -24,8 +24,9 @@ eight ranks on this machine's two cores is a smaller part of a step. (The rows o
 cores were.) All four cases take half an hour.
 
 The steps of stock and holmes are also predicted, except for Megatron-LM, by the simulator in
-planner/simulate/step.py. One number is fitted for each framework: the seconds of software for a transformer
-block. It is chosen so that the predicted step of all-RDMA equals the measured one.
+planner/simulate/step.py. One number is fitted for each framework: the CPU seconds that its Python
+code and torch's operators need for one pass of a transformer block, beside the emulated GPU's time.
+It is chosen so that the predicted step of all-RDMA equals the measured one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,17 @@ from functools import partial
 from pathlib import Path
 
 from emulated import emulated_gpus, even_costs, forward_s
-from harness import Row, chosen, find_checkout, finish, kept, parser, tell, why_missing, write
+from harness import (
+    Row,
+    chosen_cases,
+    find_checkout,
+    finish,
+    kept_rows,
+    parser,
+    tell,
+    why_missing,
+    write,
+)
 from holmes_lab import interleave
 from holmes_lab.compare import (
     Series,
@@ -107,10 +118,13 @@ def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
     """Return the variants of a case: stock, holmes and all-RDMA.
 
     Args:
+        spec: The clusters.
         file: Cluster file of `spec`.
     """
     order, holmes = interleave(spec), ("--holmes", "--holmes-cluster", str(file))
     return [
+        # LESS_MEMORY makes NCCL's buffers smaller: by default a communicator takes 512 MB for each
+        # rank, and all eight ranks share the memory of this machine.
         replace(variant, env={**variant.env, **LESS_MEMORY})
         for variant in (
             Variant("stock", spec, order),
@@ -232,13 +246,14 @@ def pretrain_gpt(
     return by_variant
 
 
-def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
+def predict_step_s(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
     """Return the predicted seconds of a training step.
 
     Args:
         name: The case.
         variant: "stock", "holmes" or "all-RDMA".
-        block_s: Seconds of software for the forward or the backward pass of a block.
+        block_s: CPU seconds of the framework's own code (Python, torch's operators) in one forward
+            or backward pass of a transformer block, beside the emulated GPU's time.
     """
     site = site_from_spec(all_rdma(spec).spec if variant == "all-RDMA" else spec)
     # Without holmes, all groups use the single network that all nodes share (`only`).
@@ -285,18 +300,26 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
     ).step_s
 
 
-def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
-    """Return the seconds of software for a block that explain the measured step of all-RDMA.
+def fit_block_s(name: str, spec: SiteSpec, bound_s: float) -> float:
+    """Return the framework's CPU seconds per block and pass, fitted to the step of all-RDMA.
 
-    The number is found by bisection. It is 0 if the step without software is already longer.
+    A simulated step has the times of GPUs and networks. The framework's own code takes further time
+    in each pass of a transformer block. The function searches, by bisection, the time with which
+    the simulated step equals the measured one.
 
     Args:
+        name: The case.
+        spec: Its clusters.
         bound_s: The measured step of all-RDMA, in seconds.
+
+    Returns:
+        Seconds of one forward or backward pass of a block. 0 if the simulated step is too long
+        without them.
     """
     low, high = 0.0, bound_s
-    for _ in range(30):
+    for _ in range(30):  # bisection: 2^-30 of the step is exact enough
         middle = (low + high) / 2
-        if predicted(name, spec, "all-RDMA", middle) > bound_s:
+        if predict_step_s(name, spec, "all-RDMA", middle) > bound_s:
             high = middle
         else:
             low = middle
@@ -311,13 +334,17 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
     """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
     difference = max_loss_difference(stock, ours)
-    main = name == "Megatron-LM"  # has other targets, and no prediction
+    # Megatron-LM trains with its distributed optimizer. Its steps are not predicted, and it has
+    # targets of its own.
+    is_megatron_lm = name == "Megatron-LM"
+    stock_target = ">= 1.6" if is_megatron_lm else ">= 1.67"
+    bound_target = "" if is_megatron_lm else ">= 0.97"
     rows = [
-        ratio_row(name, "holmes : stock", stock, ours, target=">= 1.6" if main else ">= 1.67"),
-        ratio_row(name, "holmes : all-RDMA", bound, ours, target="" if main else ">= 0.97"),
+        ratio_row(name, "holmes : stock", stock, ours, target=stock_target),
+        ratio_row(name, "holmes : all-RDMA", bound, ours, target=bound_target),
         loss_row(name, difference, target="<= 1e-5"),
     ]
-    if not main:
+    if not is_megatron_lm:
         rows += predictions(name, spec, by_variant)
     rows += [
         Row.median(
@@ -335,21 +362,23 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
 def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Row]:
     """Return rows with the predicted steps of stock and holmes, and their errors.
 
-    The seconds of software for a block are fitted to the measured step of all-RDMA.
+    One number is fitted to the measured step of all-RDMA: the CPU seconds that the framework's own
+    code takes in one pass of a transformer block. Stock and holmes are predicted with it.
 
     Args:
         name: The case.
+        spec: Its clusters.
         by_variant: Measurements of "stock", "holmes" and "all-RDMA".
     """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
-    block_s = fitted(name, spec, bound.median)
+    block_s = fit_block_s(name, spec, bound.median)
     rows = [
         Row.median(
             name, "software of a block (fitted to all-RDMA)", [block_s], unit="s", emulated=True
         )
     ]
     for series in (stock, ours):
-        seconds = predicted(name, spec, series.name, block_s)
+        seconds = predict_step_s(name, spec, series.name, block_s)
         error = seconds / series.median - 1
         rows += [
             Row.median(name, f"predicted step {series.name}", [seconds], unit="s", emulated=True),
@@ -360,6 +389,7 @@ def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> lis
                 unit="of the measured",
                 emulated=True,
                 target="<= 0.05",
+                # The prediction depends on both runs, so neither may be short of CPU time.
                 busy=max(series.busy, bound.busy),
             ),
         ]
@@ -415,8 +445,8 @@ def main() -> int:
         "--steps", type=int, default=11, help=f"of a run, of which {SKIP} warm up"
     )
     args = arguments.parse_args()
-    names = chosen(args.cases, ENGINES)
-    rows = kept(args.json, names)
+    names = chosen_cases(args.cases, ENGINES)
+    rows = kept_rows(args.json, names)
     for name in names:
         rows += case(name, args.repetitions, args.steps)
         write(rows, args.json)

@@ -93,10 +93,15 @@ class Row:
     ) -> Row:
         """Return a row with the median of several runs, and with the smallest and largest value.
 
-        The other arguments are those of of().
-
         Args:
+            case: Name of the case.
+            metric: Name of the metric.
             values: Value of each run.
+            unit: Unit of the values.
+            emulated: Whether the compute was emulated.
+            target: A bound on the median, such as ">= 1.6"; "" if there is none.
+            busy: Share of this machine's cores that was used meanwhile; None if it was not
+                measured.
         """
         spread = min(values), max(values)
         return cls.of(case, metric, statistics.median(values), unit, spread, emulated, target, busy)
@@ -168,7 +173,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     return arguments
 
 
-def chosen(wanted: str, cases: Iterable[str]) -> list[str]:
+def chosen_cases(wanted: str, cases: Iterable[str]) -> list[str]:
     """Return the names of the cases to measure: those of the option --cases, or all.
 
     Args:
@@ -192,7 +197,7 @@ def tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def kept(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
+def kept_rows(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
     """Return the rows of an earlier results file that this run keeps.
 
     Rows of the cases that are measured anew are left out.

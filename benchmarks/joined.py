@@ -44,12 +44,27 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from harness import Row, Runs, chosen, finish, kept, parser, write
+from harness import Row, Runs, chosen_cases, finish, kept_rows, parser, write
 from holmes_lab import Lab
 from holmes_lab.joined import CLUSTERS, FLOPS, NODES, TOKENS, coordinator, join_flags, start
 
 from holmes_ext.cluster.spec import load_spec
+
+
+class JobRequest(NamedTuple):
+    """Nodes and flags of a job to start."""
+
+    nodes: list[str]
+    flags: list[str]
+
+
+class MeasuredSteps(NamedTuple):
+    """Numbers of steps of a job: the first ones, which are not measured, and those that are."""
+
+    skip: int
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -57,10 +72,11 @@ class Case:
     """Joined jobs in the lab, and the link between their clusters."""
 
     rate: str  # of the link between clusters
-    outer: str  # value of --holmes-outer
+    outer: str  # value of --holmes-outer: how often and how the jobs exchange weights
     skip: int  # first steps of a job that are not measured
     steps: int  # steps of a job that are measured
-    synchronous: tuple[int, int] | None = None  # skip and steps of the single synchronous job
+    #: Of the single synchronous job, whose steps take longer; None: the case has no such job.
+    synchronous: MeasuredSteps | None = None
     batch: tuple[str, ...] = ()  # flags of the script for the batch size
     tokens: int = TOKENS  # that a rank reads in a step
     jobs: int = 0  # jobs of one node, each in a cluster; 0: two jobs of two nodes
@@ -108,18 +124,24 @@ CASES = {
         outer="min=2,every=16,fragments=4,delay=1,timeout=60",
         skip=16,
         steps=44,
-        synchronous=(16, 14),
+        synchronous=MeasuredSteps(skip=16, steps=14),
     ),
     "20 Mb/s half batch": Case(
         "20 Mb/s",
         outer="min=2,timeout=60",
         skip=32,
         steps=96,
-        synchronous=(3, 18),
+        synchronous=MeasuredSteps(skip=3, steps=18),
         batch=HALF,
         tokens=TOKENS // 2,
     ),
-    "5.6 Mb/s": Case("5.6 Mb/s", outer="min=2,timeout=60", skip=32, steps=32, synchronous=(2, 7)),
+    "5.6 Mb/s": Case(
+        "5.6 Mb/s",
+        outer="min=2,timeout=60",
+        skip=32,
+        steps=32,
+        synchronous=MeasuredSteps(skip=2, steps=7),
+    ),
     "2 jobs": Case("20 Mb/s", outer="min=2,timeout=60", skip=32, steps=32, jobs=2, flops=FLOPS / 2),
     "8 jobs": Case("20 Mb/s", outer="min=8,timeout=60", skip=32, steps=32, jobs=8, flops=FLOPS / 2),
 }
@@ -128,7 +150,7 @@ RATIO = "joined / apart"
 
 def run(
     lab: Lab,
-    jobs: dict[str, tuple[list[str], list[str]]],
+    jobs: dict[str, JobRequest],
     case: Case,
     directory: Path,
     skip: int,
@@ -137,7 +159,7 @@ def run(
     """Run jobs at the same time, and return the tokens per second of all jobs together.
 
     Args:
-        jobs: Name of a job -> (its nodes, its flags).
+        jobs: Name of a job -> its nodes and flags.
         directory: For the logs of the jobs.
         skip: First steps that are not measured.
         steps: Steps that are measured.
@@ -158,27 +180,28 @@ def run(
     return total
 
 
-def jobs_of(
-    case: Case, mode: str, coordinator_address: str, file: Path
-) -> dict[str, tuple[list[str], list[str]]]:
-    """Return the jobs of a mode: name of a job -> (its nodes, its flags).
+def jobs_of(case: Case, mode: str, coordinator_address: str, file: Path) -> dict[str, JobRequest]:
+    """Return the jobs of a mode: name of a job -> its nodes and flags.
 
     Args:
+        case: The case. `outer` says how joined jobs exchange weights (--holmes-outer).
         mode: "apart": jobs that do not communicate. "joined": the same jobs, which exchange weights
             through the coordinator. "synchronous": a single job on all nodes.
         coordinator_address: Where the joined jobs find the coordinator.
-        file: The cluster file of the case.
+        file: The cluster file of the case. Only the synchronous job needs it: each other job is
+            inside a single cluster.
     """
     if mode == "apart":
+        # No preflight (a test of the connections), as in the joined jobs (join_flags()).
         alone = ["--holmes", "--holmes-preflight", "off"]
-        return {job: (nodes, alone) for job, nodes in case.nodes.items()}
+        return {job: JobRequest(nodes, alone) for job, nodes in case.nodes.items()}
     if mode == "joined":
         return {
-            job: (nodes, join_flags(job, coordinator_address, case.outer))
+            job: JobRequest(nodes, join_flags(job, coordinator_address, case.outer))
             for job, nodes in case.nodes.items()
         }
     all_nodes = [node for nodes in case.nodes.values() for node in nodes]
-    return {"all": (all_nodes, ["--holmes", "--holmes-cluster", str(file)])}
+    return {"all": JobRequest(all_nodes, ["--holmes", "--holmes-cluster", str(file)])}
 
 
 def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
@@ -187,7 +210,9 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
     Args:
         name: A key of CASES.
         file: The cluster file of the case.
-        runs: Results of earlier runs.
+        repetitions: Runs of each mode.
+        runs: File of results. runs.of(key, run) returns the result of an earlier session if there
+            is one, else it runs and stores the result. It returns None if no time is left to run.
 
     Returns:
         No rows if no time is left for a run.
@@ -203,10 +228,17 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
                     """Run the jobs in one mode, and return their tokens per second."""
                     with coordinator(lab) as (address, _):
                         jobs = jobs_of(case, mode, address, file)
-                        skip, steps = (case.skip, case.steps)
+                        counts = MeasuredSteps(case.skip, case.steps)
                         if mode == "synchronous" and case.synchronous:
-                            skip, steps = case.synchronous  # its steps take far longer
-                        return run(lab, jobs, case, Path(directory), skip=skip, steps=steps)
+                            counts = case.synchronous  # fewer: its steps take far longer
+                        return run(
+                            lab,
+                            jobs,
+                            case,
+                            Path(directory),
+                            skip=counts.skip,
+                            steps=counts.steps,
+                        )
 
                 rate = runs.of(f"{name}, {mode}, repetition {repetition + 1}", run_jobs)
                 rates[mode] += [rate] if rate else []
@@ -227,7 +259,7 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
     return rows
 
 
-def eight_as_two(rows: list[Row]) -> list[Row]:
+def compare_eight_jobs_with_two(rows: list[Row]) -> list[Row]:
     """Return a row that compares what joining costs eight jobs with what it costs two.
 
     The value is the ratio of "joined / apart" of eight jobs to that of two jobs.
@@ -258,9 +290,10 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
-    names = chosen(args.cases, CASES)
+    names = chosen_cases(args.cases, CASES)
+    # Options --runs FILE and --minutes M: single runs are stored in FILE, and none starts after M.
     runs = Runs(args.runs, args.minutes)
-    rows = kept(args.json)
+    rows = kept_rows(args.json)
     for name in names:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "cluster.toml"
@@ -269,8 +302,11 @@ def main() -> int:
             if new:
                 rows = [row for row in rows if row.case != CASES[name].name] + new
                 write(rows, args.json)
-    beside = eight_as_two(rows)
-    rows = [row for row in rows if row.metric not in {ratio.metric for ratio in beside}] + beside
+    # This row depends on two cases, which may have been measured in different sessions. So it is
+    # made anew from all rows, and replaces the row of an earlier session.
+    comparison = compare_eight_jobs_with_two(rows)
+    replaced = {row.metric for row in comparison}
+    rows = [row for row in rows if row.metric not in replaced] + comparison
     return finish(rows, args.json, f"joined jobs in the lab, {args.repetitions} repetitions")
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import harness
 import outer_steps  # noqa: F401
 import torch
-from harness import Row, Runs, finish, kept, parser, tell, write
+from harness import Row, Runs, finish, kept_rows, parser, tell, write
 from torch.nn import functional
 
 from holmes_ext.join.codecs import codec_of, residual_dtype
@@ -83,14 +83,15 @@ WAYS = {
 
 
 class Comparison(NamedTuple):
-    """Target: the evaluation loss of a way, less that of a baseline, is below or above the noise.
+    """Two methods of joining jobs, and a target for the difference of their evaluation losses.
 
-    The noise is the difference between the largest and the smallest loss of one way over the seeds.
+    The target is loss of `way` - loss of `baseline` <= noise or >= noise, by `sign`. The noise is
+    the largest minus the smallest loss of the method `noise_of` over the seeds.
     """
 
-    way: str
-    baseline: str
-    noise_of: str  # the way that shows the noise
+    way: str  # method of joining: a key of WAYS, "synchronous" or "alone"
+    baseline: str  # another method
+    noise_of: str  # method from whose seeds the noise is computed
     sign: str  # "<=": the difference must not exceed the noise; ">=": it must exceed it
 
 
@@ -103,15 +104,21 @@ COMPARED = (
 
 
 class Losses(NamedTuple):
-    """Losses of a training, in nats for each byte of text, in the order of MEASURED."""
+    """Three losses of one training run, in nats for each byte of text.
+
+    The names of the fields in the results file are, in this order, those of MEASURED.
+    """
 
     evaluation: float  # of the mean weights of all jobs, on text that no job has read
     evaluation_of_one_job: float  # of the first job's weights, on the same text
     training: float  # mean over the jobs and the last 50 steps
 
 
-class Copy:
-    """One job. The weights of its model are views of a flat tensor, which the optimizer updates in place."""
+class JobTrainer:
+    """Training of one job: its model, its optimizer and its learning-rate schedule.
+
+    The weights of the model are views of a flat tensor, which the optimizer updates in place.
+    """
 
     def __init__(self, case: str, seed: int, steps: int):
         """Make a model with random weights, its optimizer and its learning-rate schedule.
@@ -124,11 +131,14 @@ class Copy:
         torch.manual_seed(seed)
         *size, lr = CASES[case]  # layers, hidden size, heads; learning rate
         self.model = GPT(*size, SEQUENCE)
+        # All weights are one flat tensor, because an outer step changes a range of it, whatever
+        # parameters are there. The parameters are views, so that they change with it.
         self.flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
         offset = 0
         for p in self.model.parameters():
             p.data = self.flat[offset : offset + p.numel()].view_as(p)
             offset += p.numel()
+        # The inner optimizer takes the training steps of this job. Outer steps combine all jobs.
         self.inner = torch.optim.AdamW(
             self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1
         )
@@ -166,20 +176,20 @@ class OuterLoop:
     The weights are divided into fragments (ranges of the flat tensor), whose outer steps take turns.
     """
 
-    def __init__(self, settings: OuterSettings, copies: list[Copy]):
+    def __init__(self, settings: OuterSettings, trainers: list[JobTrainer]):
         """Allocate the state of the outer optimizer.
 
         Args:
             settings: The algorithm, its learning rate and momentum, and the number of fragments.
-            copies: The jobs.
+            trainers: The jobs.
         """
-        self.copies, self.algorithm = copies, settings.outer_algorithm()
+        self.trainers, self.algorithm = trainers, settings.outer_algorithm()
         self.period, self.in_period = settings.period, 0
         tensors = [
             Tensor(name, tuple(p.shape), "float32")
-            for name, p in copies[0].model.named_parameters()
+            for name, p in trainers[0].model.named_parameters()
         ]
-        row = Weights("all", tensors, [Part(0, copies[0].flat)])
+        row = Weights("all", tensors, [Part(0, trainers[0].flat)])
         # Some algorithms (Muon) treat whole matrices, so no fragment may begin inside of one.
         matrices = row.matrices if self.algorithm.of_matrices else []
         cuts = fragment_cuts(
@@ -197,7 +207,7 @@ class OuterLoop:
             for begin, end in pairwise(cuts)
         ]
         # Weights of each fragment after its last outer step.
-        self.anchors = [copies[0].flat[part].clone() for part in self.ranges]
+        self.anchors = [trainers[0].flat[part].clone() for part in self.ranges]
         kept_as = residual_dtype(settings)
         kind = torch.bfloat16 if kept_as == torch.bfloat16 else torch.float32
         self.momenta = [
@@ -210,7 +220,7 @@ class OuterLoop:
                 torch.zeros(len(anchor), dtype=kept_as) if kept_as else None
                 for anchor in self.anchors
             ]
-            for _ in copies
+            for _ in trainers
         ]
         # By fragment: pseudo-gradients that are computed, and those that are on their way.
         self.captured: dict[int, Captured] = {}
@@ -231,7 +241,7 @@ class OuterLoop:
         """
         fragment = self.round % len(self.ranges)  # fragments take turns
         self.round += 1
-        weights_now = [copy.flat[self.ranges[fragment]].clone() for copy in self.copies]
+        weights_now = [trainer.flat[self.ranges[fragment]].clone() for trainer in self.trainers]
         received = [
             self.encode_and_decode(
                 self.anchors[fragment] - weights, residual=self.residuals[job][fragment]
@@ -274,7 +284,7 @@ class OuterLoop:
                 if momentum is not None:
                     momentum_square = float(momentum.float().square().sum())
                 gap = self.algorithm.gap_of(momentum_square, float(gradient.square().sum()))
-            equal_shares = [1.0] * len(self.copies)  # all jobs read equally many tokens
+            equal_shares = [1.0] * len(self.trainers)  # all jobs read equally many tokens
             self.algorithm.step(
                 anchor,
                 momentum,
@@ -283,8 +293,8 @@ class OuterLoop:
                 gap=gap,
                 matrices=self.matrices[fragment],
             )
-        for job, copy in enumerate(self.copies):
-            local = copy.flat[self.ranges[fragment]]
+        for job, trainer in enumerate(self.trainers):
+            local = trainer.flat[self.ranges[fragment]]
             # Some algorithms keep the progress since the pseudo-gradient was computed.
             weights_then = None
             if submitted is not None and self.algorithm.keeps_progress:
@@ -297,13 +307,16 @@ class OuterLoop:
         """Return a pseudo-gradient as the receiver decodes it, and keep the rounding error.
 
         Args:
+            gradient: The pseudo-gradient of one job.
             residual: Rounding error of the last transfer, which is added before encoding and replaced by
                 the new error. None if the codec keeps none.
         """
-        wide = residual.float() if residual is not None else None
-        decoded = self.codec.decode(self.codec.encode(gradient, wide), gradient)
+        # The residual may be stored in bf16, but the codec computes in float32. encode() adds the
+        # old error to the gradient, and writes the new one into the same tensor.
+        residual32 = residual.float() if residual is not None else None
+        decoded = self.codec.decode(self.codec.encode(gradient, residual32), gradient)
         if residual is not None:
-            residual.copy_(wide)
+            residual.copy_(residual32)
         return decoded
 
 
@@ -340,31 +353,38 @@ def train(
     training: torch.Tensor,
     held_out: torch.Tensor,
 ) -> Losses:
-    """Train the jobs in one way, and return their losses on unread and on training text.
+    """Train jobs that join by one method, and return their losses on unread and on training text.
 
     Args:
-        case: A key of CASES.
-        way: A key of WAYS, "synchronous" or "alone".
+        case: A key of CASES: model size and learning rate.
+        way: The method of joining. A key of WAYS: jobs that exchange weights by these settings of
+            --holmes-outer. "synchronous": one job that reads the batches of all jobs in each step.
+            "alone": one job that reads its own batches only.
+        seed: Seed of the weights and of the order of the text.
         jobs: Number of jobs.
+        steps: Training steps of each job.
         training: The text for training, as bytes.
         held_out: The text for evaluation, as bytes.
     """
-    copies = [
-        Copy(case, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)
+    trainers = [
+        JobTrainer(case, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)
     ]
-    joined = OuterLoop(parse_outer(WAYS[way]), copies) if way in WAYS else None
+    joined = OuterLoop(parse_outer(WAYS[way]), trainers) if way in WAYS else None
     losses = []
     for step in range(steps):
         batches = [batch(training, seed, step * jobs + k) for k in range(jobs)]
         if way == "synchronous":
             batches = [torch.cat(batches)]
-        losses.append(statistics.fmean(copy.step(rows) for copy, rows in zip(copies, batches)))
+        # With "alone", zip() below ends after the first batch.
+        losses.append(
+            statistics.fmean(trainer.step(rows) for trainer, rows in zip(trainers, batches))
+        )
         if joined:
             joined.after_step()
-    first = copies[0]
+    first = trainers[0]
     evaluation_of_one_job = evaluate(first.model, held_out)
     # The first job's model gets the mean weights. Its own were evaluated above.
-    first.flat.copy_(torch.stack([copy.flat for copy in copies]).mean(0))
+    first.flat.copy_(torch.stack([trainer.flat for trainer in trainers]).mean(0))
     return Losses(
         evaluation=evaluate(first.model, held_out),
         evaluation_of_one_job=evaluation_of_one_job,
@@ -408,7 +428,7 @@ def differences(rows: list[Row]) -> list[Row]:
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
+    """Measure the ways cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=3)
@@ -428,40 +448,45 @@ def main() -> int:
         bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8
     )
     training, held_out = text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
-    chosen = [name.strip() for name in args.ways.split(";") if name.strip()] or [
+    ways = [name.strip() for name in args.ways.split(";") if name.strip()] or [
         "synchronous",
         "alone",
         *WAYS,
     ]
-    WAYS.update({name: name for name in chosen if "=" in name})
-    if unknown := [name for name in chosen if name not in ("synchronous", "alone", *WAYS)]:
+    WAYS.update({name: name for name in ways if "=" in name})
+    if unknown := [name for name in ways if name not in ("synchronous", "alone", *WAYS)]:
         tell(
             f"joined_losses.py: no way {unknown[0]!r}; there are synchronous, alone, {', '.join(WAYS)}"
         )
         return 2
-    cases = harness.chosen(args.cases, CASES)
-    beside = f", {args.jobs} jobs" if args.jobs != 2 else ""
-    beside += f", {args.steps} steps" if args.steps != STEPS else ""
-    metrics = {
-        (case + beside, f"{name}, {way}") for case in cases for name in MEASURED for way in chosen
+    cases = harness.chosen_cases(args.cases, CASES)
+    case_suffix = f", {args.jobs} jobs" if args.jobs != 2 else ""
+    case_suffix += f", {args.steps} steps" if args.steps != STEPS else ""
+    measured_now = {
+        (case + case_suffix, f"{name}, {way}")
+        for case in cases
+        for name in MEASURED
+        for way in ways
     }
-    before = [
-        row for row in kept(args.json) if (row.case, row.metric) not in metrics and not row.target
+    earlier_rows = [
+        row
+        for row in kept_rows(args.json)
+        if (row.case, row.metric) not in measured_now and not row.target
     ]
-    rows: dict[tuple[str, str], Row] = {(row.case, row.metric): row for row in before}
-    for case, way in product(cases, chosen):
+    rows: dict[tuple[str, str], Row] = {(row.case, row.metric): row for row in earlier_rows}
+    for case, way in product(cases, ways):
         losses = []
         for seed in range(args.first_seed, args.first_seed + args.seeds):
 
-            def once(case: str = case, way: str = way, seed: int = seed) -> Losses:
+            def train_once(case: str = case, way: str = way, seed: int = seed) -> Losses:
                 return train(case, way, seed, args.jobs, args.steps, training, held_out)
 
-            if values := runs.of(f"{case}{beside}, {way}, seed {seed}", once):
+            if values := runs.of(f"{case}{case_suffix}, {way}, seed {seed}", train_once):
                 losses.append(values)
             for name, values in zip(MEASURED, zip(*losses)):
                 spread, metric = (min(values), max(values)), f"{name}, {way}"
                 row = Row.of(
-                    case + beside,
+                    case + case_suffix,
                     metric,
                     statistics.fmean(values),
                     unit="nats",

@@ -10,7 +10,9 @@ The cases:
                  whole frames and with frames of 8 KB
     probe        `holmes probe` on 4 emulated clusters: the largest errors of the measured rates and latencies
     probe 8      seconds of `holmes probe` on 8 emulated clusters
-    reduction, never slower, placement   see links_across.py
+    reduction    an all-reduce over three clusters with unequal links, as planned and in a flat ring
+    never slower the same on five further networks
+    placement    seconds in which holmes orders 64 nodes in eight cities
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import links_across
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 from holmes_lab import Lab
 from holmes_lab.measure import BetweenClustersRow, flood, measure
 from holmes_lab.network.inter_cluster import TUNED
@@ -72,12 +74,17 @@ def cluster_toml(
 
 
 def lab(repetitions: int) -> list[Row]:
-    """Measure how exactly the lab emulates rates and round trips of links between clusters."""
+    """Measure how exactly the lab emulates rates and round trips of links between clusters.
+
+    The lab is that of SITE: three clusters, whose links have unequal rates and latencies. Errors of
+    rates are relative. The error of a round trip is in units of its tolerance: 1 ms, or 5 % of the
+    configured round trip if that is more.
+    """
     # The links of cluster a also share an uplink, which is slower than their sum.
     spec = parse_spec(cluster_toml(SITE, nodes=4, uplinks={"a": "400Mb/s"}))
     runs = []  # rows of the links between clusters, for each repetition
     for _ in range(repetitions):
-        _, between_clusters = measure(spec)
+        _inside_clusters, between_clusters = measure(spec)
         runs.append(between_clusters)
     # Name in the results -> end of CrossingRow.what ("512 KiB", "1 pair", "4 pairs at once").
     endings = {
@@ -120,10 +127,11 @@ def _latency_error(row: BetweenClustersRow) -> float:
 
 
 def delay_line(repetitions: int) -> list[Row]:
-    """Measure the share of a core that the process uses which delays messages between clusters.
+    """Measure the CPU time of the lab's delay line while a link between two clusters is fully used.
 
-    One node, or two, of cluster a send as fast as they can to cluster b over a link of 500 Mb/s and
-    10 ms.
+    The delay line is a process of the lab that delays messages between clusters. One node, or two,
+    of cluster a send as fast as they can to cluster b over a link of 500 Mb/s and 10 ms. The
+    results are the share of a core that the delay line uses, and the rate that is reached.
     """
     rows = []
     for nodes, ethernet, target in ((1, "2Gb/s", "<= 0.1"), (2, "250Mb/s", "")):
@@ -140,7 +148,7 @@ def delay_line(repetitions: int) -> list[Row]:
                 cpu_before = _cpu_s(emulated.delay_line)
                 sent_before = _sent(emulated)
                 # flood() sends from `nodes` nodes at once. Its value "flood" is a sender's rate in
-                # bits/s.
+                # bits/s. sizes: of further single messages to time; none are needed here.
                 senders = flood(emulated, sides, count=nodes, sizes=[])
                 rates.append(sum(sender["flood"] for sender in senders))
                 sent_bits = 8 * (_sent(emulated) - sent_before)
@@ -164,7 +172,12 @@ def delay_line(repetitions: int) -> list[Row]:
 
 
 def _cpu_s(pid: int | None) -> float:
-    """Return the CPU seconds that a process has used."""
+    """Return the CPU seconds that a process has used.
+
+    Args:
+        pid: The process. None if the lab has no delay line, which cannot be in this benchmark: the
+            file of such a process does not exist, and reading it fails.
+    """
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
@@ -207,11 +220,15 @@ def probe(repetitions: int) -> list[Row]:
 
 
 def probe_eight(repetitions: int) -> list[Row]:
-    """Measure how long `holmes probe` takes on 8 clusters."""
-    links = {
-        pair: (100, 2 + 10 * number / 4)
-        for number, pair in enumerate(itertools.combinations("abcdefgh", 2))
-    }
+    """Measure how long `holmes probe` takes on 8 clusters.
+
+    Their 28 links have 100 Mb/s and latencies of 2 to 69.5 ms: a probe takes longer over long
+    links.
+    """
+    links = {}
+    for number, pair in enumerate(itertools.combinations("abcdefgh", 2)):
+        rate_mbps, latency_ms = 100, 2 + 2.5 * number
+        links[pair] = rate_mbps, latency_ms
     text = cluster_toml(links, nodes=2, ethernet="100Mb/s")
     seconds = []
     for _ in range(repetitions):
@@ -241,14 +258,18 @@ def _probe(text: str) -> tuple[SiteSpec, float]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "cluster.toml")
         file.write_text(text)
+        # TUNED: settings of the kernel's TCP with which long links reach their rate.
         with Lab(load_spec(file), realtime=True, sysctl=TUNED) as emulated:
+            # --largest 0.25: messages of up to 0.25 MiB, instead of 16, since the links are slow.
             words = ["probe", "--cluster", str(file), "--largest", "0.25"]
             command = [sys.executable, "-m", "holmes_ext.cli.main", *words]
             begin = time.monotonic()
+            # torch is imported once, and the ranks are forked from that process.
             result = emulated.run(command, preload=("torch",), timeout=400)
             seconds = time.monotonic() - begin
         if result.returncode:
-            raise SystemExit(result.outputs[result.first_failed or 0])
+            rank = result.first_failed or 0  # None, e.g. after a time-out: show rank 0
+            raise SystemExit(result.outputs[rank])
         tell(f"probed in {seconds:.0f} s")
         return load_spec(file), seconds
 
@@ -269,7 +290,7 @@ def main() -> int:
     args = arguments.parse_args()
 
     def rows() -> Iterator[Row]:
-        for name in chosen(args.cases, CASES):
+        for name in chosen_cases(args.cases, CASES):
             tell(f"{name} ...")
             yield from CASES[name](args.repetitions)
 

@@ -49,10 +49,10 @@ import matrix_torch
 from harness import Row as Figure
 from harness import (
     checkouts_folder,
-    chosen,
+    chosen_cases,
     find_checkout,
     finish,
-    kept,
+    kept_rows,
     machine,
     parser,
     tell,
@@ -499,8 +499,8 @@ def main() -> int:
         return 2
     before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     about: dict[str, Any] = before.get("made", {})
-    figures, again = kept(args.json), bool(args.cases or args.parts)
-    for name in chosen(args.cases, ROWS):
+    figures, again = kept_rows(args.json), bool(args.cases or args.parts)
+    for name in chosen_cases(args.cases, ROWS):
         row, record = ROWS[name], about.setdefault(name, {"parts": {}, "off": {}})
         open_parts = [
             part

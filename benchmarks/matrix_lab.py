@@ -98,9 +98,15 @@ def deepspeed(repetitions: int) -> dict[str, Series]:
 
 
 def megatron_core(repetitions: int) -> dict[str, Series]:
-    """Train with megatron-core, without and with holmes."""
+    """Train with megatron-core on two emulated clusters of two nodes, without and with holmes.
+
+    Returns:
+        "stock" (without holmes) and "holmes" -> the step times, losses and sent bytes.
+    """
     import megatron_two_clusters
 
+    # megatron-core expects CUDA. This folder has a module that replaces the CUDA calls on a CPU,
+    # and every rank must be able to import it.
     shim = str(ROOT / "examples" / "megatron_core" / "on_cpu")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [shim, os.environ.get("PYTHONPATH", "")])
@@ -114,11 +120,11 @@ def megatron_core(repetitions: int) -> dict[str, Series]:
     return run(
         variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"),
         script,
-        classes="TransformerLayer",
-        flops=5e9,
+        classes="TransformerLayer",  # sleep as long as a GPU would compute
+        flops=5e9,  # of an emulated GPU, as in the case "2+2" of megatron_two_clusters.py
         repetitions=repetitions,
-        preload=megatron_two_clusters.PRELOAD,
-        layout="sbh",
+        preload=megatron_two_clusters.PRELOAD,  # imported once for all ranks
+        layout="sbh",  # shape of a layer's input: sequence, batch, hidden
     )
 
 

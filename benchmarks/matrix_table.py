@@ -68,7 +68,11 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
 
 
 def _name(row: Row) -> str:
-    """Return the name of a row; of a pair, with the frameworks that it consists of."""
+    """Return the first cell of a row: its name, and for a pair also the versions that are combined.
+
+    A pair is a combination of versions of two packages that are tested together, such as one torch
+    with one DeepSpeed. All other rows have a name that says enough.
+    """
     if row.kind != "pair":
         return row.name
     python = f"Python {row.python}, " if row.python and row.python not in row.name else ""
@@ -110,7 +114,7 @@ def _cells(figures: dict[str, Figure]) -> list[str]:
     ]
 
 
-def off(about: dict[str, Any]) -> str:
+def disabled_features(about: dict[str, Any]) -> str:
     """Return a Markdown list of the reasons why features are off, each with its versions and features.
 
     Args:
@@ -135,7 +139,7 @@ def write_pages(figures: list[Figure], about: dict[str, Any]) -> None:
         page = path.read_text()
         texts = {kind: table(kind, figures, about) for kind in tables}
         if "<!-- matrix off -->" in page:
-            texts["off"] = off(about)
+            texts["off"] = disabled_features(about)
         for kind, text in texts.items():
             begin, end = f"<!-- matrix {kind} -->\n", "<!-- /matrix -->"
             assert begin in page, (path, kind)

@@ -48,7 +48,7 @@ from typing import NamedTuple
 
 import stage_links
 from emulated import forward_s
-from harness import Row, chosen, find_checkout, finish, kept, parser, tell, why_missing
+from harness import Row, chosen_cases, find_checkout, finish, kept_rows, parser, tell, why_missing
 from holmes_lab import Lab, interleave
 from holmes_lab.compare import Series, Variant, all_rdma, max_loss_difference
 from stage_links import predicted_step
@@ -275,12 +275,13 @@ def case(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Ro
         variants,
         checkout,
         command,
-        # GPUs get slower by `flops`, networks by `slower`.
+        # GPUs and networks are slowed down by the same factor, so that the ratio of communication
+        # to compute stays the same. The run divides only the rates of networks by `slower`.
         flops=definition.flops / definition.slower,
         slower=definition.slower,
         steps=steps,
         repetitions=repetitions,
-        order_of=rotated,
+        order_of=rotated,  # each repetition starts with another variant
     )
     return rows_of(name, series, definition)
 
@@ -495,14 +496,14 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
-    names = chosen(args.cases, [*CASES, TIED_CASE, LINK_CASE])
+    names = chosen_cases(args.cases, [*CASES, TIED_CASE, LINK_CASE])
     source = find_checkout("Megatron-DeepSpeed")
     if source is None:
         tell(f"megatron_deepspeed.py: skipped; {why_missing('Megatron-DeepSpeed')}")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         # The rows of former runs in the file of --json, without the cases that are measured again now.
-        rows = kept(args.json, names)
+        rows = kept_rows(args.json, names)
         if TIED_CASE in names:
             rows += tied(source, Path(folder, "tied"), args.repetitions, args.steps)
         # All other cases train on the same text, with one token per byte: they share a copy of the checkout.

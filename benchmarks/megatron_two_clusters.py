@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 from holmes_lab import interleave
 from holmes_lab.compare import Variant, all_rdma, compare, max_loss_difference
 from two_clusters import loss_row, ratio_row, step_rows
@@ -119,11 +119,13 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
+    # megatron-core expects CUDA. This folder has a module that replaces the CUDA calls on a CPU,
+    # and every rank must be able to import it.
     shim = str(Path(__file__).resolve().parents[1] / "examples" / "megatron_core" / "on_cpu")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [shim, os.environ.get("PYTHONPATH", "")])
     )
-    wanted = chosen(args.cases, CASES)
+    wanted = chosen_cases(args.cases, CASES)
     rows = [row for name in wanted for row in case(name, args.repetitions, args.steps)]
     return finish(
         rows,

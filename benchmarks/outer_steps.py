@@ -3,8 +3,10 @@
 docs/benchmarks/joined.md has their results.
 
     adamw    AdamW of the pseudo-gradients (FedAdam, arXiv 2003.00295), bias-corrected and without decay.
-             The momentum is its first beta:     a <- a - lr m^ / (sqrt(v^) + EPSILON)
-    warm     DiLoCo with a momentum that grows from 0 during the first `clip` rounds of a fragment
+             The settings lr and momentum are its learning rate and its first beta.
+    warm     DiLoCo with a momentum that grows from 0 to its setting in the first rounds of a
+             fragment. The setting clip is the number of these rounds: DiLoCo does not use it, and
+             this file cannot add a setting to --holmes-outer.
 """
 
 from __future__ import annotations
@@ -52,8 +54,11 @@ class OuterAdamW(DiLoCo):
         square.mul_(SECOND_BETA).addcmul_(gradient, gradient, value=1 - SECOND_BETA)
         momentum.lerp_(gradient, 1 - mu)
         # Both moments begin at 0, and are corrected for that bias.
-        root = (square / (1 - SECOND_BETA ** self.rounds[address])).sqrt_().add_(EPSILON)
-        anchor.addcdiv_(momentum, root, value=-self.lr / (1 - mu ** self.rounds[address]))
+        first_bias = 1 - mu ** self.rounds[address]
+        second_bias = 1 - SECOND_BETA ** self.rounds[address]
+        root = (square / second_bias).sqrt_().add_(EPSILON)
+        # anchor - lr * (momentum / first_bias) / (sqrt(square / second_bias) + EPSILON)
+        anchor.addcdiv_(momentum, root, value=-self.lr / first_bias)
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,18 @@ class Warm(DiLoCo):
     ) -> None:
         """Update the anchor weights (those after the last outer step) of a fragment in place.
 
-        The arguments are those of DiLoCo.step(). The momentum grows linearly from 0 to mu. The
-        number of rounds that this takes is the setting `clip`: DiLoCo has no other use for it, and
-        an algorithm of this file cannot add a setting to --holmes-outer.
+        The momentum grows linearly from 0 to mu in the first rounds of a fragment.
+
+        Args:
+            momentum: Momentum of the fragment, which is updated in place.
+            gradient: Mean pseudo-gradient of the jobs.
+            mu: Momentum after the warm-up.
+            gap: Divisor for an outdated pseudo-gradient; 1: it counts in full.
+            matrices: Weight matrices in the fragment. DiLoCo treats all weights alike.
         """
         address = anchor.data_ptr()  # identifies the fragment
         self.rounds[address] += 1
+        # The setting `clip` of --holmes-outer is free here: DiLoCo does not use it.
         warm_up_rounds = max(1.0, self.clip)
         share = min(1.0, self.rounds[address] / warm_up_rounds)
         super().step(anchor, momentum, gradient, mu=mu * share, gap=gap, matrices=matrices)

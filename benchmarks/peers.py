@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, Runs, chosen, finish, kept, parser, tell, write
+from harness import Row, Runs, chosen_cases, finish, kept_rows, parser, tell, write
 from holmes_lab import Lab
 from holmes_lab.joined import CLUSTERS, await_, coordinator
 from holmes_lab.process.job import Job
@@ -62,7 +62,7 @@ SKIP = 40
 
 @dataclass(frozen=True)
 class Way:
-    """Way to join two jobs."""
+    """Library by which two jobs join during training, and its settings."""
 
     library: str  # "holmes", "torchft", "hivemind", or "none" for a job that trains alone
     settings: str = ""  # option --settings of peers_job.py
@@ -122,7 +122,7 @@ def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """Two jobs in the lab that train in one way, with one seed."""
+    """Two jobs in the lab that train with one seed, joined by one library with its settings."""
 
     lab: Lab
     python: str  # interpreter that has the library
@@ -142,7 +142,7 @@ class Run:
             steps: Number of training steps.
         """
         settings = self.way.settings
-        if self.log(name).exists():
+        if self.log(name).exists():  # the job was killed: it must not wait for the other one
             settings = settings.replace("min=2", "min=1")
         command = [
             self.python,
@@ -156,7 +156,7 @@ class Run:
             "--settings",
             settings,
             "--seed",
-            str(2 * self.seed + (name == "west")),
+            str(2 * self.seed + (name == "west")),  # each job reads the text in its own order
             "--steps",
             str(steps),
             "--pace",
@@ -167,6 +167,7 @@ class Run:
             str(self.folder / f"{name}.pt"),
         ]
         address = next(node.address for node in self.lab.nodes if node.name == NODES[name])
+        # The libraries' sockets, and gloo in torchft, must use the NIC between the clusters.
         env = {**TOKEN, "PEERS_ADDRESS": address, "GLOO_SOCKET_IFNAME": "eth0"}
         return self.lab.start(command, order=[NODES[name]], env=env, timeout=900)
 
@@ -200,7 +201,7 @@ def wait(jobs: dict[str, Job]) -> None:
             )
 
 
-def trained(run: Run) -> dict[str, float]:
+def train_both_jobs(run: Run) -> dict[str, float]:
     """Run both jobs to their end, and return the measurements by name.
 
     Returns:
@@ -234,14 +235,15 @@ def trained(run: Run) -> dict[str, float]:
     }
 
 
-def killed(run: Run) -> dict[str, float]:
+def kill_one_job(run: Run) -> dict[str, float]:
     """Kill the job "west" after a third of its steps, start it again, and measure what that costs.
 
     Returns:
         "lost": seconds of training that the other job lost. "back": seconds until the killed job trained
         again.
     """
-    jobs = {name: run.start(name, 10**6) for name in NODES}
+    endless = 10**6  # steps; the jobs are killed at the end of the measurement
+    jobs = {name: run.start(name, steps=endless) for name in NODES}
     third = max(run.args.steps // 3, SKIP + 1)  # steps
     after = run.args.after  # seconds after the kill that are measured
     try:
@@ -269,7 +271,7 @@ def run_once(case: str, lab: Lab, python: str, way: Way, seed: int, args: Any) -
     """Run both jobs of a case once, with their server, and return the measurements by name.
 
     Args:
-        case: "train" (see trained()) or "killed" (see killed()).
+        case: "train": both jobs train to the end. "killed": one job is killed and started again.
         python: Interpreter that has the library.
         way: The library and its settings.
         args: Options of this program.
@@ -287,7 +289,7 @@ def run_once(case: str, lab: Lab, python: str, way: Way, seed: int, args: Any) -
             args=args,
             seed=seed,
         )
-        return trained(run) if case == "train" else killed(run)
+        return train_both_jobs(run) if case == "train" else kill_one_job(run)
 
 
 def measure(case: str, args: Any, runs: Runs) -> list[Row]:
@@ -364,9 +366,9 @@ def main() -> int:
     if unknown:
         tell(f"peers.py: no way {unknown[0]!r}; there are {'; '.join(WAYS)}")
         return 2
-    names = chosen(args.cases, CASES)
+    names = chosen_cases(args.cases, CASES)
     runs = Runs(args.runs, args.minutes)
-    rows = {(row.case, row.metric): row for row in kept(args.json)}
+    rows = {(row.case, row.metric): row for row in kept_rows(args.json)}
     for name in names:
         rows |= {(row.case, row.metric): row for row in measure(name, args, runs)}
         write([*rows.values()], args.json)

@@ -5,10 +5,14 @@
     peers_job.py --library torchft --serve --where HOST:PORT            torchft's lighthouse
     peers_job.py --library hivemind --serve                             the first peer of hivemind's DHT
 
---settings is a value of --holmes-outer for holmes, such as
-sync_every=20,fragments=1,delay=0,lr=0.7,momentum=0.9 for torchft, and such as steps=32 for hivemind. The
-log has a line of JSON for each step, with the seconds of the step and of optimizer.step(), in which all
-libraries do their work.
+--settings depends on the library:
+
+    holmes      a value of --holmes-outer, such as min=2,timeout=20
+    torchft     such as sync_every=20,fragments=1,delay=0,lr=0.7,momentum=0.9
+    hivemind    such as steps=32
+
+The log has a line of JSON for each step, with the seconds of the step and of optimizer.step(), in
+which all libraries do their work.
 """
 
 from __future__ import annotations
@@ -107,7 +111,10 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
     ]
 
     def state() -> dict:
-        """Return the state that a joining job copies from another one."""
+        """Return the state of the model and of both optimizers.
+
+        torchft calls this when another job joins, and sends the state to that job.
+        """
         return {
             "model": gpt.state_dict(),
             "inner": inner.state_dict(),
@@ -115,7 +122,7 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
         }
 
     def load(saved: dict) -> None:
-        """Load the state of another job."""
+        """Load the state of another job, of which torchft has received a copy: state() made it."""
         gpt.load_state_dict(saved["model"])
         inner.load_state_dict(saved["inner"])
         for optimizer, values in zip(outer, saved["outer"]):
@@ -265,20 +272,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--library", choices=("none", "holmes", "torchft", "hivemind"), required=True)
-    add("--serve", action="store_true")
-    add("--name", default="east")
-    add("--where", default="")
-    add("--settings", default="")
-    add("--seed", type=int, default=1)
+    add("--serve", action="store_true", help="run the server at which the jobs meet; do not train")
+    add("--name", default="east", help="name of the job among the joined jobs")
+    add("--where", default="", help="address of the server at which the jobs meet")
+    add("--settings", default="", help="settings of the library: NAME=VALUE,...")
+    add("--seed", type=int, default=1, help="seed of the order of the text")
     add("--steps", type=int, default=200)
     add(
         "--pace",
         type=float,
         default=0.0,
-        help="seconds that an accelerator would still compute in each step",
+        help="seconds to sleep in each step, as if an accelerator computed a larger model",
     )
-    add("--log", default="/dev/null")
-    add("--weights", default="/dev/null")
+    add("--log", default="/dev/null", help="file for a line of JSON of each step")
+    add("--weights", default="/dev/null", help="file for the weights after the last step")
     args = parser.parse_args()
     if args.serve:
         serve(args)

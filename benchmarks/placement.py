@@ -35,7 +35,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site, site_from_spec
@@ -63,23 +63,28 @@ STAGES = 8
 DATA = 8  # GPUs of a stage
 MICRO_BATCHES = 61  # of a pipeline, one sequence each: 1.25e5 / 2048, as in ACTIVATIONS
 TRIES = 10_000  # of the search
-#: Sizes in gigabytes, as in DT-FM's scheduler.py: gradients of a stage, and all activations that a
-#: stage sends in a step.
+#: Sizes in gigabytes (GB), as in DT-FM's scheduler.py: gradients of a stage, and all activations
+#: that a stage sends in a step.
 GRADIENTS = 1.3 * 4 * 3 / 24
 ACTIVATIONS = 2024 * 2048 * 2 * (1.25e5 / 2048) / 2**30
 THEIRS = Path(__file__).with_name("placement_dtfm.py")
 
 
 class SlowLinkBound(NamedTuple):
-    """Lower bound on the slowest data-parallel group, if so many links between stages are slow."""
+    """Lower bound on the slowest data-parallel group, for a number of slow stage links."""
 
-    group_s: float
-    slow_links: int
+    group_s: float  # the bound, in seconds
+    slow_links: int  # links between neighbouring stages that are slower than some limit
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Clusters as a matrix of links between places, with the objective of DT-FM (arXiv 2206.01288)."""
+    """Latencies and rates between the locations of GPUs, and the cost of a placement on them.
+
+    A location ("place") is a node with several GPUs, or else a cluster of nodes with one GPU: all
+    GPUs of a place have the same links. The cost is the objective of DT-FM (arXiv 2206.01288): the
+    slowest data-parallel group of a stage, plus twice the sum of the links between stages.
+    """
 
     units: tuple[int, ...]  # GPUs of each place
     delay_s: tuple[tuple[float, ...], ...]  # latency between GPUs of two places, or of one place
@@ -89,17 +94,20 @@ class Matrix:
     def of(cls, site: Site, nvlink_bps: float) -> Matrix:
         """Return the matrix of a site.
 
-        A place is a node if nodes have several GPUs, or else a cluster.
+        A place is a group of GPUs with the same links: a node if nodes have several GPUs, or else
+        a cluster.
 
         Args:
+            site: Clusters, nodes and networks. `processes` is the number of GPUs of a node.
             nvlink_bps: Rate between GPUs of a node, in bits/s.
         """
-        inside = site.processes > 1
-        places = (
-            [[node] for node in site.nodes]
-            if inside
-            else [[node for node in site.nodes if node.cluster == name] for name in site.clusters]
-        )
+        places_are_nodes = site.processes > 1
+        if places_are_nodes:
+            places = [[node] for node in site.nodes]
+        else:
+            places = [
+                [node for node in site.nodes if node.cluster == name] for name in site.clusters
+            ]
         link = {}  # (index of a place, index of another or the same) -> (latency in s, rate in Gb/s)
         for i, first in enumerate(places):
             for j, second in enumerate(places):
@@ -109,17 +117,18 @@ class Matrix:
                     if fabric.name == ETHERNET and i != j
                     else ()
                 )
-                link[i, j] = fabric.latency_s, fabric.rate_bps / 1e9
-                if inside and i == j:
+                if places_are_nodes and i == j:  # between GPUs of a node
                     link[i, j] = 0.0, nvlink_bps / 1e9
-                elif hops:
+                elif hops:  # between clusters, over wide-area links
                     link[i, j] = (
                         sum(hop.latency_s for hop in hops),
                         min(hop.rate_bps for hop in hops) / 1e9,
                     )
+                else:
+                    link[i, j] = fabric.latency_s, fabric.rate_bps / 1e9
         indices = range(len(places))
         delay, rate = (
-            tuple(tuple(link[i, j][part] for j in indices) for i in indices) for part in (0, 1)
+            tuple(tuple(link[i, j][index] for j in indices) for i in indices) for index in (0, 1)
         )
         return cls(tuple(len(place) * site.processes for place in places), delay, rate)
 
@@ -130,9 +139,13 @@ class Matrix:
 
     @cached_property
     def pair(self) -> list[list[float]]:
-        """Seconds of the activations of a pipeline step from one GPU to another, by their places."""
+        """Seconds of the activations that a GPU sends another in a step: pair[place][other place].
+
+        A place is a group of GPUs with the same links (a node or a cluster).
+        """
         indices = range(len(self.units))
         return [
+            # gigabytes * 8 / (Gb/s) = seconds
             [self.delay_s[i][j] + ACTIVATIONS * 8 / self.rate[i][j] for j in indices]
             for i in indices
         ]
@@ -144,12 +157,12 @@ class Matrix:
         after the other, to reduce them and again to gather them. The slowest GPU decides the time.
 
         Args:
-            stage: Places of the group's GPUs, ascending. The group has all GPUs of a pipeline
-                stage.
+            stage: For each GPU of a pipeline stage, which are one group, the index of its place (a
+                group of GPUs with the same links), ascending.
         """
         if stage not in self._memo:
-            # Between GPUs of two places: both exchanges of a part of 1 / (GPUs of the group), in
-            # seconds.
+            # Seconds of both exchanges between GPUs of two places. A GPU's part of the gradients is
+            # GRADIENTS gigabytes / (GPUs of the group), and rates are in Gb/s.
             seconds = {
                 (u, v): 2 * (self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage)))
                 for u in set(stage)
@@ -207,16 +220,24 @@ class Matrix:
         return all(augment(u, set()) for u in range(len(left)))
 
     def cost(self, stages: Stages) -> float:
-        """Return DT-FM's objective: the slowest data-parallel group, plus twice the path of the pipeline."""
+        """Return DT-FM's objective for a placement, in seconds.
+
+        It is the slowest data-parallel group of a stage, plus twice the sum of the times of the
+        links between neighbouring stages (activations forward and gradients backward).
+
+        Args:
+            stages: For each stage, the places of its GPUs, ascending.
+        """
         return max(map(self.data, stages)) + 2 * sum(map(self.stage_link, stages, stages[1:]))
 
     def least(self) -> float:
         """Return a lower bound on the cost of every placement, in seconds.
 
         The cost has two parts: the slowest data-parallel group, and twice the sum of the links
-        between stages. Few slow links between stages force a slow group, and vice versa. So the
-        function tries each possible time of the slowest group, computes the smallest sum of links
-        that goes with it, and returns the smallest cost. slow_link_bounds() has the reason.
+        between stages. Fast links join stages that are spread over the same fast components of the
+        network, and such stages have slow groups. So few slow links between stages force a slow
+        group, and vice versa. The function tries each possible time of the slowest group, computes
+        the smallest sum of links that goes with it, and returns the smallest cost.
         """
         gpus_of_stage = sum(self.units) // STAGES
         places = range(len(self.units))
@@ -239,10 +260,13 @@ class Matrix:
             candidates |= {bound.group_s for bound in bounds if bound.group_s > least_group_s}
         best = inf
         for slowest_group_s in sorted(candidates):
-            # All links take at least the shortest time. Each link that is slower than a time takes
-            # at least the next longer one.
+            # All links take at least the shortest time. Then the possible times of a link are
+            # passed in ascending order: each link that takes more than one of them (`limit`) takes
+            # at least the next one (`longer`).
             links_s = link_times[0] * (STAGES - 1)
             for limit, longer, bounds in zip(link_times, link_times[1:], bounds_of):
+                # The smallest number of links above the limit with which no group need be slower
+                # than slowest_group_s.
                 slow_links = min(
                     bound.slow_links for bound in bounds if bound.group_s <= slowest_group_s
                 )
@@ -253,17 +277,17 @@ class Matrix:
     def slow_link_bounds(
         self, limit: float, fillings: list[Sequence[int]], group_s: dict
     ) -> list[SlowLinkBound]:
-        """Return how fast the slowest group can be, by the number of slow links between stages.
+        """Return how fast the slowest group can be, for each number of slow links between stages.
 
         A link between stages is slow if it takes more than `limit`. Places with fast links form
-        connected components. A fast link joins two stages with equally many GPUs in each component.
-        If k links are slow, at least STAGES / (k + 1) consecutive stages have only fast links
-        between them, and so share each component evenly. The fastest group of such a stage bounds
-        the slowest group from below.
+        connected components, so a fast link joins two stages with equally many GPUs in each
+        component. With k slow links, some STAGES / (k + 1) consecutive stages have only fast links
+        between them. All of these have the same number of GPUs in a component, which is at most its
+        GPUs / their number. The fastest group of such a stage is the bound.
 
         Args:
-            limit: In seconds.
-            fillings: All ways to fill a stage: the places of its GPUs.
+            limit: Seconds of a link.
+            fillings: All possible stages: the places of their GPUs.
             group_s: Filling -> seconds of its data-parallel group.
         """
         indices = range(len(self.units))
@@ -294,9 +318,8 @@ class Matrix:
         ]
         bounds = []
         for slow_links in range(forced, STAGES):
-            run = -(
-                -STAGES // (slow_links + 1)
-            )  # consecutive stages without a slow link between them
+            # At least so many consecutive stages have no slow link between them (rounded up).
+            run = -(-STAGES // (slow_links + 1))
             possible = [
                 seconds
                 for seconds, counts in counted
@@ -309,7 +332,7 @@ class Matrix:
         return bounds
 
 
-def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
+def plan_with_holmes(site: Site, links: Links) -> tuple[SearchResult, float]:
     """Return what `holmes plan` finds for 8 stages of 8 GPUs, and the CPU seconds of the search.
 
     The sizes are fixed. The search decides which GPUs each stage has. First it looks for a good
@@ -332,7 +355,7 @@ def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
     return proven(result, time.monotonic() + 30.0), sum(os.times()[:4]) - begin
 
 
-def gpus(result: SearchResult, candidate: Candidate) -> list[list[int]]:
+def gpus_of_stages(result: SearchResult, candidate: Candidate) -> list[list[int]]:
     """Return the numbers of the GPUs of each stage, in the order of cluster.toml."""
     site, sizes = result.network.site, candidate.placement.sizes
     index_of = {node.name: index for index, node in enumerate(site.nodes)}  # in cluster.toml
@@ -343,17 +366,19 @@ def gpus(result: SearchResult, candidate: Candidate) -> list[list[int]]:
     return stages
 
 
-def simulated(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> float:
+def simulate_step_s(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> float:
     """Return the simulated step time of a placement, in seconds. Nodes have one GPU.
 
     Args:
         result: The planning problem, with the best plan that holmes found: its sizes are used.
-        groups: GPUs of each stage. The GPUs of neighbouring stages are paired by the fastest links.
-        matrix: The links.
+        groups: GPUs of each stage. The GPUs of neighbouring stages are paired greedily: one GPU
+            after the other gets the free GPU of the next stage with the fastest link.
+        matrix: The links. `units` has the number of GPUs of each place.
     """
     network, best = result.network, result.best
     place = [index for index, count in enumerate(matrix.units) for _ in range(count)]  # of each GPU
-    # For each stage its GPUs, in an order in which GPUs of the same position are paired (greedily).
+    # GPUs of each stage. Ranks at the same position of two neighbouring stages exchange
+    # activations, so the order inside a stage decides the pairs.
     columns = [list(groups[0])]
     for group in groups[1:]:
         left, column = list(group), []
@@ -366,7 +391,7 @@ def simulated(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> 
     return timed(result, result.candidate(best.shape, placement, best.split)).simulated_s
 
 
-def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
+def search_with_dtfm(folder: Path, case: int, seed: int, trials: int) -> dict:
     """Return what DT-FM's search finds, from an earlier run if there is one.
 
     Args:
@@ -387,7 +412,7 @@ def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
     return json.loads(kept.read_text())
 
 
-def check(folder: Path, case: int, groups: list[list[int]]) -> float:
+def cost_by_dtfm(folder: Path, case: int, groups: list[list[int]]) -> float:
     """Return the cost of a placement by DT-FM's own code, in seconds.
 
     Args:
@@ -426,7 +451,7 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     least = matrix.least()
     dtfm = []
     if folder:
-        dtfm = [theirs(folder, case, seed, trials) for seed in seeds]
+        dtfm = [search_with_dtfm(folder, case, seed, trials) for seed in seeds]
     place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
     free = {
         index: [gpu for gpu, gpu_place in enumerate(place) if gpu_place == index]
@@ -440,7 +465,7 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
 
     limit = ""
     if dtfm:
-        assert abs(check(folder, case, ours) / cost - 1) < 1e-9, "the same objective"
+        assert abs(cost_by_dtfm(folder, case, ours) / cost - 1) < 1e-9, "the same objective"
         costs = [run["cost"] for run in dtfm]
         times = [run["cpu_seconds"] for run in dtfm]
         row("DT-FM's objective: DT-FM", costs, "s")
@@ -452,20 +477,24 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
         row("DT-FM's objective: ours", [cost], "s")
     row("seconds: ours", [seconds], "s", limit or "<= 1")
     row("gap to a lower bound", [max(0.0, 1 - least / cost)], "fraction")
-    result, seconds = planned(site, links)
+    result, seconds = plan_with_holmes(site, links)
     by_place = tuple(
-        tuple(sorted(place[gpu] for gpu in group)) for group in gpus(result, result.best)
+        tuple(sorted(place[gpu] for gpu in group)) for group in gpus_of_stages(result, result.best)
     )
     row("holmes plan: simulated step", [result.best.step_s], "s")
     row("holmes plan: optimality gap", [result.optimality_gap.gap], "fraction")
     row("holmes plan: seconds", [seconds], "s")
     row("holmes plan: DT-FM's objective", [matrix.cost(by_place)], "s")
     if site.processes == 1:
-        row("simulated step of ours by DT-FM's objective", [simulated(result, ours, matrix)], "s")
+        row(
+            "simulated step of ours by DT-FM's objective",
+            [simulate_step_s(result, ours, matrix)],
+            "s",
+        )
         if dtfm:
             row(
                 "simulated step of DT-FM's",
-                [simulated(result, run["groups"], matrix) for run in dtfm],
+                [simulate_step_s(result, run["groups"], matrix) for run in dtfm],
                 "s",
             )
     return rows
@@ -475,12 +504,17 @@ def main() -> int:
     """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
-        "--dtfm", type=Path, metavar="FOLDER", help="DT-FM's scheduler.py and config.py"
+        "--dtfm",
+        type=Path,
+        metavar="FOLDER",
+        help="DT-FM's scheduler.py and config.py; without them only holmes is measured",
     )
-    arguments.add_argument("--trials", type=int, default=4900, help="of DT-FM's search")
+    arguments.add_argument(
+        "--trials", type=int, default=4900, help="of DT-FM's search (4900: as in its own code)"
+    )
     arguments.add_argument("--seeds", default="0", metavar="N,...", help="of DT-FM's search")
     args, rows = arguments.parse_args(), []
-    for name in chosen(args.cases, CASES):
+    for name in chosen_cases(args.cases, CASES):
         rows += measure(name, args.dtfm, [int(seed) for seed in args.seeds.split(",")], args.trials)
         tell(f"{name}: done")
     return finish(rows, args.json, "stages of 64 GPUs on DT-FM's link matrices")

@@ -31,7 +31,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import chosen, finish, parser, tell
+from harness import chosen_cases, finish, parser, tell
 from referee import dtfm, judge, lab, sailor
 from referee.cases import LAB, Case, load_cases
 from referee.picture import draw
@@ -67,7 +67,7 @@ CUT = 3
 class FoundPlans(NamedTuple):
     """Plans of a planner for a case, each with its simulated step."""
 
-    plans: list[tuple[Grid, judge.Verdict]]  # one, or all random plans
+    plans: list[tuple[Grid, judge.SimulatedPlan]]  # one, or all random plans
     search_s: float  # CPU seconds of the search
     misfits: int = (
         0  # plans that the planner prefers, but that do not fit the memory or do not start
@@ -93,9 +93,9 @@ def plans_of(case: Case, planner: str, args) -> FoundPlans:
     """
     if planner == OURS:
         grid, seconds, gap = judge.holmes_plan(case, args.limit)
-        return FoundPlans([(grid, judge.judged(case, grid))], search_s=seconds, gap=gap)
+        return FoundPlans([(grid, judge.simulate_plan(case, grid))], search_s=seconds, gap=gap)
     if planner == TYPED:
-        return FoundPlans(_fitting([judge.typed(case)], case), search_s=0.0)
+        return FoundPlans(_fitting([judge.careful_plan(case)], case), search_s=0.0)
     if planner == RANDOM:
         plans = judge.random_plans(case, RANDOM_PLANS)
         return FoundPlans(_fitting(plans, case, skip_misfits=True), search_s=0.0)
@@ -117,7 +117,7 @@ def plans_of(case: Case, planner: str, args) -> FoundPlans:
 
 def _fitting(
     grids: list[Grid], case: Case, skip_misfits: bool = False
-) -> list[tuple[Grid, judge.Verdict]]:
+) -> list[tuple[Grid, judge.SimulatedPlan]]:
     """Return the plans that fit the memory, with their verdicts.
 
     Args:
@@ -128,7 +128,7 @@ def _fitting(
     """
     fitting = []
     for grid in grids:
-        verdict = judge.judged(case, grid)
+        verdict = judge.simulate_plan(case, grid)
         if verdict.fits:
             fitting.append((grid, verdict))
         elif not skip_misfits:
@@ -199,7 +199,7 @@ def judge_again(table: Table, case: Case) -> None:
     """Simulate all plans of the results file again, with new random plans."""
     for planner, note in table.notes.get(case.name, {}).items():
         if NONE not in note:
-            steps = [judge.judged(case, judge.grid_of(note)).step_s]
+            steps = [judge.simulate_plan(case, judge.grid_of(note)).step_s]
             if planner == RANDOM:
                 plans = _fitting(judge.random_plans(case, RANDOM_PLANS), case, skip_misfits=True)
                 steps = [verdict.step_s for _, verdict in plans]
@@ -213,18 +213,26 @@ def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]
     The plans run in four turns over all cases, so that the important ones run first if the time is short:
     holmes, the best of the other planners, the plan that a person would type, and then all others.
     """
-    for turn in range(4):
+    for turn in ("holmes", "best other", "typed", "all others"):
         for case in cases:
+            # table.notes: case -> planner -> its plan. A planner without a plan has no step.
             steps = {
                 name: table.value(case.name, name, STEP) for name in table.notes.get(case.name, {})
             }
-            field = sorted(
+            published = sorted(
                 (step, name)
                 for name, step in steps.items()
                 if step is not None and name not in (OURS, TYPED, RANDOM)
             )
-            best = [name for _, name in field]
-            yield case, [[OURS], best[:1], [TYPED], [*best[1:], RANDOM]][turn]
+            fastest_first = [name for _, name in published]
+            if turn == "holmes":
+                yield case, [OURS]
+            elif turn == "best other":
+                yield case, fastest_first[:1]
+            elif turn == "typed":
+                yield case, [TYPED]
+            else:
+                yield case, [*fastest_first[1:], RANDOM]
 
 
 def _finished_runs(table: Table, case: Case, grids: dict[str, Grid]) -> dict[Grid, lab.Run]:
@@ -317,7 +325,7 @@ def main() -> int:
     add("--again", action="store_true", help="ask these planners on these cases again")
     add("--picture", type=Path, metavar="PNG", help="draw planners by regret over cases")
     args, cases, begin = arguments.parse_args(), load_cases(), time.monotonic()
-    names, planners = chosen(args.cases, cases), chosen(args.planners, PLANNERS)
+    names, planners = chosen_cases(args.cases, cases), chosen_cases(args.planners, PLANNERS)
     table = Table(args.json)
     for where, theirs, how in (
         (args.sailor, sailor.PLANNERS, sailor.HOW),

@@ -9,7 +9,8 @@ The simulator is planner/simulate/step.py. Nothing is fitted to a case. Its inpu
 - the seconds of the emulated accelerator
 - three CPU times for each engine: of a block's forward or backward pass, of a parameter and of a step.
   They are fitted to the five runs of CALIBRATION, which are not among the cases.
-- the CPU seconds of a byte that is sent, for each network of each cluster file (prediction_hosts.py)
+- the CPU time that this machine needs to send a byte, for each network of each cluster file
+  (prediction_hosts.py)
 
 The nodes of the lab share the cores of this machine, and so do those of the simulation (Execution.cores).
 
@@ -78,16 +79,20 @@ class Case:
     micro_batches: int = 4
     flops: float = 2.3e9
     virtual: int = 1
-    # The next four are as in Execution. `flags` makes the engine behave so.
-    overlap: str = "off"
-    hierarchical: bool = False
-    zero: int = 0
-    layers_of: tuple[int, ...] = ()
-    flags: tuple[str, ...] = ()
+    # The next four describe what the engine does with `flags`, for the prediction.
+    overlap: str = "off"  # of gradient reductions with the last backward pass
+    hierarchical: bool = False  # whether groups that span clusters use a hierarchical all-reduce
+    zero: int = 0  # ZeRO stage
+    layers_of: tuple[int, ...] = ()  # blocks of each stage; (): equally many
+    flags: tuple[str, ...] = ()  # of the training script
 
 
 def _cases() -> tuple[Case, ...]:
-    """Return the cases."""
+    """Return the training jobs to predict and measure, over all engines, clusters and features.
+
+    DeepSpeed, megatron-core and a plain data-parallel loop run with and without holmes on clusters
+    of 1 + 1 to 4 + 4 nodes, with different overlap, schedules and ZeRO stages.
+    """
     two, four, six, eight, slow, three = (
         "two_nodes",
         "two_clusters_4",
@@ -180,26 +185,28 @@ CASES = _cases()
 
 
 def _calibration() -> tuple[Case, ...]:
-    """Return the runs to which the three CPU times of each engine are fitted.
+    """Return the runs to which the CPU times of each engine's own code are fitted.
 
-    The times are those of a block's pass, of a parameter and of a step. The runs of an engine
-    differ from a base run in what multiplies them: few or many micro-batches (passes), small layers
-    (parameters), and fast GPUs and many stages (ranks that wait for a core of this machine).
+    An engine has three such times: for each pass of a transformer block (Python, torch's
+    operators), for each parameter in a step (optimizer, gradient norm), and for each step. The runs
+    of an engine differ in how much each time counts: few or many micro-batches (passes), small
+    layers (parameters), and fast GPUs and many stages (ranks that wait for a core of this machine).
     """
     cases = []
     for engine, stages in (("deepspeed", 2), ("megatron", 2), ("plain", 1)):
         base = Case(
-            "",
-            engine,
-            "one_cluster",
-            "rdma",
+            name="",  # each changed case below gets a name
+            engine=engine,
+            file="one_cluster",
+            way="rdma",
             stages=stages,
             flops=2.3e9,  # as in the cases on 4 + 4 nodes
             overlap="off",
             flags=("--no-overlap",) if engine == "plain" else (),
         )
-        # A plain loop has no stages; twice the layers have as much software.
-        more_software = (
+        # A run in which the engine's own code takes much CPU time: more processes wait for the two
+        # cores with four stages. A plain loop has no stages, and gets twice the layers instead.
+        more_cpu_time = (
             dict(micro_batches=4, layers=12)
             if engine == "plain"
             else dict(micro_batches=6, layers=8, stages=4)
@@ -209,7 +216,7 @@ def _calibration() -> tuple[Case, ...]:
             dict(micro_batches=10),
             dict(micro_batches=2, hidden=96),
             dict(micro_batches=8, flops=6.7e9),  # as in the cases on 2 + 2 nodes
-            more_software,
+            more_cpu_time,
         )
         for number, change in enumerate(changes):
             cases.append(replace(base, name=f"calibration {engine} {number}", **change))
@@ -220,22 +227,22 @@ CALIBRATION = _calibration()
 
 
 class Overheads(NamedTuple):
-    """CPU seconds of an engine's software."""
+    """CPU seconds of an engine's own code on this machine, beside the time of the emulated GPU."""
 
-    block_s: float  # of a forward or backward pass of a block
-    parameter_s: float  # of a parameter, in a step
-    step_s: float  # of a step
+    block_s: float  # for each forward or backward pass of a transformer block
+    parameter_s: float  # for each parameter in a step: optimizer and gradient norm
+    step_s: float  # for each step
 
 
 @dataclass
 class Measured:
-    """Measurements that the store has so far."""
+    """Measured step times and networks, as they are stored in a results file."""
 
     #: Case -> seconds of its steps.
     steps: dict[str, list[float]] = field(default_factory=dict)
     #: Cluster file -> the same file with the networks as `holmes probe` measured them.
     probes: dict[str, str] = field(default_factory=dict)
-    #: Cluster file -> network -> CPU seconds of a byte that is sent.
+    #: Cluster file -> network -> CPU seconds of this machine for each byte that is sent over it.
     hosts: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
@@ -248,7 +255,7 @@ class Measured:
         return case.name in self.steps and case.file in self.hosts
 
     def links(self, file: str) -> Links:
-        """Return the measured links of a cluster file, with the CPU seconds of a byte on each network."""
+        """Return the measured links of a cluster file, with the CPU time to send a byte."""
         if file not in self.hosts:  # which are measured after the probe
             return Links()
         links = Links.of_spec(parse_spec(self.probes[file]))
@@ -274,7 +281,7 @@ def cluster_spec(case: Case) -> SiteSpec:
     return all_rdma(spec).spec if case.way == "rdma" else spec
 
 
-def placed(case: Case, spec: SiteSpec) -> tuple[Site, tuple[str, ...]]:
+def site_and_order(case: Case, spec: SiteSpec) -> tuple[Site, tuple[str, ...]]:
     """Return the site of a case, and the order of its nodes by rank."""
     launched = interleave(spec)
     site = site_from_spec(spec)
@@ -348,28 +355,29 @@ def probe(spec: SiteSpec, file: Path) -> str:
                 "--cluster",
                 str(copy),
                 "--largest",
-                "4",
+                "4",  # MiB, of a message; larger ones only take longer
             ],
             preload=("torch",),
             timeout=200,
         )
         if result.returncode:
-            raise SystemExit(
-                f"prediction.py: the probe failed: {result.outputs[result.first_failed or 0]}"
-            )
+            rank = result.first_failed or 0  # None, e.g. after a time-out: show rank 0
+            raise SystemExit(f"prediction.py: the probe failed: {result.outputs[rank]}")
         return copy.read_text()
 
 
-def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> float:
-    """Return the predicted seconds of a step.
+def predict(case: Case, links: Links, overhead: Overheads) -> float:
+    """Return the predicted seconds of a training step on the nodes of a lab.
 
     Args:
+        case: The job.
         links: The measured links.
-        overhead: CPU seconds of a block's forward or backward pass, of a parameter, and of a step.
+        overhead: CPU seconds of the engine's own code, which the emulated GPU does not contain: for
+            each pass of a transformer block, for each parameter in a step, and for each step.
     """
     block_s, parameter_s, step_s = overhead
     spec = cluster_spec(case)
-    site, order = placed(case, spec)
+    site, order = site_and_order(case, spec)
     sizes = Sizes(pipeline=case.stages).complete(site.world_size)
     gpt = Model(
         layers=case.layers,
@@ -415,7 +423,7 @@ def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> f
 
 
 def calibrate(engine: str, measured: Measured) -> Overheads:
-    """Return the CPU seconds of an engine's software, fitted to its calibration runs."""
+    """Return the CPU seconds of an engine's own code, fitted to its calibration runs."""
     cases = [case for case in CALIBRATION if case.engine == engine]
     return overheads(
         cases,
@@ -425,11 +433,12 @@ def calibrate(engine: str, measured: Measured) -> Overheads:
 
 
 def overheads(cases: Sequence[Case], seconds: Sequence[float], links: Links = Links()) -> Overheads:
-    """Return the CPU seconds of the software with which predicted steps are closest to measured ones.
+    """Fit the CPU times of an engine's own code to measured steps, and return them.
 
-    They are three numbers, none below 0: for a block's forward or backward pass, for a parameter, and for
-    a step. The sum of the squared relative errors is minimized by the Gauss-Newton method, because a
-    prediction is not linear in them: which process waits for a core depends on them.
+    They are three numbers, none below 0: seconds for each pass of a transformer block, for each
+    parameter in a step, and for each step. The sum of the squared relative errors is minimized by
+    the Gauss-Newton method: predictions are not linear in the numbers, so each of ROUNDS rounds
+    replaces them by a linear function, whose best numbers the next round starts from.
 
     Args:
         cases: The calibration runs.
@@ -438,27 +447,30 @@ def overheads(cases: Sequence[Case], seconds: Sequence[float], links: Links = Li
     """
     from scipy.optimize import nnls
 
-    units = (1e-4, 1e-9, 1e-3)  # steps of the numeric derivatives, in seconds
-    costs = (0.0, 0.0, 0.0)
+    units = (1e-4, 1e-9, 1e-3)  # of the three numbers, in seconds; steps of the numeric derivatives
+    costs = Overheads(0.0, 0.0, 0.0)
     for _ in range(ROUNDS):
-        # Non-negative least squares for the linear model: predicted + slopes x (change of costs / units).
-        rows = []  # slopes of each case, relative to its measured step
-        wanted = []  # right-hand sides
+        # The linear function: step(new costs) = predicted + slopes * (new costs - costs) / units.
+        # It should be the measured step, which gives an equation of each case for the new costs:
+        # slopes * new costs / units = measured - predicted + slopes * costs / units.
+        left_sides = []
+        right_sides = []
         for case, measured in zip(cases, seconds):
             predicted = predict(case, links, costs)
             slopes = []  # change of the predicted step for one unit of each cost
             for i, unit in enumerate(units):
                 changed_costs = list(costs)
                 changed_costs[i] += unit
-                slopes.append(predict(case, links, tuple(changed_costs)) - predicted)
+                slopes.append(predict(case, links, Overheads(*changed_costs)) - predicted)
             at_current_costs = sum(
                 slope * cost / unit for slope, cost, unit in zip(slopes, costs, units)
             )
-            rows.append([slope / measured for slope in slopes])
-            wanted.append((measured - predicted + at_current_costs) / measured)
-        parts, _ = nnls(rows, wanted)
-        costs = tuple(float(part * unit) for part, unit in zip(parts, units))
-    return Overheads(*costs)
+            # Divided by the measured step, so that relative errors are minimized.
+            left_sides.append([slope / measured for slope in slopes])
+            right_sides.append((measured - predicted + at_current_costs) / measured)
+        costs_in_units, _ = nnls(left_sides, right_sides)  # least squares, no number below 0
+        costs = Overheads(*(float(cost * unit) for cost, unit in zip(costs_in_units, units)))
+    return costs
 
 
 def measure_missing(
@@ -493,7 +505,8 @@ def measure_missing(
 def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
     """Return rows with measured and predicted steps, and the errors of the predictions.
 
-    Rows with the median and the worst error follow if there are 24 cases or more.
+    Rows with the median and the worst error over all cases follow, if at least 24 cases are chosen:
+    the targets are for the whole set, not for a few cases.
     """
     rows, errors = [], []
     known = {engine: calibrate(engine, measured) for engine in {case.engine for case in cases}}

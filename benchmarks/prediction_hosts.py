@@ -1,7 +1,8 @@
 """Measures the CPU time of network bytes and messages on this machine, for simulations of steps in the lab.
 
 All hosts of a lab share the cores of this machine. The simulations of prediction.py and stacks.py
-therefore need the CPU seconds of a byte on each network, and of a message of a hierarchical all-reduce.
+therefore need the CPU seconds that it takes to send a byte over each network, and to send a message
+of a hierarchical all-reduce.
 
 The nodes of a lab run all-reduces and nothing else: first all clusters at the same time, then all nodes
 over Ethernet. Meanwhile /proc/stat counts the seconds in which a core is not idle: for sockets,
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 from holmes_lab import interleave
 from holmes_lab.compare import lab_for_measurements
@@ -33,22 +35,38 @@ REPETITIONS = 7
 SUMS, LARGE_SUMS, OPTIMIZER_STEPS = 100, 20, 5
 
 
-def measure_hosts(spec: SiteSpec) -> dict[str, float]:
-    """Return the CPU seconds of this machine for a byte that a node of a lab sends, by network.
+class NetworkGroup(NamedTuple):
+    """Ranks that make all-reduces over one network. As JSON, it is a list of its fields."""
 
-    All networks inside clusters have the same number, and Ethernet has another.
+    nic: str  # name of the NIC on each node
+    ranks: list[int]
+    rate_bps: float  # of the NIC
+
+
+def measure_hosts(spec: SiteSpec) -> dict[str, float]:
+    """Measure how much CPU time of this machine the lab needs to send a byte over each network.
+
+    It is measured in two phases: all clusters send at the same time on their fast networks, then
+    all nodes send over Ethernet. A phase gives one number.
+
+    Returns:
+        Network (the name of a cluster, or "ethernet") -> CPU seconds of a byte. All clusters have
+        the same number.
     """
     order = list(interleave(spec))  # over Ethernet every byte goes from cluster to cluster
-    fast = {
-        cluster.name: [f"{cluster.kind}0", list(map(order.index, cluster.nodes)), cluster.rate_bps]
+    fast_groups = {
+        cluster.name: NetworkGroup(
+            nic=f"{cluster.kind}0",
+            ranks=[order.index(node) for node in cluster.nodes],
+            rate_bps=cluster.rate_bps,
+        )
         for cluster in spec.clusters
         if len(cluster.nodes) > 1
     }
-    phases = [
-        group
-        for group in (fast, {"ethernet": ["eth0", list(range(len(order))), spec.ethernet_rate_bps]})
-        if group
-    ]
+    all_nodes = NetworkGroup("eth0", list(range(len(order))), spec.ethernet_rate_bps)
+    phases = [{"ethernet": all_nodes}]
+    if fast_groups:
+        phases = [fast_groups, *phases]
     return _in_lab(spec, order, ["bytes", json.dumps(phases)])
 
 
@@ -57,8 +75,8 @@ def measure_software(spec: SiteSpec) -> dict[str, float]:
 
     Returns:
         Fields of Links (plan/cost/links.py):
-        "host_message_s": CPU seconds of a message of a hierarchical all-reduce; only with two
-            clusters or more.
+        "host_message_s": CPU seconds to send and receive a message of a hierarchical all-reduce;
+            only with two clusters or more.
         "host_gather", "host_scatter": CPU time of a byte that an all-gather or a reduce-scatter
             sends, relative to a byte of an all-reduce.
     """
@@ -70,7 +88,10 @@ def measure_software(spec: SiteSpec) -> dict[str, float]:
 
 
 def measure_optimizer(spec: SiteSpec) -> float:
-    """Return the CPU seconds for a parameter of a step of torch's AdamW, and of its gradient's norm."""
+    """Measure how much CPU time an optimizer step takes for each parameter, in seconds.
+
+    The step is one of torch's AdamW, with the norm of the gradients before it.
+    """
     return _in_lab(spec, list(interleave(spec)), ["optimizer", "[]"])
 
 
@@ -86,9 +107,8 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
             [sys.executable, __file__, *arguments], order=order, preload=("torch",), timeout=120
         )
         if result.returncode:
-            raise SystemExit(
-                f"prediction_hosts.py: a sum failed: {result.outputs[result.first_failed or 0]}"
-            )
+            rank = result.first_failed or 0  # None, e.g. after a time-out: show rank 0
+            raise SystemExit(f"prediction_hosts.py: a sum failed: {result.outputs[rank]}")
         return json.loads(result.stdout[0])
 
 
@@ -113,7 +133,9 @@ def rank_main(what: str, argument: list) -> None:
 
 
 def of_software(clusters: list) -> dict[str, float]:
-    """Measure the CPU costs of messages and collectives as one rank (see measure_software()).
+    """Measure the CPU time of messages and collectives, as one rank of a job on all nodes of a lab.
+
+    All ranks share the cores of this machine, and the CPU time of all of them is measured.
 
     Args:
         clusters: For each cluster, the name of its fast NIC and its ranks.
@@ -127,36 +149,39 @@ def of_software(clusters: list) -> dict[str, float]:
 
     from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
 
-    costs, groups = {}, [ranks for _, ranks in clusters]
+    costs = {}
+    groups = [ranks for _nic, ranks in clusters]
     if len(groups) > 1:
         reduction = HierarchicalAllReduce(groups)
-        small = torch.ones(64 * dist.get_world_size())  # so small that its bytes cost nothing
+        # 64 elements for each rank: so few that only the messages take time, not their bytes.
+        small = torch.ones(64 * dist.get_world_size())
         # Messages of a hierarchical all-reduce. Its groups are the clusters, and the ranks with the same
         # position in their clusters. In a group of n ranks, reduce-scatter and all-gather have n (n - 1)
         # messages each.
         sent = 2 * sum(n * (n - 1) for n in map(len, [*groups, *zip(*groups)]))
         all_reduces_s = cpu_s(lambda: reduction.all_reduce(small).wait(), SUMS)
         costs["host_message_s"] = all_reduces_s / SUMS / sent
-    os.environ["GLOO_SOCKET_IFNAME"], ranks = next(
-        pair for pair in clusters if dist.get_rank() in pair[1]
-    )
-    group, flat = dist.new_group(ranks, use_local_synchronization=True), torch.ones(SIZE // 4)
+    nic, ranks = next((nic, ranks) for nic, ranks in clusters if dist.get_rank() in ranks)
+    os.environ["GLOO_SOCKET_IFNAME"] = nic  # the group below uses this NIC
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    flat = torch.ones(SIZE // 4)
     shard = torch.empty(len(flat) // len(ranks))
-    reduced, gathered, scattered = (
-        cpu_s(partial(run, *tensors, group=group), LARGE_SUMS)
-        for run, *tensors in (
-            (dist.all_reduce, flat),
-            (dist.all_gather_into_tensor, flat, shard),
-            (dist.reduce_scatter_tensor, shard, flat),
-        )
-    )
+    all_reduce = partial(dist.all_reduce, flat, group=group)
+    all_gather = partial(dist.all_gather_into_tensor, flat, shard, group=group)
+    reduce_scatter = partial(dist.reduce_scatter_tensor, shard, flat, group=group)
+    all_reduce_s = cpu_s(all_reduce, LARGE_SUMS)
+    all_gather_s = cpu_s(all_gather, LARGE_SUMS)
+    reduce_scatter_s = cpu_s(reduce_scatter, LARGE_SUMS)
     # An all-gather sends half as many bytes as an all-reduce, and gloo's reduce-scatter as many.
-    costs |= {"host_gather": 2 * gathered / reduced, "host_scatter": scattered / reduced}
+    costs |= {
+        "host_gather": 2 * all_gather_s / all_reduce_s,
+        "host_scatter": reduce_scatter_s / all_reduce_s,
+    }
     return costs
 
 
 def of_optimizer(_unused: list) -> float:
-    """Return the CPU seconds of a parameter in a step of AdamW, with the norm of its gradient.
+    """Return the CPU seconds of a step of AdamW, with the gradient norm, for each parameter.
 
     All ranks run the steps at the same time, and cpu_s() returns the CPU time of the whole machine.
     It is therefore divided by the number of ranks.
@@ -200,31 +225,44 @@ def cpu_s(run: Callable[[], object], times: int) -> float:
 
 
 def of_bytes(phases: list[dict]) -> dict[str, float]:
-    """Return the CPU seconds of a sent byte by network, measured by all-reduces.
+    """Measure the CPU seconds of a sent byte on each network, as one rank of a job.
+
+    The job makes all-reduces and nothing else.
 
     All groups of a phase run at the same time, and cpu_s() returns the CPU time of the whole
     machine. Their networks therefore share one number: this CPU time, divided by the bytes that all
     groups have sent.
 
     Args:
-        phases: Each phase is network -> [NIC, ranks of the group, rate in bits/s]. A rank in no
-            group of a phase sends nothing.
+        phases: Each phase is network -> the fields of a NetworkGroup. A rank in no group of a phase
+            sends nothing, and only waits for the others.
+
+    Returns:
+        Network -> CPU seconds of a byte.
     """
     import torch
     import torch.distributed as dist
 
-    costs, flat = {}, torch.ones(SIZE // 4)
+    costs = {}
+    flat = torch.ones(SIZE // 4)
     for phase in phases:
-        total_bytes, group, times = 0.0, None, 0  # of all groups; this rank's group and all-reduces
-        for interface, ranks, rate_bps in phase.values():
-            sent_bytes = 2 * (len(ranks) - 1) * SIZE  # of all ranks in one all-reduce
-            # All-reduces that take SECONDS at this rate.
-            count = ceil(SECONDS * rate_bps * len(ranks) / (8 * sent_bytes))
-            total_bytes += count * sent_bytes
-            if dist.get_rank() in ranks:
-                os.environ["GLOO_SOCKET_IFNAME"], times = interface, count
-                group = dist.new_group(ranks, use_local_synchronization=True)
-        byte_s = cpu_s(partial(dist.all_reduce, flat, group=group), times) / total_bytes
+        bytes_of_all_groups = 0.0
+        own_group = None
+        own_count = 0  # all-reduces of this rank; 0 if it is in no group
+        for fields_of_group in phase.values():
+            network_group = NetworkGroup(*fields_of_group)
+            rank_count = len(network_group.ranks)
+            sent_bytes = 2 * (rank_count - 1) * SIZE  # by all ranks in one all-reduce, in a ring
+            # All-reduces that take SECONDS, if every rank sends its share at this rate.
+            sent_bits = 8 * sent_bytes
+            count = ceil(SECONDS * network_group.rate_bps * rank_count / sent_bits)
+            bytes_of_all_groups += count * sent_bytes
+            if dist.get_rank() in network_group.ranks:
+                os.environ["GLOO_SOCKET_IFNAME"] = network_group.nic  # the new group uses this NIC
+                own_count = count
+                own_group = dist.new_group(network_group.ranks, use_local_synchronization=True)
+        all_reduce = partial(dist.all_reduce, flat, group=own_group)
+        byte_s = cpu_s(all_reduce, own_count) / bytes_of_all_groups
         costs.update(dict.fromkeys(phase, byte_s))
     return costs
 
@@ -232,7 +270,8 @@ def of_bytes(phases: list[dict]) -> dict[str, float]:
 def busy_seconds() -> float:
     """Return the seconds in which this machine's cores were not idle since it started.
 
-    Interrupts count. Programs of a lower priority (nice) do not, and a lab has none.
+    Interrupts count. Programs with a lower priority (nice) do not count: no process of a lab is
+    one.
     """
     cpu = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     user, _nice, system, _idle, _iowait, irq, softirq, *_ = map(int, cpu)

@@ -30,7 +30,11 @@ STORE = Path(__file__).parent / "results" / "prediction_links_measured.json"
 
 
 def _cases() -> tuple[Case, ...]:
-    """Return the cases."""
+    """Return the training jobs to predict and measure, on clusters with slow or unequal links.
+
+    On each of four networks, DeepSpeed and megatron-core run with holmes, and a plain data-parallel
+    loop runs with a flat ring and with a hierarchical all-reduce.
+    """
     off, on = ("--holmes-overlap", "off"), ("--holmes-overlap", "on")
     cases = []
     labels = {

@@ -1,7 +1,9 @@
 """Predicts steps that benchmarks/two_clusters.py and megatron_two_clusters.py have measured earlier.
 
-Nothing is measured here. The calibration uses only the homogeneous ("all-RDMA") runs of those results,
-which are not predicted. Rates are nominal, without a probe.
+Nothing is measured here. A simulated step contains the CPU time of DeepSpeed's or megatron-core's
+own code, which is fitted to the runs on a single cluster ("all-RDMA") of those results. These runs
+are not predicted. Network rates are those of the cluster files: `holmes probe` has not measured
+them.
 """
 
 from __future__ import annotations

@@ -29,13 +29,21 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-BLOCK = 6
+BLOCK = 6  # steps of a block
+NIC_PATIENCE_S = 20.0  # seconds after which a NIC that stays failed ends the job
 #: How blocks follow each other, changed from cycle to cycle so that a drift of the machine favours none.
 ORDERS = [("on", "off", "off again"), ("off again", "on", "off"), ("off", "off again", "on")]
 
 
 def rank_main(cluster: str, flag: str) -> None:
-    """Start holmes as one rank, and print the seconds of the preflight and of the whole start."""
+    """Start holmes as one rank, and print how long the preflight and the whole start took.
+
+    The line is {"preflight_s": seconds, "start_s": seconds, "lines": messages to the user}.
+
+    Args:
+        cluster: The cluster file.
+        flag: Value of --holmes-preflight: "on" or "off".
+    """
     from holmes_ext.options import Options
     from holmes_ext.plan import maker
     from holmes_ext.plan.maker import PlanRequest
@@ -56,13 +64,15 @@ def rank_main(cluster: str, flag: str) -> None:
     preflight.run = timed
     request = PlanRequest(Options(cluster=cluster, preflight=flag), Sizes(pipeline=2, tensor=4))
     begin = time.monotonic()
-    current, lines = start.start(request, maker, launcher.detect(os.environ), {})
+    agreed: dict = {}  # further values that must be equal on all ranks: none
+    current, lines = start.start(request, maker, launcher.detect(os.environ), agreed)
     whole = time.monotonic() - begin
-    # Rank 0's process hosts the store: it must not end before all others have used it.
+    # All ranks wait until the others have started, so that no rank's end disturbs their times.
     store = current.store
     store.set(f"done/{current.rank}", "")
     store.wait([f"done/{rank}" for rank in range(current.plan.world_size)])
     print(json.dumps({"preflight_s": took[0], "start_s": whole, "lines": lines}), flush=True)
+    # Rank 0's process hosts the store: it ends last, after all others have used the store.
     store.set(f"told/{current.rank}", "")
     if current.process.rank == 0:
         store.wait([f"told/{rank}" for rank in range(current.plan.world_size)])
@@ -133,7 +143,12 @@ class BackgroundChecks:
         self.on = True
 
     def switch(self, on: bool) -> None:
-        """Switch the checks on or off, between two steps."""
+        """Switch all checks that run beside training on or off, between two steps.
+
+        They are the thread that watches the NICs, the recorder of telemetry, and the watchdog,
+        which ends a job that hangs. Telemetry hooks the optimizers, because a step ends with
+        theirs.
+        """
         from holmes_ext.runtime.measure import telemetry
         from holmes_ext.runtime.watch import start_stop
 
@@ -141,7 +156,7 @@ class BackgroundChecks:
             return
         self.on = on
         if on:
-            start_stop.watch_nics(20.0)
+            start_stop.watch_nics(patience_s=NIC_PATIENCE_S)
             telemetry.set_recorder(self.recorder)
             start_stop.hook_optimizers(self.recorder)
             self.watchdog.start()
@@ -196,10 +211,12 @@ def healthy_main(out: str, *command: str) -> None:
         It replaces deepspeed.comm.destroy_process_group, whose arguments it passes on: the script
         calls it after its last step. The look is stored as block -1.
         """
-        watch, begin = failure.NicWatch(20.0), time.thread_time()
-        for number in range(500):
-            watch.poll(float(number))
-        timings.append((-1, "look", (time.thread_time() - begin) / 500))
+        watch = failure.NicWatch(patience_s=NIC_PATIENCE_S)
+        looks = 500  # enough for the clock of a thread
+        begin = time.thread_time()
+        for second in range(looks):
+            watch.poll(float(second))  # the time of the look: it looks once each second
+        timings.append((-1, "look", (time.thread_time() - begin) / looks))
         if dist.get_rank() == 0:
             Path(out).write_text(json.dumps(timings))
         end(*args)
@@ -313,7 +330,12 @@ def main() -> int:
     arguments.add_argument(
         "--runs", type=int, default=5, help="launches with and without preflight"
     )
-    arguments.add_argument("--cycles", type=int, default=16, help="of three blocks of steps")
+    arguments.add_argument(
+        "--cycles",
+        type=int,
+        default=16,
+        help=f"of the case step: each has {BLOCK} steps with the checks on, off, and off again",
+    )
     args = arguments.parse_args()
     # "8": 8 nodes of 8 ranks. "64": 64 nodes of one rank. "step": the checks that run beside
     # training.

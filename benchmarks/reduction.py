@@ -41,7 +41,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 from holmes_lab import Lab, interleave
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from links_across import join_group, time_sums
@@ -62,6 +62,11 @@ SLOWER = {"overlap": 2, "pipeline": 4, "step": 4, "gather": 4}
 #: part of the step.
 PIPELINE = "--stages 2 --layers 6 --hidden 204 --heads 4 --sequence 16 --micro-batch 1".split()
 MICRO_BATCHES = {"pipeline": 6, "pipeline 8": 8}
+#: FLOP/s of an emulated GPU in the case "overlap": the last backward pass takes longer than the
+#: reduction.
+OVERLAP_FLOPS = 4e8
+#: The same in the case "step".
+STEP_FLOPS = 8e8
 #: 10.7 MB of gradients; at 8e8 FLOP/s 0.63 s of computing a step, of which 0.21 s are the last backward; a
 #: flat ring takes 0.6 s.
 PLAIN = "--layers 6 --hidden 192 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 2".split()
@@ -93,21 +98,26 @@ def slower_clusters(case: str) -> Iterator[tuple[Path, SiteSpec]]:
 def overlap(repetitions: int) -> list[Row]:
     """Measure how long a job waits for a reduction that takes less than the last backward pass.
 
-    Four nodes of one cluster train with and without overlap. Networks and GPUs are
-    SLOWER["overlap"] times slower than in the sample cluster, so that the CPU work of this machine
-    counts less.
+    Four nodes of one cluster train examples/plain_torch with and without overlap. Networks and GPUs
+    are SLOWER["overlap"] times slower than in the sample cluster, so that the CPU work of this
+    machine counts less. Results are the exposed seconds of a step, for which a rank only waits for
+    its reduction, and the seconds of the reduction.
     """
     rows, exposed, reductions = [], {}, {}
     with slower_clusters("overlap") as (_, spec), Lab(spec, realtime=True) as lab:
         nodes = spec.clusters[0].nodes
         for _ in range(repetitions):
             for name, flags in (("after the backward", ["--no-overlap"]), ("overlapped", [])):
-                records = _plain(lab, nodes, [*flags, "--holmes"], flops=4e8 / SLOWER["overlap"])
+                records = run_plain_torch(
+                    lab, nodes, [*flags, "--holmes"], flops=OVERLAP_FLOPS / SLOWER["overlap"]
+                )
+                # Of a step: seconds for which the rank only waits for its reduction (exposed), and
+                # seconds from the first bucket's start to the last bucket's end.
                 exposed.setdefault(name, []).append(
-                    statistics.median(r["exposed_s"] for r in records)
+                    statistics.median(record["exposed_s"] for record in records)
                 )
                 reductions.setdefault(name, []).append(
-                    statistics.median(r["reduction_s"] for r in records)
+                    statistics.median(record["reduction_s"] for record in records)
                 )
     for name in exposed:
         rows.append(_row("overlap", f"exposed reduction, {name}", exposed[name], "s"))
@@ -122,8 +132,9 @@ def overlap(repetitions: int) -> list[Row]:
 def step(repetitions: int) -> list[Row]:
     """Compare a flat ring with a hierarchical all-reduce in a data-parallel job over both clusters.
 
-    Networks and GPUs are SLOWER["step"] times slower than in the sample cluster, so that the CPU
-    work of this machine counts less.
+    The job is examples/plain_torch. Networks and GPUs are SLOWER["step"] times slower than in the
+    sample cluster, so that the CPU work of this machine counts less. Results are the seconds of a
+    step, those of them for which a rank only waits for its reduction (exposed), and the losses.
     """
     seconds: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
@@ -137,14 +148,16 @@ def step(repetitions: int) -> list[Row]:
                 ("flat ring", ["--bucket-mb", "1"]),
                 ("hierarchical", hierarchical),
             ):
-                records = _plain(lab, interleave(spec), flags, flops=8e8 / SLOWER["step"])
+                records = run_plain_torch(
+                    lab, interleave(spec), flags, flops=STEP_FLOPS / SLOWER["step"]
+                )
                 seconds.setdefault(name, []).append(
-                    statistics.median(r["seconds"] for r in records)
+                    statistics.median(record["seconds"] for record in records)
                 )
                 exposed.setdefault(name, []).append(
-                    statistics.median(r["exposed_s"] for r in records)
+                    statistics.median(record["exposed_s"] for record in records)
                 )
-                losses[name] = [r["loss"] for r in records]
+                losses[name] = [record["loss"] for record in records]
     rows = [_row("step", f"step, {name}", values, "s") for name, values in seconds.items()]
     rows += [
         _row("step", f"of which exposed, {name}", values, "s") for name, values in exposed.items()
@@ -165,7 +178,7 @@ def step(repetitions: int) -> list[Row]:
     return rows
 
 
-def _plain(lab: Lab, nodes: Any, flags: list[str], flops: float) -> list[dict[str, Any]]:
+def run_plain_torch(lab: Lab, nodes: Any, flags: list[str], flops: float) -> list[dict[str, Any]]:
     """Run examples/plain_torch, and return the lines of its log without the first steps.
 
     Args:
@@ -490,7 +503,9 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [shim, os.environ.get("PYTHONPATH", "")])
     )
-    rows = [row for name in chosen(args.cases, CASES) for row in CASES[name](args.repetitions)]
+    rows = [
+        row for name in chosen_cases(args.cases, CASES) for row in CASES[name](args.repetitions)
+    ]
     return finish(
         rows, args.json, "Gradient reduction: overlapped, and hierarchical (compute emulated)"
     )

@@ -1,16 +1,20 @@
-"""Compares pipeline schedules over slow links: 1F1B with more micro-batches in flight, and listed passes.
+"""Compares two pipeline schedules over slow links between the stages.
 
     python benchmarks/schedules.py --json FILE [--cases "40 ms; 16 micro-batches",...]
 
-1F1B has as many micro-batches in flight as hide the stage links. `--holmes-schedule auto` lists all
-passes, and needs the same memory. Steps are simulated. One case also runs in the lab (schedules_lab.py).
+- 1F1B with as many micro-batches in flight as hide the links
+- an order of all forward and backward passes of each stage that the planner has searched ("listed",
+  by `--holmes-schedule auto`). It needs the same memory.
+
+Steps are simulated. One case also runs in the lab (schedules_lab.py).
 
 The job has 4 stages over 2 clusters with 20 to 80 ms between them, and 8 to 32 micro-batches. A forward
 pass takes 20 ms. A backward pass takes twice as long, and half of it is the gradient of the weights,
 which may be delayed. The limits of the memory are:
 
     each stage's    A stage has no more micro-batches in flight than in 1F1B.
-    the fullest     Each stage may have as many micro-batches in flight as the fullest stage of 1F1B.
+    the fullest     Each stage may have as many micro-batches in flight as the first stage of 1F1B,
+                    which has most.
 
 With NCCL the messages of a stage link have a fixed order (runtime/groups/receive_order.py). With gloo no
 message waits for its receiver. The lower bound holds for every schedule (planner/schedule/least.py).
@@ -21,7 +25,7 @@ from __future__ import annotations
 import sys
 
 import schedules_lab
-from harness import Row, chosen, finish, kept, parser, tell
+from harness import Row, chosen_cases, finish, kept_rows, parser, tell
 
 from holmes_ext.plan.cost.pipeline import quickest_in_flight, walked_ends
 from holmes_ext.plan.schedule import Times
@@ -92,8 +96,8 @@ def main() -> int:
     """Measure the chosen cases, print the table of results, and write the results file."""
     args = parser(__doc__.splitlines()[0]).parse_args()
     known = [*CASES, *schedules_lab.ENGINES_OF]
-    names = chosen(args.cases, known)
-    rows = kept(args.json, names)
+    names = chosen_cases(args.cases, known)
+    rows = kept_rows(args.json, names)
     for name in names:
         rows += measure(name) if name in CASES else schedules_lab.rows(name)
         tell(f"{name}: done")

@@ -84,7 +84,11 @@ ENGINES_OF = {
 
 
 def planning_problem(framework: str) -> SearchResult:
-    """Return the planning problem: a model whose stages take FORWARD_S for the forward pass of a sequence."""
+    """Return a planning problem in which the forward pass of a stage takes FORWARD_S seconds.
+
+    Args:
+        framework: Name of the engine that runs the plans.
+    """
     plain = Model(
         layers=LAYERS,
         hidden=128,
@@ -97,9 +101,12 @@ def planning_problem(framework: str) -> SearchResult:
         state_bytes=16.0,
         global_batch=MICRO_BATCHES,
     )
-    block = replace(plain, micro_batch=1).costs()[1]
-    model = replace(plain, gpu=Gpu(flops=block.forward_flops * LAYERS / STAGES / FORWARD_S))
+    _embedding, block, *_ = replace(plain, micro_batch=1).costs()  # of each layer
+    # FLOP/s with which a stage of LAYERS / STAGES blocks takes FORWARD_S.
+    stage_forward_flop = block.forward_flops * LAYERS / STAGES
+    model = replace(plain, gpu=Gpu(flops=stage_forward_flop / FORWARD_S))
     engine, spec = ENGINES[framework], parse_spec(SITE)
+    # direct: gloo's ranks exchange directly inside clusters, and not in a ring.
     rules = rules_of(engine, Options(schedule="auto"), direct=True, overlap=True)
     return SearchResult(
         Network(site_from_spec(spec), Links.of_spec(spec)),
@@ -107,7 +114,7 @@ def planning_problem(framework: str) -> SearchResult:
         MICRO_BATCHES,
         rules=rules,
         engine=engine,
-        stock_overlap=engine.overlaps,
+        stock_overlap=engine.overlaps,  # whether the engine without holmes overlaps reductions
     )
 
 

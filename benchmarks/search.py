@@ -191,17 +191,19 @@ def main() -> int:
     names = [*CASES, SITES]
     parts = args.cases.split(";")
     chosen = [name for name in names if not args.cases or any(part in name for part in parts)]
-    rows = harness.kept(args.json, chosen)
+    rows = harness.kept_rows(args.json, chosen)  # rows of an earlier file, without the chosen cases
     for name in chosen:
-        if name == SITES:
+        if name == SITES:  # not one planning problem, but a choice of nodes in 30 random clusters
             rows += measure_sites()
             harness.write(rows, args.json)
             continue
         case = CASES[name]
         targets = {
+            # The search may exceed its limit of SECONDS by a little.
             "search": f"<= {SECONDS + GRACE_S}",
             "memory of its first process": f"<= {MAX_MEMORY_GIB}",
             "optimality gap (simulated)": f"<= {case.max_gap}",
+            # The plan must not be slower than that of an older version of the search.
             "step": f"<= {case.older_step_s}" if case.older_step_s else "",
         }
         for metric, value in measure(case.clusters, case.model, case.batch).items():
@@ -216,6 +218,8 @@ def main() -> int:
                     target=targets.get(metric, ""),
                 )
             )
+        # Written after each case, because the program may be interrupted. Kept rows come first in
+        # `rows`, but the file has the cases in their usual order.
         rows.sort(key=lambda row: names.index(row.case))
         harness.write(rows, args.json)
     return harness.finish(rows, args.json, "holmes plan: the search")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import stacks_prediction as prediction
 from emulated import even_costs, forward_s
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from two_clusters import one_cluster_toml, ratio_row, step_rows
@@ -105,22 +105,31 @@ def loss_row(case: str, series: dict[str, Series], name: str, stock: str = "stoc
 
 
 def networks() -> list[Row]:
-    """Measure the networks if they are not in the store, and return rows with the CPU seconds."""
+    """Measure the CPU time that communication needs on this machine, and return rows with it.
+
+    It is the CPU time of a sent byte on each network, of a message, and of a parameter in an
+    optimizer step. Simulations of steps in the lab need them. What results/stacks_measured.json
+    already has is not measured again.
+    """
     known = prediction.Networks.load()
     known.measure(CLUSTERS)
     return known.rows()
 
 
 def data_parallel(stack: str, args) -> list[Row]:
-    """Compare a stack without and with holmes, and with a plain loop that uses GradientReducer.
+    """Compare a training library without and with holmes, and with a plain loop.
+
+    The plain loop uses GradientReducer of holmes. The job also runs without holmes on a single fast
+    cluster: its step shows the CPU time of the library's own code, for the predictions.
 
     Args:
-        stack: "trainer" (of transformers) or "lightning".
+        stack: The library: "trainer" (of transformers) or "lightning".
         args: Options of this program.
     """
     spec, order, flags = emulated_clusters()
     with_stack, with_reducer = (["--stack", name] for name in (stack, "reducer"))
     variants = [
+        # all_rdma() puts all nodes into one fast cluster. Its name is that of the predictions.
         replace(all_rdma(spec), name=ONE_CLUSTER, flags=tuple(with_stack)),
         Variant("stock", spec, order, flags=tuple(with_stack)),
         Variant("holmes", spec, order, flags=(*with_stack, *flags)),
@@ -130,6 +139,7 @@ def data_parallel(stack: str, args) -> list[Row]:
         stack, variants, [str(JOB), *MODEL], classes="GPT2Block", flops=DDP_FLOPS, args=args
     )
     return [
+        # ratio_row() divides the first step time by the second: "holmes : stock" are speeds.
         ratio_row(stack, "holmes : stock", series["stock"], series["holmes"], target=">= 1.35"),
         ratio_row(
             stack,
@@ -145,7 +155,7 @@ def data_parallel(stack: str, args) -> list[Row]:
             series,
             step=prediction.data_parallel,
             flops=DDP_FLOPS,
-            options_of={"stock": {}, "holmes": {}},
+            options_of={"stock": {}, "holmes": {}},  # variants to predict, without further options
         ),
     ]
 
@@ -155,9 +165,10 @@ def predicted_step_rows(
 ) -> list[Row]:
     """Return rows with the simulated steps of some variants, and their errors.
 
-    One number is fitted: the CPU seconds that the software (DDP or FSDP) takes. It is chosen so
-    that the simulated step of the variant ONE_CLUSTER, where the network is fast, equals the
-    measured one. The steps of the other variants are then predicted with it.
+    One number is fitted: the CPU time of the library's own code (DDP: for each parameter; FSDP: for
+    each pass of a transformer block). It is chosen so that the simulated step of the variant
+    ONE_CLUSTER, where the network is fast, equals the measured one. The steps of the other variants
+    are then predicted with it.
 
     Args:
         case: Name of the case in the results.
@@ -168,7 +179,7 @@ def predicted_step_rows(
         options_of: Variant to predict -> further keyword arguments of `step`.
     """
     stack_site = prediction.StackSite.of(CLUSTERS)
-    software_s = prediction.fitted(
+    software_s = prediction.fit_number(
         lambda seconds: step(stack_site, ONE_CLUSTER, flops, seconds), series[ONE_CLUSTER].median
     )
     seconds = {}
@@ -233,18 +244,20 @@ def sharded(args) -> list[Row]:
     ]
     series = run(case, variants, [str(FSDP2), *MODEL], classes="Block", flops=FSDP_FLOPS, args=args)
     return [
+        # ratio_row() divides the first step time by the second: "hybrid : stock" are speeds.
         ratio_row(case, "hybrid : stock", series["stock"], series["hybrid"], target=">= 2"),
         ratio_row(
             case, "holmes without hybrid : stock", series["stock"], series["holmes"], target=""
         ),
         loss_row(case, series, "hybrid"),
         loss_row(case, series, "holmes"),
-        *predicted_collective_rows(case, series),
+        *predicted_collective_rows(case, series),  # by holmes, in its messages at the start
         *predicted_step_rows(
             case,
             series,
             step=prediction.sharded,
             flops=FSDP_FLOPS,
+            # Variants to predict -> further keyword arguments of prediction.sharded().
             options_of={"stock": {}, "hybrid": {"hybrid": True}},
         ),
         *step_rows(case, series),
@@ -252,22 +265,20 @@ def sharded(args) -> list[Row]:
 
 
 def predicted_collective_rows(case: str, series: dict[str, Series]) -> list[Row]:
-    """Return rows with the seconds of collectives in a step that holmes predicts for FSDP2.
+    """Return rows with the seconds of FSDP2's collectives in a step, as holmes predicts them.
 
-    holmes prints two messages at the start. Without --holmes-fsdp hybrid, it leaves the script's
-    sharding as it is, so its message is about stock. With it, its message is about hybrid sharding.
+    At the start of each job, holmes prints a message with such a prediction. Without --holmes-fsdp
+    hybrid (variant "holmes") it leaves the script's sharding over all ranks as it is: that is the
+    sharding of "stock". With the flag (variant "hybrid") the message is about hybrid sharding.
     """
-    # Predicted way to shard -> (variant that prints the message, words that the message contains).
-    sources = {"stock": ("holmes", "of weights across"), "hybrid": ("hybrid", "FSDP hybrid")}
+    # Both messages contain "..., SECONDS s of ...", and the words below.
+    seconds_of = {
+        "stock": _seconds(series["holmes"], "of weights across"),
+        "hybrid": _seconds(series["hybrid"], "FSDP hybrid"),
+    }
     return [
-        Row.median(
-            case,
-            f"predicted collectives {name}",
-            [_seconds(series[variant], words)],
-            unit="s",
-            emulated=False,
-        )
-        for name, (variant, words) in sources.items()
+        Row.median(case, f"predicted collectives {name}", [seconds], unit="s", emulated=False)
+        for name, seconds in seconds_of.items()
     ]
 
 
@@ -277,7 +288,7 @@ def _seconds(series: Series, words: str) -> float:
     return float(line.partition(" s of ")[0].rpartition(", ")[2])
 
 
-def placed(args) -> list[Row]:
+def hybrid_sharded(args) -> list[Row]:
     """Measure HSDP (hybrid sharding) with 2 replicas, a device mesh that the script makes itself.
 
     Without holmes, ranks are in the order of the launcher, and each replica spans both clusters.
@@ -452,10 +463,10 @@ def main() -> int:
         "lightning": lambda: data_parallel("lightning", args),
         "one cluster": lambda: one_cluster(args),
         "fsdp2": lambda: sharded(args),
-        "hsdp": lambda: placed(args),
+        "hsdp": lambda: hybrid_sharded(args),
         "breadth first": lambda: breadth_first(args),
     }
-    rows = [row for name in chosen(args.cases, makers) for row in makers[name]()]
+    rows = [row for name in chosen_cases(args.cases, makers) for row in makers[name]()]
     return finish(
         rows,
         args.json,

@@ -66,7 +66,12 @@ def loop(by_reducer: bool) -> None:
 
 
 def main() -> None:
-    """Run the script of a stack, or the plain loop, with the other arguments of the command line."""
+    """Run one training library's script, or a plain data-parallel loop, on the same model.
+
+    The option --stack names it: "trainer" or "lightning" runs their script. "reducer" runs the loop
+    with GradientReducer of holmes, and "ddp" with DistributedDataParallel. All other arguments are
+    those of the script.
+    """
     position = sys.argv.index("--stack")
     stack = sys.argv[position + 1]
     del sys.argv[position : position + 2]

@@ -1,9 +1,16 @@
 """Predicts the steps of benchmarks/stacks.py by the simulator in planner/simulate/step.py.
 
-One number is fitted for each stack, to the step of stock on a single fast cluster, which is not
-predicted. Networks are as `holmes probe` measures them. The CPU seconds of a byte, a gathered byte and a
-message are measured by prediction_hosts.py on the machine that runs the cases. `stacks.py --cases
-networks` makes these measurements, in results/stacks_measured.json.
+A stack is a training library (DDP of transformers' Trainer or of Lightning, or FSDP2). A simulated
+step has these inputs:
+
+    GPUs            emulated, by FLOP/s
+    networks        as `holmes probe` measures them in the lab
+    communication   CPU time that the lab needs to send a byte, to gather a byte and to send a
+                    message, measured by prediction_hosts.py on the machine that runs the cases
+    library         CPU time of its own code. It is fitted, for each stack, to the step without
+                    holmes on a single fast cluster, which is not predicted.
+
+`stacks.py --cases networks` makes the measurements, in results/stacks_measured.json.
 """
 
 from __future__ import annotations
@@ -55,10 +62,10 @@ class Networks:
 
     #: Name of a network -> cluster file with the networks as `holmes probe` measured them.
     probes: dict[str, str] = field(default_factory=dict)
-    parameter_s: float = 0.0  # CPU seconds of a parameter (measure_optimizer)
-    #: For each repetition: name of a network -> CPU costs of two kinds. For the CPU seconds of a
-    #: byte, the key is a fabric ("ethernet" or a cluster; measure_hosts()). For other costs, it is
-    #: a field of Links that begins with "host_" (measure_software()).
+    parameter_s: float = 0.0  # CPU seconds of an optimizer step for each parameter
+    #: For each repetition: name of a network -> CPU times of communication on it. A key without
+    #: "host_" is a fabric ("ethernet" or a cluster): CPU seconds to send a byte over it. A key with
+    #: "host_" is a field of Links: CPU time of a message, or of a gathered or scattered byte.
     turns: list[dict[str, dict[str, float]]] = field(default_factory=list)
 
     @classmethod
@@ -77,7 +84,7 @@ class Networks:
             for key in self.turns[0][name]
         }
         links = Links.of_spec(parse_spec(self.probes[name]))
-        # CPU seconds of a byte on each fabric.
+        # CPU seconds to send a byte over each fabric.
         measured = {
             fabric: replace(link, host_s=costs[fabric]) for fabric, link in links.measured.items()
         }
@@ -86,14 +93,17 @@ class Networks:
         return replace(links, measured=measured, **fields_of_links)
 
     def measure(self, file: Path, turns: int = 3) -> None:
-        """Measure what the store does not have.
+        """Measure networks and CPU times in the lab, except those that are stored already.
 
-        The networks are measured in turn, because the speed of this machine changes with time. The store
-        is written after each measurement.
+        There are two networks: the clusters of `file`, and the same nodes in a single fast cluster.
+        Stored (in results/stacks_measured.json) are the rates and latencies of each (`probes`), the
+        CPU time of the optimizer for a parameter (`parameter_s`), and the CPU times of bytes and
+        messages on each (`turns`). The networks are measured in turn, because the speed of this
+        machine changes with time.
 
         Args:
             file: The cluster file.
-            turns: Measurements of each network.
+            turns: Measurements of the CPU times on each network.
         """
         spec = load_spec(file)
         with tempfile.TemporaryDirectory() as directory:
@@ -116,7 +126,11 @@ class Networks:
                 self._save()
 
     def rows(self) -> list[Row]:
-        """Return rows with the CPU seconds, and their spread over the turns."""
+        """Return rows with the measured CPU times, and their spread over the repetitions.
+
+        The first is that of the optimizer for each parameter. The others are those of sent bytes
+        and messages on each network.
+        """
         table = [
             Row.of(
                 "networks",
@@ -143,12 +157,17 @@ class Networks:
 
 @dataclass(frozen=True)
 class StackSite:
-    """Nodes of a cluster file in the order of stock, in that of holmes, and on a single fast network."""
+    """Nodes of a cluster file, with measured networks, for simulations with and without holmes.
+
+    nodes_and_links() gives the nodes and networks of a job: without holmes (ranks of both clusters
+    in turn), with holmes (ranks of a cluster next to each other), or with all nodes in a single
+    fast cluster.
+    """
 
     spec: SiteSpec
-    links: Links
-    one_links: Links
-    parameter_s: float
+    links: Links  # measured, of the clusters
+    one_links: Links  # measured, with all nodes in a single fast cluster
+    parameter_s: float  # CPU seconds of an optimizer step for each parameter
 
     @classmethod
     def of(cls, file: Path) -> StackSite:
@@ -161,7 +180,7 @@ class StackSite:
             networks.parameter_s,
         )
 
-    def placed(self, way: str) -> tuple[Site, tuple[str, ...], Links]:
+    def nodes_and_links(self, way: str) -> tuple[Site, tuple[str, ...], Links]:
         """Return the site, its nodes in the order of their ranks, and its links.
 
         Args:
@@ -180,9 +199,9 @@ def data_parallel(stack_site: StackSite, way: str, flops: float, parameter_s: fl
         stack_site: The nodes and their networks.
         way: "stock" (one ring over Ethernet), "holmes" (hierarchical all-reduce) or "one cluster".
         flops: FLOP/s of an emulated GPU.
-        parameter_s: CPU seconds of a parameter, mainly for the gradient norm and the optimizer. The
-            CPU time of a block's passes needs no number: the emulated GPU sleeps for the rest of a
-            pass.
+        parameter_s: CPU seconds of a step for each parameter, mainly for the gradient norm and the
+            optimizer. The CPU time of DDP's own code in the passes of a block needs no number: the
+            emulated GPU sleeps for the rest of a pass.
     """
     run = Execution(
         DDP,
@@ -206,20 +225,22 @@ def sharded(
 
     Args:
         stack_site: The nodes and their networks.
-        way: "stock", "holmes" or "one cluster": the order of the ranks, and the networks.
+        way: "stock": ranks of both clusters in turn. "holmes": ranks of a cluster next to each
+            other. "one cluster": all nodes in a single fast cluster.
         flops: FLOP/s of an emulated GPU.
-        block_s: CPU seconds of FSDP in the forward or the backward pass of a block.
-        hybrid: Whether weights are sharded inside clusters only.
+        block_s: CPU seconds of FSDP's own code (such as copying shards) in each forward or backward
+            pass of a block.
+        hybrid: Whether weights are sharded inside clusters only, and replicated between them.
     """
     run = Execution(
-        LOOP,  # a plain loop: on CPUs, torch waits for each collective
+        LOOP,  # the traits of a plain loop: on CPUs, torch waits for each collective
         zero=3,  # weights, gradients and optimizer are sharded
-        scatter=1.0,  # gloo's reduce-scatter sends as much as an all-reduce
+        scatter=1.0,  # gloo's reduce-scatter sends as much as an all-reduce; a ring sends half
         replicas="clusters" if hybrid else "",  # "": one replica on all ranks
         block_s=block_s,
         sums=1,  # all-reduces of a single number by the script, at the end of a step
-        parameter_s=stack_site.parameter_s,
-        cores=CORES,
+        parameter_s=stack_site.parameter_s,  # of the optimizer, measured
+        cores=CORES,  # which all nodes share
     )
     return _step(stack_site, way, flops, run, tied=False)
 
@@ -236,7 +257,7 @@ def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: b
         run: How the stack communicates, and its CPU seconds.
         tied: Whether the output layer shares the weights of the embedding.
     """
-    site, order, links = stack_site.placed(way)
+    site, order, links = stack_site.nodes_and_links(way)
     gpt = Model(
         layers=LAYERS,
         hidden=HIDDEN,
@@ -262,7 +283,7 @@ def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: b
     ).step_s
 
 
-def fitted(predict: Callable[[float], float], measured: float) -> float:
+def fit_number(predict: Callable[[float], float], measured: float) -> float:
     """Return the number, 0 or more, with which predict(number) is the measured value.
 
     Args:

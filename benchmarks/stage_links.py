@@ -1,4 +1,7 @@
-"""Measures pipeline steps over a slow and a free stage link, with and without holmes's stage links.
+"""Measures how well holmes hides a slow link between pipeline stages behind computing.
+
+The job runs over a slow link and over a link that takes next to no time ("free"). With holmes,
+stages send activations without blocking, and have more micro-batches in flight than in 1F1B.
 
     python benchmarks/stage_links.py --json FILE [--cases "deepspeed 8,..."] [--repetitions 3] [--predict]
 
@@ -41,7 +44,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from emulated import even_costs, forward_s
-from harness import Row, chosen, finish, kept, parser, tell, toml
+from harness import Row, chosen_cases, finish, kept_rows, parser, tell, toml
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from prediction import CORES, TRAITS, Measured, calibrate
@@ -124,13 +127,14 @@ def two(ethernet: str) -> str:
 
 
 def _cases() -> dict[str, Case]:
-    """Return the cases by name. The module docstring describes them.
+    """Return the jobs by name: for each engine, pipelines over a slow and over a free link.
 
-    At FLOPS, a stage takes 64 ms for a micro-batch. At 7.4 Mb/s, an activation of 32 KiB takes
-    about half as long. The more micro-batches there are, the better a slow link can be hidden
-    (targets).
+    The slow link has a low rate ("ENGINE 8", "ENGINE 16": micro-batches) or a latency of 20 ms
+    ("latency", and "unequal": four stages of unequal size). "one cluster" has no link to hide. At
+    FLOPS, a stage takes 64 ms for a micro-batch. At 7.4 Mb/s, an activation of 32 KiB takes about
+    half as long. The more micro-batches there are, the better a slow link can be hidden (targets).
     """
-    # By name of the link: its rate, or its latency.
+    # Name of a link -> cluster.toml with its rate, or with its latency (LINK is such a table).
     links_of_two_rates = {"free": two("1Gb/s"), "slow": two("7.4Mb/s")}
     links_of_two_latencies = {
         name: two("250Mb/s") + LINK.format(latency=latency)
@@ -145,6 +149,7 @@ def _cases() -> dict[str, Case]:
             engine,
             micro_batches=6,
             stage_links=links_of_two_latencies,
+            # A stage of one layer then takes 64 ms for a micro-batch, and one of two layers 128 ms.
             flops=FLOPS / 3,
             stages=4,
             layout=layout,
@@ -171,7 +176,7 @@ CASES = _cases()
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a case."""
+    """Pipeline job with one schedule over one link between the stages, and its files."""
 
     variant: Variant
     schedule: str  # a key of INFLIGHT
@@ -224,20 +229,27 @@ def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
 
 
 def measured_anew(repetitions: int, name: str) -> list[Row]:
-    """Run a case in the lab, and return its rows."""
+    """Run a pipeline job with each schedule over each link, and return the rows of results.
+
+    Args:
+        repetitions: Runs of each schedule and link.
+        name: A key of CASES.
+    """
     case = CASES[name]
     with tempfile.TemporaryDirectory() as directory:
         model, runs = _prepared(case, Path(directory))
-        example, stages, paced = ENGINES[case.engine]
+        # Example folder, flag for the number of stages, layers that sleep as long as a GPU
+        # computes.
+        example, stages_flag, accelerator = ENGINES[case.engine]
         train = examples() / example / "train.py"
         script = [
             str(train),
             *MODEL,
-            stages,
+            stages_flag,
             str(case.stages),
             "--micro-batches",
             str(case.micro_batches),
-            *case.layout,
+            *case.layout,  # layers of each stage, if they are unequal
         ]
         started, total = iter(range(1, repetitions * len(runs) + 1)), repetitions * len(runs)
         series = compare(
@@ -246,9 +258,10 @@ def measured_anew(repetitions: int, name: str) -> list[Row]:
             repetitions=repetitions,
             steps=case.steps,
             skip=4,
-            accelerator={"flops": case.flops, **paced},
+            accelerator={"flops": case.flops, **accelerator},
             on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"),
         )
+        # Seconds of a step for which a rank waits for its neighbours, from holmes's telemetry.
         exposed = {run.variant.name: _pipeline_s(run.telemetry) for run in runs}
         predicted = predictions(case, runs, model)
     return [
@@ -354,7 +367,11 @@ def _ratios(
 
 @cache
 def _overheads(engine: str) -> tuple[float, float, float]:
-    """Return the CPU seconds of a block's pass, of a parameter and of a step, fitted for an engine."""
+    """Return the CPU seconds of an engine's own code, fitted to measured steps of other jobs.
+
+    They are in addition to the time of the emulated GPU: for each forward or backward pass of a
+    transformer block, for each parameter in a step (optimizer, gradient norm), and for each step.
+    """
     return calibrate(engine, Measured.load(STORE))
 
 
@@ -372,7 +389,7 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         model, runs = _prepared(case, Path(directory))
         predicted = predictions(case, runs, model)
-    rows = [row for row in kept(file) if row.case == name and "predict" not in row.metric]
+    rows = [row for row in kept_rows(file) if row.case == name and "predict" not in row.metric]
     if not rows:
         tell(f"stage_links.py: {file} has no case {name!r} to predict anew; measure it first")
         raise SystemExit(2)
@@ -445,8 +462,11 @@ def predicted_step(
         parameter_s=parameter_s,
         step_s=step_s,
         cores=CORES,  # which all nodes of the lab share
+        # A send ends when the kernel has the message, of which TCP keeps so many bytes.
         buffer_bytes=BUFFER_BYTES,
-        notices=True,  # gloo: a receiver announces itself behind its own last message
+        # With gloo, a receiver tells the sender that it is ready. This small message waits behind
+        # the receiver's own last message on the connection.
+        notices=True,
     )
     return simulate(site, plan.nodes, plan.sizes, model, execution, costs=costs).step_s
 
@@ -497,7 +517,7 @@ def main() -> int:
         "--predict", action="store_true", help="measure nothing: predict anew what FILE has"
     )
     args = arguments.parse_args()
-    names = chosen(args.cases, CASES)
+    names = chosen_cases(args.cases, CASES)
     measure = (
         partial(predicted_anew, file=args.json)
         if args.predict
@@ -505,7 +525,7 @@ def main() -> int:
     )
     rows = [row for name in names for row in measure(name)]
     return finish(
-        [*kept(args.json, names), *rows],
+        [*kept_rows(args.json, names), *rows],
         args.json,
         "Stage links between clusters (emulated accelerator)",
     )

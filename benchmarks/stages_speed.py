@@ -26,11 +26,15 @@ COLUMNS = LAYERS + 2  # of a row of costs: the embedding, the blocks and the out
 
 
 def case(seed: int) -> StageCosts:
-    """Return the random costs of a case.
+    """Return the random costs of a pipeline, to measure how long its partition takes.
 
-    The unit of time is the forward pass of a mean block on the fastest GPU, and the unit of memory
-    is the state (weights, gradients, optimizer) of a block. A row of costs has COLUMNS values:
-    embedding, blocks, output layer.
+    The numbers are chosen so that different stages and links decide the step time. The unit of time
+    is the forward pass of a mean block on the fastest GPU, and the unit of memory is the state
+    (weights, gradients, optimizer) of a block. A row of costs has COLUMNS values: embedding,
+    blocks, output layer.
+
+    Args:
+        seed: Seed of the random numbers.
     """
     rng = random.Random(seed)
     clusters = rng.choice((1, 2, 2, 4, 8))
@@ -45,7 +49,9 @@ def case(seed: int) -> StageCosts:
     }
     cluster_of = [stage * clusters // STAGES for stage in range(STAGES)]  # by stage
     slowness_of = [slowness[cluster] for cluster in cluster_of]
-    if rng.random() < 0.3:  # neighbouring stages are in any clusters
+    if rng.random() < 0.3:
+        # Fast and slow GPUs alternate at random. The times of reductions need not fit to them: the
+        # partition treats both as independent numbers.
         rng.shuffle(slowness_of)
     fast_link, slow_link = 0.01, rng.choice((0.01, 0.1, 0.5, 2.0, 5.0))
     # To the next stage. About a quarter of the links are slow.
@@ -60,12 +66,12 @@ def case(seed: int) -> StageCosts:
         reduction_s=tuple((reduction[cluster],) * COLUMNS for cluster in cluster_of),
         transfer_s=tuple((stage_link,) * COLUMNS for stage_link in stage_links),
         micro_batches=rng.choice((8, 64, 128, 512)),
-        tied_s=rng.choice((0.0, 0.0, 1.0)),
+        tied_s=rng.choice((0.0, 0.0, 1.0)),  # to reduce the gradient of a tied embedding
         overlap=rng.random() < 0.5,
         state_bytes=(1.0,) * COLUMNS,
         kept_bytes=(0.02,) * COLUMNS,  # activations of a micro-batch
-        # A fifth of the cases has a limit of memory: a stage of two blocks on average may have up
-        # to six.
+        # A fifth of the cases has a limit of memory: 7 units. On average a stage has two blocks. It
+        # may have up to six, whose state takes 6 units and leaves one for activations.
         limit_bytes=(7.0,) * STAGES if rng.random() < 0.2 else (),
     )
 

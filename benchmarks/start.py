@@ -195,9 +195,15 @@ def run_ranks(
 
 
 def rank0_main(world: int) -> None:
-    """Host the store, start the other ranks, and decide.
+    """Run rank 0 of a simulated start: collect the reports of all ranks, and send them the plan.
 
-    The function prints one line: seconds to the verdict, bytes, memory, and seconds of reading.
+    The other ranks are threads of PROCESSES further processes. The function prints one line with
+    four numbers: seconds from the last report until the last rank has the plan, bytes that crossed
+    the loopback network meanwhile, bytes of rank 0's memory, and seconds that a rank needs to parse
+    the site and the plan.
+
+    Args:
+        world: Number of ranks.
     """
     import torch.distributed  # noqa: F401 - once, for the clients too
 
@@ -209,13 +215,20 @@ def rank0_main(world: int) -> None:
     from holmes_ext.runtime.start.exchange import exchange
     from holmes_ext.runtime.start.store import connect
 
+    # In the new network namespace, the loopback interface is down at first.
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # The store has a connection (a file) for each rank.
+    _soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     port, request = 29500, PlanRequest(Options(), Sizes(pipeline=4, tensor=8))
 
     def decide(reports, nodes):
-        """Return the verdict for all ranks: the site and the plan for the reported nodes."""
+        """Return what rank 0 sends all ranks: the site, the plan, and lines for the user.
+
+        Args:
+            reports: What each rank has reported, by its number. Not needed here.
+            nodes: The nodes that the ranks have reported, with their NICs.
+        """
         site, plan = request.make_plan(nodes)
         return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": []}
 
@@ -254,14 +267,18 @@ def loopback_bytes() -> int:
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
-    from harness import Row, chosen, finish, parser, tell
+    """Measure how fast all ranks of a large job agree on a plan, and write the rows of results.
+
+    Each run is a process of its own (--rank0 RANKS), in a network namespace of its own: its
+    loopback interface then carries nothing but this run, and its bytes can be counted.
+    """
+    from harness import Row, chosen_cases, finish, parser, tell
 
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--runs", type=int, default=3)
     args = arguments.parse_args()
     rows = []
-    for case in chosen(args.cases, CASES):
+    for case in chosen_cases(args.cases, CASES):
         world, measured = CASES[case], []
         for run in range(args.runs):
             command = ["unshare", "--net", sys.executable, __file__, "--rank0", str(world)]
@@ -270,6 +287,8 @@ def main() -> int:
             ).stdout.split()
             measured.append([float(word) for word in words])
             tell(f"{case}: run {run + 1} of {args.runs}: {measured[-1][0]:.2f} s")
+        # By run: seconds until all ranks have the plan, bytes through rank 0, bytes of its memory,
+        # and seconds that one rank needs to parse the plan.
         seconds, crossed, memory, reading = (list(values) for values in zip(*measured))
         rows += [
             Row.median(

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen_cases, finish, parser, tell
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from two_clusters import CASES, Case, loss_row, run, script
@@ -57,7 +57,10 @@ print(sorted(times)[len(times) // 2])
 
 
 def two_and_two() -> tuple[Case, SiteSpec, tuple[str, ...]]:
-    """Return the case, its clusters, and the flags that switch holmes on."""
+    """Return the job "2+2" of two_clusters.py, its clusters, and the flags that switch holmes on.
+
+    The job is a DeepSpeed pipeline on two emulated clusters of two nodes.
+    """
     case = next(case for case in CASES if case.name == "2+2")
     file = examples() / "clusters" / case.file
     sizes = ("--holmes-sizes", f"pipeline={case.stages}")
@@ -123,7 +126,10 @@ def steps(repetitions: int, count: int) -> list[Row]:
 
 
 def turns(repetitions: int, count: int) -> list[Row]:
-    """Compare the recorded steps of each run with the steps between them (see telemetry_turns.py)."""
+    """Compare the steps of a run that telemetry records, every second one, with those between them.
+
+    Differences between runs thus do not count. Runs in which no step is recorded show the noise.
+    """
     case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [
@@ -169,7 +175,7 @@ def turns(repetitions: int, count: int) -> list[Row]:
 
 
 class SmallJob(NamedTuple):
-    """Settings of a run of SMALL_ALL_REDUCE."""
+    """Settings of a short program that times an all-reduce of 16 bytes with holmes switched on."""
 
     options: str  # options of holmes_ext.enable(), as a Python expression
     recorder: str = "no"  # "watched": with a recorder that keeps no times
@@ -228,7 +234,7 @@ def main() -> int:
         "2+2": lambda: steps(args.repetitions, args.steps),
         "turns": lambda: turns(args.repetitions, args.steps),
     }
-    rows = [row for name in chosen(args.cases, makers) for row in makers[name]()]
+    rows = [row for name in chosen_cases(args.cases, makers) for row in makers[name]()]
     return finish(rows, args.json, "What telemetry and the watchdog cost")
 
 

@@ -3,8 +3,9 @@
     telemetry_turns.py SCRIPT ARGUMENTS        run by benchmarks/telemetry.py;
                                                step 0 is recorded, step 1 is not
 
-The recorder is removed outside of everything that holmes adds to the engine's step. A step that is not
-recorded thus costs one comparison with None for each operation.
+holmes wraps the engine's train_batch(). This program wraps it once more, on the outside, and takes
+the recorder away before every second step. Such a step costs one comparison with None for each
+operation.
 """
 
 import os

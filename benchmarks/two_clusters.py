@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import Row, chosen, finish, kept, parser, tell, write
+from harness import Row, chosen_cases, finish, kept_rows, parser, tell, write
 from holmes_lab import Lab, interleave
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 
@@ -248,7 +248,7 @@ def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
 
 
 def control(repetitions: int, steps: int) -> list[Row]:
-    """Measure a single cluster, where holmes must not cost anything.
+    """Measure what holmes adds to a step on a single fast cluster, where it has nothing to improve.
 
     The cluster has the eight nodes of both clusters on the faster network (all_rdma()). Without
     holmes, gloo needs an environment variable to use that network.
@@ -366,16 +366,18 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
-    makers = {
+    measure_of = {
         case.name: lambda case=case: two_clusters(case, args.repetitions, args.steps)
         for case in CASES
     }
-    makers[CONTROL] = lambda: control(args.repetitions, args.steps)
-    makers[START] = lambda: startup(args.repetitions)
-    names = chosen(args.cases, makers)
-    rows = kept(args.json, names)
+    # One cluster, where holmes must not cost anything.
+    measure_of[CONTROL] = lambda: control(args.repetitions, args.steps)
+    # Seconds that holmes adds to the start of a job.
+    measure_of[START] = lambda: startup(args.repetitions)
+    names = chosen_cases(args.cases, measure_of)
+    rows = kept_rows(args.json, names)
     for name in names:
-        rows += makers[name]()
+        rows += measure_of[name]()
         write(rows, args.json)
     return finish(
         rows,

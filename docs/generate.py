@@ -1,6 +1,9 @@
-"""Writes what the pages take from the code and from benchmarks/results, between <!-- generated: NAME --> and
-<!-- /generated -->; and what a `holmes` command prints, below the command between <!-- run --> and <!-- /run
--->; and what a job prints in the lab, between <!-- lab --> and <!-- /lab -->.
+"""Writes the generated blocks of README.md and docs/*.md. There are three kinds:
+
+    <!-- generated: NAME --> ... <!-- /generated -->    a table or text from the code or the
+                                                        results; NAME is a function of BLOCKS
+    <!-- run --> COMMAND ... <!-- /run -->              the output of a `holmes` command
+    <!-- lab --> COMMAND ... <!-- /lab -->              the output of a job in the lab
 
     .venv/bin/python docs/generate.py            rewrites the blocks of README.md
                                                  and docs/, not those of the lab
@@ -8,9 +11,8 @@
     .venv/bin/python docs/generate.py --lab docs/start.md ...    runs the lab's blocks of these
                                                                  pages, and rewrites them
 
-tests/test_docs.py checks the same; integration_tests/commands/test_pages.py runs the lab's with
-HOLMES_TEST_FULL=1, whose times differ each time. Blocks are the functions of BLOCKS; those of results take
-arguments (tables.py).
+tests/test_docs.py checks that the blocks are up to date, except those of the lab, whose times
+differ each time. integration_tests/commands/test_pages.py runs these with HOLMES_TEST_FULL=1.
 """
 
 from __future__ import annotations
@@ -52,22 +54,23 @@ sys.path.insert(0, str(ROOT / "docs"))  # where this is loaded as a module
 import tables  # noqa: E402
 from tables import table  # noqa: E402
 
-#: Error of the model, which every optimality gap names.
+#: File with the worst error of simulated steps, which holmes prints beside every optimality gap.
 MODEL_ERROR = ROOT / "holmes_ext" / "planner" / "search" / "model_error.json"
 _BLOCK = re.compile(
     r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL
 )
 _RUN = re.compile(r"(<!-- run -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
 _LAB = re.compile(r"(<!-- lab -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /lab -->)", re.DOTALL)
-#: Progress bars, and warnings of frameworks.
+#: Lines of a job's output that a page leaves out: progress bars, and warnings of frameworks.
 _NOISE = re.compile(
     r"%\||Warning: |\[WARNING\]|^\[transformers\]|^\s+warnings\.warn\(|site-packages/| Tip: |^-+$"
 )
-#: How long a search took here, which no page says.
+#: End of a line with the seconds of a search, which a page leaves out because they differ each
+#: time.
 _TOOK = re.compile(r"^(\d+ shapes, .*), [\d.]+ s$")
-#: Characters of a line of a command's output; a longer one is cut, and ends in dots.
+#: Width of the terminal for a command, and the length at which its longer lines are cut with dots.
 _COLUMNS, _CUT = 110, 150
-#: Where a flag has a page of its own.
+#: Flag without "--holmes-" -> page that explains it.
 PAGES = {
     "cluster": "clusters.md",
     "plan": "plan.md",
@@ -84,7 +87,7 @@ PAGES = {
 
 
 def flags() -> str:
-    """Every --holmes flag with its twin."""
+    """Return the table of all --holmes flags, with their environment variables."""
     rows = [("`--holmes`", "`HOLMES=1`", "", "switch it on; nothing is imported without it")]
     for name in names():
         text, value = help_of(name), default_of(name)
@@ -96,7 +99,7 @@ def flags() -> str:
 
 
 def variables() -> str:
-    """Variables that are no twins of flags."""
+    """Return the table of the environment variables that have no flag."""
     return table(
         ("variable", "what it does"),
         ((f"`{name}`", text) for name, text in environment_variables().items()),
@@ -104,23 +107,26 @@ def variables() -> str:
 
 
 def features() -> str:
-    """What HOLMES_DISABLE, --holmes-require and --holmes-try take."""
-    found = {patch.feature.name: patch.feature for patch in all_patches()}
+    """Return the table of features, whose names HOLMES_DISABLE, --holmes-require and -try take."""
+    feature_of_name = {patch.feature.name: patch.feature for patch in all_patches()}
     rows = (
         (
             f"`{name}`",
-            one.what,
-            f"`{one.versions}`",
-            f"`{one.switch}`" if one.switch else "every job",
+            feature.what,
+            f"`{feature.versions}`",
+            f"`{feature.switch}`" if feature.switch else "every job",
         )
-        for name, one in found.items()
+        for name, feature in feature_of_name.items()
     )
     return table(("feature", "what it does", "versions", "asked for by"), rows)
 
 
 def command_lines() -> str:
-    """What `holmes plan -- COMMAND` reads of Megatron's flags and of ds_config, and what it names as not
-    counted."""
+    """Return two tables of Megatron's flags and DeepSpeed's keys in `holmes plan -- COMMAND`.
+
+    The first has those that holmes reads. The second has those that it prints as not counted, by
+    the reason.
+    """
     read = {
         "sizes": megatron_flags.SIZES,
         "the model": megatron_flags.MODEL,
@@ -144,7 +150,7 @@ def command_lines() -> str:
 
 
 def cluster_keys() -> str:
-    """The keys of cluster.toml."""
+    """Return the table of the keys of cluster.toml."""
     rows = (
         (
             f"`{key.table}`" if key.table else "top",
@@ -159,18 +165,21 @@ def cluster_keys() -> str:
 
 
 def model_keys() -> str:
-    """The keys of a model file."""
-    kinds = {"int": "a number", "float": "a number", "str": "a text", "bool": "true, false"}
-    rows = (
-        (
-            f"`{'[training] ' * own.metadata['training']}{own.name}`",
-            kinds[own.type],
-            _default(own),
-            own.metadata["text"],
+    """Return the table of the keys of a model file."""
+    type_names = {"int": "a number", "float": "a number", "str": "a text", "bool": "true, false"}
+    rows = []
+    for field in dataclasses.fields(Model):
+        if not field.metadata:  # not a key of the file
+            continue
+        table_name = "[training] " if field.metadata["training"] else ""
+        rows.append(
+            (
+                f"`{table_name}{field.name}`",
+                type_names[field.type],
+                _default(field),
+                field.metadata["text"],
+            )
         )
-        for own in dataclasses.fields(Model)
-        if own.metadata
-    )
     return table(("key", "value", "left out", "what it says"), rows)
 
 
@@ -179,39 +188,45 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def metrics() -> str:
-    """What --holmes-metrics tells."""
+    """Return the table of the metrics that --holmes-metrics exports to Prometheus."""
     return table(
         ("metric", "kind", "labels", "what it is"),
         (
             (
                 f"`{name}`",
                 "counter" if name.endswith("_total") else "gauge",
-                ", ".join(f"`{label}`" for label in one.labels),
-                one.help,
+                ", ".join(f"`{label}`" for label in family.labels),
+                family.help,
             )
-            for name, one in FAMILIES.items()
+            for name, family in FAMILIES.items()
         ),
     )
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parsers of a command that take arguments: itself, or its actions'."""
-    below = next(
-        (one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)), {}
+    """Yield the parsers of a command that take arguments: its own, or those of its subcommands."""
+    subcommands = next(
+        (
+            action.choices
+            for action in parser._actions
+            if isinstance(action, argparse._SubParsersAction)
+        ),
+        {},
     )
-    if not below:
+    if not subcommands:
         yield parser
-    for each in below.values():
-        yield from _parsers(each)
+    for subparser in subcommands.values():
+        yield from _parsers(subparser)
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """On lines of 100 characters, whatever the terminal."""
+    """Return the usage of a command, wrapped at 100 characters on every terminal."""
     parser.formatter_class = lambda prog: Help(prog, width=100)
     return parser.format_usage().removeprefix("usage: ")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Yield the arguments of a command with their help texts, as cells of a table."""
     for action in parser._actions:
         if "--help" in action.option_strings:
             continue
@@ -223,61 +238,74 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def commands() -> str:
-    """Every command with its options, as its --help has them."""
-    parts = []
+    """Return a section for each command: its description, usage and options, as in its --help."""
+    sections = []
     for name in all_commands():
         top = parser_of(name)
         for parser in _parsers(top):
             title = parser.prog.removeprefix("holmes ")
             about = (parser.description or top.description or "").replace("%%", "%")
-            parts.append(
+            sections.append(
                 f"## holmes {title}\n\n{' '.join(about.split())}\n\n```text\n{_usage(parser)}```\n\n"
                 + table(("argument", "what it does"), _arguments(parser))
             )
-    return "\n" + "\n".join(parts) + "\n"
+    return "\n" + "\n".join(sections) + "\n"
 
 
 def _signature(name: str, value: Any) -> str:
     return name + (str(inspect.signature(value)).replace("'", "") if callable(value) else "")
 
 
-#: Of holmes_ext.initialize_model_parallel, which only a program on megatron-core can load.
-_MEGATRONS = (
+#: Description of holmes_ext.initialize_model_parallel. Its docstring cannot be read here, because
+#: the name can only be loaded where megatron-core is installed.
+_INITIALIZE_MODEL_PARALLEL = (
     "megatron.core.parallel_state's function, which also switches holmes on where it is off "
     "(import it above init_process_group)"
 )
 
 
 def _public_names() -> Iterator[tuple[str, Any]]:
-    """(name, what it is); None for megatron.core's function, which only a job needs to load."""
+    """Yield each public name of holmes_ext with its object; None for the function of megatron-core.
+
+    That function can only be loaded where megatron-core is installed.
+    """
     for name in sorted(holmes_ext.__all__):
         yield name, None if name == "initialize_model_parallel" else getattr(holmes_ext, name)
 
 
 def api() -> str:
-    """The public names as mkdocstrings takes them, which reads signatures and docstrings in the source."""
-    homes = [
+    """Return a table of the public names, and a line "::: MODULE.NAME" for each.
+
+    mkdocstrings replaces such a line by the signature and the docstring.
+    """
+    full_names = [
         f"{holmes_ext._MODULE_OF[name]}.{name}"
         for name, value in _public_names()
         if value is not None
     ]
-    rows = ((f"`{name}`", _first(value)) for name, value in _public_names())
-    return table(("name", "what it is"), rows) + "".join(f"\n::: {home}\n" for home in homes)
+    rows = ((f"`{name}`", _first_sentence(value)) for name, value in _public_names())
+    return table(("name", "what it is"), rows) + "".join(f"\n::: {name}\n" for name in full_names)
 
 
-def _first(value: Any) -> str:
-    """Sentence of its docstring."""
-    said = " ".join((inspect.getdoc(value) or "").split()) if value else _MEGATRONS
-    return re.split(r"(?<=[.;]) ", said)[0].rstrip(".;")
+def _first_sentence(value: Any) -> str:
+    """Return the first sentence of an object's docstring, without the full stop."""
+    if value:
+        text = " ".join((inspect.getdoc(value) or "").split())
+    else:
+        text = _INITIALIZE_MODEL_PARALLEL
+    return re.split(r"(?<=[.;]) ", text)[0].rstrip(".;")
 
 
 def public() -> str:
-    """What users, tests and scripts may rely on: a change of this list is a change of the contract."""
+    """Return the list of everything that users and scripts may rely on, and that must not change.
+
+    It has public names, flags, variables, commands with their options, and versions of files.
+    """
     lines = ["\n## Names of the package `holmes_ext`\n"]
     for name, value in _public_names():
         if inspect.isclass(value):
-            own = [one for one in vars(value) if not one.startswith("_")]
-            lines.append(f"- `{name}`" + (f": `{', '.join(sorted(own))}`" if own else ""))
+            members = [member for member in vars(value) if not member.startswith("_")]
+            lines.append(f"- `{name}`" + (f": `{', '.join(sorted(members))}`" if members else ""))
         else:
             lines.append(f"- `{_signature(name, value)}`")
     lines += [
@@ -291,8 +319,8 @@ def public() -> str:
         for parser in _parsers(parser_of(name)):
             words = sorted(
                 word
-                for one in parser._actions
-                for word in one.option_strings
+                for action in parser._actions
+                for word in action.option_strings
                 if word.startswith("--")
             )
             lines.append(
@@ -321,13 +349,18 @@ LANGUAGES = {
 
 
 def source(path: str) -> str:
-    """A file of this repository, whole."""
+    """Return a whole file of this repository as a block of code.
+
+    Args:
+        path: Path from the root of the repository.
+    """
     return f"```{LANGUAGES[Path(path).suffix]}\n{(ROOT / path).read_text().rstrip()}\n```\n"
 
 
+#: Name in <!-- generated: NAME ARGUMENTS --> -> function that returns the text of the block.
 BLOCKS = {
-    one.__name__: one
-    for one in (
+    function.__name__: function
+    for function in (
         flags,
         variables,
         features,
@@ -349,15 +382,21 @@ BLOCKS = {
 
 
 def pages() -> list[Path]:
+    """Return all pages that may have generated blocks."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def printed(command: str) -> str:
-    """What a `holmes` command line prints, run here in the folder of README.md. A search has one process: how
-    many plans two of them look at is a matter of luck."""
+    """Run a `holmes` command in this process, in the folder of README.md, and return its output.
+
+    Raises:
+        AssertionError: The command fails.
+    """
     words, out = shlex.split(command.replace("\\\n", " ")), io.StringIO()
-    alone, search.ALONE_S = search.ALONE_S, float("inf")
-    before, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), str(_COLUMNS)
+    # A search has one process: how many plans two processes look at in their time is a matter of
+    # luck.
+    alone_s, search.ALONE_S = search.ALONE_S, float("inf")
+    columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), str(_COLUMNS)
     folder = os.getcwd()
     try:
         os.chdir(ROOT)
@@ -365,45 +404,66 @@ def printed(command: str) -> str:
             status = main(words[1:])
     finally:
         os.chdir(folder)
-        os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
-        search.ALONE_S = alone
+        if columns is None:
+            os.environ.pop("COLUMNS")
+        else:
+            os.environ["COLUMNS"] = columns
+        search.ALONE_S = alone_s
     assert words[0] == "holmes" and status == 0, f"{command}: status {status}"
     return _cut(out.getvalue())
 
 
-def _cut(printed: str) -> str:
-    lines = [_TOOK.sub(r"\1", line.rstrip()) for line in printed.splitlines()]
-    whole = [
-        len(line) <= _CUT or line.startswith("  --") for line in lines
-    ]  # flags are there to be copied
-    return (
-        "\n".join(line if fits else f"{line[:_CUT]} ..." for line, fits in zip(lines, whole)) + "\n"
-    )
+def _cut(output: str) -> str:
+    """Return a command's output without the seconds of a search, and with its long lines cut."""
+    lines = []
+    for line in output.splitlines():
+        line = _TOOK.sub(r"\1", line.rstrip())
+        is_flags = line.startswith("  --")  # which readers copy, so they are not cut
+        lines.append(line if len(line) <= _CUT or is_flags else f"{line[:_CUT]} ...")
+    return "\n".join(lines) + "\n"
 
 
 def renewed(text: str) -> str:
-    """A page with its blocks as they should be."""
+    """Return a page with the blocks of the code, the results and the commands made anew.
 
-    def run(found: re.Match[str]) -> str:
-        return found[1] + textwrap.indent(printed(textwrap.dedent(found[2])), "    ") + found[4]
+    Args:
+        text: The page in Markdown.
+    """
 
-    def made(found: re.Match[str]) -> str:
-        return (
-            found[1] + (BLOCKS[found[2]](found[3]) if found[3] else BLOCKS[found[2]]()) + found[5]
-        )
+    def run_command(match: re.Match[str]) -> str:
+        """Return a block <!-- run --> with the command's output of now."""
+        begin, command, _old_output, end = match.groups()
+        return begin + textwrap.indent(printed(textwrap.dedent(command)), "    ") + end
 
-    return _RUN.sub(run, _BLOCK.sub(made, text))
+    def make_block(match: re.Match[str]) -> str:
+        """Return a block <!-- generated --> with the text that its function returns."""
+        begin, name, arguments, _old_text, end = match.groups()
+        make = BLOCKS[name]
+        return begin + (make(arguments) if arguments else make()) + end
+
+    return _RUN.sub(run_command, _BLOCK.sub(make_block, text))
 
 
 def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
-    """(command, what the page says that it prints, what it prints) of a page's blocks, run in turn in a
-    folder that has the examples; without progress bars. AssertionError where one fails."""
+    """Run the commands of a page's blocks <!-- lab --> in turn, and yield their outputs.
+
+    Args:
+        text: The page in Markdown.
+        folder: Empty folder in which the commands run. It gets links to the examples.
+
+    Yields:
+        The command, its output in the page, and its output now (without progress bars).
+
+    Raises:
+        AssertionError: A command fails.
+    """
     for name in ("examples", "integration_tests"):
         (folder / name).symlink_to(ROOT / name)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     env = {**os.environ, "PATH": path, "COLUMNS": "130", "OMP_NUM_THREADS": "1"}
-    for found in _LAB.finditer(text):
-        command = textwrap.dedent(found[2])
+    for match in _LAB.finditer(text):
+        _begin, indented_command, old_output, _end = match.groups()
+        command = textwrap.dedent(indented_command)
         done = subprocess.run(
             ["bash", "-c", f"set -o pipefail; {command}"],
             cwd=folder,
@@ -419,10 +479,11 @@ def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
             for line in done.stdout.replace(f"{folder}/", "").splitlines()
             if not _NOISE.search(line)
         ]
-        yield command, textwrap.dedent(found[3]), _cut(re.sub(r"\n\n+", "\n\n", "\n".join(lines)))
+        yield command, textwrap.dedent(old_output), _cut(re.sub(r"\n\n+", "\n\n", "\n".join(lines)))
 
 
 def write_lab(pages: list[str]) -> None:
+    """Run the commands of the blocks <!-- lab -->, and write their outputs into the pages."""
     for page in map(Path, pages):
         text = page.read_text()
         with tempfile.TemporaryDirectory() as folder:
@@ -435,6 +496,14 @@ def write_lab(pages: list[str]) -> None:
 
 
 def write(argv: list[str]) -> int:
+    """Rewrite the blocks, or with --check only report those that differ.
+
+    Args:
+        argv: [], ["--check"], or "--lab" and the pages whose lab blocks are run.
+
+    Returns:
+        The exit status: 1 if --check finds a difference.
+    """
     if not argv:
         MODEL_ERROR.write_text(tables.model_error_file())
     if argv[:1] == ["--lab"]:

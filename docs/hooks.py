@@ -1,5 +1,8 @@
-"""Of mkdocs (mkdocs.yml): README.md as the first page, the page of all results, and links that leave docs/ as
-text."""
+"""Hooks of mkdocs, which builds the site from docs/ (mkdocs.yml names this file).
+
+They add README.md as the first page and a page with all results. Links to files outside docs/, of
+which the site has no copy, become text.
+"""
 
 import importlib.util
 import re
@@ -11,7 +14,8 @@ DOCS = Path(__file__).resolve().parent
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
-def _generate():
+def _load_generate():
+    """Return docs/generate.py as a module: it is a script in a folder that is no package."""
     spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -19,26 +23,38 @@ def _generate():
 
 
 def on_files(files, config):
-    """Two pages that are no files of docs/."""
+    """Add two pages that are no files of docs/: the first page, and the page of all results.
+
+    mkdocs calls this with the files that it has found.
+    """
     readme = (DOCS.parent / "README.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "index.md", content=readme))
-    files.append(File.generated(config, "results.md", content=_generate().tables.results()))
+    files.append(File.generated(config, "results.md", content=_load_generate().tables.results()))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
-    """A link to README.md is one to the first page; what else lies outside docs/ is named, not linked: the
-    site has no copy of it. Its place must be there."""
-    own = (DOCS / page.file.src_path).parent
+    """Return a page's Markdown without links to files outside docs/, which the site does not have.
 
-    def shown(found):
-        text, (target, _, anchor) = found[1], found[2].partition("#")
-        there = (own / target).resolve()
-        if not target.startswith("../") or there.is_relative_to(DOCS):
-            return found[0]
-        assert there.exists(), f"{page.file.src_path}: {target}"
-        if there == DOCS.parent / "README.md":
-            return f"[{text}]({target.replace('../README.md', 'index.md')}{'#' * bool(anchor)}{anchor})"
-        return f"{text} (`{there.relative_to(DOCS.parent)}`)"
+    A link to README.md becomes one to the first page. Any other link to a file outside docs/
+    becomes its text and the path of the file. mkdocs calls this for each page.
 
-    return _LINK.sub(shown, markdown)
+    Raises:
+        AssertionError: A link names a file that does not exist.
+    """
+    folder = (DOCS / page.file.src_path).parent
+
+    def link_in_site(match):
+        """Return the Markdown for one link: match has its text and its target."""
+        text = match[1]
+        target, _, anchor = match[2].partition("#")
+        file = (folder / target).resolve()
+        if not target.startswith("../") or file.is_relative_to(DOCS):
+            return match[0]
+        assert file.exists(), f"{page.file.src_path}: {target}"
+        if file == DOCS.parent / "README.md":
+            first_page = target.replace("../README.md", "index.md")
+            return f"[{text}]({first_page}#{anchor})" if anchor else f"[{text}]({first_page})"
+        return f"{text} (`{file.relative_to(DOCS.parent)}`)"
+
+    return _LINK.sub(link_in_site, markdown)

@@ -1,12 +1,16 @@
-"""Tables of the pages made from benchmarks/results/*.json: README's, those of docs/benchmarks/, all rows of
-all files.
+"""Makes tables of README.md and docs/ from the results of the benchmarks (benchmarks/results/).
 
-    <!-- generated: rows two_clusters.json; case=4.4; metric=step .* -->      a row of the table for each row
-    <!-- generated: cells prediction.json; measured=measured step; ... -->     a row for each case
+docs/generate.py replaces marked blocks of a page by such tables:
 
-case and metric are regular expressions that match from the beginning to the end; what a metric's group
-matches is shown behind the value. Without case and metric: what has a target or is a ratio. Of a file that
-is not there yet `about` says so, and `rows` has none.
+    <!-- generated: rows two_clusters.json; case=4.4; metric=step .* -->      a line for each result
+    <!-- generated: cells prediction.json; measured=measured step; ... -->     a line for each case,
+                                                            with a column for each TITLE=metric
+    <!-- generated: about two_clusters.json -->                                machine and versions
+
+case and metric are regular expressions for the whole name. If that of a metric has a group, the
+text that the group matches is shown after the value. Without a metric, `rows` shows the results
+that have a target or are ratios. If the file does not exist yet, `about` says so, and `rows` is
+empty.
 """
 
 from __future__ import annotations
@@ -23,7 +27,12 @@ Row = dict[str, Any]
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """In Markdown; bars in cells are escaped."""
+    """Return a table in Markdown.
+
+    Args:
+        head: Titles of the columns.
+        rows: Cells of each line. Bars in them are escaped.
+    """
     titles = list(head)
     lines = [titles, ["---"] * len(titles), *rows]
     return "".join(
@@ -32,11 +41,18 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def load(file: str) -> list[Row]:
+    """Return the rows of a results file: mappings with "scene" (the case), "metric", "value"..."""
     return json.loads((RESULTS / file).read_text()).get("rows", [])
 
 
 def spread(row: Row, digits: int, factor: float = 1) -> str:
-    """ "1.68 (1.67-1.69)": with the least and the greatest."""
+    """Return a value with its smallest and largest measurement, such as "1.68 (1.67-1.69)".
+
+    Args:
+        row: The result.
+        digits: Digits after the decimal point.
+        factor: Factor of all numbers, to change the unit.
+    """
     value, low, high = (
         f"{factor * number:.{digits}f}" for number in (row["value"], *row["spread"])
     )
@@ -45,45 +61,67 @@ def spread(row: Row, digits: int, factor: float = 1) -> str:
 
 
 def shown(row: Row) -> str:
-    """The value as its unit wants it: seconds to the millisecond (short ones in ms, us or ns), ratios to
-    1/100, parts in percent."""
+    """Return a value with its unit and its spread, as a table shows it.
+
+    Seconds have three digits, or are in ms, us or ns if they are short. Ratios have two digits.
+    Fractions ("of a step") are in percent.
+    """
     unit, value = row["unit"], row["value"]
     if unit in ("s", "CPU s"):
-        most = max(map(abs, (value, *row["spread"])))
-        if 0 < most < 0.01:
-            factor, short = (
-                (1e3, "ms") if most >= 1e-3 else (1e6, "us") if most >= 1e-6 else (1e9, "ns")
-            )
-            return (
-                f"{spread(row, 1 if most * factor >= 10 else 2, factor)} {unit.replace('s', short)}"
-            )
+        largest = max(map(abs, (value, *row["spread"])))
+        if 0 < largest < 0.01:
+            if largest >= 1e-3:
+                factor, short_unit = 1e3, "ms"
+            elif largest >= 1e-6:
+                factor, short_unit = 1e6, "us"
+            else:
+                factor, short_unit = 1e9, "ns"
+            digits = 1 if largest * factor >= 10 else 2
+            return f"{spread(row, digits, factor)} {unit.replace('s', short_unit)}"
         return f"{spread(row, 3 if abs(value) < 100 else 0)} {unit}"
     if unit == "x":
         return f"{spread(row, 2)} x"
-    if unit == "%" or _part(unit):
-        factor = 100 if _part(unit) else 1
+    if unit == "%" or _is_fraction(unit):
+        factor = 100 if _is_fraction(unit) else 1
         percent = factor * abs(value)
-        return (
-            f"{spread(row, 1 if percent > 1 or not value else 2 if percent > 0.1 else 3, factor)} %"
-        )
+        if percent > 1 or not value:
+            digits = 1
+        elif percent > 0.1:
+            digits = 2
+        else:
+            digits = 3
+        return f"{spread(row, digits, factor)} %"
     if unit == "nats" and abs(value) < 1e-3:
         return f"{value:.2g}"
-    digits = 3 if unit == "nats" else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
-    return f"{spread(row, 0 if float(value).is_integer() else digits)} {unit}".rstrip()
+    if float(value).is_integer():
+        digits = 0
+    elif unit == "nats":
+        digits = 3
+    elif abs(value) < 10:
+        digits = 2
+    elif abs(value) < 100:
+        digits = 1
+    else:
+        digits = 0
+    return f"{spread(row, digits)} {unit}".rstrip()
 
 
-def _part(unit: str) -> bool:
-    """Whether a value is a part of something, which is shown in percent."""
+def _is_fraction(unit: str) -> bool:
+    """Return whether values of a unit ("of a step", "fraction") are shown in percent."""
     return unit.startswith("of ") or unit == "fraction"
 
 
 def target(row: Row) -> str:
-    """ "at most 1 %: met"; empty where none is stated."""
+    """Return the target of a result and whether it is met, such as "at most 1 %: met".
+
+    The result is "" if there is no target. If the row has a note (the cores were busy), the target
+    is neither met nor missed, and the note is shown instead.
+    """
     if "target" not in row:
         return ""
     sign, number = row["target"].split()
     limit = f"{number} %" if row["unit"] == "%" else number
-    if _part(row["unit"]):
+    if _is_fraction(row["unit"]):
         limit = f"{100 * float(number):g} %"
     word = {"<=": "at most ", ">=": "at least ", "==": ""}[sign]
     if "note" in row:
@@ -91,18 +129,26 @@ def target(row: Row) -> str:
     return f"{word}{limit}: {'met' if row.get('met') else '**not met**'}"
 
 
-def _words(said: str) -> tuple[str, dict[str, str]]:
-    """ "FILE; title=regex; ..." """
-    file, *rest = (part.strip() for part in said.split(";"))
-    return file, dict(part.split("=", 1) for part in rest)
+def _parse_arguments(arguments: str) -> tuple[str, dict[str, str]]:
+    """Return the file name, and name -> regular expression, of "FILE; NAME=REGEX; ..."."""
+    file, *assignments = (text.strip() for text in arguments.split(";"))
+    return file, dict(text.split("=", 1) for text in assignments)
 
 
-def rows(said: str) -> str:
-    """See the module."""
-    file, given = _words(said)
+def rows(arguments: str) -> str:
+    """Return a table with a line for each chosen result of a file.
+
+    Args:
+        arguments: "FILE; case=REGEX; metric=REGEX", both optional. Without a metric, the results
+            that have a target or are ratios are chosen.
+
+    Returns:
+        The table in Markdown. "" if the file does not exist.
+    """
+    file, patterns = _parse_arguments(arguments)
     if not (RESULTS / file).exists():
         return ""
-    case, metric = given.get("case", ".*"), given.get("metric")
+    case, metric = patterns.get("case", ".*"), patterns.get("metric")
     chosen = [
         row
         for row in load(file)
@@ -111,40 +157,52 @@ def rows(said: str) -> str:
             re.fullmatch(metric, row["metric"]) if metric else "target" in row or row["unit"] == "x"
         )
     ]
-    assert chosen, f"no row: {said}"
+    assert chosen, f"no row: {arguments}"
     return table(
         ("case", "what", "value", "target"),
         ((row["scene"], row["metric"], shown(row), target(row)) for row in chosen),
     )
 
 
-def cells(said: str) -> str:
-    """See the module."""
-    file, columns = _words(said)
+def cells(arguments: str) -> str:
+    """Return a table with a line for each case of a file, and a column for each named metric.
+
+    Args:
+        arguments: "FILE; TITLE=REGEX; ...": title of a column, and regular expression of its
+            metric. "case=REGEX" chooses the cases.
+    """
+    file, columns = _parse_arguments(arguments)  # columns: title -> metric
     case = columns.pop("case", ".*")
     cases: dict[str, list[Row]] = {}
     for row in load(file):
         if re.fullmatch(case, row["scene"]):
             cases.setdefault(row["scene"], []).append(row)
-    lines = [
-        [name, *(_cell(found, metric) for metric in columns.values())]
-        for name, found in cases.items()
-    ]
-    kept = [line for line in lines if any(line[1:])]
-    assert kept, f"no row: {said}"
-    return table(("case", *columns), kept)
+    lines = []
+    for name, rows_of_case in cases.items():
+        cells_of_case = [_cell(rows_of_case, metric) for metric in columns.values()]
+        if any(cells_of_case):
+            lines.append([name, *cells_of_case])
+    assert lines, f"no row: {arguments}"
+    return table(("case", *columns), lines)
 
 
-def _cell(found: list[Row], metric: str) -> str:
-    for row in found:
+def _cell(rows_of_case: list[Row], metric: str) -> str:
+    """Return the value of the first row whose metric matches, with its target; "" if there is none.
+
+    Args:
+        rows_of_case: All results of a case.
+        metric: Regular expression. The text that its group matches is shown after the value.
+    """
+    for row in rows_of_case:
         if match := re.fullmatch(metric, row["metric"]):
-            more = f" ({match[1]})" if match.groups() else ""
-            return shown(row) + more + (f", {target(row)}" if "target" in row else "")
+            matched_group = f" ({match[1]})" if match.groups() else ""
+            target_text = f", {target(row)}" if "target" in row else ""
+            return shown(row) + matched_group + target_text
     return ""
 
 
 def about(file: str) -> str:
-    """Where a file's rows were measured."""
+    """Return a sentence with the machine and the versions with which a results file was made."""
     if not (RESULTS / file).exists():
         return f"Not measured yet: benchmarks/results has no {file}.\n"
     document = json.loads((RESULTS / file).read_text())
@@ -158,7 +216,7 @@ def about(file: str) -> str:
     )
 
 
-#: README's table: what a row is called, its file and case.
+#: Lines of README's table: name of the line, results file, case.
 _STOCK, _BOUND = "holmes : stock", "holmes : all-RDMA"
 MEASURED = (
     ("DeepSpeed, 4+4 nodes, pipeline 2", "two_clusters.json", "4+4"),
@@ -184,23 +242,29 @@ MEASURED = (
 )
 
 
-def _ratio(found: list[Row], case: str, metric: str) -> str:
+def _ratio(rows_of_file: list[Row], case: str, metric: str) -> str:
+    """Return a ratio of step times with its spread, or "" if it was not measured.
+
+    In the case of FSDP2, the variant of holmes is named "hybrid".
+    """
     metrics = metric, metric.replace("holmes", "hybrid")
-    chosen = [row for row in found if row["scene"] == case and row["metric"] in metrics]
+    chosen = [row for row in rows_of_file if row["scene"] == case and row["metric"] in metrics]
     return spread(chosen[0], 2) if chosen else ""
 
 
-def _loss(found: list[Row], case: str) -> str:
-    """The largest difference of any step's loss to stock's."""
+def _loss(rows_of_file: list[Row], case: str) -> str:
+    """Return the largest difference of losses with and without holmes; "" if not measured."""
     names = re.compile(r"((holmes|hybrid): )?largest loss difference")
     values = [
-        row["value"] for row in found if row["scene"] == case and names.fullmatch(row["metric"])
+        row["value"]
+        for row in rows_of_file
+        if row["scene"] == case and names.fullmatch(row["metric"])
     ]
     return f"{max(values):.2g}" if values else ""
 
 
 def measured() -> str:
-    """README's table."""
+    """Return the table of README.md: speed and losses with holmes in each framework."""
 
     def value(file: str, case: str, metric: str) -> float:
         return next(
@@ -237,34 +301,42 @@ def measured() -> str:
 
 
 def placed() -> str:
-    """README's sentences on stages placed over link matrices: the step of what `holmes plan` finds beside
-    that of the best placement by DT-FM's objective, which is not the step; and that objective, beside DT-FM's
-    own search."""
+    """Return the sentences of README.md about placements of pipeline stages (placement.json).
+
+    They compare simulated steps: that of the plan of `holmes plan`, and that of the placement that
+    is best by DT-FM's objective (which is not the step time). And they compare two searches by this
+    objective: that of holmes and that of DT-FM.
+    """
 
     def steps(metric: str) -> dict[str, float]:
+        """Return case -> value of a metric."""
         return {
             row["scene"]: row["value"] for row in load("placement.json") if row["metric"] == metric
         }
 
     def values(metric: str) -> list[float]:
+        """Return the values of all metrics with this beginning, in the order of the cases."""
         return [row["value"] for row in load("placement.json") if row["metric"].startswith(metric)]
 
-    ours, theirs = values("DT-FM's objective: ours"), values("DT-FM's objective: DT-FM")
-    parts = [one / other for one, other in zip(ours, theirs)]
+    costs = values("DT-FM's objective: ours")
+    dtfm_costs = values("DT-FM's objective: DT-FM")
+    cost_ratios = [cost / dtfm_cost for cost, dtfm_cost in zip(costs, dtfm_costs)]
     gaps = values("holmes plan: optimality gap")
     plan, by_objective = (
         steps("holmes plan: simulated step"),
         steps("simulated step of ours by DT-FM's objective"),
     )
-    saved = [plan[case] / step for case, step in by_objective.items()]
+    step_ratios = [plan[case] / step for case, step in by_objective.items()]
     return (
         textwrap.fill(
-            f"Where clusters have links of their own, {len(saved)} cases of DT-FM (arXiv "
+            f"Where clusters have links of their own, {len(step_ratios)} cases of DT-FM (arXiv "
             f"2206.01288, 64 GPUs): a "
-            f"step of what `holmes plan` finds takes {min(saved):.2f} to {max(saved):.2f} of that "
+            f"step of what `holmes plan` finds takes "
+            f"{min(step_ratios):.2f} to {max(step_ratios):.2f} of that "
             f"of the best "
             f"placement by DT-FM's objective (simulated, {model_error()}),"
-            f" by which ours costs {min(parts):.2f} to {max(parts):.2f} of its own search's. "
+            f" by which ours costs {min(cost_ratios):.2f} to {max(cost_ratios):.2f}"
+            f" of its own search's. "
             f"Optimality gaps: "
             f"no plan is more than {max(gaps):.0%} faster, within that model."
             f" [More](docs/benchmarks/placement.md).",
@@ -275,37 +347,36 @@ def placed() -> str:
 
 
 def results() -> str:
-    """The page of the site that has every row with a target or a ratio of every file in
-    benchmarks/results."""
-    parts = [
+    """Return the page "All results": every result with a target, and every ratio, of every file."""
+    sections = [
         "# All results\n\nMade from benchmarks/results when the site was built. Each row: the value, "
         "its least and greatest, and the target where one was stated. [How each number is "
         "made](numbers.md).\n"
     ]
     for file in sorted(RESULTS.glob("*.json")):
         if any("target" in row or row["unit"] == "x" for row in load(file.name)):
-            parts.append(f"## {file.name}\n\n{about(file.name)}\n{rows(file.name)}")
-    return "\n".join(parts)
+            sections.append(f"## {file.name}\n\n{about(file.name)}\n{rows(file.name)}")
+    return "\n".join(sections)
 
 
 def worst_error() -> tuple[str, float]:
-    """(FILE: case, part of the measured step) of the worst prediction that the results have."""
-    found = [
+    """Return the worst prediction of all results: "FILE: CASE" and its relative error."""
+    errors = [
         (row["value"], f"{file.name}: {row['scene']}")
         for file in sorted(RESULTS.glob("*.json"))
         for row in load(file.name)
         if row["metric"].startswith("worst error")
     ]
-    value, case = max(found)
+    value, case = max(errors)
     return case, value
 
 
 def model_error() -> str:
-    """What simulated steps and optimality gaps have to be taken with."""
+    """Return the worst error of simulated steps in words, for sentences with such a step."""
     return f"at worst {worst_error()[1]:.1%} off"
 
 
 def model_error_file() -> str:
-    """holmes_ext/planner/search/model_error.json."""
+    """Return the content of model_error.json, the error that holmes prints with simulated steps."""
     case, value = worst_error()
     return json.dumps({"worst_error": value, "case": case}, indent=1) + "\n"

@@ -17,13 +17,13 @@ GOOD, BAD = Part(0, 0.75), Part(0, 0.0625)
 @pytest.fixture
 def hour():
     one = DataParallelHour(random.Random(2006))
-    one.prepare([GOOD, BAD])
+    one.collect_fixed_plans([GOOD, BAD])
     return one
 
 
 def test_an_hour_is_an_hour_and_the_same_each_time():
     for pipeline in (True, False):
-        every = [adapt_hours.drawn(random.Random(7), pipeline) for _ in range(2)]
+        every = [adapt_hours.random_periods(random.Random(7), pipeline) for _ in range(2)]
         assert every[0] == every[1] and sum(part.seconds for part in every[0]) == pytest.approx(
             3600
         )

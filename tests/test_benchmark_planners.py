@@ -197,7 +197,7 @@ def test_a_plan_with_more_gpus_than_there_are_is_refused(cases):
 def test_stages_of_dtfm_keep_their_matching(cases):
     from referee import dtfm
 
-    request = dtfm.asked(cases["2+2+2 links"])
+    request = dtfm.request_of(cases["2+2+2 links"])
     assert (request["num_devices"], request["way"], request["partition_size"]) == (6, 3, 2)
     assert request["delay_ms"][0][5] == 20.0 and request["rate_gbps"][0][5] == 0.05
     plan = dtfm.read(cases["2+2"], [[2, 0], [1, 3]])
@@ -236,10 +236,11 @@ def test_layers_of_a_profile_take_what_our_model_says(cases):
 def test_our_plan_is_judged_at_what_it_predicts_and_no_dice_beat_it(planners, cases):
     case = cases["2+2 uplinks"]
     grid, seconds, gap = planners.judge.holmes_plan(case, 20.0)
-    ours = planners.judge.judged(case, grid)
+    ours = planners.judge.simulate_plan(case, grid)
     assert ours.step_s == pytest.approx(grid.predicted_s) and ours.fits and gap >= 0
     others = [
-        planners.judge.judged(case, one).step_s for one in planners.judge.random_plans(case, 12)
+        planners.judge.simulate_plan(case, one).step_s
+        for one in planners.judge.random_plans(case, 12)
     ]
     assert ours.step_s <= min(others) * (1 + 1e-9)
     assert max(others) > ours.step_s * 1.05, "the judge tells plans apart"
@@ -247,8 +248,8 @@ def test_our_plan_is_judged_at_what_it_predicts_and_no_dice_beat_it(planners, ca
 
 def test_what_a_careful_person_types_fits_the_memory(planners, cases):
     case = cases["64+32"]
-    grid = planners.judge.typed(case)
-    assert planners.judge.judged(case, grid).fits
+    grid = planners.judge.careful_plan(case)
+    assert planners.judge.simulate_plan(case, grid).fits
     assert grid.sizes.tensor * grid.sizes.pipeline > 1, (
         "18 * 10^9 parameters are too many for one GPU"
     )

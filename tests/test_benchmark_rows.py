@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import matrix  # noqa: E402
 import matrix_table  # noqa: E402
 import tables  # noqa: E402
-from harness import Row, Runs, finish, kept, write  # noqa: E402
+from harness import Row, Runs, finish, kept_rows, write  # noqa: E402
 from matrix_rows import ROWS  # noqa: E402
 
 
@@ -28,7 +28,7 @@ def test_a_target_missed_on_busy_cores(tmp_path, capsys, busy, met, status, said
     assert row.met is met and tables.target(row.to_dict()) == said
     assert finish([row], tmp_path / "rows.json", "title") == status
     assert ("bound by" in capsys.readouterr().out) == (status == 0)
-    assert kept(tmp_path / "rows.json") == [row]
+    assert kept_rows(tmp_path / "rows.json") == [row]
 
 
 def test_rows_that_nobody_measured_so_are_written_as_before(tmp_path):

@@ -61,6 +61,8 @@ def load_cases() -> dict[str, Case]:
     Raises:
         HolmesError: The file is not valid. The message names the file and the key.
     """
+    # The second argument is advice, for the message if the file cannot be read. A table's
+    # take(key, type) returns a value, and done() raises if the table has a key that was not taken.
     top = load_toml(FILE, "name a file of cases such as benchmarks/referee/cases.toml")
     sites = top.table("site")
     cases = top.table("case")
@@ -75,7 +77,12 @@ def load_cases() -> dict[str, Case]:
         spec = parse_spec(text, f"{FILE.name}, site {site}")
         model = _model(models.table(model_name).values, model_name, batch)
         loaded[name] = Case(
-            name, text, spec, on_clusters(model, spec), batch, table.take("run", str)
+            name=name,
+            text=text,
+            spec=spec,
+            model=on_clusters(model, spec),  # with the GPUs of each cluster of the file
+            batch=batch,
+            run=table.take("run", str),
         )
         table.done()
     return loaded

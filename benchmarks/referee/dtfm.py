@@ -46,7 +46,7 @@ def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
         root = Path(directory)
         answer, request = (
             root / "answer.json",
-            write_json(root / "request.json", asked(case) | {"limit": limit}),
+            write_json(root / "request.json", request_of(case) | {"limit": limit}),
         )
         command = [python, PROCESS, folder.resolve(), request, answer]
         run(command, limit, root, root / "log.txt")
@@ -54,7 +54,7 @@ def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
     return Answer((read(case, reply["stages"]),), reply["seconds"])
 
 
-def asked(case: Case) -> dict:
+def request_of(case: Case) -> dict:
     """Return a case in the form of the global variables of DT-FM's scheduler.py.
 
     Returns:
@@ -64,25 +64,33 @@ def asked(case: Case) -> dict:
         latency and the rate (Gb/s) between every two GPUs.
     """
     model, world = case.model, case.site.world_size
+    # Possible numbers of stages: at least two stages of at least two GPUs (DT-FM's code fails with
+    # one), at most one for each layer, and a batch that the replicas can share.
     fitting = [
         size
         for size in divisors(world)
         if 1 < size <= min(model.layers, world // 2) and case.batch % (world // size) == 0
     ]
     pipeline = min(fitting, key=lambda size: abs(size - STAGES))  # number of stages nearest to 8
-    # The view of Sailor has the links of every pair of clusters: each group is a single cluster.
-    view, gpus = View.of(case, "SAILOR"), clusters_of(case)
-    processes, link = case.site.processes, {}  # pair of clusters -> (bytes/s, seconds of latency)
+    # A View describes the networks as a planner of Sailor's repository sees them. That for Sailor
+    # itself has a link for every pair of clusters: each of its groups is a single cluster.
+    view = View.of(case, "SAILOR")
+    link = {}  # pair of clusters -> (bytes/s, seconds of latency)
     for first in view.groups:
         for second in view.groups:
             (first_cluster,), (second_cluster,) = view.groups[first], view.groups[second]
             link[first_cluster, second_cluster] = view.link(first, second)
-    # Between GPUs of a node.
-    inside = (case.gpu(gpus[0]).link_bps or NVLINK_BPS) / 8, 0.0
-    pairs = [
-        [inside if i // processes == j // processes else link[a, b] for j, b in enumerate(gpus)]
-        for i, a in enumerate(gpus)
-    ]
+    clusters = cluster_of_each_gpu(case)
+    gpus_of_node = case.site.processes
+    inside_node = (case.gpu(clusters[0]).link_bps or NVLINK_BPS) / 8, 0.0
+    pairs = []  # (bytes/s, seconds of latency) from each GPU to each GPU
+    for i, cluster in enumerate(clusters):
+        row = []
+        for j, other_cluster in enumerate(clusters):
+            is_same_node = i // gpus_of_node == j // gpus_of_node
+            row.append(inside_node if is_same_node else link[cluster, other_cluster])
+        pairs.append(row)
+    # Bytes of all activations that a GPU sends in a step.
     sent = case.batch / (world // pipeline) * model.sequence * model.hidden * model.activation_width
     return {
         "num_devices": world,
@@ -90,26 +98,32 @@ def asked(case: Case) -> dict:
         "partition_size": world // pipeline,
         "send_gradient_size": model.parameters * model.gradient_width / pipeline / 2**30,
         "send_activation_size": sent / 2**30,
-        "delay_ms": [[1000 * pair[1] for pair in row] for row in pairs],
-        "rate_gbps": [[8 * pair[0] / 1e9 for pair in row] for row in pairs],
+        "delay_ms": [[1000 * latency_s for _rate, latency_s in row] for row in pairs],
+        "rate_gbps": [[8 * bytes_per_s / 1e9 for bytes_per_s, _latency in row] for row in pairs],
     }
 
 
-def clusters_of(case: Case) -> list[str]:
+def cluster_of_each_gpu(case: Case) -> list[str]:
     """Return the cluster of every GPU, node by node."""
     return [node.cluster for node in case.site.nodes for _ in range(case.site.processes)]
 
 
 def read(case: Case, stages: list[list[int]]) -> PlannedJob:
-    """Return DT-FM's plan in the common form.
+    """Return DT-FM's plan as a PlannedJob, which all planners' plans are converted to.
+
+    A PlannedJob has the transformer blocks of each stage, and the clusters of the GPUs of each of
+    its replicas.
 
     Args:
-        stages: Numbers of the GPUs of each stage. GPUs of neighbouring stages at the same position are
-        paired.
+        case: The planning problem.
+        stages: Numbers of the GPUs of each stage. GPUs of neighbouring stages at the same position
+            exchange activations.
     """
-    gpus, blocks = clusters_of(case), uniform(case.model.layers, len(stages))
-    # Each replica of a stage has a single GPU: DT-FM knows no tensor parallelism.
-    placed = [
-        Stage(count, tuple((gpus[gpu],) for gpu in stage)) for count, stage in zip(blocks, stages)
-    ]
-    return PlannedJob(tuple(placed), 1)
+    clusters = cluster_of_each_gpu(case)
+    blocks = uniform(case.model.layers, len(stages))  # of each stage
+    planned_stages = []
+    for count, gpus in zip(blocks, stages):
+        # Each replica of a stage has a single GPU: DT-FM knows no tensor parallelism.
+        replicas = tuple((clusters[gpu],) for gpu in gpus)
+        planned_stages.append(Stage(count, replicas))
+    return PlannedJob(tuple(planned_stages), micro_batch=1)

@@ -3,7 +3,8 @@
     python dtfm_process.py FOLDER REQUEST.json ANSWER.json
 
 This is a process of its own, which imports DT-FM's code unchanged. FOLDER has its scheduler.py and
-config.py. The search makes 4,900 trials, or as many as --limit has time for.
+config.py. The search makes 4,900 trials, or as many as the CPU seconds of the request ("limit")
+allow.
 """
 
 import json
@@ -47,7 +48,12 @@ def main():
     devices = list(range(scheduler.num_devices))
 
     def searched(trials):
-        """Search (`trails` are trials); return DT-FM's result and the CPU seconds."""
+        """Run DT-FM's genetic search with a number of trials (its argument is named "trails").
+
+        Returns:
+            DT-FM's result, which begins with the last population (each individual lists all GPUs,
+            stage after stage) and its costs, and the CPU seconds.
+        """
         begin = time.process_time()
         outcome = scheduler.GCMA(devices, population_size=100, trails=trials, mode="default")
         return outcome, time.process_time() - begin

@@ -37,18 +37,26 @@ from referee.plans import Grid
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Result of the simulation of a plan."""
+class SimulatedPlan:
+    """Simulated step time of a plan, and whether the plan fits the memory."""
 
-    step_s: float
+    step_s: float  # seconds of a training step
     fits: bool  # whether the stages fit the memory of their GPUs
 
 
-def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
-    """Return a case as a planning problem for holmes, with the limits that hold for all planners.
+class SimulatedCandidate(NamedTuple):
+    """Planning problem of a case, and one plan for it with its simulated step."""
 
-    No plan may use interleaved stages, context parallelism or ZeRO, since not all planners know
-    them.
+    problem: SearchResult
+    candidate: Candidate
+
+
+def planning_problem(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
+    """Return a case as the planning problem that holmes's search starts from.
+
+    It has the networks, the model, the batch size, and the limits that hold for all planners: no
+    interleaved stages, context parallelism or ZeRO, since not all planners know them. (A
+    SearchResult is a problem with the plans that are found so far. Here it has none.)
 
     Args:
         case: Clusters, model and batch size.
@@ -67,8 +75,9 @@ def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
     # is NCCL.
     rules = rules_of(engine, Options(), direct=case.run == LAB, overlap=True)
     if engine.hierarchical_zero is not None:
-        # The engine has a hierarchical all-reduce of its own, which the rules leave out. Plans may
-        # use it.
+        # This engine can reduce hierarchically by its own flags. rules_of() then allows flat rings
+        # only, because holmes must not do it, too. Here both (REDUCTIONS) are allowed: the plan may
+        # set those flags.
         rules = replace(rules, reductions=REDUCTIONS)
     network = Network(site_from_spec(spec), Links.of_spec(spec))
     return SearchResult(
@@ -82,13 +91,17 @@ def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
     )
 
 
-def candidate(case: Case, grid: Grid) -> tuple[SearchResult, Candidate]:
-    """Simulate a plan, and return its planning problem and the candidate with the simulated step.
+def simulate_candidate(case: Case, grid: Grid) -> SimulatedCandidate:
+    """Simulate a training step of a plan by the engine that runs all plans of the case.
+
+    Args:
+        case: Clusters, model and batch size.
+        grid: The plan: parallel sizes, order of the nodes, layers of each stage, and micro-batch.
 
     Raises:
         HolmesError: The engine cannot start the plan.
     """
-    result, sizes = asked(case, grid.nodes), grid.sizes
+    problem, sizes = planning_problem(case, grid.nodes), grid.sizes
     if sum(grid.split) != case.model.layers or min(grid.split) < 1:
         raise HolmesError(
             f"blocks {grid.split} of the stages are not the model's {case.model.layers}"
@@ -118,18 +131,19 @@ def candidate(case: Case, grid: Grid) -> tuple[SearchResult, Candidate]:
         recompute=case.model.recompute,
         zero=0,
     )
-    placement = result.network.placement(grid.nodes, sizes)
-    return result, timed(result, result.candidate(shape, placement, grid.split))
+    placement = problem.network.placement(grid.nodes, sizes)
+    candidate = problem.candidate(shape, placement, grid.split)
+    return SimulatedCandidate(problem, timed(problem, candidate))  # timed() simulates a step
 
 
-def judged(case: Case, grid: Grid) -> Verdict:
-    """Return the verdict on a plan.
+def simulate_plan(case: Case, grid: Grid) -> SimulatedPlan:
+    """Return the simulated step time of a plan, and whether it fits the memory of its GPUs.
 
     Raises:
         HolmesError: The engine cannot start the plan.
     """
-    _, simulated = candidate(case, grid)
-    return Verdict(simulated.step_s, simulated.fits)
+    simulated = simulate_candidate(case, grid).candidate
+    return SimulatedPlan(simulated.step_s, simulated.fits)
 
 
 def grid_of(note: Mapping[str, Any]) -> Grid:
@@ -156,14 +170,16 @@ def holmes_plan(case: Case, seconds: float) -> HolmesPlan:
     """Return the plan of `holmes plan --rows 1`.
 
     As in that command, search() first finds a good plan on all nodes without a proof. Then
-    best_use() proves how good it is, and examines whether fewer nodes are faster.
+    best_use() proves how good it is, and examines whether fewer nodes are faster. rows=1: only the
+    best combination of parallel sizes is kept, since the command would print one row.
 
     Args:
+        case: Clusters, model and batch size.
         seconds: Limit of the search, by the clock. The result has the CPU seconds, which are what
             planners are compared by: other programs on this machine do not change them.
     """
     begin, until = _cpu_s(), time.monotonic() + seconds
-    first_look = search(asked(case), seconds, rows=1, prove=False)
+    first_look = search(planning_problem(case), seconds, rows=1, prove=False)
     result = best_use(first_look, case.spec, until, rows=1)
     spent_s, best = _cpu_s() - begin, result.best
     nodes, shape = result.network.nodes(best.placement), best.shape
@@ -184,7 +200,7 @@ def _cpu_s() -> float:
     return user + system + children_user + children_system
 
 
-def typed(case: Case) -> Grid:
+def careful_plan(case: Case) -> Grid:
     """Return the plan that a careful person would type.
 
     It follows the guidance of Megatron and DeepSpeed (Narayanan et al. 2021, arXiv 2104.04473, section
@@ -192,19 +208,21 @@ def typed(case: Case) -> Grid:
     parallel for the rest. All else are defaults: even layers, micro-batch 1, and nodes in the order of
     the launcher. If nothing fits, the plan with the most stages is returned.
     """
-    result, last = asked(case), None
-    for sizes in _possible_sizes(case):
+    network = planning_problem(case).network
+    plan = None
+    for sizes in _possible_sizes(case):  # those with the fewest ranks of a replica come first
         if sizes.tensor > case.site.processes:  # ranks of a node
             continue
-        nodes = tuple(result.network.nodes(launched(result.network, sizes)))
-        last = Grid(
+        # launched() leaves the nodes in the order of the launcher.
+        nodes = tuple(network.nodes(launched(network, sizes)))
+        plan = Grid(
             sizes, nodes=nodes, split=uniform(case.model.layers, sizes.pipeline), micro_batch=1
         )
-        if candidate(case, last)[1].fits:
-            return last
-    if last is None:
+        if simulate_candidate(case, plan).candidate.fits:
+            return plan
+    if plan is None:
         raise HolmesError(f"case {case.name}: no sizes divide its ranks and its batch")
-    return last
+    return plan
 
 
 def _possible_sizes(case: Case) -> Iterator[Sizes]:

@@ -23,7 +23,7 @@ from holmes_ext.planner.launch_flags import launches
 from holmes_ext.planner.search.as_plan import plan_of
 from holmes_ext.samples import examples
 from referee.cases import Case
-from referee.judge import candidate
+from referee.judge import simulate_candidate
 from referee.plans import Grid
 
 SLOWER = 2
@@ -52,7 +52,7 @@ def run(case: Case, grid: Grid) -> Run:
         folder = Path(directory)
         # The case as holmes's planning problem, and the plan as its solution, from which files are
         # made.
-        result, simulated = candidate(case, grid)
+        result, simulated = simulate_candidate(case, grid)
         cluster, plan, config = (
             folder / "cluster.toml",
             folder / "plan.json",
@@ -99,11 +99,14 @@ def case_accelerator(case: Case) -> dict:
 
 @cache
 def _stock_losses(case: Case, data: int, micro_batch: int) -> list[float]:
-    """Return the losses of DeepSpeed without holmes, with the same samples on each data-parallel rank.
+    """Return the losses of DeepSpeed without holmes, with which the losses of a plan are compared.
 
-    The job has one stage and one cluster, and runs as fast as this machine can.
+    Only the losses count, so the job is as fast as it can be: without a pipeline, in one fast
+    cluster, and without an emulated GPU. Each data-parallel rank reads the same samples as with the
+    plan.
 
     Args:
+        case: Clusters, model and batch size.
         data: Data-parallel size.
         micro_batch: Samples of a micro-batch.
     """
@@ -117,6 +120,7 @@ def _stock_losses(case: Case, data: int, micro_batch: int) -> list[float]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps(config))
         file.flush()
+        # Wan(): no links between clusters. all_rdma() puts the nodes into one cluster.
         variant = all_rdma(replace(case.spec.only(set(nodes)), wan=Wan()))
         return _run(
             replace(variant, flags=("--deepspeed_config", file.name)), case, stages=1

@@ -40,7 +40,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """Plan of a planner, in the common form."""
+    """Plan of any planner: the blocks of each stage, and the clusters of the GPUs of its replicas.
+
+    Stages may have different sizes, as some planners propose. The plans of all planners are
+    converted to this form, so that they can be compared.
+    """
 
     stages: tuple[Stage, ...]
     micro_batch: int
@@ -140,15 +144,20 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
 
 
 def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str, ...]:
-    """Return as many nodes as the GPUs of a plan fill, in their order.
+    """Return whole nodes for the GPUs of a plan, in the order of the plan's GPUs.
 
-    For the GPUs of each node, the node is in the cluster that has most of them, among clusters with a
-    free node.
+    A planner may put GPUs of two clusters next to each other, but a node is in one cluster. So the
+    GPUs are taken in groups of a node's size. Each group gets a free node of the cluster that the
+    planner wanted for most of its GPUs, or of another cluster if that one has no free node.
 
     Args:
         plan: The plan, with the cluster of each GPU.
         site: Clusters and nodes of the case.
-        changed: A line is appended if GPUs are left out or get another cluster.
+        changed: A line is appended if GPUs are left out, or are in another cluster than in the
+            plan.
+
+    Raises:
+        HolmesError: The plan has an unknown cluster, more GPUs than the case, or fewer than a node.
     """
     free = {
         name: [node.name for node in site.nodes if node.cluster == name] for name in site.clusters
@@ -202,11 +211,18 @@ def shared_out(weights: Sequence[float], blocks: int) -> tuple[int, ...]:
 
 
 def _resampled(values: Sequence[int], count: int) -> list[float]:
-    """Return the same distribution over another number of stages: sums over equal parts of the pipeline.
+    """Return how a planner's distribution of blocks looks with another number of stages.
+
+    A plan may need another number of stages than its planner chose. The pipeline is then cut into
+    `count` parts of equally many old stages, which may be fractions of one. A new stage gets the
+    blocks of its part.
 
     Args:
-        values: Number of blocks of each stage.
+        values: Number of blocks of each stage of the planner's plan.
         count: The other number of stages.
+
+    Returns:
+        Blocks of each new stage, which need not be whole numbers.
     """
     borders = [0.0, *accumulate(float(value) for value in values)]
 

@@ -192,7 +192,9 @@ def write_json(path: Path, content: object) -> Path:
 
 
 def read(view: files.View, planner: str, plans: list[Mapping[str, Any]]) -> Iterator[PlannedJob]:
-    """Yield the plans of a planner in the common form, without those that name no stages.
+    """Yield the plans of a planner as PlannedJobs, without those that name no stages.
+
+    A PlannedJob has the blocks of each stage, and the clusters of the GPUs of its replicas.
 
     Args:
         view: The case as the planner sees it.
@@ -214,20 +216,21 @@ def read(view: files.View, planner: str, plans: list[Mapping[str, Any]]) -> Iter
 def _even_stages(view: files.View, plan: Mapping[str, Any]) -> tuple[Stage, ...]:
     """Return the stages of a plan of Varuna or Galvatron.
 
-    Such a plan has three sizes: "P" stages, "D" replicas and "T" tensor-parallel ranks. Layers are even,
-    with the embedding and the output layer among them.
+    Such a plan has three sizes: "P" stages, "D" replicas and "T" tensor-parallel ranks. Layers are
+    divided evenly, and the embedding (the first) and the output layer (the last) count as layers.
+    GPUs are used in the order of the cluster file, as by a launcher.
     """
-    clusters = _Clusters(view)
+    free_gpus = _FreeGpus(view)
     layers = view.case.model.layers + 2
-    borders = [round(at * layers / plan["P"]) for at in range(plan["P"] + 1)]
-    key = next(iter(view.groups))
-    return tuple(
-        Stage(
-            _blocks(view, range(low, high)),
-            tuple(tuple(clusters.take(key) for _ in range(plan["T"])) for _ in range(plan["D"])),
-        )
-        for low, high in zip(borders, borders[1:])
-    )
+    borders = [round(stage * layers / plan["P"]) for stage in range(plan["P"] + 1)]
+    all_gpus = next(iter(view.groups))  # the only group: these planners see all nodes as equal
+    stages = []
+    for low, high in zip(borders, borders[1:]):
+        replicas = []
+        for _ in range(plan["D"]):
+            replicas.append(tuple(free_gpus.take_next(all_gpus) for _ in range(plan["T"])))
+        stages.append(Stage(_blocks(view, range(low, high)), tuple(replicas)))
+    return tuple(stages)
 
 
 def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage, ...]:
@@ -241,35 +244,48 @@ def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage
         view: The case as the planner sees it.
         pipelines: One pipeline whose stages have replicas. Or several pipelines (FlashFlex): their
             stages are replicas of each other, and the first pipeline has the layers of the stages.
-            If another pipeline has another number of stages, each becomes a replica of the stage at
-            the same height.
+            If another pipeline has another number of stages, each of its stages becomes a replica
+            of the first pipeline's stage at the same relative position.
     """
-    first, clusters = pipelines[0], _Clusters(view)
+    first = pipelines[0]
+    free_gpus = _FreeGpus(view)
     stages: list[list[tuple[str, ...]]] = [
         [] for _ in first["layers_per_stage"]
     ]  # replicas of each
     for pipeline in pipelines:
         count = len(pipeline["layers_per_stage"])
         for number, replicas in enumerate(pipeline["tmp_per_stage"]):
+            # Stage `number` of `count` is at this stage of the first pipeline.
             replicas_of_stage = stages[number * len(stages) // count]
             for nodes, tensor in replicas:
-                keys = [(gpu_type, zone) for gpu_type, _gpus, zone, *_ in nodes]
-                # The tensor-parallel ranks are divided evenly among the nodes.
-                gpu_keys = [
-                    keys[min(rank * len(keys) // tensor, len(keys) - 1)] for rank in range(tensor)
-                ]
-                replicas_of_stage.append(tuple(clusters.take(key) for key in gpu_keys))
+                node_keys = [(gpu_type, zone) for gpu_type, _gpus, zone, *_ in nodes]
+                clusters = []  # of each tensor-parallel rank
+                for rank in range(tensor):
+                    # The tensor-parallel ranks are divided evenly among the nodes.
+                    node = min(rank * len(node_keys) // tensor, len(node_keys) - 1)
+                    clusters.append(free_gpus.take_next(node_keys[node]))
+                replicas_of_stage.append(tuple(clusters))
     blocks = [_blocks(view, layers) for layers in first["layers_per_stage"]]
     return tuple(Stage(stage_blocks, tuple(stage)) for stage_blocks, stage in zip(blocks, stages))
 
 
 def _blocks(view: files.View, layers: Any) -> int:
-    """Return the number of transformer blocks among layers, without the embedding and the output layer."""
+    """Return the number of transformer blocks among layers.
+
+    Args:
+        view: The case. It gives the number of all blocks.
+        layers: Numbers of layers. 0 is the embedding, and the last one is the output layer: both
+            are no blocks.
+    """
     return sum(0 < layer <= view.case.model.layers for layer in layers)
 
 
-class _Clusters:
-    """Clusters of the GPUs that a planner names by type and zone, in the order of the cluster file."""
+class _FreeGpus:
+    """GPUs of a case that a plan has not used yet, with their clusters.
+
+    A planner names a GPU by its type and zone only, which several clusters may share. So each GPU
+    of a plan gets the next free one of this type and zone, in the order of the cluster file.
+    """
 
     def __init__(self, view: files.View):
         self.view = view
@@ -283,8 +299,8 @@ class _Clusters:
                 free += [name] * (nodes * processes)
             self.left[key] = free
 
-    def take(self, key: tuple[str, str]) -> str:
-        """Return the cluster of the next GPU with a type and zone.
+    def take_next(self, key: tuple[str, str]) -> str:
+        """Use the next free GPU with a type and zone, and return its cluster.
 
         Raises:
             HolmesError: The plan has more such GPUs than the case.

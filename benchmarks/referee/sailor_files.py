@@ -27,9 +27,10 @@ from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.sizes import divisors
 from referee.cases import Case
 
+#: Names that Sailor's code accepts. They stand for the GPU types and the clusters of a case.
 GPUS = "A100-40", "V100-16"
 ZONES = "us-central1-a", "us-west1-b", "europe-west4-a", "us-east1-b", "asia-east1-c"
-MODEL = "OPT-350"
+MODEL = "OPT-350"  # a name that Sailor's code accepts; it stands for the case's model
 MICRO_BATCHES = tuple(range(1, 9))
 #: Bytes of a GPU where the case knows no limit.
 NO_LIMIT = 40 * 2**30
@@ -68,13 +69,19 @@ class View:
         """Return the case as a planner sees it.
 
         Planners in FLAT know a single type of GPU: the slowest one stands for all. Planners in
-        KINDS know two types of nodes in one zone, and planners in BY_ZONE know GPU types and a zone
-        for each cluster.
+        KINDS know at most two types of nodes in one zone: with two clusters they are the clusters,
+        else the types of GPUs. Planners in BY_ZONE know GPU types, and a zone for each cluster.
+        Types and zones have names that Sailor's code accepts (GPUS, ZONES).
+
+        Args:
+            case: The planning problem.
+            planner: A name in FLAT, KINDS or BY_ZONE.
         """
         clusters, gpu_types = list(case.site.clusters), case.gpu_kinds  # the fastest type first
         if planner in FLAT:
             slowest = gpu_types[-1]
-            return cls(case, {GPUS[0]: slowest}, {GroupKey(GPUS[0], ZONES[0]): tuple(clusters)})
+            all_nodes = GroupKey(GPUS[0], ZONES[0])
+            return cls(case, gpus={GPUS[0]: slowest}, groups={all_nodes: tuple(clusters)})
         # Cluster -> index of its GPU type. GPUs with the same speed and memory are one type,
         # whatever the links between the GPUs of a node: gpu_kinds has no links.
         type_of = {
@@ -88,7 +95,8 @@ class View:
             zone = ZONES[number] if planner in BY_ZONE else ZONES[0]
             key = GroupKey(GPUS[type_of[name]], zone)
             groups[key] = (*groups.get(key, ()), name)
-        return cls(case, {GPUS[type_of[name]]: case.gpu(name) for name in clusters}, groups)
+        gpus = {GPUS[type_of[name]]: case.gpu(name) for name in clusters}
+        return cls(case, gpus=gpus, groups=groups)
 
     def count(self, key: GroupKey) -> int:
         """Return the number of nodes of a group: those with its GPU type in its zone."""
@@ -187,17 +195,19 @@ def network(view: View) -> Json:
     """Return the content of providers/multizone_bandwidths_het.json.
 
     It has a link for every two kinds of nodes. Its six levels of keys are the sender's zone, GPU
-    type and number of GPUs in a node, and then the same of the receiver. A value is [coefficients
-    of polynomial(), rate in bytes/s].
+    type and number of GPUs in a node, and then the same of the receiver. A value is [coefficients,
+    rate in bytes/s]. The coefficients are of a polynomial, by which Sailor computes the rate of a
+    message from log2 of its size.
     """
     _embedding, block, *_ = view.layers(GPUS[0], tensor=1, micro_batch=1)
-    # The smallest and the largest message in bytes: an activation that is divided among many ranks,
-    # and the gradients of the whole model or two activations.
+    # The smallest and the largest message in bytes, between which the polynomial must be right: an
+    # activation that is divided among up to 64 ranks, and the gradients of the whole model or two
+    # activations.
     smallest = block["sent"] / 64
     largest = max(PARAMETER_BYTES * view.case.model.parameters, 2 * block["sent"])
     counts = [str(count) for count in sorted({*view.tensors, view.case.site.processes})]
     table: Json = {}
-    # Reversed, so that of several groups in a zone the first one stays.
+    # Zone -> its first group. Reversed, because a later entry of a dict replaces an earlier one.
     first_group = {group.zone: group for group in reversed(view.groups)}
     # Sailor's code looks up each GPU type in each zone, also where the case has none of that type.
     # Then the first group of the zone stands for it.
@@ -363,15 +373,22 @@ def _piper_node(view: View, tables: dict[int, list[Json]], number: int, last: in
 
 
 def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
-    """Return Metis's mbsM_tmpT.json, in milliseconds and MiB.
+    """Return Metis's profile of the layers for one GPU type, tensor-parallel size and micro-batch.
+
+    Metis reads it from a file named mbsM_tmpT.json. Times are in milliseconds, and memory in MiB.
 
     Args:
+        view: The case as Metis sees it.
         gpu: Sailor's name of the GPU type.
         tensor: Tensor-parallel size (T).
         micro_batch: Sequences of a micro-batch (M).
     """
-    rows = view.layers(gpu, tensor, micro_batch)
-    whole = view.layers(gpu, tensor=1, micro_batch=1)  # the model's sizes are those without a split
+    rows = view.layers(gpu, tensor, micro_batch)  # of one rank
+    # Under "model", Metis expects sizes of the model itself: not divided among tensor-parallel
+    # ranks, and for one sequence.
+    whole = view.layers(gpu, tensor=1, micro_batch=1)
+    # Of a layer: "kept" are bytes of activations that stay for the backward pass, and "sent" are
+    # bytes of the activation that goes to the next layer.
     times = [1000 * (layer["forward"] + layer["backward"]) for layer in rows]
     memory = [
         (layer["parameters"] * view.case.model.state_bytes + layer["kept"]) / MIB for layer in rows
@@ -470,7 +487,10 @@ def flashflex(view: View) -> Json:
 
 
 def training(view: View) -> Json:
-    """Return the content of training_config.json."""
+    """Return the model and the batch size as Sailor's planners read them (training_config.json).
+
+    The sizes are those of the case. The name of the model is one that Sailor's code accepts.
+    """
     model = view.case.model
     return {
         "global_batch_size": view.case.batch,
@@ -484,7 +504,7 @@ def training(view: View) -> Json:
         "heads": model.heads,
         "head_dim": model.hidden // model.heads,
         "max_position_embeddings": model.sequence,
-        "num_all_layers": model.layers + 2,
+        "num_all_layers": model.layers + 2,  # with the embedding and the output layer
     }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from math import inf
 from pathlib import Path
 
-from harness import Row, kept, write
+from harness import Row, kept_rows, write
 
 from referee import dtfm, sailor
 from referee.cases import load_cases
@@ -51,17 +51,19 @@ class Table:
         Args:
             path: The results file; None keeps nothing.
         """
-        self.path, self.rows = path, kept(path)
+        self.path, self.rows = path, kept_rows(path)
         self.notes_path = path.with_name(f"{path.stem}_plans.json") if path else None
         known = self.notes_path is not None and self.notes_path.exists()
         self.notes: dict[str, dict] = json.loads(self.notes_path.read_text()) if known else {}
 
     def has(self, case: str, planner: str, limit: float) -> bool:
-        """Return whether a planner need not run on a case again.
+        """Return whether a planner need not run again, because its result on a case is in the file.
 
-        A planner without a plan, or that always uses all of its time, must have had at least `limit` CPU
-        seconds.
+        A planner that found no plan, or that always uses all of its time (ANYTIME), runs again if
+        it had fewer than `limit` CPU seconds.
         """
+        # A note has the plan of a planner, or under the key NONE the reason why there is none. It
+        # also has the CPU seconds that the planner was given ("limit").
         note = self.notes.get(case, {}).get(planner)
         if note is None:
             return False
@@ -86,8 +88,8 @@ class Table:
 
     def row(self, case: str, planner: str, metric: str) -> Row | None:
         """Return the row with a metric, or None."""
-        asked = case, f"{planner}: {metric}"
-        return next((row for row in self.rows if (row.case, row.metric) == asked), None)
+        key = case, f"{planner}: {metric}"
+        return next((row for row in self.rows if (row.case, row.metric) == key), None)
 
     def value(self, case: str, planner: str, metric: str) -> float | None:
         """Return the value of a metric, or None."""
@@ -184,9 +186,11 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
 
 
 def targets(table: Table, cases: list[str]) -> list[Row]:
-    """Return rows with the targets of `holmes plan`.
+    """Return rows that compare `holmes plan` with its targets.
 
-    There are no rows before other planners have run on every case.
+    The targets are for its regret (how much longer its step is than that of the best plan of all
+    planners), the error of simulated steps against the lab, and the search time relative to the
+    published planners. There are no rows before other planners have run on every case.
 
     Args:
         cases: Names of the cases that have been planned.
@@ -245,21 +249,24 @@ def targets(table: Table, cases: list[str]) -> list[Row]:
 
 
 def _searched_s(table: Table, case: str, planner: str) -> float:
-    """Return the CPU seconds of a search, as a divisor: at least the resolution of the clock."""
+    """Return the CPU seconds of a search, at least TICK_S (the clock's resolution).
+
+    The search time of holmes is divided by this number, which must not be 0.
+    """
     return max(TICK_S, table.value(case, planner, SEARCH))
 
 
 def _search_time_ratio(table: Table, cases: list[str], field: set[str]) -> Row:
     """Return a row with the search time of holmes, divided by that of the best other planner.
 
-    The regret of a plan is how much longer its step is than that of the best plan of all planners,
-    relative. The best other planner has the smallest median regret of those with a plan for most
-    cases. The target is a fifth of its CPU seconds, as the median over the cases for which it has a
-    plan.
+    The best other planner is the one with the smallest median regret, among those with a plan for
+    more than half of the cases. (Regret: how much longer the step of a plan is than that of the
+    best plan of all planners, relative.) The value is the median ratio of CPU seconds over the
+    cases for which that planner has a plan. It should be at most a fifth.
 
     Args:
         cases: Names of the cases that have been planned.
-        field: Names of the other planners.
+        field: Names of the published planners.
     """
     planned = {
         name: [case for case in cases if table.value(case, name, REGRET) is not None]
@@ -272,6 +279,7 @@ def _search_time_ratio(table: Table, cases: list[str], field: set[str]) -> Row:
     }
     best_other = min(regret, key=regret.__getitem__)
     ratios = [
+        # _searched_s() is the same value as a divisor, which is never 0.
         table.value(case, OURS, SEARCH) / _searched_s(table, case, best_other)
         for case in planned[best_other]
     ]
