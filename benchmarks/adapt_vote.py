@@ -145,8 +145,8 @@ def main() -> None:
         """Vote as one rank, and append its times and its verdict to `outcomes`.
 
         A vote: all ranks send their report to rank 0, rank 0 proposes a change of the plan, each
-        rank agrees or not, and the verdict is ADOPT_CHANGE if all agree. It begins when all ranks have
-        connected to the store.
+        rank agrees or not, and the verdict is ADOPT_CHANGE if all agree. It begins when all ranks
+        have connected to the store.
         """
         store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
         vote = Vote(

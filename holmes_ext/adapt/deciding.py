@@ -350,7 +350,7 @@ class Deciding:
         self._tell_once(better.text, consequence)
 
     def _measured_costs(self, profile: Profile) -> StageCosts:
-        """Return the costs of each layer on each stage: measured seconds, predicted where not measured.
+        """Return the costs of each layer on each stage: measured seconds, or else predicted ones.
 
         Args:
             profile: Measured times of all stages.

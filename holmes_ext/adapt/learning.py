@@ -294,7 +294,8 @@ class _Running:
     replanner: Replanner | None = None  # None before the first step
     #: Parallel sizes and micro-batches a step for which `replanner` was started.
     started_for: tuple[Sizes, int] | None = None
-    #: GradientReducer whose begin counts as the begin of a step, in a job without a pipeline engine.
+    #: GradientReducer whose begin counts as the begin of a step, in a job without a pipeline
+    #: engine.
     reducer: weakref.ref[Any] | None = None
     #: How often `started_for` has changed.
     starts = 0

@@ -1,8 +1,8 @@
 """Chooses anew the micro-batches in flight of a running job, from measured times.
 
     measured()           returns the plan with the job's measured times instead of predicted ones
-    PipelineEvaluator    chooses a change after every few steps, checks its effect, and takes it back
-                         if it has none
+    PipelineEvaluator    chooses a change after every few steps, and takes it back if it turns out
+                         not to save time
     better_split()       finds layers of the stages that would shorten the step, for a restart
 
 The step time is predicted as for the plan at the start (plan/decide.py, plan/cost/pipeline.py).
@@ -263,8 +263,8 @@ class Trials:
 
     A trial is some steps with a change that all ranks have adopted: their time decides whether the
     change stays. A change is a Change or a ReductionChange. These attributes are used: `key` (equal
-    for changes with the same result), `now_s` (measured seconds of a step before it) and `takes_back` (it reverts
-    an earlier change).
+    for changes with the same result), `now_s` (measured seconds of a step before the change) and
+    `takes_back` (it reverts an earlier change).
     """
 
     def __init__(self) -> None:

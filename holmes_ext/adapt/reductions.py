@@ -169,8 +169,9 @@ def measured_networks(
     for stage, measured_stage in enumerate(measured_stages):
         decided = predicted_by_size[measured_stage.size]
         for name, price in _networks_with_prices(decided, stage, measured_stage):
-            # A Price is the predicted time of a reduction: a latency and seconds for each byte. Only
-            # the latter depend on the network's rate, so the latency is taken off the measured time.
+            # A Price is the predicted time of a reduction: a latency and seconds for each byte.
+            # Only the latter depend on the network's rate, so the latency is taken off the measured
+            # time.
             measured_s = measured_stage.busy.get(name, 0.0) - price.latency_s
             predicted_s = measured_stage.size * price.byte_s
             if measured_s > 0 and predicted_s > 0:
@@ -187,7 +188,7 @@ def measured_networks(
 def _networks_with_prices(
     decided: Decisions, stage: int, measured_stage: MeasuredReductions
 ) -> Iterator[tuple[str, Price]]:
-    """Yield (network, predicted time of the all-reduce on it) for each data-parallel group of a stage.
+    """Yield (network, predicted time of a group's all-reduce on it) for the groups of a stage.
 
     A ring uses one network. A hierarchical all-reduce uses one network across clusters and others
     inside them. Predictions exist for one algorithm across clusters only: nothing is yielded for a
@@ -198,8 +199,8 @@ def _networks_with_prices(
         stage: Number of the stage.
         measured_stage: Measurements of the stage, with the algorithm that it used.
     """
-    # One entry for each family (data-parallel groups on equal networks): predicted times of one ring
-    # (`flat`) and of a hierarchical all-reduce (`hierarchical`; None if that is not possible).
+    # One entry for each family (data-parallel groups on equal networks): predicted times of one
+    # ring (`flat`) and of a hierarchical all-reduce (`hierarchical`; None if that is not possible).
     groups = decided.prices.family_reductions(decided.placement, stage)
     for group in groups:
         if not measured_stage.hierarchical:

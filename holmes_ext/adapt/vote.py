@@ -69,7 +69,7 @@ class _Pending:
 
 
 class StepBoundary:
-    """Counter of training steps, and the change that this rank has promised to adopt at a later step.
+    """Counter of training steps, and the change that this rank has promised to adopt later.
 
     The training thread of a rank counts the steps and adopts the change at the boundary between two
     steps. The re-planning thread stores the change, and whether all ranks adopt it.
@@ -101,10 +101,10 @@ class StepBoundary:
         return pending.change if verdict == ADOPT_CHANGE else None
 
     def agree(self, number: int, at: int, change: Any) -> bool:
-        """Promise to adopt a change if all ranks vote for it; return False if it is too late for that.
+        """Promise to adopt a change if all ranks vote for it; return False if it is too late.
 
-        It is too late if this rank already trains the step, or a later one, with the old plan. After
-        True, begin() of that step follows the verdict.
+        It is too late if this rank already trains the step, or a later one, with the old plan.
+        After True, begin() of that step follows the verdict.
 
         Args:
             number: Number of the ballot.
@@ -221,7 +221,8 @@ class Vote:
             number: Number of the ballot.
             wanted: ADOPT_CHANGE or KEEP_PLAN.
         """
-        return store.compare_set(self._key(number, "verdict"), "", wanted).decode()
+        verdict: bytes = store.compare_set(self._key(number, "verdict"), "", wanted)
+        return verdict.decode()
 
     def _key(self, number: int, name: str) -> str:
         return f"{self.prefix}/{number}/{name}"
@@ -248,8 +249,8 @@ class Vote:
         """Delete keys of earlier ballots that no rank reads again; rank 0 calls this method."""
         if number == 0:
             return
-        # Figures and votes of the previous ballot are over. A late rank may still need a proposal or
-        # verdict.
+        # Figures and votes of the previous ballot are over. A late rank may still need a proposal
+        # or verdict.
         figures_key = self._key(number - 1, "figures")
         keys = [
             f"{figures_key}/entries",

@@ -55,7 +55,7 @@ class _Reduced(NamedTuple):
 
 @dataclass
 class StepWindow:
-    """Times of passes, messages and reductions on one rank in some steps, from which a plan is made."""
+    """Times of passes, messages and reductions on one rank in some training steps."""
 
     stage: Stage
     recorder: Recorder
@@ -198,8 +198,8 @@ class StepWindow:
         }
         if not (blocks and self.passes.get("forward") and self.passes.get("backward")):
             return common
-        # `reduced` has the bytes and seconds of the reductions of each step. A step may reduce only a
-        # part of the gradients: the one that reduced most counts.
+        # `reduced` has the bytes and seconds of the reductions of each step. A step may reduce only
+        # a part of the gradients: the one that reduced most counts.
         largest = max(self.reduced, default=_Reduced(0.0, 0.0))
         reduction_s_per_byte = largest.seconds / largest.size if largest.size else 0.0
         reduction_latency_s = 0.0  # not measured: the seconds per byte contain it
@@ -215,7 +215,8 @@ class StepWindow:
             "micro_batches": stage.micro_batches,
             "activation_bytes": self.activation_bytes,
             "steps": len(self.totals["step"]),
-            # [layer, bytes of its gradients]; a layer is the number of a block, "before" or "after".
+            # [layer, bytes of its gradients]; a layer is the number of a block, "before" or
+            # "after".
             "gradient_bytes": [[label, size] for label, size in stage.gradient_bytes.items()],
             "forward": [[block, seconds_per_block["forward"]] for block in blocks],
             "backward": [[block, seconds_per_block["backward"]] for block in blocks],
