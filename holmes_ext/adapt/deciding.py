@@ -158,9 +158,8 @@ class Deciding:
         if all("forward" in report for report in reports):
             profile, measured_plan = self._plan_with_measured_times(plan, reports)
             self._compare_layers(profile, measured_plan)  # may set self._restart
-            if self.reduction_evaluator.trials.running is None and can_change_in_flight(
-                self.current
-            ):
+            reductions_on_trial = self.reduction_evaluator.trials.running is not None
+            if not reductions_on_trial and can_change_in_flight(self.current):
                 change = self.in_flight_evaluator.next(measured_plan, step_s)
                 self._tell_ended(self.in_flight_evaluator.trials)
                 if change is not None:
@@ -168,9 +167,8 @@ class Deciding:
                     self._on_taken = partial(self.in_flight_evaluator.taken, change, measured_plan)
                     return change
         if self.in_flight_evaluator.trials.running is None:
-            measured_stages = self._measured_reductions(
-                reports, measured_plan
-            )  # one for each stage
+            # One item for each stage; [] if the reductions do not follow the plan.
+            measured_stages = self._measured_reductions(reports, measured_plan)
             if measured_stages:
                 reduction_change = self.reduction_evaluator.next(plan, measured_stages, step_s)
                 self._tell_ended(self.reduction_evaluator.trials)

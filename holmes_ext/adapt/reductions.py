@@ -211,9 +211,8 @@ def _networks_with_prices(
                     _ring_price(group, measured_stage.reduction, measured_stage.size),
                 )
             continue
-        used_across = (
-            measured_stage.reduction.across
-        )  # algorithm between clusters; None: direct exchanges
+        # Algorithm between clusters; None: direct exchanges.
+        used_across = measured_stage.reduction.across
         predicted = group.hierarchical
         if predicted is None or used_across not in (None, predicted.route):
             continue
