@@ -23,7 +23,7 @@ from harness import Row
 from holmes_lab import Lab
 
 from holmes_ext.adapt.deciding import Deciding, change_of
-from holmes_ext.adapt.vote import TAKE, Boundary, Vote
+from holmes_ext.adapt.vote import ADOPT_CHANGE, StepBoundary, Vote
 from holmes_ext.options import Options
 from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
@@ -151,17 +151,17 @@ def main() -> None:
         """Vote as one rank, and append its times and its verdict to `outcomes`.
 
         A vote: all ranks send their report to rank 0, rank 0 proposes a change of the plan, each
-        rank agrees or not, and the verdict is TAKE if all agree. It begins when all ranks have
-        connected to the store.
+        rank agrees or not, and the verdict is ADOPT_CHANGE if all agree. It begins when all ranks
+        have connected to the store.
         """
         store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
         vote = Vote(
             store, "adapt", rank=rank, world=WORLD, stopped=threading.Event(), patience_s=PATIENCE_S
         )
-        # A Boundary remembers that this rank has agreed to change its plan at a later step. There,
+        # A StepBoundary remembers that this rank has agreed to change its plan at a later step. There,
         # a real job looks up the verdict of the vote (by its number). No steps run here, so the
         # function is never called.
-        boundary = Boundary(verdict_of=lambda vote_number: "")
+        boundary = StepBoundary(verdict_of=lambda vote_number: "")
         own_report = report(stages, rank)
         if store.add("ready", 1) == WORLD:
             store.set("go", "")
@@ -187,7 +187,7 @@ def main() -> None:
             """
             return boundary.agree(vote_number, at=proposal["at"], change=change_of(proposal))
 
-        _, verdict = vote.round(0, own_report, propose=propose, agree=agree)
+        _, verdict = vote.run_ballot(0, own_report, propose=propose, agree=agree)
         outcomes.append((start, time.monotonic(), verdict))
 
     count = WORLD // PROCESSES
@@ -226,7 +226,7 @@ def rows(name: str, repetitions: int) -> list[Row]:
             outcomes = [json.loads(lines[-1][1]) for _, lines in sorted(result.lines.items())]
             starts, ends, verdicts_of_processes = zip(*outcomes)
             # All ranks must have received the verdict to change the plan.
-            assert all(verdicts == [TAKE] for verdicts in verdicts_of_processes)
+            assert all(verdicts == [ADOPT_CHANGE] for verdicts in verdicts_of_processes)
             # From the last rank's report, for which all others wait, to the last rank's verdict.
             seconds.append(max(ends) - max(starts))
     return [

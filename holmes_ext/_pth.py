@@ -17,11 +17,14 @@ Actions of decide():
       holmes, pip, ...), a helper process of
       multiprocessing, a child of a worker
     any other, if HOLMES=0 or HOLMES_DISABLE=all    strip          leave
-    a worker (its environment has a rank)           activate       activate; leave -c CODE and standard input
-    without a rank: FILE.py or -m MODULE            activate       activate; leave in a Slurm batch step
-    without a rank: -c CODE, standard input         activate       leave
-    without a rank: another installed command       leave          leave
-      (no suffix .py)
+    a worker (its environment has a rank):
+      FILE.py or -m MODULE                          activate       activate
+      -c CODE, standard input                       activate       leave
+    without a rank:
+      FILE.py or -m MODULE                          activate       activate
+      FILE.py or -m MODULE in a Slurm batch step    activate       leave
+      -c CODE, standard input                       activate       leave
+      another installed command (no suffix .py)     leave          leave
 
     activate   start holmes
     strip      remove the flags of holmes, so that the program runs without holmes
@@ -87,9 +90,9 @@ _started = False
 
 
 def arm():
-    """Wait for the start of the main program, by an audit hook that costs 50 ns for each audit event.
+    """Install an audit hook that runs _on_event() when the main program is about to start.
 
-    holmes_ext.pth calls this function.
+    holmes_ext.pth calls this function. The hook costs 50 ns for each audit event.
     """
     sys.addaudithook(_on_event)
 

@@ -28,7 +28,7 @@ def describe(current: Session) -> str:
         _describe_ranks(current),
         _describe_networks(current),
         _describe_stage_links(current),
-        _describe_reductions(current),
+        _note_on_assumed_model(current),
         _patches(),
     )
     return "; ".join(part for part in parts if part)
@@ -130,7 +130,8 @@ def _describe_stage_links(current: Session) -> str:
     if traffic.in_flight and active_features & _STAGE_LINK_FEATURES:
         parts.append(_describe_in_flight(current, traffic.in_flight))
     if traffic.schedule and active_features & _SCHEDULE_FEATURES:
-        # The plan lists all passes. It splits backward passes, and puts off gradients of weights.
+        # The plan lists all passes of a stage in order (--holmes-schedule auto). It splits backward
+        # passes: gradients of weights are computed later, while the stage would otherwise wait.
         parts.append("passes as the plan lists them, gradients of weights put off")
     if "megatron-slices" in active_features:
         slices = max((stage_link.slices for stage_link in traffic.stage_links), default=1)
@@ -138,7 +139,8 @@ def _describe_stage_links(current: Session) -> str:
             parts.append(
                 f"{slices} tensor ranks each send a slice of replicated activations across clusters"
             )
-    # Activations between clusters may be sent as bf16 or int8; a job has one such format at most.
+    # Messages between stages in different clusters may be compressed to bf16 or int8. A job has one
+    # such format at most.
     compression = {stage_link.compression for stage_link in traffic.stage_links} - {"off"}
     if compression:
         parts.append(f"stage links that cross in {compression.pop()}")
@@ -169,8 +171,12 @@ def _describe_in_flight(current: Session, in_flight: tuple[int, ...]) -> str:
     return text
 
 
-def _describe_reductions(current: Session) -> str:
-    """Return a note if the overlap of reductions was planned for a nominal model, else ""."""
+def _note_on_assumed_model(current: Session) -> str:
+    """Return a note if the plan of gradient reductions is based on an assumed model, else "".
+
+    Without a model, a fixed assumption about sizes and times ("nominal model") decides whether the
+    reductions overlap the backward pass. If the user has decided that, there is no note.
+    """
     plan = current.plan
     if current.options.overlap != "auto" or plan.sizes is None or plan.basis != NOMINAL:
         return ""

@@ -240,6 +240,7 @@ class Table:
         values = dict(given)
         all_fields: tuple[_Field, ...] = _fields_of(cls)  # type: ignore[arg-type]
         fields_to_read = [item for item in all_fields if item.name not in given]
+        # done() accepts these keys, also those that the table does not have.
         self.read.update(item.name for item in fields_to_read)
         for name, annotation, is_required in fields_to_read:
             if not is_required and name not in self.values:
@@ -247,7 +248,8 @@ class Table:
             value = self.values.get(name)
             # A fast path for values of exactly the annotated type, such as str: the reports of thousands of
             # nodes consist of them. A float must also be finite, which _value() checks.
-            if type(value) is annotation is not float:
+            has_exact_type = type(value) is annotation
+            if has_exact_type and annotation is not float:
                 values[name] = value
             else:
                 values[name] = self._value(name, annotation)
@@ -411,6 +413,7 @@ def _read(path: str | Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb", buffering=0) as file:
         mode = os.fstat(descriptor).st_mode
+        # Reading a directory raises IsADirectoryError, an OSError with the right message.
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             data = file.read(_MOST_BYTES + 1)  # one more, to notice a file that is too large
         else:

@@ -32,6 +32,8 @@ from holmes_ext.runtime.start.rank import start
 from holmes_ext.runtime.watch import failure, start_stop
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from holmes_ext.runtime.watch.metrics import Metrics
 
 #: Environment variable -> its value before activation, which disable() restores; None if it was not set.
@@ -85,7 +87,9 @@ def _excepthook_over(previous_hook: Callable[..., Any]) -> Callable[..., Any]:
     the node. If another rank has ended because of bad input, the message of that rank is printed instead.
     """
 
-    def hook(kind, error, traceback):
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
         """Print an exception that ends the process, and choose the exit status; see sys.excepthook."""
         if issubclass(kind, RemoteError):  # another rank has printed the message
             raise SystemExit(2)
@@ -107,9 +111,10 @@ def _excepthook_over(previous_hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _explain(error: BaseException) -> str | None:
-    """Return the line of failure.explain(), or a line that says why it failed.
+    """Return a line that explains an error to the user; None if nothing is known about it.
 
-    The process is ending, so anything may be broken by now.
+    The process is ending, so anything may be broken by now. If explaining fails itself, the line
+    has the reason for that.
     """
     try:
         return failure.explain(error)
@@ -131,6 +136,7 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
     """
     if session.active() is not None:
         raise HolmesError("holmes is already active in this process; call disable() first")
+    # Modules that are imported above have imported torch.distributed.
     if sys.modules["torch.distributed"].is_initialized():
         raise HolmesError(
             "enable() comes too late: torch.distributed is initialized; call it before that"

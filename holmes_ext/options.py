@@ -242,7 +242,10 @@ class Options:
 
     @property
     def watchdog_limits(self) -> units.WatchdogLimits | None:
-        """Limits beyond which a step is explained; None if the watchdog is off or the text is invalid."""
+        """Times after which the watchdog prints why a step takes so long, e.g. whom it waits for.
+
+        None if the watchdog (a thread) is off, or if the text of the option is invalid.
+        """
         return units.parse_watchdog_limits(self.watchdog)
 
     @property

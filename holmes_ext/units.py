@@ -108,7 +108,10 @@ def parse_count(text: str, digits: int = 5) -> int:
 
 
 def parse_watchdog_limits(text: str) -> WatchdogLimits | None:
-    """Return the limits of a text "K" or "K,SECONDS"; None for any other text."""
+    """Return the limits of --holmes-watchdog, a text "K" or "K,SECONDS"; None for any other text.
+
+    A step counts as too long if it takes more than K times the median step and more than SECONDS.
+    """
     factor_text, comma, seconds_text = text.replace(" ", "").partition(",")
     factor = parse_decimal(factor_text)
     seconds = parse_decimal(seconds_text) if comma else _WATCHDOG_SECONDS

@@ -11,7 +11,7 @@ from clusters import site
 from simulated_steps import step_of
 from stores import Client
 
-from holmes_ext.adapt.learning import Learning
+from holmes_ext.adapt.learning import Replanner
 from holmes_ext.options import Options, options_from
 from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
@@ -59,7 +59,7 @@ class SimulatedJob:
                 rank=rank, kind=lambda op: "pipeline", step=0, spans_on_device=False
             )
             self.ranks.append(
-                Learning(
+                Replanner(
                     current,
                     plan.sizes,
                     "sockets",

@@ -1,9 +1,11 @@
 """Decides on rank 0 what to change in the plan of a running job, from all ranks' measurements.
 
-    measurements of some steps -> Profile -> PipelineEvaluator   changes micro-batches in flight
-                               -> Summed  -> SumEvaluator        changes how gradients are summed
+    measured passes, messages   -> PipelineEvaluator    changes the micro-batches in flight
+    measured reductions         -> ReductionEvaluator   changes how gradients are reduced
+    measured seconds of layers  -> better_split()       changes the layers of stages, by a restart
 
-Only one change is tried at a time, so that its effect on the step time can be measured.
+After each change, some steps are trained with it, to measure its effect on the step time (its
+trial). If the change did not help, the next change takes it back. Only one is on trial at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from holmes_ext.adapt.pipeline import (
     differ,
     measured,
 )
-from holmes_ext.adapt.reductions import SumChange, SumEvaluator, Summed
+from holmes_ext.adapt.reductions import MeasuredReductions, ReductionChange, ReductionEvaluator
 from holmes_ext.adapt.restart import why_not
 from holmes_ext.adapt.stage_links import stage_links_of
 from holmes_ext.document import Table
@@ -45,21 +47,26 @@ from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime.measure.profile_file import merge
 from holmes_ext.runtime.session import Session
 
-# Least time between rank 0's decision and the step that begins with the change: all ranks must have
-# voted by then.
-LEAD = 2  # steps
+# Least distance between the step in which rank 0 proposes a change and the first step with it. All
+# ranks must have voted on the change by then. Both limits must be met.
+LEAD_STEPS = 2
 LEAD_S = 0.5  # seconds
 #: Changes that the ranks vote on.
-Changes = Change | SumChange | Restart
+Changes = Change | ReductionChange | Restart
 #: Kind of change in a proposal -> its class.
-CHANGES: dict[str, type[Changes]] = {"in flight": Change, "sums": SumChange, "restart": Restart}
+CHANGES: dict[str, type[Changes]] = {
+    "in flight": Change,
+    "sums": ReductionChange,
+    "restart": Restart,
+}
 
 
 class Deciding:
     """Chooses on rank 0 which change of a running job's plan to propose to all ranks.
 
-    A change is another number of micro-batches in flight, another algorithm that sums gradients, or
-    a restart with other numbers of layers on the pipeline stages.
+    The ranks then vote on it, and all of them adopt it, or none. A change is another number of
+    micro-batches in flight, another algorithm that reduces gradients, or a restart with other
+    numbers of layers on the pipeline stages.
     """
 
     def __init__(
@@ -70,7 +77,7 @@ class Deciding:
         tell: Callable[[str], None],
         put: Callable[[dict[str, Any]], None],
     ):
-        """Start without measurements and without a change on trial.
+        """Start without measurements and without a change whose effect is being measured.
 
         Args:
             current: State of holmes in this process.
@@ -84,8 +91,8 @@ class Deciding:
         self.network_api = network_api
         self.tell = tell
         self.put = put
-        self.evaluator = PipelineEvaluator(network_api, current.options, current.engine)
-        self.sums = SumEvaluator(network_api, current.options, current.engine)
+        self.in_flight_evaluator = PipelineEvaluator(network_api, current.options, current.engine)
+        self.reduction_evaluator = ReductionEvaluator(network_api, current.options, current.engine)
         self._stage_links: dict[int, float] = {}  # stage -> seconds of a message to the next stage
         self._lines_told: set[str] = set()
         #: Seconds of both passes by stage, when better numbers of layers were last looked for.
@@ -97,20 +104,22 @@ class Deciding:
     def propose(self, step: int, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
         """Return a proposal for a change of the plan, on which all ranks then vote.
 
-        With --holmes-adapt report, the change is only printed.
+        With --holmes-adapt report, the change is only printed, and "no change" is proposed.
 
         Args:
             step: Step that rank 0 trains now.
-            reports: Measurements of each rank; None for ranks that did not answer.
+            reports: Measurements of each rank; None for ranks that did not answer in time.
 
         Returns:
-            "at": first step with the change, or 0 for no change; "next": first step of the next
-            window; "kind" and "change": the change, for change_of().
+            "at": first step with the change, or 0 for no change. "next": step from which on all
+            ranks measure again (the first step after "at", which contains the time of the change
+            itself). "kind" and "change": the change, for change_of(); absent for no change.
         """
         no_change = {"at": 0, "next": step + 1}
         answered = [report for report in reports if report is not None]
         answered.sort(key=lambda report: report["rank"])
-        if len(answered) < self.current.process.world_size:  # all ranks would have to vote yes
+        # A change needs the votes of all ranks, so one absent rank is enough to wait.
+        if len(answered) < self.current.process.world_size:
             return no_change
         step_s = max(report["totals"]["step"] for report in answered)  # of the slowest rank
         change = self._next_change(answered, step_s)
@@ -119,8 +128,9 @@ class Deciding:
         if self.current.options.value("adapt") == "report":
             self._tell_change(change)
             return no_change
-        # The votes need time, so the change begins at least LEAD steps and LEAD_S seconds later.
-        steps_ahead = max(LEAD, 1 + ceil(LEAD_S / step_s))
+        # The votes need time, so the change begins at least LEAD_STEPS (2) steps and LEAD_S (0.5)
+        # seconds later. 1 +: the current step may be almost over.
+        steps_ahead = max(LEAD_STEPS, 1 + ceil(LEAD_S / step_s))
         at = step + steps_ahead
         kind = next(
             name for name, change_class in CHANGES.items() if isinstance(change, change_class)
@@ -134,10 +144,10 @@ class Deciding:
     def _next_change(self, reports: list[dict[str, Any]], step_s: float) -> Changes | None:
         """Return the change to propose, or None.
 
-        Another number of micro-batches in flight is preferred, then another algorithm to sum
-        gradients, then a restart. Only one change is on trial at a time: while its effect on the
-        step time is measured, only its own evaluator may propose something, for example to take the
-        change back.
+        Three kinds of changes are considered in this order: micro-batches in flight, the algorithm
+        that reduces gradients, a restart with other layers on the stages. While the effect of an
+        adopted change is being measured (its trial), only the evaluator of the same kind may
+        propose something, for example to take the change back.
 
         Args:
             reports: Measurements of all ranks.
@@ -147,23 +157,29 @@ class Deciding:
         measured_plan: Plan | None = None  # None if passes were not measured
         if all("forward" in report for report in reports):
             profile, measured_plan = self._plan_with_measured_times(plan, reports)
-            self._compare_layers(profile, measured_plan)  # may find a restart to propose
-            if self.sums.trials.running is None and can_change_in_flight(self.current):
-                change = self.evaluator.next(measured_plan, step_s)
-                self._tell_ended(self.evaluator.trials)
+            self._compare_layers(profile, measured_plan)  # may set self._restart
+            reductions_on_trial = self.reduction_evaluator.trials.running is not None
+            if not reductions_on_trial and can_change_in_flight(self.current):
+                change = self.in_flight_evaluator.next(measured_plan, step_s)
+                self._tell_ended(self.in_flight_evaluator.trials)
                 if change is not None:
-                    # To be called if all ranks adopt the change: its trial begins.
-                    self._on_taken = partial(self.evaluator.taken, change, measured_plan)
+                    # taken() calls this if all ranks adopt the change: its trial begins.
+                    self._on_taken = partial(self.in_flight_evaluator.taken, change, measured_plan)
                     return change
-        if self.evaluator.trials.running is None:
-            summed = self._measured_sums(reports, measured_plan)  # one for each stage
-            if summed:
-                sum_change = self.sums.next(plan, summed, step_s)
-                self._tell_ended(self.sums.trials)
-                if sum_change is not None:
-                    self._on_taken = partial(self.sums.taken, sum_change, plan, summed)
-                    return sum_change
-        on_trial = self.evaluator.trials.running or self.sums.trials.running
+        if self.in_flight_evaluator.trials.running is None:
+            # One item for each stage; [] if the reductions do not follow the plan.
+            measured_stages = self._measured_reductions(reports, measured_plan)
+            if measured_stages:
+                reduction_change = self.reduction_evaluator.next(plan, measured_stages, step_s)
+                self._tell_ended(self.reduction_evaluator.trials)
+                if reduction_change is not None:
+                    self._on_taken = partial(
+                        self.reduction_evaluator.taken, reduction_change, plan, measured_stages
+                    )
+                    return reduction_change
+        on_trial = (
+            self.in_flight_evaluator.trials.running or self.reduction_evaluator.trials.running
+        )
         if self._restart is not None and not on_trial:
             self._on_taken = self._note_restart
             return self._restart
@@ -192,10 +208,10 @@ class Deciding:
         profile = replace(merge(self.current, reports), sizes=self.sizes)
         return profile, measured(plan, profile, memory_of(reports, profile))
 
-    def _measured_sums(
+    def _measured_reductions(
         self, reports: list[dict[str, Any]], measured_plan: Plan | None
-    ) -> list[Summed]:
-        """Return measurements of the all-reduces of gradients, one Summed for each pipeline stage.
+    ) -> list[MeasuredReductions]:
+        """Return the measured gradient reductions (all-reduces) of each pipeline stage.
 
         Of the times that a stage's ranks report, the shortest counts: the rank with the shortest
         time was the last to join the all-reduce, so its time has no wait for other ranks in it.
@@ -205,14 +221,16 @@ class Deciding:
             measured_plan: Plan with measured times; None if passes were not measured.
 
         Returns:
-            [] if the sums of a rank cannot be changed through the plan, or if ranks of a stage
-            report different algorithms: then some of them measured before the last change, others
-            after it.
+            One item for each stage. [] if the reductions of a rank do not follow the plan, or if
+            ranks of a stage report different algorithms: then some of them measured before the
+            last change, others after it.
         """
         if not all(report["sums"] for report in reports):
             return []
+        # When each stage has computed all gradients: seconds after the begin of the step, all 0 if
+        # passes were not measured.
         end_s_of_stage = self._ends_of_backward(measured_plan)
-        summed = []
+        measured_stages = []
         for stage, end_s in enumerate(end_s_of_stage):
             windows = [report["sums"] for report in reports if report["stage"] == stage]
             # "way": the algorithm that summed gradients, the fields of a ReductionSpec.
@@ -224,16 +242,16 @@ class Deciding:
                 for network, seconds in window["busy"].items():
                     busy_s[network] = min(seconds, busy_s.get(network, seconds))
             first = windows[0]
-            stage_sums = Summed(
+            measured_stage = MeasuredReductions(
                 reduction=Table(first["way"], "report").into(ReductionSpec),
                 size=max(window["bytes"] for window in windows),
                 seconds=min(window["seconds"] for window in windows),
                 exposed_s=min(window["exposed"] for window in windows),
                 busy=busy_s,
-                end_s=end_s - min(end_s_of_stage),
+                end_s=end_s - min(end_s_of_stage),  # after the stage that ends first
             )
-            summed.append(stage_sums)
-        return summed
+            measured_stages.append(measured_stage)
+        return measured_stages
 
     def _ends_of_backward(self, measured_plan: Plan | None) -> list[float]:
         """Return when each stage ends its last backward pass, in seconds after the begin of a step.
@@ -252,13 +270,13 @@ class Deciding:
         ends = walked_ends(
             [load.forward_s for load in loads],
             [load.backward_s for load in loads],
-            self._decided_stage_links(measured_plan),
+            self._stage_link_seconds(measured_plan),  # measured where possible, else predicted
             measured_plan.workload.micro_batches,
             in_flight or in_flight_of_1f1b,
         )
         return list(ends)
 
-    def _decided_stage_links(self, measured_plan: Plan) -> tuple[float, ...]:
+    def _stage_link_seconds(self, measured_plan: Plan) -> tuple[float, ...]:
         """Return the seconds that a message to the next stage takes, for each stage but the last.
 
         Times are measured ones where the plan has them, else predicted from the networks' rates.
@@ -294,12 +312,14 @@ class Deciding:
             profile: Measured times of all stages.
             measured_plan: Plan with these times, from which the times of stage links are taken.
         """
-        stage_link_s = (*self._decided_stage_links(measured_plan), 0.0)  # the last stage has none
+        # Measured or predicted. The last stage has no link to a next one.
+        stage_link_s = (*self._stage_link_seconds(measured_plan), 0.0)
         stages = [
             replace(stage, stage_link_s=seconds)
             for stage, seconds in zip(profile.stages, stage_link_s)
         ]
         model = replace(profile, stages=tuple(stages))
+        # "stage_links": the stages whose link was measured (the keys of _stage_links).
         self.put({"model": json.loads(model.to_json()), "stage_links": sorted(self._stage_links)})
 
     def _look_for_restart(self, profile: Profile) -> None:
@@ -328,20 +348,22 @@ class Deciding:
         self._tell_once(better.text, consequence)
 
     def _measured_costs(self, profile: Profile) -> StageCosts:
-        """Return the costs (seconds, bytes) of each layer on each stage, on the plan's nodes.
+        """Return the costs of each layer on each stage: measured seconds, or else predicted ones.
 
         Args:
             profile: Measured times of all stages.
         """
         plan = self.current.plan_for(self.sizes)
-        # Predicted from the networks: messages of stage links without a measured time.
+        # The network and `prices` predict the times of messages on stage links that have no
+        # measured time.
         network = Network(site_of(plan, self.network_api))
-        # direct: gloo's hierarchical all-reduce exchanges data directly, NCCL's in rings.
+        # In a hierarchical all-reduce with gloo, every rank sends each other rank its shard
+        # ("direct"); with NCCL, the shards go around a ring.
         direct = self.network_api == SOCKETS
         rules = rules_of(self.current.engine, self.current.options, direct=direct)
         rank_model = RankModel.of_workload(profile.workload(), self.sizes)
         prices = Prices(network, rank_model, rules)
-        placement = network.placement(plan.nodes, self.sizes)
+        placement = network.placement(plan.nodes, self.sizes)  # the ranks on the plan's nodes
         # Without a model, the bytes of a layer are unknown, so every split counts as fitting the
         # memory. Overlap only changes the reductions, and better_split() compares passes.
         return costs_of(prices, placement, model=None, profile=profile, overlap=False)
@@ -353,7 +375,7 @@ class Deciding:
         if trials.ended is None:
             return
         change, step_s, stays = trials.ended
-        if change.back:
+        if change.takes_back:
             return
         line = (
             f"{change.text}: a step takes {step_s:.4g} s, "
@@ -364,7 +386,10 @@ class Deciding:
         self.tell(line)
 
     def _tell_change(self, change: Changes) -> None:
-        """Print a change that --holmes-adapt report does not make."""
+        """Print a change that the job would make with --holmes-adapt on.
+
+        Called for --holmes-adapt report, which only reports changes.
+        """
         effect = f"a step would take {change.then_s:.4g} s, not {change.now_s:.4g}"
         self._tell_once(f"with {change.text}", f"{effect} (--holmes-adapt on does it)")
 

@@ -2,15 +2,14 @@
 
 On each rank, in the training thread (T) or in a thread of its own (L):
 
-    1  L  _measure()        collects the measurements of LENGTH steps; on_step() (T) queues them
-    2  L  Vote.round()      agrees with the other ranks on a change, which rank 0 chooses
-                            (Deciding.propose)
-    3  L  Boundary          takes the change and the number of the first step with it
-    4  T  begin_step()      adopts the change at the beginning of that step
+    1  L  _measure()          collects the measurements of a few steps; on_step() (T) queues them
+    2  L  Vote.run_ballot()   rank 0 proposes a change (Deciding.propose), and all ranks vote on it
+    3  L  StepBoundary        holds the change until this rank reaches the first step with it
+    4  T  begin_step()        adopts the change at the beginning of that step
 
-The first window begins when the engine's first steps are over. A change begins some steps after
-rank 0 has decided (deciding.py). After an error in thread L, the plan stays as it is, and a line is
-printed.
+The first step is not measured, because it also sets up the engine. A change begins some steps after
+rank 0 has proposed it (deciding.py). After an error in thread L, the plan stays as it is, and a
+line is printed.
 
 No rank waits for ever: see vote.py.
 """
@@ -28,10 +27,10 @@ from typing import Any
 from holmes_ext.adapt import restart
 from holmes_ext.adapt.deciding import Deciding, change_of
 from holmes_ext.adapt.pipeline import Change, Restart
-from holmes_ext.adapt.reductions import SumChange
-from holmes_ext.adapt.sums import SumWindow, fits
-from holmes_ext.adapt.vote import KEEP, TAKE, Boundary, Stopped, Vote
-from holmes_ext.adapt.window import Window
+from holmes_ext.adapt.reductions import ReductionChange
+from holmes_ext.adapt.sums import ReductionWindow, fits
+from holmes_ext.adapt.vote import ADOPT_CHANGE, KEEP_PLAN, StepBoundary, Stopped, Vote
+from holmes_ext.adapt.window import StepWindow
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import VERBS
 from holmes_ext.runtime.measure import telemetry
@@ -40,17 +39,17 @@ from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.store import ENDED_S, STORE_S, connect, leave_layers
 from holmes_ext.words import tell_user
 
-#: First step that is measured.
-FIRST = 2
-#: Number of steps in a window.
-LENGTH = 2
+#: First step that is measured. The step before loads modules and connects ranks.
+FIRST_MEASURED_STEP = 2
+#: Number of steps that are measured before each proposal; their medians count.
+STEPS_PER_WINDOW = 2
 #: How often re-planning may start again in a job whose sizes or micro-batches change (a growing
 #: batch). Then it stays off.
 MOST_STARTS = 50
 
 
-class Learning:
-    """Re-planning of one rank, with its thread."""
+class Replanner:
+    """Thread that measures the steps of one rank, and votes with the other ranks on a new plan."""
 
     def __init__(
         self,
@@ -76,8 +75,9 @@ class Learning:
             open_store: Returns a new client of the job's store, for the thread.
             tell: Prints a line for the user; called on rank 0.
             put: Writes a document to the telemetry file.
-            start: How often re-planning has started in this job, now included. The keys in the
-                store contain this number, so that a new start does not read old ones.
+            start: How often re-planning has started in this job, now included (it starts again
+                when the batch size changes). The keys in the store contain this number, so that a
+                new start does not read old ones.
         """
         self.current = current
         self.sizes = sizes
@@ -89,7 +89,7 @@ class Learning:
         self.stopped = threading.Event()
         self._start = start
         self.deciding = Deciding(current, sizes, network_api, tell, put)
-        self.boundary = Boundary(self._verdict_now)
+        self.boundary = StepBoundary(self._verdict_now)
         self._open_store = open_store
         self._steps: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._vote: Vote | None = None
@@ -109,8 +109,9 @@ class Learning:
         if self._restart_after is not None and restart.checkpoints() > self._restart_after:
             # A checkpoint is complete since all ranks agreed on a restart, so no step is lost.
             restart.leave(self.current.store, self.current.round, self.current.process.world_size)
-        change = self.boundary.begin()  # that begins with this step
+        change = self.boundary.begin()  # change that all ranks adopt with this step, or None
         if isinstance(change, Restart):
+            # The job goes on until one more checkpoint is complete.
             self._restart_after = restart.checkpoints()
             if self.current.rank == 0:  # store the layers for the next start of the job
                 leave_layers(self.current.store, change.partition, self.sizes)
@@ -120,25 +121,27 @@ class Learning:
         elif change is not None:
             self._adopt(change)
 
-    def _adopt(self, change: Change | SumChange) -> None:
+    def _adopt(self, change: Change | ReductionChange) -> None:
         """Use the changed plan on this rank from now on; rank 0 also writes it to the telemetry.
 
         Args:
-            change: Change of the micro-batches in flight, or of the algorithms that sum gradients.
+            change: Change of the micro-batches in flight, or of the algorithms that reduce
+                gradients. It may take back an earlier change (`takes_back`).
         """
-        changes_sums = isinstance(change, SumChange)
+        changes_sums = isinstance(change, ReductionChange)
         plan = self.current.plan_for(self.sizes)
         in_flight = list(plan.traffic_of(self.network_api).in_flight)
         self.current.adopt(self.sizes, change.adapted(plan, self.network_api), changes_sums)
         if self.current.rank != 0:
             return
         document: dict[str, Any] = {"step": self.recorder.step}
-        # "before", "in_flight": micro-batches in flight by stage, which other changes keep.
-        if isinstance(change, SumChange):
+        # "before", "in_flight": micro-batches in flight by stage, before and after the change. They
+        # are equal if the change is one of the reductions.
+        if isinstance(change, ReductionChange):
             document |= {"before": in_flight, "in_flight": in_flight, "sums": change.text}
         else:
             document |= {"before": change.before, "in_flight": change.in_flight}
-        document |= {"now_s": change.now_s, "then_s": change.then_s, "back": change.back}
+        document |= {"now_s": change.now_s, "then_s": change.then_s, "back": change.takes_back}
         self.put({"plan": document})
 
     def on_step(
@@ -154,7 +157,8 @@ class Learning:
         """Pass the measurements of a step to the thread. The recorder calls this after each step.
 
         Args:
-            step: Number of the step, by the recorder; the thread uses that of the boundary.
+            step: Not used: the recorder counts from the start of the job. The steps on which ranks
+                agree are counted by `self.boundary`, from the start of re-planning.
             begin: Begin of the step, in seconds.
             end: End of the step, in seconds.
             tokens: Not used.
@@ -175,25 +179,27 @@ class Learning:
         self._thread.join(ENDED_S)
 
     def _verdict_now(self, number: int) -> str:
-        """Return the verdict of a round of votes for the training thread, which cannot wait longer.
+        """Return the verdict on a change when the training thread reaches the first step with it.
 
-        It has reached the first step of the proposed change before the thread of votes knows the
-        verdict. If no rank has set a verdict in the store yet, it becomes KEEP (no change) for all
-        ranks.
+        The training thread cannot wait for votes. If no rank has stored a verdict yet, the verdict
+        becomes KEEP_PLAN: no rank adopts the change.
 
         Args:
-            number: Number of the round.
+            number: Number of the ballot in which the ranks vote on the change.
+
+        Returns:
+            ADOPT_CHANGE or KEEP_PLAN, the same on all ranks.
         """
         assert self._vote is not None
-        return self._vote.set_verdict(self.current.store, number, KEEP)
+        return self._vote.set_verdict(self.current.store, number, KEEP_PLAN)
 
-    # The thread of votes
+    # The re-planning thread
 
     def _serve(self) -> None:
-        """Run rounds of votes until the job ends.
+        """Measure steps and vote on changes of the plan, again and again until the job ends.
 
-        In each round, this rank measures some steps, rank 0 proposes a change, and all ranks vote
-        on it.
+        Each ballot has four parts: this rank measures some steps, rank 0 proposes a change (or
+        none), all ranks vote on it, and the change is adopted if all votes are yes.
         """
         world = self.current.process.world_size
 
@@ -203,17 +209,18 @@ class Learning:
 
         try:
             store = self._open_store()
+            # Keys differ for each restart of the job (`round`), and each start of re-planning.
             prefix = f"{self.current.round}/adapt/{self._start}"
             self._vote = Vote(store, prefix, self.current.rank, world, self.stopped)
-            number = 0  # of the round
-            first_step = FIRST  # that is measured
+            number = 0  # of the ballot
+            first_step = FIRST_MEASURED_STEP  # step from which on this rank measures
             while True:
                 report = self._measure(first_step)
-                proposal, verdict = self._vote.round(number, report, propose, self._agree)
-                if verdict:  # a change was proposed
-                    # The training thread follows it when it reaches the step of the change.
+                proposal, verdict = self._vote.run_ballot(number, report, propose, self._agree)
+                if verdict:  # ADOPT_CHANGE or KEEP_PLAN; "" if no change was proposed
+                    # The training thread follows it when it reaches the first step of the change.
                     self.boundary.settle(number, verdict)
-                    if verdict == TAKE and self.current.rank == 0:
+                    if verdict == ADOPT_CHANGE and self.current.rank == 0:
                         self.deciding.taken()
                 first_step = proposal["next"]
                 number += 1
@@ -230,24 +237,25 @@ class Learning:
                 )
 
     def _measure(self, first_step: int) -> dict[str, Any]:
-        """Wait for LENGTH training steps from `first_step` on, and return their measurements.
+        """Wait for STEPS_PER_WINDOW (2) steps from `first_step` on, and return their measurements.
 
         Returns:
-            A report for rank 0, with times of passes, messages and memory (Window.report). Its key
-            "sums" has those of the sums of gradients (SumWindow.report).
+            A report for rank 0: times of passes and messages, and memory (StepWindow.report). The
+            key "sums" has the times of gradient reductions (ReductionWindow.report).
 
         Raises:
             Stopped: the job ends.
         """
         planned = self.current.plan_for(self.sizes).traffic_of(self.network_api).in_flight
         in_flight = planned[self.stage.stage] if planned else 0  # 0: the engine's own schedule
-        window = Window(self.stage, self.recorder, in_flight)
-        sums = SumWindow(self.current, self.recorder)
+        window = StepWindow(self.stage, self.recorder, in_flight)
+        sums = ReductionWindow(self.current, self.recorder)
         count = 0
-        while count < LENGTH:
+        while count < STEPS_PER_WINDOW:
             measured_step = self._steps.get()
             if measured_step is None:  # put by stop()
                 raise Stopped
+            # As on_step() has put it.
             step, begin, end, done, spans, reduction = measured_step
             if step >= first_step:
                 sums.step(done, spans, reduction)
@@ -256,33 +264,38 @@ class Learning:
         return {**window.report(), "sums": sums.report()}
 
     def _agree(self, number: int, proposal: dict[str, Any]) -> bool:
-        """Return whether this rank can adopt the change that was proposed in a round.
+        """Return whether this rank can adopt a proposed change; if so, prepare to adopt it.
 
-        If so, the rank is bound to the verdict: it will adopt the change if all ranks vote yes.
+        A rank cannot if the GPU has too little memory, if the job cannot be restarted, or if the
+        first step with the change has begun already. A rank that returns True has promised to adopt
+        the change at that step if all other ranks return True, too.
 
         Args:
-            number: Number of the round.
-            proposal: What Deciding.propose() returned on rank 0.
+            number: Number of the ballot in which the change was proposed.
+            proposal: Result of Deciding.propose() on rank 0.
         """
         change = change_of(proposal)
         current = self.current
-        if isinstance(change, SumChange) and not fits(change, self.recorder):  # GPU memory
+        # fits(): the GPU has the memory for larger buckets of gradients.
+        if isinstance(change, ReductionChange) and not fits(change, self.recorder):
             return False
         if isinstance(change, Restart):
+            # "" if the launcher and the framework can restart the job with other layers.
             obstacle = restart.why_not(current.process, current.options, current.engine, os.environ)
             if obstacle:
                 return False
-        # False if this rank has already reached the first step with the change.
+        # Store the change for the training thread. False if its first step has begun already.
         return self.boundary.agree(number, proposal["at"], change)
 
 
 class _Running:
     """Global state: the re-planning in this process. Hooks have no object to keep it in."""
 
-    learning: Learning | None = None
-    #: Parallel sizes and micro-batches for which `learning` was started.
+    replanner: Replanner | None = None  # None before the first step
+    #: Parallel sizes and micro-batches a step for which `replanner` was started.
     started_for: tuple[Sizes, int] | None = None
-    #: GradientReducer that marks the beginning of steps, in a job without a pipeline engine.
+    #: GradientReducer whose begin counts as the begin of a step, in a job without a pipeline
+    #: engine.
     reducer: weakref.ref[Any] | None = None
     #: How often `started_for` has changed.
     starts = 0
@@ -334,10 +347,10 @@ def _begin_step(
     if recorder is None:  # nothing is measured
         return
     if _Running.started_for != (sizes, micro_batches):
-        if _Running.learning is None:
+        if _Running.replanner is None:
             recorder.on_step.append(_on_step)  # called with the measurements of each step
         else:
-            _Running.learning.stop()
+            _Running.replanner.stop()
         _Running.started_for = (sizes, micro_batches)
         _Running.starts += 1
         if _Running.starts > MOST_STARTS:  # they change too often: re-planning stays off
@@ -345,7 +358,7 @@ def _begin_step(
         is_nccl = network_api == VERBS
         recorder.on_gpu(is_nccl)  # with NCCL, passes are timed on the GPU, otherwise on the host
         write_to_telemetry_file = recorder.on_round or _ignore  # None: there is no such file
-        _Running.learning = Learning(
+        _Running.replanner = Replanner(
             current,
             sizes,
             network_api,
@@ -356,9 +369,9 @@ def _begin_step(
             put=write_to_telemetry_file,
             start=_Running.starts,
         )
-    assert _Running.learning is not None
+    assert _Running.replanner is not None
     if _Running.starts <= MOST_STARTS:
-        _Running.learning.begin_step()
+        _Running.replanner.begin_step()
 
 
 def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reducer: object) -> None:
@@ -398,14 +411,14 @@ def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reduc
 
 
 def on_stop(reason: str) -> None:
-    """End re-planning in this process, when holmes stops there.
+    """End re-planning in this process, because holmes stops. A later start begins from nothing.
 
     Args:
         reason: Not used; the hook passes why holmes stops.
     """
-    if _Running.learning is not None:
-        _Running.learning.join()
-    _Running.learning = None
+    if _Running.replanner is not None:
+        _Running.replanner.join()
+    _Running.replanner = None
     _Running.started_for = None
     _Running.reducer = None
     _Running.starts = 0
@@ -417,5 +430,5 @@ def _ignore(document: dict[str, Any]) -> None:
 
 def _on_step(*step: Any) -> None:
     """Pass the recorder's measurements of a step to re-planning, if it runs."""
-    if _Running.learning is not None:
-        _Running.learning.on_step(*step)
+    if _Running.replanner is not None:
+        _Running.replanner.on_step(*step)

@@ -1,14 +1,16 @@
-"""Decides again on the micro-batches in flight of a running job, from measured times.
+"""Chooses anew the micro-batches in flight of a running job, from measured times.
 
     measured()           returns the plan with the job's measured times instead of predicted ones
-    PipelineEvaluator    chooses a change after each window of steps, checks its effect, and takes
-                         it back if it has none
+    PipelineEvaluator    chooses a change after every few steps, and takes it back if it turns out
+                         not to save time
     better_split()       finds layers of the stages that would shorten the step, for a restart
 
-Prices and rules are those of the plan at the start (plan/decide.py, plan/cost/pipeline.py). Three
-thresholds prevent flapping: a change must be predicted to save GAIN of a step. If it does not save
-KEPT of a step, it is taken back. Then it is not tried again until the measured times differ by
-OTHER.
+The step time is predicted as for the plan at the start (plan/decide.py, plan/cost/pipeline.py).
+Three thresholds prevent flapping:
+
+    LEAST_GAIN       2 %     a change is tried only if it is predicted to save this share of a step
+    LEAST_SAVED      0.5 %   it is taken back if its trial (some steps with it) saves less than this
+    CHANGED_SHARE    10 %    it is then not tried again until measured times have changed by this
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from holmes_ext.plan.profile import Profile
 from holmes_ext.plan.workload import StageLoad, passes_s
 
 # Shares of the step time.
-GAIN = 0.02  # that a change must be predicted to save
-KEPT = 0.005  # that a change must have saved to stay
+LEAST_GAIN = 0.02  # that a change must be predicted to save
+LEAST_SAVED = 0.005  # that a change must have saved to stay
 RESTART_GAIN = 0.05  # that a restart must be predicted to save
-# Shares of the longest pass or stage link.
-OTHER = 0.1  # least difference of times to try a rejected change again
-SAME = 0.01  # up to which times count as equal, so that no decision is needed
+# Differences between two lists of measured times, as shares of the longest time in them.
+CHANGED_SHARE = 0.1  # from which on a rejected change is tried again
+EQUAL_SHARE = 0.01  # up to which times count as equal, so that nothing is decided anew
 #: `basis` of a plan with measured times.
 MEASURED = "measured"
 
@@ -64,11 +66,11 @@ class Change:
     then_s: float  # predicted seconds of a step after the change
     forward_s: tuple[float, ...]  # measured seconds of a forward pass, by stage
     backward_s: tuple[float, ...]  # measured seconds of a backward pass, by stage
-    back: bool = False  # whether an earlier change is taken back
+    takes_back: bool = False  # True: an earlier change did not save time and is reverted
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Value that is equal for changes with the same result."""
+        """Value by which a change that was tried without success is recognized."""
         return self.in_flight
 
     @property
@@ -82,15 +84,19 @@ class Change:
 
         Args:
             plan: Plan before the change.
-            network_api: Not used: the numbers of micro-batches are the same for NCCL and gloo.
+            network_api: Not used. A ReductionChange needs it. The plan has separate decisions
+                (`traffic`) for NCCL and gloo, and this change is made in both.
         """
-        # A plan of unknown times has no loads yet.
+        # Load: seconds and bytes of a stage. A plan that was made without them has no loads yet.
         old_loads = plan.loads or (StageLoad(0.0, 0.0),) * len(self.forward_s)
         loads = tuple(
             replace(load, forward_s=forward_s, backward_s=backward_s)
             for load, forward_s, backward_s in zip(old_loads, self.forward_s, self.backward_s)
         )
-        traffic = tuple(replace(decided, in_flight=self.in_flight) for decided in plan.traffic)
+        traffic = tuple(
+            replace(decisions_for_api, in_flight=self.in_flight)
+            for decisions_for_api in plan.traffic
+        )
         return replace(plan, loads=loads, traffic=traffic)
 
 
@@ -253,11 +259,12 @@ class EndedTrial(NamedTuple):
 
 
 class Trials:
-    """Trials of changes of one kind, one at a time, and the changes that have failed theirs.
+    """Trials of changes of one kind, one at a time, and the changes that did not save time.
 
-    A change is a Change or a SumChange. These attributes are used: `key` (equal for changes with
-    the same result), `now_s` (measured seconds of a step before it) and `back` (it takes back an
-    earlier change).
+    A trial is some steps with a change that all ranks have adopted: their time decides whether the
+    change stays. A change is a Change or a ReductionChange. These attributes are used: `key` (equal
+    for changes with the same result), `now_s` (measured seconds of a step before the change) and
+    `takes_back` (it reverts an earlier change).
     """
 
     def __init__(self) -> None:
@@ -281,9 +288,9 @@ class Trials:
     def end(self, unchanged_times: tuple[float, ...], step_s: float) -> Any:
         """End the running trial, if any; return its change if it must be taken back, else None.
 
-        A change stays if it has shortened the step by the share KEPT. It also stays if times that
-        it should not affect have changed meanwhile, because they hide its effect, or if it took
-        back an earlier change.
+        A change stays if it has shortened the step by the share LEAST_SAVED (0.5 %). It also stays
+        if times that it should not affect have changed meanwhile, because they hide its effect, or
+        if it took back an earlier change.
 
         Args:
             unchanged_times: Seconds that the change should not affect, as measured during the
@@ -296,9 +303,9 @@ class Trials:
         if trial is None:
             return None
         change = trial.change
-        has_saved_time = step_s <= change.now_s * (1 - KEPT)
+        has_saved_time = step_s <= change.now_s * (1 - LEAST_SAVED)
         others_differ = differ(trial.unchanged_times, unchanged_times)
-        stays = others_differ or has_saved_time or change.back
+        stays = others_differ or has_saved_time or change.takes_back
         self.ended = EndedTrial(change, step_s, stays)
         if stays:
             return None
@@ -322,7 +329,7 @@ class PipelineEvaluator:
     """Chooses changes of a job's numbers of micro-batches in flight, and checks their effect."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        """Start without a trial.
+        """Start without a change whose effect is being measured.
 
         Args:
             network_api: VERBS for NCCL, SOCKETS for gloo, of the pipeline's groups.
@@ -339,35 +346,39 @@ class PipelineEvaluator:
     def next(self, plan: Plan, step_s: float) -> Change | None:
         """Return the next change of micro-batches in flight, or None to keep the plan.
 
+        Nothing is computed if the measured times are still those for which no change was found.
+
         Args:
             plan: Current plan, with the measured times of its stages.
             step_s: Measured seconds of a step.
         """
         times = _times_of(plan, [load.stage_link_s for load in plan.loads])
-        # If no change was found for equal times before, none will be found now.
+        # If no change was found for times that were equal (within EQUAL_SHARE, 1 % of the longest),
+        # none will be found now.
         is_unchanged = bool(self._times_without_change) and not differ(
-            self._times_without_change, times, SAME
+            self._times_without_change, times, EQUAL_SHARE
         )
         if self.trials.running is None and is_unchanged:
-            self.trials.ended = None
+            self.trials.ended = None  # so that the caller does not report the last trial again
             return None
         change = self._decide(plan, step_s)
         self._times_without_change = () if change else times
         return change
 
     def _decide(self, plan: Plan, step_s: float) -> Change | None:
-        """End the running trial, if there is one, and return the next change, or None.
+        """Judge the last change by the measured step time, and return the next change, or None.
 
-        The next change takes back the one on trial if that has not saved time. Otherwise the
-        numbers of micro-batches in flight are chosen again, by the same rules as at the start of
-        the job, but from measured times. They become a change if they are predicted to save the
-        share GAIN of a step.
+        If the last change has not saved time, the next one takes it back. Otherwise the numbers of
+        micro-batches in flight are chosen again, by the same rules as at the start of the job, but
+        from measured times. They become a change if they are predicted to save LEAST_GAIN (2 %) of
+        a step.
 
         Args:
             plan: Current plan, with the measured times of its stages.
             step_s: Measured seconds of a step.
         """
         decided = self._decisions(plan)
+        # Seconds of a message to the next stage: measured where possible, else predicted.
         stage_links = decided.stage_link_seconds().transfer_s
         now = plan.traffic_of(self.network_api).in_flight  # by stage; (): the engine's own schedule
         times = _times_of(plan, stage_links)
@@ -392,7 +403,7 @@ class PipelineEvaluator:
         pipeline_then_s = pipeline_s(plan, stage_links, in_flight)
         then_s = step_s + pipeline_then_s - pipeline_now_s
         if not takes_back:
-            saves_enough = then_s <= step_s * (1 - GAIN)
+            saves_enough = then_s <= step_s * (1 - LEAST_GAIN)
             if not saves_enough or self.trials.was_rejected(in_flight, times):
                 return None
         forward_s, backward_s = passes_s(plan.loads)
@@ -403,7 +414,7 @@ class PipelineEvaluator:
             then_s=then_s,
             forward_s=forward_s,
             backward_s=backward_s,
-            back=takes_back,
+            takes_back=takes_back,
         )
 
     def taken(self, change: Change, plan: Plan) -> None:
@@ -418,20 +429,33 @@ class PipelineEvaluator:
         self.trials.begin(change, deciding_times=times, unchanged_times=times)
 
     def _decisions(self, plan: Plan) -> Decisions:
-        """Return the decisions of the rules that also made the plan at the start of the job."""
+        """Apply the rules that made the plan at the start of the job to its measured times.
+
+        Returns:
+            Micro-batches in flight of each stage, and seconds of the links between stages.
+        """
         return decisions(plan, self.network_api, self.options, self.engine)
 
 
 def _times_of(plan: Plan, stage_links: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds of each stage's passes, forward and backward, and of each stage link.
+    """Return the seconds of all forward passes, all backward passes and all stage links, by stage.
 
-    Two such tuples are compared by differ(), so all these times stand in one tuple.
+    They stand in one tuple, because differ() compares two such tuples.
     """
     forward_s, backward_s = passes_s(plan.loads)
     return *forward_s, *backward_s, *stage_links
 
 
-def differ(times: Sequence[float], other_times: Sequence[float], share: float = OTHER) -> bool:
-    """Return whether two lists of seconds differ by more than a share of the longest time."""
+def differ(
+    times: Sequence[float], other_times: Sequence[float], share: float = CHANGED_SHARE
+) -> bool:
+    """Return whether times have changed between two measurements.
+
+    Args:
+        times: Seconds, for example of each stage's passes.
+        other_times: The same times in another measurement.
+        share: Differences up to this share of the longest time in both lists do not count. The
+            default is 10 %.
+    """
     tolerance = share * max(*times, *other_times)
     return any(abs(first - second) > tolerance for first, second in zip(times, other_times))

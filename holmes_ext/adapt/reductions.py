@@ -1,15 +1,15 @@
-"""Decides again how each stage of a running job sums gradients, from measured times of the sums.
+"""Chooses anew how each pipeline stage of a running job reduces gradients, from measured times.
 
 The choice is between one ring and a hierarchical all-reduce, with sizes of buckets or chunks and
 the algorithm between clusters.
 
-    measured_networks()    returns the plan with the rates of networks that measured sums show
-    SumEvaluator           chooses a change after each window of steps, and checks its effect
+    measured_networks()    corrects the plan's network rates by the measured reduction times
+    ReductionEvaluator     chooses a change after every few steps, and checks its effect
 
-A sum is an all-reduce of gradients over a data-parallel group. Its price is its predicted time:
-seconds of latency, and seconds for each byte. Prices and rules are those of the plan at the start
-(plan/decide.py). Flapping is prevented as in adapt/pipeline.py. Another algorithm adds in another
-order, so losses differ by rounding from then on.
+A reduction is an all-reduce of gradients over a data-parallel group. Its predicted time is a Price:
+seconds of latency, and seconds for each byte. The rules are those that made the plan at the start
+of the job (plan/decide.py). Thresholds prevent flapping, as in adapt/pipeline.py. Another algorithm
+adds in another order, so losses differ by rounding from then on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from math import ceil, log2
 from typing import TYPE_CHECKING, NamedTuple
 
-from holmes_ext.adapt.pipeline import GAIN, MEASURED, Trials
+from holmes_ext.adapt.pipeline import LEAST_GAIN, MEASURED, Trials
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.network import Price
@@ -36,38 +36,42 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Summed:
-    """Measurements of the sums (all-reduces) of gradients of one pipeline stage in a step."""
+class MeasuredReductions:
+    """Measurements of the gradient reductions (all-reduces) of one pipeline stage in a step."""
 
     reduction: ReductionSpec  # algorithm that summed the gradients
     size: float  # bytes of gradients of a rank
-    seconds: float  # while any sum was under way
-    exposed_s: float  # seconds that the program waited for sums
-    #: Network -> seconds of carrying sums.
+    seconds: float  # in which at least one reduction was under way
+    exposed_s: float  # seconds that the program waited for reductions
+    #: Network -> seconds in which it carried at least one reduction.
     busy: Mapping[str, float] = field(default_factory=dict)
     #: End of the stage's last backward pass, in seconds after that of the stage that ends first.
     end_s: float = 0.0
 
     @property
     def hierarchical(self) -> bool:
-        """True if the sums are hierarchical."""
+        """True if gradients are reduced inside clusters first, then across; False for one ring."""
         return is_hierarchical(self.reduction, self.size)
 
 
 @dataclass(frozen=True)
-class SumChange:
-    """Change of the algorithms that sum gradients, on one or more pipeline stages."""
+class ReductionChange:
+    """Change of the algorithms that reduce gradients, on one or more pipeline stages."""
 
     before: tuple[ReductionSpec, ...]  # of each stage, before the change
     after: tuple[ReductionSpec, ...]  # of each stage, after the change
-    size: float  # bytes of gradients
+    size: float  # bytes of gradients of the stage that has most
     now_s: float  # measured seconds of a step before the change
     then_s: float  # predicted seconds of a step after the change
-    back: bool = False  # whether an earlier change is taken back
+    takes_back: bool = False  # True: an earlier change did not save time and is reverted
 
     @property
     def key(self) -> tuple[_ReductionKey, ...]:
-        """Value that is equal for changes with a similar result: sizes are rounded (log2)."""
+        """Value by which a change that was tried without success is recognized.
+
+        It is equal for changes with a similar result: bytes of a bucket or chunk are rounded to a
+        power of two.
+        """
         return tuple(map(self._key, self.after))
 
     def _key(self, reduction: ReductionSpec) -> _ReductionKey:
@@ -92,7 +96,10 @@ class SumChange:
 
     @property
     def text(self) -> str:
-        """This change in words, of the first stage that changes: how it sums gradients, and did."""
+        """This change in words: "gradients of stage 1 NEW ALGORITHM (were OLD ALGORITHM)".
+
+        If several stages change, only the first of them is described.
+        """
         stage = 0
         while self.after[stage] == self.before[stage]:
             stage += 1
@@ -114,7 +121,8 @@ def is_hierarchical(reduction: ReductionSpec, size: float) -> bool:
     """Return whether gradients are summed hierarchically, and not in one ring.
 
     Args:
-        reduction: How the stage sums gradients. Small sums use one ring in any case.
+        reduction: How the stage sums gradients. Below its `hierarchical_from` bytes, one ring is
+            used in any case.
         size: Bytes of gradients.
     """
     return bool(reduction.clusters) and size >= reduction.hierarchical_from
@@ -134,80 +142,101 @@ def reduction_text(reduction: ReductionSpec, size: float) -> str:
 
 
 def measured_networks(
-    plan: Plan, network_api: str, options: Options, engine: EngineTraits, summed: Sequence[Summed]
+    plan: Plan,
+    network_api: str,
+    options: Options,
+    engine: EngineTraits,
+    measured_stages: Sequence[MeasuredReductions],
 ) -> Plan:
-    """Return a plan whose networks have the rates that follow from the measured sums of gradients.
+    """Return a plan with the network rates at which predicted reduction times equal measured ones.
 
-    If sums on a network took twice as long as predicted, its rate is halved. Networks without sums
-    keep their rates. If a network carries the sums of several stages, the largest slowdown counts.
+    If reductions on a network took twice as long as predicted, its rate is halved. Networks without
+    reductions keep their rates. If a network carries the reductions of several stages, the largest
+    slowdown counts. The links between clusters (WAN) are slowed down like Ethernet, because traffic
+    between clusters that share no faster network is measured as Ethernet traffic.
 
     Args:
-        plan: The plan, from whose rates the times of sums are predicted.
+        plan: The plan, from whose rates the times of reductions are predicted.
         network_api: VERBS for NCCL, SOCKETS for gloo.
         options: Options of the job.
         engine: Abilities of the training framework.
-        summed: Measurements of the sums of each stage.
+        measured_stages: Measurements of the reductions of each stage.
     """
     slowdown: dict[str, float] = {}  # network -> measured time / predicted time
     # The predicted times depend on the bytes of gradients, which differ between stages.
-    decisions_for = _decisions_by_size(plan, network_api, options, engine, summed)
-    for stage, stage_sums in enumerate(summed):
-        decided = decisions_for[stage_sums.size]
-        for name, price in _networks_with_prices(decided, stage, stage_sums):
-            # A price is a latency and seconds for each byte; only the latter depends on the rate.
-            measured_s = stage_sums.busy.get(name, 0.0) - price.latency_s
-            predicted_s = stage_sums.size * price.byte_s
+    # Bytes of gradients -> Decisions, which predict the time of each algorithm for so many bytes.
+    predicted_by_size = _decisions_by_size(plan, network_api, options, engine, measured_stages)
+    for stage, measured_stage in enumerate(measured_stages):
+        decided = predicted_by_size[measured_stage.size]
+        for name, price in _networks_with_prices(decided, stage, measured_stage):
+            # A Price is the predicted time of a reduction: a latency and seconds for each byte.
+            # Only the latter depend on the network's rate, so the latency is taken off the measured
+            # time.
+            measured_s = measured_stage.busy.get(name, 0.0) - price.latency_s
+            predicted_s = measured_stage.size * price.byte_s
             if measured_s > 0 and predicted_s > 0:
                 slowdown[name] = max(slowdown.get(name, 0.0), measured_s / predicted_s)
     fabrics = []
     for fabric in plan.fabrics:
         rate_bps = round(fabric.rate_bps / slowdown.get(fabric.name, 1.0))
         fabrics.append(replace(fabric, rate_bps=max(1, rate_bps)))
+    # The WAN gets the slowdown of Ethernet (see above).
     wan = plan.wan.scaled(1 / slowdown.get(ETHERNET, 1.0))
     return replace(plan, fabrics=tuple(fabrics), wan=wan)
 
 
 def _networks_with_prices(
-    decided: Decisions, stage: int, summed: Summed
+    decided: Decisions, stage: int, measured_stage: MeasuredReductions
 ) -> Iterator[tuple[str, Price]]:
-    """Yield (network, price of the all-reduce on it) for each data-parallel group of a stage.
+    """Yield (network, predicted time of a group's all-reduce on it) for the groups of a stage.
 
-    A ring uses one network. A hierarchical all-reduce uses one between clusters and others inside
-    them; it is left out if its algorithm between clusters is not the one that was priced.
+    A ring uses one network. A hierarchical all-reduce uses one network across clusters and others
+    inside them. Predictions exist for one algorithm across clusters only: nothing is yielded for a
+    group whose reductions used another one.
 
     Args:
-        decided: Knows the prices of the possible algorithms for each group.
+        decided: Predicts the time (Price: latency, and seconds for each byte) of each algorithm.
         stage: Number of the stage.
-        summed: Measurements of the stage, which say what algorithm was used.
+        measured_stage: Measurements of the stage, with the algorithm that it used.
     """
+    # One entry for each family (data-parallel groups on equal networks): predicted times of one
+    # ring (`flat`) and of a hierarchical all-reduce (`hierarchical`; None if that is not possible).
     groups = decided.prices.family_reductions(decided.placement, stage)
     for group in groups:
-        if not summed.hierarchical:
+        if not measured_stage.hierarchical:
             network_of_ring = group.flat.load.fabric  # None: the group is inside one node
             if network_of_ring is not None:
-                yield network_of_ring.name, _ring_price(group, summed.reduction, summed.size)
+                yield (
+                    network_of_ring.name,
+                    _ring_price(group, measured_stage.reduction, measured_stage.size),
+                )
             continue
-        used_across = summed.reduction.across  # algorithm between clusters; None: direct exchanges
-        priced = group.hierarchical
-        if priced is None or used_across not in (None, priced.route):
+        # Algorithm between clusters; None: direct exchanges.
+        used_across = measured_stage.reduction.across
+        predicted = group.hierarchical
+        if predicted is None or used_across not in (None, predicted.route):
             continue
-        priced = replace(priced, chunk_bytes=summed.reduction.chunk_bytes)
-        network_across = priced.reduce_across.fabric
+        # The latency depends on the number of chunks, so their real size is used.
+        predicted = replace(predicted, chunk_bytes=measured_stage.reduction.chunk_bytes)
+        network_across = predicted.reduce_across.fabric
         assert network_across is not None
-        yield network_across.name, priced.across
-        for load in priced.inside_loads:
+        yield network_across.name, predicted.across
+        for load in predicted.inside_loads:
             if load.fabric is not None:
                 # Inside clusters: a reduce-scatter before, and an all-gather after.
                 yield load.fabric.name, load.price.scaled(2)
 
 
 def _ring_price(group: FamilyReductions, reduction: ReductionSpec, size: float) -> Price:
-    """Return the price of ring all-reduces of gradients, with the latency once for each bucket.
+    """Return the predicted time of the ring all-reduces of all buckets of gradients.
 
     Args:
-        group: Prices of the possible algorithms for a group.
-        reduction: Has the bytes of a bucket.
-        size: Bytes of all gradients.
+        group: Predicted times of the possible algorithms for a data-parallel group.
+        reduction: Algorithm, of which only the bytes of a bucket are used.
+        size: Bytes of all gradients of a rank.
+
+    Returns:
+        A Price: seconds of latency (once for each bucket), and seconds for each byte.
     """
     price = group.flat.once  # as if all gradients were in one bucket
     bucket_count = max(1, ceil(size / reduction.bucket_bytes))
@@ -215,44 +244,49 @@ def _ring_price(group: FamilyReductions, reduction: ReductionSpec, size: float) 
 
 
 def _decisions_by_size(
-    plan: Plan, network_api: str, options: Options, engine: EngineTraits, summed: Sequence[Summed]
+    plan: Plan,
+    network_api: str,
+    options: Options,
+    engine: EngineTraits,
+    measured_stages: Sequence[MeasuredReductions],
 ) -> dict[float, Decisions]:
-    """Return how gradients would be summed best, for each number of gradient bytes of a stage.
+    """Return how gradients would be reduced best, separately for each size of a stage's gradients.
 
-    Stages hold different layers, so they have different bytes of gradients, but a plan has one
-    number for all stages. So the plan's rules decide once for each number, with its prices of sums.
+    Stages hold different layers, so their gradients differ in size, but a plan has one size for all
+    stages. So the rules by which the plan was made are applied once for each size.
 
     Args:
-        plan: The plan, with the rates of networks from which times of sums are predicted.
+        plan: The plan, with the rates of networks from which reduction times are predicted.
         network_api: VERBS for NCCL, SOCKETS for gloo.
         options: Options of the job.
         engine: Abilities of the training framework.
-        summed: Measurements of each stage, of which only the bytes of gradients are used.
+        measured_stages: Measurements of each stage, of which only the bytes of gradients are used.
 
     Returns:
-        Bytes of gradients of a stage -> decisions. Stages with the same number share them.
+        Bytes of gradients of a stage -> Decisions: the best algorithm, and the predicted times of
+        all algorithms (`prices`).
     """
     decided = {}
-    for size in {stage_sums.size for stage_sums in summed}:
+    for size in {measured_stage.size for measured_stage in measured_stages}:
         workload = replace(plan.workload, gradient_bytes=size)
-        # MEASURED: without it, the rules would take the plan for one of an assumed model.
+        # MEASURED: otherwise the rules would treat the workload as that of an assumed model.
         plan_for_size = replace(plan, workload=workload, basis=MEASURED)
         decided[size] = decisions(plan_for_size, network_api, options, engine)
     return decided
 
 
 class _Choice(NamedTuple):
-    """Algorithm for the sums of one stage."""
+    """Algorithm that reduces the gradients of one pipeline stage."""
 
     reduction: ReductionSpec
-    seconds: float  # of the sums in a step: predicted, or measured for the current algorithm
+    seconds: float  # of the reductions in a step: measured for the algorithm in use, else predicted
 
 
-class SumEvaluator:
-    """Chooses changes of the algorithms that sum a job's gradients, and checks their effect."""
+class ReductionEvaluator:
+    """Chooses changes of the algorithms that reduce a job's gradients, and checks their effect."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        """Start without a trial.
+        """Start without a change whose effect is being measured.
 
         Args:
             network_api: VERBS for NCCL, SOCKETS for gloo, of the data-parallel groups.
@@ -264,30 +298,32 @@ class SumEvaluator:
         self.engine = engine
         self.trials = Trials()
 
-    def next(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
-        """End the running trial, if there is one, and return the next change, or None.
+    def next(
+        self, plan: Plan, measured_stages: Sequence[MeasuredReductions], step_s: float
+    ) -> ReductionChange | None:
+        """Judge the last change by the measured step time, and return the next change, or None.
 
-        The next change takes back the one on trial if that has not saved time. Otherwise each stage
-        gets the algorithm that is fastest at the measured rates of the networks, if this is
-        predicted to save the share GAIN of a step.
+        If the last change has not saved time, the next one takes it back. Otherwise each stage gets
+        the algorithm that is fastest at the measured rates of the networks, if this is predicted to
+        save at least LEAST_GAIN (2 %) of a step.
 
         Args:
             plan: Current plan of the job.
-            summed: Measurements of the sums of each stage.
+            measured_stages: Measurements of the reductions of each stage.
             step_s: Measured seconds of a step.
         """
-        measured_plan = self._with_measured_networks(plan, summed)
-        current = tuple(stage_sums.reduction for stage_sums in summed)
-        size = max(stage_sums.size for stage_sums in summed)
-        rejected = self.trials.end(_times_without_sums(summed, step_s), step_s)
+        measured_plan = self._with_measured_networks(plan, measured_stages)
+        current = tuple(measured_stage.reduction for measured_stage in measured_stages)
+        size = max(measured_stage.size for measured_stage in measured_stages)
+        rejected = self.trials.end(_times_without_reductions(measured_stages, step_s), step_s)
         if rejected is not None:
-            return SumChange(
+            return ReductionChange(
                 before=current,
                 after=rejected.before,
                 size=size,
                 now_s=step_s,
                 then_s=rejected.now_s,
-                back=True,
+                takes_back=True,
             )
         # Bytes of gradients of a stage -> decisions, at the measured and at the planned rates.
         by_size = partial(
@@ -295,59 +331,64 @@ class SumEvaluator:
             network_api=self.network_api,
             options=self.options,
             engine=self.engine,
-            summed=summed,
+            measured_stages=measured_stages,
         )
         decided_for = by_size(measured_plan)
         planned_for = by_size(plan)
         choices = []  # by stage
-        for stage, stage_sums in enumerate(summed):
+        for stage, measured_stage in enumerate(measured_stages):
             choice = self._fastest(
-                decided=decided_for[stage_sums.size],
-                planned=planned_for[stage_sums.size],
+                decided=decided_for[measured_stage.size],
+                planned=planned_for[measured_stage.size],
                 stage=stage,
-                stage_sums=stage_sums,
+                measured_stage=measured_stage,
             )
             choices.append(choice)
         after = tuple(choice.reduction for choice in choices)
         if after == current:
             return None
-        # The step ends when the last stage has its sums. The seconds that sums save come off the
-        # program's wait for them (exposed_s), because the part of a sum that overlaps the backward
-        # pass stays the same.
-        ends_now_s = []  # ends of the waits for sums, by stage
+        # The step ends when the last stage has its gradients. The seconds that reductions save come
+        # off the program's wait for them (exposed_s), because the part of a reduction that overlaps
+        # the backward pass stays the same.
+        ends_now_s = []  # ends of the waits for reductions, by stage
         ends_then_s = []
-        for stage_sums, choice in zip(summed, choices):
-            exposed_then_s = stage_sums.exposed_s - stage_sums.seconds + choice.seconds
-            ends_now_s.append(stage_sums.end_s + stage_sums.exposed_s)
-            ends_then_s.append(stage_sums.end_s + max(0.0, exposed_then_s))
+        for measured_stage, choice in zip(measured_stages, choices):
+            exposed_then_s = measured_stage.exposed_s - measured_stage.seconds + choice.seconds
+            ends_now_s.append(measured_stage.end_s + measured_stage.exposed_s)
+            ends_then_s.append(measured_stage.end_s + max(0.0, exposed_then_s))
         then_s = step_s + max(ends_then_s) - max(ends_now_s)
-        change = SumChange(before=current, after=after, size=size, now_s=step_s, then_s=then_s)
-        saves_enough = then_s <= step_s * (1 - GAIN)
-        times = _times_on_networks(measured_plan, summed)
+        change = ReductionChange(
+            before=current, after=after, size=size, now_s=step_s, then_s=then_s
+        )
+        saves_enough = then_s <= step_s * (1 - LEAST_GAIN)
+        times = _transfer_times(measured_plan, measured_stages)
         if not saves_enough or self.trials.was_rejected(change.key, times):
             return None
         return change
 
     def _fastest(
-        self, decided: Decisions, planned: Decisions, stage: int, stage_sums: Summed
+        self, decided: Decisions, planned: Decisions, stage: int, measured_stage: MeasuredReductions
     ) -> _Choice:
-        """Return the best algorithm for the sums of a stage: the one in use, or a faster one.
+        """Return the algorithm in use, or the one that the plan's rules choose now if it is faster.
 
         Args:
-            decided: Decisions at the measured rates of the networks.
-            planned: Decisions at the rates in the current plan.
+            decided: Algorithm that the rules choose at the measured rates of the networks, with the
+                predicted times (prices) of all algorithms.
+            planned: The same at the rates in the current plan.
             stage: Number of the stage.
-            stage_sums: Measurements of the algorithm in use.
+            measured_stage: Measurements of the algorithm in use.
         """
-        size = stage_sums.size
-        current = _Choice(stage_sums.reduction, stage_sums.seconds)
+        size = measured_stage.size
+        current = _Choice(measured_stage.reduction, measured_stage.seconds)
         # Overlap with the backward pass and compression stay as they are in the running job.
         reduction = decided.reduction(stage, overlap=current.reduction.overlap)
         reduction = replace(reduction, compress=current.reduction.compress)
-        # Prices of the stage's data-parallel groups. They sum at the same time: the slowest counts.
+        # One entry for each family (data-parallel groups on equal networks), with the predicted
+        # times of the algorithms. All groups reduce at the same time, so the slowest one counts.
         groups = decided.prices.family_reductions(decided.placement, stage)
         if is_hierarchical(reduction, size):
-            # Inside clusters, process groups exist only for the networks of the current plan.
+            # A running job cannot make process groups. Those inside clusters exist only for the
+            # networks that the current plan has chosen for them.
             planned_groups = planned.prices.family_reductions(planned.placement, stage)
             networks = [_networks_inside(group) for group in groups]
             if networks != [_networks_inside(group) for group in planned_groups]:
@@ -363,26 +404,36 @@ class SumEvaluator:
             return current
         return _Choice(reduction, seconds)
 
-    def taken(self, change: SumChange, plan: Plan, summed: Sequence[Summed]) -> None:
+    def taken(
+        self, change: ReductionChange, plan: Plan, measured_stages: Sequence[MeasuredReductions]
+    ) -> None:
         """Begin the trial of a change that all ranks adopt.
 
         Args:
             change: The change.
             plan: Plan before the change.
-            summed: Measurements of each stage from which the change was chosen.
+            measured_stages: Measurements of each stage from which the change was chosen.
         """
-        times = _times_on_networks(self._with_measured_networks(plan, summed), summed)
-        unchanged_times = _times_without_sums(summed, change.now_s)
+        times = _transfer_times(
+            self._with_measured_networks(plan, measured_stages), measured_stages
+        )
+        unchanged_times = _times_without_reductions(measured_stages, change.now_s)
         self.trials.begin(change, deciding_times=times, unchanged_times=unchanged_times)
 
-    def _with_measured_networks(self, plan: Plan, summed: Sequence[Summed]) -> Plan:
-        return measured_networks(plan, self.network_api, self.options, self.engine, summed)
+    def _with_measured_networks(
+        self, plan: Plan, measured_stages: Sequence[MeasuredReductions]
+    ) -> Plan:
+        return measured_networks(plan, self.network_api, self.options, self.engine, measured_stages)
 
 
 def _networks_inside(group: FamilyReductions) -> list[str]:
     """Return the networks that a hierarchical all-reduce of a group uses inside the clusters.
 
-    The result is [] if the group cannot reduce hierarchically.
+    Args:
+        group: Predicted times of the algorithms of a data-parallel group.
+
+    Returns:
+        Names of networks; [] if the group is inside one cluster and cannot reduce hierarchically.
     """
     if group.hierarchical is None:
         return []
@@ -390,18 +441,20 @@ def _networks_inside(group: FamilyReductions) -> list[str]:
     return [load.fabric.name for load in loads if load.fabric is not None]
 
 
-def _times_without_sums(summed: Sequence[Summed], step_s: float) -> tuple[float]:
-    """Return the seconds of a step without the longest wait for sums, in a tuple for differ().
+def _times_without_reductions(
+    measured_stages: Sequence[MeasuredReductions], step_s: float
+) -> tuple[float]:
+    """Return the seconds of a step without the longest wait for reductions, as a tuple of one time.
 
-    Another algorithm for the sums should not change this time.
+    Another algorithm for the reductions should not change this time. differ() compares such tuples.
     """
-    return (step_s - max(stage_sums.exposed_s for stage_sums in summed),)
+    return (step_s - max(measured_stage.exposed_s for measured_stage in measured_stages),)
 
 
-def _times_on_networks(plan: Plan, summed: Sequence[Summed]) -> tuple[float, ...]:
+def _transfer_times(plan: Plan, measured_stages: Sequence[MeasuredReductions]) -> tuple[float, ...]:
     """Return how long the largest gradients of a stage would take over each network, in seconds.
 
     These times change when a network becomes faster or slower.
     """
-    size_bits = 8 * max(stage_sums.size for stage_sums in summed)
+    size_bits = 8 * max(measured_stage.size for measured_stage in measured_stages)
     return tuple(size_bits / fabric.rate_bps for fabric in plan.fabrics)

@@ -3,9 +3,10 @@
 Layers can change only by a restart, which the launcher does:
 
     1  training    all ranks vote for the restart (vote.py), rank 0 puts the layers into the store
-    2  saved()     a checkpoint is complete on this rank; the next step is not trained any more
-    3  leave()     at the beginning of that step, each rank waits for the others, because a rank may
-                   still write which checkpoint is the last, and ends with STATUS
+    2  saved()     a checkpoint is complete on this rank
+    3  leave()     at the beginning of the next step, each rank waits until all have called leave(),
+                   and ends with STATUS. If a rank ended earlier, torchrun would stop all others,
+                   also one that is still writing the file that names the newest checkpoint
     4  torchrun    its agents keep the store over restarts, and the job starts with the new layers
 
 No rank waits for ever: leave() waits for at most ALL_S.

@@ -74,22 +74,25 @@ def stage_link_of(forward: Direction, backward: Direction) -> float | None:
 
 
 def _median_seconds(direction: Direction, ahead_s: float) -> float:
-    """Return the median time of the messages that did not queue behind an earlier message.
+    """Return the median seconds of the messages that did not queue behind an earlier message.
 
     If all of them did, the shortest time of all messages is returned.
 
     Args:
-        direction: Messages that were waited for, and others.
+        direction: Messages. The program has waited for at least one of them; only such messages
+            have a known time of arrival.
         ahead_s: How far the receiver's clock is ahead of the sender's, in seconds.
     """
     all_times = []
     times_without_queue = []
     previous_received = float("-inf")  # the link is busy until then
     for micro_batch, receive in sorted(direction.received.items()):
-        # By the receiver's clock. Without a known time of sending, the time of posting counts.
-        sent_at = direction.sent.get(micro_batch, receive.posted - ahead_s) + ahead_s
-        # A message begins to move when it was sent and its receive was posted.
-        start = max(sent_at, receive.posted)
+        # A message begins to move when it was sent and its receive was posted: by the receiver's
+        # clock, the later of both times. The time of sending may be unknown.
+        start = receive.posted
+        if micro_batch in direction.sent:
+            sent_at = direction.sent[micro_batch] + ahead_s
+            start = max(sent_at, receive.posted)
         if receive.was_waited_for and micro_batch in direction.sent:
             seconds = max(receive.received - start, 0.0)
             all_times.append(seconds)
@@ -106,7 +109,7 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     that of its slowest pair. Stage links for which no program waited are left out.
 
     Args:
-        reports: Reports of all ranks (Window.report).
+        reports: Reports of all ranks (StepWindow.report).
     """
     stage_of_rank = {report["rank"]: report["stage"] for report in reports}
     # (sending rank, receiving rank) -> messages of each step, by both ranks' reports.

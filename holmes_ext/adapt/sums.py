@@ -1,8 +1,8 @@
-"""Measures the sums of gradients on one rank in some steps, and checks memory before a change.
+"""Measures the gradient reductions on one rank in some steps, and checks memory before a change.
 
-The time of sums is measured for each network. It counts the operations of the process group that
-sums, and of the groups that carry its hierarchical all-reduce, which are recognized by their
-descriptions. Small sums of the same group (a loss, a norm) are left out.
+A gradient reduction is an all-reduce of the data-parallel group, or the steps of a hierarchical
+all-reduce, which run in smaller groups. Their time is measured for each network. Small all-reduces
+of the same group (a loss, a norm) are left out.
 """
 
 from __future__ import annotations
@@ -12,33 +12,36 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from holmes_ext.adapt.reductions import SumChange
-from holmes_ext.adapt.window import MARGIN, waited_s
+from holmes_ext.adapt.reductions import ReductionChange
+from holmes_ext.adapt.window import USABLE_MEMORY_SHARE, waited_s
 from holmes_ext.plan.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Op, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.units import union_s
 
-#: Smaller sums, as a share of the largest sum's bytes, are not sums of gradients.
-SMALL = 1 / 64
+#: All-reduces with less than this share of the largest one's bytes do not reduce gradients, but a
+#: loss or a norm.
+LEAST_GRADIENT_SHARE = 1 / 64
 
 
 class _StepTimes(NamedTuple):
-    """Times of the sums of gradients in one step, in seconds."""
+    """Times of the gradient reductions in one step, in seconds."""
 
-    seconds: float  # while any sum was under way
-    exposed_s: float  # while the program waited
-    busy_s: dict[str, float]  # network -> seconds of carrying sums
+    seconds: float  # in which at least one reduction was under way
+    exposed_s: float  # in which the program waited for reductions
+    busy_s: dict[str, float]  # network -> seconds in which it carried at least one reduction
 
 
-class SumWindow:
-    """Times of the sums (all-reduces) of gradients on one rank, in a window of training steps."""
+class ReductionWindow:
+    """Times of the gradient reductions (all-reduces) on one rank, in a window of training steps."""
 
     def __init__(self, current: Session, recorder: Recorder):
         self.current = current
         self.recorder = recorder
         self._steps: list[_StepTimes] = []
-        self._reduction: DoneReduction | None = None  # that was measured in the last step
+        #: How the last measured step reduced gradients. None: no reduction that follows the plan
+        #: was measured.
+        self._reduction: DoneReduction | None = None
 
     def step(
         self,
@@ -46,11 +49,11 @@ class SumWindow:
         spans: Sequence[tuple[str, float, float]],
         reduction: dict[str, Any] | None,
     ) -> None:
-        """Add the sums of gradients of a training step.
+        """Add the gradient reductions of a training step.
 
-        Nothing is added if no change of the plan could change them, or if it is unknown for how
-        long the program waited: then there is neither a gradient reducer nor
-        DistributedDataParallel.
+        Nothing is added if the reductions do not follow the plan, because then no change of the
+        plan could make them faster. Nothing is added either if neither a gradient reducer nor
+        DistributedDataParallel reduces: then it is unknown how long the program waited.
 
         Args:
             done: Operations of the step: messages and collectives.
@@ -95,13 +98,15 @@ class SumWindow:
         """Return the medians over the steps, as a JSON document for rank 0.
 
         Returns:
-            None if no change of the plan could change the sums of this rank. Otherwise a dict:
-            "way": algorithm that summed the gradients (fields of ReductionSpec); "bytes": bytes of
-            gradients; "seconds": while sums were under way; "exposed": seconds that the program
-            waited for sums; "busy": network -> seconds while it carried sums.
+            None if no reduction of this rank follows the plan. Otherwise a dict: "way": algorithm
+            of the reductions (fields of ReductionSpec); "bytes": bytes of gradients; "seconds": in
+            which a reduction was under way; "exposed": seconds that the program waited for
+            reductions; "busy": network -> seconds in which it carried reductions.
         """
-        if self._reduction is None:
+        if self._reduction is None:  # step() has added nothing
             return None
+        # All steps use the same networks, unless the algorithm has just changed: then the networks
+        # of the last step belong to the algorithm that is reported.
         last_step = self._steps[-1]
         busy_s = {}
         for network in last_step.busy_s:
@@ -131,7 +136,7 @@ def _gradient_sums(done: Sequence[Op], ranks: tuple[int, ...]) -> list[Op]:
         op for op in done if op.peer is None and op.group.ranks == ranks and op.name == "all_reduce"
     ]
     # Much smaller ones sum something else, such as a loss or a norm.
-    least_bytes = SMALL * max((op.payload for op in all_reduces), default=0)
+    least_bytes = LEAST_GRADIENT_SHARE * max((op.payload for op in all_reduces), default=0)
     sums = [op for op in all_reduces if op.payload >= least_bytes]
     for op in done:
         # When holmes makes such smaller groups, it writes this word into their descriptions.
@@ -140,7 +145,7 @@ def _gradient_sums(done: Sequence[Op], ranks: tuple[int, ...]) -> list[Op]:
     return sums
 
 
-def fits(change: SumChange, recorder: Recorder) -> bool:
+def fits(change: ReductionChange, recorder: Recorder) -> bool:
     """Return whether this rank's GPU has the memory for the larger buckets and chunks of a change.
 
     Even if torch reports enough free memory, it may be in pieces, or another program may use the
@@ -161,15 +166,16 @@ def fits(change: SumChange, recorder: Recorder) -> bool:
         bucket_increase = after.bucket_bytes - before.bucket_bytes
         chunk_increase = after.chunk_bytes - before.chunk_bytes
         increases.append(bucket_increase + chunk_increase)
-    # So many buckets exist at the same time. The largest increase of all stages counts on every
-    # rank. If this rank's stage needs less, the rank may refuse a change that it has memory for,
-    # which does no harm.
+    # BUCKETS_IN_FLIGHT buckets (or chunks) exist at the same time. The largest increase of all
+    # stages counts on every rank. If this rank's stage needs less, the rank may refuse a change
+    # that it has memory for, which does no harm.
     extra_bytes: float = BUCKETS_IN_FLIGHT * max(increases)
     if extra_bytes <= 0:
         return True
     device = recorder.device_index
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    usable_bytes = MARGIN * (torch.cuda.memory_reserved(device) + free_bytes)
+    # 95 % of the memory that torch has or can get, less the highest use by tensors so far.
+    usable_bytes = USABLE_MEMORY_SHARE * (torch.cuda.memory_reserved(device) + free_bytes)
     if extra_bytes > usable_bytes - torch.cuda.max_memory_allocated(device):
         return False
     try:

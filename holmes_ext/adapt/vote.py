@@ -1,16 +1,17 @@
 """Lets all ranks of a running job agree on a change of its plan, through the job's store.
 
-A round of votes. A thread of each rank runs it beside the training thread (Vote.round):
+The vote on one change is a ballot. On each rank, the re-planning thread takes part in it beside the
+training thread (Vote.run_ballot):
 
-    1  every rank   stores its measurements of a window of steps                        key figures
+    1  every rank   stores its measurements of some steps                               key figures
     2  rank 0       stores a proposal: a change and the first step with it              key proposal
     3  every rank   votes yes if it has not reached that step and has memory (agree)    key votes
     4  verdict      the rank with the last yes sets "take"; a rank that says no, or
                     rank 0 after a time limit, sets "keep". The first verdict stands
                     (compare_set).                                                      key verdict
-    5  every rank   follows the verdict when its training reaches the step (Boundary.begin)
+    5  every rank   follows the verdict when its training reaches the step (StepBoundary.begin)
 
-Each rank sends seven messages in a round. The store answers as soon as a key exists, so no rank
+Each rank sends seven messages in a ballot. The store answers as soon as a key exists, so no rank
 polls.
 
 Invariant: no two ranks train a step with different plans. A rank that voted yes reads the verdict
@@ -34,46 +35,53 @@ from typing import Any, NamedTuple
 
 from holmes_ext.runtime.start.store import append_entry, collect_entries, wait_for_value
 
-TAKE, KEEP = "take", "keep"
+# Verdicts, equal on all ranks.
+ADOPT_CHANGE = "take"  # all ranks begin the step with the changed plan
+KEEP_PLAN = "keep"  # no rank does
 #: Longest wait of rank 0 for the figures and votes of the other ranks, in seconds.
 PATIENCE_S = 10.0
 #: Longest single wait in the store, in seconds. A thread that waits there cannot be ended.
 _WAIT_S = 0.5
 _SHORTEST_WAIT_S = 0.01
-#: Number of rounds whose proposals and verdicts are kept in the store.
-_KEPT_ROUNDS = 64
+#: Number of ballots whose proposals and verdicts are kept in the store.
+_KEPT_BALLOTS = 64
 
 
 class Stopped(Exception):
-    """Raised in the thread of votes when the job ends."""
+    """Raised in the re-planning thread when the job ends."""
 
 
 class VoteResult(NamedTuple):
-    """Result of a round of votes."""
+    """Result of a ballot."""
 
     proposal: dict[str, Any]
-    verdict: str  # TAKE or KEEP; "" if no change was proposed
+    verdict: str  # ADOPT_CHANGE or KEEP_PLAN; "" if no change was proposed
 
 
 @dataclass
 class _Pending:
     """Change for which this rank has voted yes."""
 
-    number: int  # of the round
+    number: int  # of the ballot
     at: int  # first step with the change
     change: Any
     verdict: str = ""  # "" if it is not known yet
 
 
-class Boundary:
-    """State that the training thread and the thread of votes of a rank share."""
+class StepBoundary:
+    """Counter of training steps, and the change that this rank has promised to adopt later.
+
+    The training thread of a rank counts the steps and adopts the change at the boundary between two
+    steps. The re-planning thread stores the change, and whether all ranks adopt it.
+    """
 
     def __init__(self, verdict_of: Callable[[int], str]):
         """Make the state before the first step.
 
         Args:
-            verdict_of: Sets and returns the verdict of a round. The training thread calls it if it
-                reaches the step of a change before it knows the verdict.
+            verdict_of: Returns the verdict of the ballot with this number (ADOPT_CHANGE or
+                KEEP_PLAN), after setting it if it is not set. The training thread calls it if it
+                reaches the step of a change before the re-planning thread has called settle().
         """
         self.step = 0  # the step that runs; the first one is 1
         self._pending: _Pending | None = None
@@ -81,7 +89,7 @@ class Boundary:
         self._lock = threading.Lock()
 
     def begin(self) -> Any:
-        """Begin a training step; return the change that begins with it, or None."""
+        """Begin a training step; return the change that all ranks adopt with it, or None."""
         with self._lock:
             self.step += 1
             pending = self._pending
@@ -90,15 +98,16 @@ class Boundary:
             self._pending = None
         # Without the lock: if the verdict is not known yet, the store is asked for it.
         verdict = pending.verdict or self._verdict_of(pending.number)
-        return pending.change if verdict == TAKE else None
+        return pending.change if verdict == ADOPT_CHANGE else None
 
     def agree(self, number: int, at: int, change: Any) -> bool:
-        """Bind this rank to the verdict on a change, and return True, if its step has not come yet.
+        """Promise to adopt a change if all ranks vote for it; return False if it is too late.
 
-        False means that this rank already trains the step, or a later one, with the old plan.
+        It is too late if this rank already trains the step, or a later one, with the old plan.
+        After True, begin() of that step follows the verdict.
 
         Args:
-            number: Number of the round.
+            number: Number of the ballot.
             at: First step with the change.
             change: The change.
         """
@@ -109,14 +118,14 @@ class Boundary:
             return True
 
     def settle(self, number: int, verdict: str) -> None:
-        """Store the verdict of a round, if its change is still pending."""
+        """Store the verdict of a ballot, if its change is still pending."""
         with self._lock:
             if self._pending is not None and self._pending.number == number:
                 self._pending.verdict = verdict
 
 
 class Vote:
-    """Rounds of votes of one rank."""
+    """One rank's part in the votes on changes of the plan, called ballots."""
 
     def __init__(
         self,
@@ -131,7 +140,7 @@ class Vote:
 
         Args:
             store: Client of the job's store that only this thread uses.
-            prefix: Prefix of the keys.
+            prefix: Prefix of the keys in the store, equal on all ranks.
             rank: Global rank of this process.
             world: Number of ranks.
             stopped: Set when the job ends.
@@ -144,21 +153,21 @@ class Vote:
         self.stopped = stopped
         self.patience_s = patience_s
 
-    def round(
+    def run_ballot(
         self,
         number: int,
         figures: Any,
         propose: Callable[[list[Any]], dict[str, Any]],
         agree: Callable[[int, dict[str, Any]], bool],
     ) -> VoteResult:
-        """Run a round of votes: rank 0 proposes a change, and all ranks adopt it or keep the plan.
+        """Run a ballot: rank 0 proposes a change, and all ranks adopt it or keep the plan.
 
         Args:
-            number: Number of the round.
+            number: Number of the ballot.
             figures: Measurements of this rank, as JSON can hold them.
             propose: Returns the proposal, given the measurements of the ranks that answered. Its
                 key "at" is the step of the change, or 0 for no change. Only rank 0 calls it.
-            agree: Returns whether this rank can adopt the proposal of a round.
+            agree: Returns whether this rank can adopt the proposal of a ballot.
 
         Raises:
             Stopped: the job ends.
@@ -182,35 +191,38 @@ class Vote:
         return VoteResult(proposal, self._vote_and_wait(number, says_yes))
 
     def _vote_and_wait(self, number: int, says_yes: bool) -> str:
-        """Vote in a round, and return its verdict, TAKE or KEEP.
+        """Vote in a ballot, and return its verdict for all ranks, ADOPT_CHANGE or KEEP_PLAN.
 
-        The rank with the last yes sets TAKE. A rank that votes no sets KEEP, and so does rank 0 if
-        votes are missing after its patience. The first verdict stands (set_verdict).
+        The rank with the last yes sets ADOPT_CHANGE. A rank that votes no sets KEEP_PLAN, and so
+        does rank 0 if votes are missing after `patience_s`. The first verdict stands.
 
         Args:
-            number: Number of the round.
-            says_yes: This rank can adopt the change.
+            number: Number of the ballot.
+            says_yes: Whether this rank can adopt the change.
         """
         if not says_yes:
-            return self.set_verdict(self.store, number, KEEP)
+            return self.set_verdict(self.store, number, KEEP_PLAN)
         yes_votes = self.store.add(self._key(number, "votes"), 1)
         if yes_votes == self.world:
-            return self.set_verdict(self.store, number, TAKE)
+            return self.set_verdict(self.store, number, ADOPT_CHANGE)
         until = inf
         if self.rank == 0:
             until = time.monotonic() + self.patience_s
         verdict = self._await(self._key(number, "verdict"), until)
-        return verdict.decode() or self.set_verdict(self.store, number, KEEP)
+        if not verdict:  # rank 0 has waited long enough for votes
+            return self.set_verdict(self.store, number, KEEP_PLAN)
+        return verdict.decode()
 
     def set_verdict(self, store: Any, number: int, wanted: str) -> str:
-        """Set the verdict of a round unless it is set already, and return the verdict that stands.
+        """Set the verdict of a ballot unless it is set already, and return the verdict that stands.
 
         Args:
             store: Client of the job's store that the calling thread may use.
-            number: Number of the round.
-            wanted: TAKE or KEEP.
+            number: Number of the ballot.
+            wanted: ADOPT_CHANGE or KEEP_PLAN.
         """
-        return store.compare_set(self._key(number, "verdict"), "", wanted).decode()
+        verdict: bytes = store.compare_set(self._key(number, "verdict"), "", wanted)
+        return verdict.decode()
 
     def _key(self, number: int, name: str) -> str:
         return f"{self.prefix}/{number}/{name}"
@@ -234,19 +246,19 @@ class Vote:
         raise Stopped
 
     def _delete_old_keys(self, number: int) -> None:
-        """Delete keys of earlier rounds that no rank reads again; rank 0 calls this method."""
+        """Delete keys of earlier ballots that no rank reads again; rank 0 calls this method."""
         if number == 0:
             return
-        # Figures and votes of the previous round are over. A late rank may still need a proposal or
-        # verdict.
+        # Figures and votes of the previous ballot are over. A late rank may still need a proposal
+        # or verdict.
         figures_key = self._key(number - 1, "figures")
         keys = [
             f"{figures_key}/entries",
             f"{figures_key}/count",
             f"{figures_key}/all",
             self._key(number - 1, "votes"),
-            self._key(number - _KEPT_ROUNDS, "proposal"),
-            self._key(number - _KEPT_ROUNDS, "verdict"),
+            self._key(number - _KEPT_BALLOTS, "proposal"),
+            self._key(number - _KEPT_BALLOTS, "verdict"),
         ]
         for key in keys:
             self.store.delete_key(key)

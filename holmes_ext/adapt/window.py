@@ -1,8 +1,8 @@
 """Measures a window of training steps on one rank: its passes, messages, reductions and memory.
 
     1  telemetry.Recorder.on_step   reports the operations (sends, receives, collectives) of a step
-    2  Window.step()                adds the step to the window
-    3  Window.report()              returns the medians of the window, as a document for rank 0
+    2  StepWindow.step()            adds the step to the window
+    3  StepWindow.report()          returns the medians of the window, as a document for rank 0
 
 Each send and receive is reported by itself, with the times of this node's clock; stage_links.py
 compares the times of both ends.
@@ -22,7 +22,7 @@ from holmes_ext.units import union_s
 #: Least wait for a receive, in seconds, that counts: the message has arrived when the wait ends.
 WAITED_S = 2e-4
 #: Share of a device's memory that can be used; the rest is lost in pieces that are too small.
-MARGIN = 0.95
+USABLE_MEMORY_SHARE = 0.95
 #: Spans (parts of a step with begin and end) in which the program computes. The recorder reports
 #: others, too.
 _COMPUTING_SPANS = "forward", "backward", "optimizer"
@@ -34,7 +34,7 @@ Message = list[Any]
 
 
 def waited_s(sums: Sequence[Op], spans: Sequence[tuple[str, float, float]]) -> float:
-    """Return how long the training program waited for sums of gradients in a step, in seconds.
+    """Return how long the training program waited for gradient reductions in a step, in seconds.
 
     Args:
         sums: Operations that sum gradients.
@@ -54,8 +54,8 @@ class _Reduced(NamedTuple):
 
 
 @dataclass
-class Window:
-    """Measurements of several steps on one rank."""
+class StepWindow:
+    """Times of passes, messages and reductions on one rank in some training steps."""
 
     stage: Stage
     recorder: Recorder
@@ -64,7 +64,7 @@ class Window:
     passes: dict[str, list[float]] = field(default_factory=dict)
     #: Kind of work or wait -> seconds in each step.
     totals: dict[str, list[float]] = field(default_factory=dict)
-    #: "GROUP sender>receiver" -> messages of each step.
+    #: "GROUP sender>receiver" (name of the process group, and ranks) -> messages of each step.
     messages: dict[str, list[list[Message]]] = field(default_factory=dict)
     #: Bytes and seconds of the gradient reductions of each step.
     reduced: list[_Reduced] = field(default_factory=list)
@@ -122,6 +122,8 @@ class Window:
         """Add the messages between neighbouring pipeline stages in a step, by direction.
 
         A micro-batch may need several sends (slices of its activations). They count as one message.
+        A send is stored as [micro-batch, start]. A receive is stored as [micro-batch, start, end,
+        whether the program waited for it]: only then the message arrived at its end.
 
         Args:
             done: Operations of the step.
@@ -144,14 +146,14 @@ class Window:
             for micro_batch in range(self.stage.micro_batches):
                 first = micro_batch * ops_per_micro_batch
                 parts = ops[first : first + ops_per_micro_batch]
-                posted = parts[0].start
+                start_s = parts[0].start
                 if parts[0].name == "send":
-                    messages.append([micro_batch, posted])
+                    messages.append([micro_batch, start_s])
                 else:
-                    received = parts[-1].end
+                    end_s = parts[-1].end
                     was_waited_for = sum(op.waited for op in parts) > WAITED_S
-                    messages.append([micro_batch, posted, received, was_waited_for])
-                    if micro_batch == 0:
+                    messages.append([micro_batch, start_s, end_s, was_waited_for])
+                    if micro_batch == 0:  # all micro-batches have equally many bytes
                         self.activation_bytes = sum(op.payload for op in parts)
             self.messages.setdefault(direction, []).append(messages)
 
@@ -175,7 +177,7 @@ class Window:
         in_flight = min(self.in_flight or in_flight_of_1f1b, self.stage.micro_batches)
         # At the peak, `in_flight` micro-batches are kept at the same time.
         fixed_bytes = max(0, peak_bytes - in_flight * kept_bytes)
-        usable_bytes = MARGIN * (torch.cuda.memory_reserved(device) + free_bytes)
+        usable_bytes = USABLE_MEMORY_SHARE * (torch.cuda.memory_reserved(device) + free_bytes)
         return [float(fixed_bytes), float(kept_bytes), usable_bytes]
 
     def report(self) -> dict[str, Any]:
@@ -196,7 +198,8 @@ class Window:
         }
         if not (blocks and self.passes.get("forward") and self.passes.get("backward")):
             return common
-        # A step may reduce only a part of the gradients: the one that reduced most counts.
+        # `reduced` has the bytes and seconds of the reductions of each step. A step may reduce only
+        # a part of the gradients: the one that reduced most counts.
         largest = max(self.reduced, default=_Reduced(0.0, 0.0))
         reduction_s_per_byte = largest.seconds / largest.size if largest.size else 0.0
         reduction_latency_s = 0.0  # not measured: the seconds per byte contain it
@@ -208,10 +211,12 @@ class Window:
         return {
             **common,
             "framework": stage.framework,
-            "tensor": stage.tensor,
+            "tensor": stage.tensor,  # tensor-parallel size
             "micro_batches": stage.micro_batches,
             "activation_bytes": self.activation_bytes,
             "steps": len(self.totals["step"]),
+            # [layer, bytes of its gradients]; a layer is the number of a block, "before" or
+            # "after".
             "gradient_bytes": [[label, size] for label, size in stage.gradient_bytes.items()],
             "forward": [[block, seconds_per_block["forward"]] for block in blocks],
             "backward": [[block, seconds_per_block["backward"]] for block in blocks],

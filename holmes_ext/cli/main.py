@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any):
         super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **kwargs})
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse arguments as argparse does, but raise a HolmesError for an unknown option."""
         parsed, unknown = super().parse_known_args(args, namespace)
         for argument in unknown:
@@ -224,7 +224,7 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _add_command_parser(
-    name: str, subparsers: argparse._SubParsersAction
+    name: str, subparsers: "argparse._SubParsersAction[Any]"
 ) -> argparse.ArgumentParser:
     """Import the module of a command, and add and return the command's parser.
 

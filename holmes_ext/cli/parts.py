@@ -1,6 +1,6 @@
-"""Parts of a command that extensions provide, such as the search of `holmes plan`.
+"""Parts of a command that extensions provide: arguments, and the work that they start.
 
-A part is a module with two functions:
+An example is the search for the best sizes in `holmes plan`. A part is a module with two functions:
 
     add_arguments(parser)      adds arguments to the command's parser
     run(args) -> int | None    does the work of these arguments and returns the exit status. None if
@@ -15,9 +15,10 @@ from holmes_ext import extensions
 
 
 def command_parts(command: str) -> list[ModuleType]:
-    """Import the parts of a command and return them in the order in which they run.
+    """Import the modules that extensions add to a command, in the order in which they run.
 
-    Parts of other packages come first, because the built-in ones do all the work that is left.
+    Each has add_arguments(parser) and run(args). Modules of other packages come first: the built-in
+    ones handle all arguments, so after them nothing would be left to do.
 
     Args:
         command: Name of the command, such as "plan".

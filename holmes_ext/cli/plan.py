@@ -70,6 +70,7 @@ def add_parser(subparsers: Any) -> None:
     _add_job_arguments(parser)
     _add_workload_arguments(parser)
     _add_layer_arguments(parser)
+    # Modules of extensions, such as the search for the best sizes.
     for part in command_parts("plan"):
         part.add_arguments(parser)
     parser.set_defaults(run=run)
@@ -356,7 +357,7 @@ def load_workload(path: str) -> dict[str, Any]:
     Raises:
         HolmesError: the file cannot be read, or a key or value is wrong.
     """
-    table = load_toml(path, "name a TOML file")
+    table = load_toml(path, advice="name a TOML file")
     values = {}
     for field in fields(Workload):
         key = field.metadata["option"].replace("-", "_")
@@ -421,16 +422,12 @@ def _show_plan(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> 
 
 
 def _show_spanning(screen: Screen, plan: Plan) -> None:
-    """Print a line for each kind of group that spans clusters, or that there is none.
-
-    Args:
-        screen: Output.
-        plan: The plan: the node of each rank, and the network of each group.
-    """
+    """Print a line for each kind of group that spans clusters, or a line that there is none."""
+    # One item for each kind of group ("data", ...), with the nodes of one group as an example.
     for spanning in plan.spanning:
         verb = "groups span" if spanning.groups > 1 else "group spans"
         costs = "no slower than inside clusters"
-        if spanning.seconds:
+        if spanning.seconds:  # longer than inside clusters; 0: as fast
             costs = f"costs {spanning.seconds:.3g} s a step"
         screen.line(
             f"! {spanning.groups} {spanning.kind} {verb} clusters (one has "

@@ -41,7 +41,7 @@ tables. Exit status: 0 if everything was measured, 2 on bad usage, bad input or 
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the parser of the command."""
     parser = subparsers.add_parser(
         "probe",

@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
             **asdict(summary),
             "slowest_rank": summary.slowest.rank,
             "notes": job.notes,
-            "done": asdict(job.done),
+            "done": asdict(job.followed_plan),
         }
         print(json.dumps(document))
         return 0
@@ -154,7 +154,7 @@ def _show_report(screen: Screen, job: Run, summary: Summary) -> None:
     """
     for note in job.notes:
         screen.line(f"note: {note}")
-    for text in job.done.differences:
+    for text in job.followed_plan.differences:
         screen.line(f"not as planned: {text}")
     screen.line(headline(summary))
     if summary.joined is not None:
@@ -184,8 +184,10 @@ def joined_line(row: JoinedRow) -> str:
     exchange pseudo-gradients in an outer round, as in DiLoCo.
 
     Args:
-        row: Figures of the rounds. The drift is the distance of this job's pseudo-gradient from the
-            aggregate of all jobs, as a share of the aggregate's norm.
+        row: Figures of the rounds. `counted`: rounds that all jobs committed, i.e. in which they
+            applied the aggregate (called "the sum" in the line) of their pseudo-gradients.
+            `drift`: distance of this job's pseudo-gradient from the aggregate, as a share of the
+            aggregate's norm; None if no round has one.
     """
     line = (
         f"joined: {row.rounds} rounds, {row.counted} of them counted; {row.sent / 1e6:.3f} MB sent in a "
@@ -238,6 +240,8 @@ def _pair_cells(summary: Summary) -> list[list[str]]:
     """Return the rows of the table PAIRS: one for each direction between two clusters."""
     rows = []
     for row in summary.pairs:
+        # Without a limit of its own, the link is as fast as the NICs at its ends. The plan has 0 or
+        # a huge number for such a link.
         has_limit = 0 < row.configured_bps < _UNLIMITED_BPS
         rows.append(
             [
@@ -272,6 +276,9 @@ def _plan_cells(summary: Summary) -> list[list[str]]:
 def _write_measured_model(job: Run, path: str) -> str:
     """Write the last measured times of pipeline stages to a file, and return a line about the file.
 
+    A stage link is the link from a stage to the next one. If no rank had to wait for its messages,
+    their time could not be measured, and the file has the time that the plan predicts.
+
     Args:
         job: Telemetry of all ranks of the job.
         path: The file. It has the format of a profile, for `holmes plan --profile`.
@@ -279,8 +286,8 @@ def _write_measured_model(job: Run, path: str) -> str:
     Raises:
         HolmesError: the job has measured no times, or the file cannot be written.
     """
-    # `model` is such a profile of all stages, not the trained model. Only rank 0 writes one, and
-    # only if all ranks have measured times.
+    # Here, `model` is such a profile (times of all stages), not the trained model. Only rank 0
+    # writes one, and only if all ranks have measured times.
     ranks_with_profile = [rank for rank in job.ranks if rank.model is not None]
     if not ranks_with_profile:
         raise HolmesError(
@@ -290,8 +297,8 @@ def _write_measured_model(job: Run, path: str) -> str:
         )
     rank = ranks_with_profile[0]
     save(path, json.dumps(rank.model, indent=1) + "\n", "the model")
-    # A stage link connects a stage with the next one, so there is one less than stages. The time of
-    # its messages could be measured if a rank had to wait for one of them.
+    # The last stage has no link to a next one. `stage_links` are the stages whose link was
+    # measured.
     stage_link_count = len(load_profile(path).stages) - 1
     not_measured = sorted(set(range(stage_link_count)) - set(rank.stage_links))
     line = f"{path}: stages and stage links as measured"

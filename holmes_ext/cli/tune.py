@@ -31,7 +31,7 @@ _WARM_UP_STEPS = 2
 _MOST_STEPS = 100_000
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the parser of the command."""
     parser = subparsers.add_parser(
         "tune",
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if shutil.which(command[0]) is None:
         raise HolmesError(f"holmes tune: {command[0]}: no such command")
-    if not 0 < args.steps < _MOST_STEPS:
+    if not 0 < args.steps < _MOST_STEPS:  # the upper limit only keeps nonsense out
         raise HolmesError(f"holmes tune: --steps {args.steps} is not 1 or more")
     profile = Path(args.profile).absolute()
     profile.unlink(missing_ok=True)  # if it exists after the job, this job has written it
@@ -129,10 +129,10 @@ def run(args: argparse.Namespace) -> int:
             f"machine (use the plan there), or it trained fewer than {args.steps + _WARM_UP_STEPS} steps, "
             "or it used neither DeepSpeed's pipeline engine nor megatron-core's schedules"
         )
-    return make(args, profile)
+    return make_plan(args, profile)
 
 
-def make(args: argparse.Namespace, path: Path) -> int:
+def make_plan(args: argparse.Namespace, path: Path) -> int:
     """Write the plan for a measured job, print the layers of its stages, and return 0.
 
     Args:
@@ -147,7 +147,7 @@ def make(args: argparse.Namespace, path: Path) -> int:
         Site.from_dict(profile.site),
         profile.sizes,
         partition=args.partition,
-        alpha=args.alpha,
+        alpha=args.alpha,  # of the Holmes paper's formula for layers, with --partition speed
         overlap=args.overlap == "on",
         profile=profile,
     )

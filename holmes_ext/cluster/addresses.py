@@ -45,7 +45,7 @@ MOST_SOCKETS = 64
 #: Sockets that one helper thread of NCCL serves in the settings that holmes proposes.
 SOCKETS_PER_THREAD = 8
 #: A link is used well enough if TCP reaches this share of the link's rate.
-ENOUGH = 0.9
+WELL_USED_SHARE = 0.9
 #: Round trip in seconds from which it matters that an idle stream loses its window.
 LONG_S = 5e-3
 
@@ -203,7 +203,7 @@ def shortfalls(
         sharing_nodes = max(1, min(clusters[sender], clusters[other]))
         node_bps = min([ethernet_bps, *(hop.rate_bps / sharing_nodes for hop in hops)])
         stream_bps = limits.stream_bps(round_trip_s)
-        if streams * stream_bps < ENOUGH * node_bps:
+        if streams * stream_bps < WELL_USED_SHARE * node_bps:
             yield Shortfall(
                 cluster=sender,
                 other=other,

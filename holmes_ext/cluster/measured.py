@@ -74,7 +74,7 @@ def with_measured_values(
     try:
         after = parse_toml(merged, source).values
     except HolmesError:
-        after = {}
+        after = {}  # without measured values, so the error below is raised
     # Removing lines may have damaged the file: compare both versions without the measured values.
     has_measured_values = any(after.get(key) for key in _MEASURED_KEYS)
     for key in _MEASURED_KEYS:
@@ -106,7 +106,7 @@ def _without_measured_tables(text: str) -> str:
 def write_measured_values(
     path: str | Path, links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()
 ) -> None:
-    """Write measured values into a cluster.toml, which keeps its permissions.
+    """Write measured values into a cluster.toml. The file keeps its permissions.
 
     Args:
         path: The cluster.toml.
@@ -116,7 +116,8 @@ def write_measured_values(
     Raises:
         HolmesError: the file cannot be read or written, or its tables cannot be replaced safely.
     """
-    merged = with_measured_values(read_text(path, "name a cluster.toml"), links, str(path), pairs)
+    text = read_text(path, advice="name a cluster.toml")
+    merged = with_measured_values(text, links, str(path), pairs)
     try:
         write_whole(path, merged)
     except OSError as error:

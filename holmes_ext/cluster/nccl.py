@@ -113,12 +113,13 @@ def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
     forced = file_settings(without_net).get("NCCL_NET", FileSetting("", ""))
     has_fast_nic = any(nic.fast and nic.usable for nic in nics)
     plugin = net_plugin(environ)
-    # `holmes lab` emulates NICs on machines that have none. Its NCCL plugin takes the place of the
-    # built-in network "IB", so it is no other network that NCCL could prefer to "IB".
+    # A plugin is reported because NCCL may prefer its network to the built-in "IB". Not so the
+    # plugin of `holmes lab`, which emulates NICs on machines that have none: its network is called
+    # "IB".
     if os.path.basename(plugin) == LAB_PLUGIN:
         plugin = ""
     return NcclOfNode(
-        no_verbs=no_verbs(environ) if has_fast_nic else "",
+        no_verbs=why_no_verbs(environ) if has_fast_nic else "",
         forced_net=forced.value,
         forced_in=forced.file,
         plugin=plugin,
@@ -151,7 +152,7 @@ def file_settings(
     return settings
 
 
-def no_verbs(
+def why_no_verbs(
     environ: Mapping[str, str], devices: str = "/dev/infiniband", library: str = "libibverbs.so.1"
 ) -> str:
     """Return the reason why NCCL's built-in "IB" network has no device, "" if it has.

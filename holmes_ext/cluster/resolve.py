@@ -38,8 +38,8 @@ from holmes_ext.words import some_of
 
 #: Ethernet rate in bits/s, for predictions, of a node whose NICs state no speed (virtual machines).
 UNKNOWN_ETHERNET_BPS = 10 * 10**9
-#: Share of the declared rate that NICs must state. Nominal rates are rounded (56 Gb/s for 54.5).
-ENOUGH = 0.95
+#: A rate counts as equal to one that is 5 % larger: nominal rates are rounded (56 for 54.5 Gb/s).
+EQUAL_RATE_SHARE = 0.95
 #: Items that an error message lists.
 _MOST_NAMED = 4
 #: Prefix length of an IPv4 address without a subnet.
@@ -123,7 +123,7 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[Slow
             if not nics or not all(nic.rate_bps for nic in nics):
                 continue  # the rate of a NIC is unknown
             stated_bps = sum(nic.rate_bps for nic in nics)
-            if stated_bps >= ENOUGH * port.rate_bps:
+            if stated_bps >= EQUAL_RATE_SHARE * port.rate_bps:
                 continue
             verb = "runs" if len(nics) == 1 else "run"
             text = (
@@ -137,19 +137,18 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[Slow
 def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
     """Return one sentence for each fabric whose declared rate is that of a single NIC of the node.
 
-    The rate in cluster.toml must be that of all fast NICs of a node together.
-
-    Args:
-        site: Site that was resolved from the reports.
-        report: Report of the node.
+    The rate in cluster.toml must be that of all fast NICs of a node together. `report` describes
+    the NICs of the node.
     """
     sentences = []
     for port in site.node_by_name[report.name].ports:
         rates = [nic.rate_bps for nic in report.nics if nic.up and nic.name in port.hcas]
         if len(rates) <= 1:
             continue
-        # Within ENOUGH, the declared rate is that of the slowest and of the fastest NIC alone.
-        if min(rates) <= port.rate_bps / ENOUGH and max(rates) >= port.rate_bps * ENOUGH:
+        # That of a single NIC lies between the slowest and the fastest, with 5 % for rounding.
+        highest_bps = port.rate_bps / EQUAL_RATE_SHARE
+        lowest_bps = port.rate_bps * EQUAL_RATE_SHARE
+        if min(rates) <= highest_bps and max(rates) >= lowest_bps:
             sentences.append(
                 f"its {len(rates)} fast NICs run at {format_rate(sum(rates))} together, but the "
                 f"rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}, "
@@ -440,7 +439,7 @@ def _check_default_prefix(nics_of_nodes: _NicsOfNodes) -> None:
 def _check_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
     """Raise HolmesError if several nodes share no RoCE subnet with any other node.
 
-    Routed RoCE has a subnet for each port, so such nodes may be on one fabric or on several.
+    They may be on one fabric, which routes RoCE from subnet to subnet, or on several.
 
     Args:
         nodes_in: IP subnet -> names of the nodes that have RoCE ports in it.

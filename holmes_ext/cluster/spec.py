@@ -166,9 +166,9 @@ class SiteSpec:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the content that is the same in the cluster.toml of all nodes of a job.
+        """SHA-256 (hex) of what must be equal in the cluster.toml of all nodes of a job.
 
-        Other content does not count: comments, the name, measured values, and the keys below.
+        Left out: comments, the site's `name`, measured values, and keys that do not change a plan.
         """
         content: list[object] = [
             self.ethernet_rate_bps,
@@ -219,21 +219,21 @@ class SiteSpec:
         )
 
     @cached_property
-    def owner(self) -> dict[str, ClusterSpec]:
-        """Cluster of each node, by the name of the node."""
+    def cluster_by_node(self) -> dict[str, ClusterSpec]:
+        """Name of a node -> its cluster."""
         return {node: cluster for cluster in self.clusters for node in cluster.nodes}
 
     @cached_property
     def _by_short_name(self) -> dict[str, str]:
         """Names of nodes by their short names; the first node of several."""
-        return {short_name(node): node for node in reversed(self.owner)}
+        return {short_name(node): node for node in reversed(self.cluster_by_node)}
 
     def known_as(self, host: str) -> str:
         """Return the name that the file has for a host, "" if the host is in no cluster.
 
         "gpu01" and "gpu01.site.org" are the same host, unless the file has both names.
         """
-        if host in self.owner:
+        if host in self.cluster_by_node:
             return host
         return self._by_short_name.get(short_name(host), "")
 
@@ -243,11 +243,11 @@ class SiteSpec:
         Raises:
             HolmesError: no cluster has the node.
         """
-        if node not in self.owner:
+        if node not in self.cluster_by_node:
             raise HolmesError(
                 f"{self.source}: node {node!r} is in no cluster; add it to a cluster's nodes"
             )
-        return self.owner[node]
+        return self.cluster_by_node[node]
 
 
 def short_name(host: str) -> str:
@@ -385,9 +385,8 @@ def _read_cluster(table: Table) -> ClusterSpec:
 def _check_cluster(cluster: ClusterSpec, table: Table) -> None:
     """Raise HolmesError if the keys `rails` and `net` of a `[[cluster]]` do not fit its NICs.
 
-    Args:
-        cluster: The parsed table.
-        table: The table itself, which shows whether a key was given.
+    `rails` is the number of fast NICs that `holmes lab` emulates on each node, `net` NCCL's name of
+    their network ("AWS Libfabric"). `table` is the table itself, which shows if a key was given.
     """
     if cluster.kind == "ethernet" and "rails" in table.values:
         raise HolmesError(
@@ -399,6 +398,7 @@ def _check_cluster(cluster: ClusterSpec, table: Table) -> None:
         raise HolmesError(
             f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it"
         )
+    # NCCL and its plugins choose such names freely, so only nonsense is rejected.
     if not cluster.net.isprintable() or not 0 < len(cluster.net) <= _LONGEST_NET:
         raise HolmesError(
             f'{table.at("net")}: {cluster.net!r:.80} is not a network of NCCL\'s ("AWS Libfabric")'

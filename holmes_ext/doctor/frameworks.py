@@ -34,7 +34,9 @@ PATCHING = {
     "ddtrace": "wraps libraries at start-up through sitecustomize",
     "intel_extension_for_deepspeed": "adds an accelerator to DeepSpeed",
 }
-_IMPORTING = " while importing "  # in the reason of a Fit whose framework cannot be imported
+#: Part of the reason of a Fit if the framework cannot be imported: "ImportError while importing
+#: torch.distributed: ...". check_patches() recognizes such reasons by it.
+_WHILE_IMPORTING = " while importing "
 _MOST_SHOWN = 120  # characters of a line of code
 #: Import lines of .pth files that touch no framework.
 _HARMLESS = (
@@ -66,6 +68,8 @@ class Fit:
 def fit_of(patch: Patch, check: bool) -> Fit:
     """Return whether a patch (a change of a framework's function) fits the installed framework.
 
+    The version is compared first, as far as it is known without an import, then the function.
+
     Args:
         patch: The patch.
         check: Import the framework and look at the function. Otherwise the framework's source is
@@ -77,12 +81,14 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     # other metadata. Then only the imported framework can tell its version (version_of).
     needs_import_for_version = feature.version_of is not None
     if needs_import_for_version and check:
+        # The version from the metadata may be wrong: it is compared after the import.
         if find_module(patch.module) is None:
             return Fit(patch, version, "off", f"there is no module {patch.module}")
         return _fit_of_imported(patch, version)
 
     if not patch.is_for_version(version):
         return _fit_of_other_version(patch, version)
+    # A checkout (vendored copy) may have another version than the installed package.
     is_version_certain = not needs_import_for_version or (
         version is not None and not _is_vendored(patch)
     )
@@ -135,12 +141,15 @@ def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
                 return _fit_of_other_version(patch, version)
         reason = feature.version_misfit(version)
         if not reason:
-            location.Location(patch).check(patch)  # raises Misfit; nothing is changed
+            # Location finds the function in the imported module. check() looks at its parameters.
+            # Both raise Misfit if the patch does not fit. The function is not changed.
+            function = location.Location(patch)
+            function.check(patch)
     except location.Misfit as misfit:
         reason = str(misfit)
     except Exception as error:  # whatever a framework raises while it is imported
         message = " ".join(str(error).split())  # on one line: transformers' messages have several
-        reason = f"{type(error).__name__}{_IMPORTING}{patch.module}: {message}"
+        reason = f"{type(error).__name__}{_WHILE_IMPORTING}{patch.module}: {message}"
     return Fit(patch, version, "off" if reason else "fits", reason)
 
 
@@ -155,8 +164,12 @@ class _Cause(NamedTuple):
 def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
     """Yield findings about features of holmes that are off although their framework is installed.
 
-    Patches with the same framework and reason are combined. A framework that cannot be imported
-    gets a finding of its own.
+    A feature is a group of patches (changes of a framework's functions) that are applied together.
+    Features with the same framework and reason get one finding. A framework that cannot be imported
+    gets a finding of its own. Frameworks of a checkout get none.
+
+    Args:
+        fits: For each patch, whether it fits the installed framework.
     """
     off: dict[_Cause, dict[str, Feature]] = {}  # cause -> name of a feature -> feature
     for fit in fits:
@@ -165,7 +178,7 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
         if fit.state != "off" or not fit.installed or _is_vendored(fit.patch):
             continue
         framework = f"{feature.requirement.name} {fit.installed}"
-        if _IMPORTING in reason:
+        if _WHILE_IMPORTING in reason:  # the framework cannot be imported
             # One finding for each framework: all its patches fail at the same import.
             if not any(cause.is_import_error and cause.framework == framework for cause in off):
                 off[_Cause(framework, reason, is_import_error=True)] = {}
@@ -304,6 +317,8 @@ def check_replaced_functions(patches: Iterable[Patch]) -> Iterator[Finding]:
             continue
         # Package in which the function is defined now.
         owner = (getattr(value, "__module__", None) or "").partition(".")[0]
+        # Not a replacement: the framework's own function, a patch of holmes, a function without a
+        # module (""), one in C ("builtins"), or one of torch that a framework offers as its own.
         expected_owners = {"", patch.module.partition(".")[0], "holmes_ext", "builtins", "torch"}
         # A wrapper made with functools.wraps has __wrapped__ and still calls the framework's
         # function.

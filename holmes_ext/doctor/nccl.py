@@ -213,8 +213,10 @@ def _site_of_one_node(node: NodeReport, spec: SiteSpec | None) -> Site:
         HolmesError: cluster.toml does not have the node, or contradicts its report.
     """
     if spec is None:
+        # The number of processes is unknown without a cluster.toml. The networks of the node do not
+        # depend on it, so 1 is assumed.
         return resolve_site([replace(node, processes=1)], None)
-    cluster = spec.owner.get(spec.known_as(node.name))
+    cluster = spec.cluster_by_node.get(spec.known_as(node.name))
     if cluster is None:
         raise HolmesError(f"{node.name} is in no cluster of {spec.source}")
     return resolve_site([replace(node, processes=cluster.processes)], spec)

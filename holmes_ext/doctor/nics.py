@@ -12,7 +12,7 @@ import resource
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from holmes_ext.cluster.nccl import no_verbs
+from holmes_ext.cluster.nccl import why_no_verbs
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.units import format_rate
@@ -42,7 +42,7 @@ RDMA_MODULES = {
 DEFAULT_PREFIX = "the subnet prefix is the default one"
 _RATE = re.compile(r"[0-9]+(\.[0-9]+)?")  # Gb/s in the file rate, such as "100 Gb/sec (4X EDR)"
 _LANES = re.compile(r"\((\d+)X")
-_SLOWEST_CHECKED_GBPS = 10
+_SLOWEST_CHECKED_GBPS = 10  # no finding about slower links, which are not meant for training
 _MOST_READ = 200  # characters of a file
 
 
@@ -56,12 +56,14 @@ def check_nics(nics: Sequence[Nic]) -> Iterator[Finding]:
     for nic in in_use:
         yield from _check_state(nic)
     yield from _check_pcie(in_use)
+    # Kinds with a link layer in /sys/class/infiniband are the fast ones, with RDMA: not Ethernet.
     fast_kinds = [name for name, nic_kind in KINDS.items() if nic_kind.layer]
     for kind in fast_kinds:
         up = [nic for nic in in_use if nic.kind == kind and nic.up]
         yield from _check_slower_than_others(up)
         yield from _check_mtus(kind, up)
     yield from _check_gid_indices(in_use)
+    # All NICs: a fast one, used or not, shows that a module is loaded.
     yield from _check_modules(nics)
     if not any(nic.usable and (nic.fast or nic.addresses) for nic in nics):
         yield problem(
@@ -212,8 +214,14 @@ def _check_gid_indices(nics: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def _check_modules(nics: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield findings about NICs that can do RDMA and whose kernel module for it is not loaded."""
-    if any(nic.fast for nic in nics):  # a module for RDMA is loaded
+    """Yield findings about NICs that can do RDMA and whose kernel module for it is not loaded.
+
+    `fast` is true for an InfiniBand or RoCE port. `rdma` of an Ethernet device names the RoCE port
+    that has this device, "" if there is none.
+    """
+    # The check is for nodes without any RDMA. Beside a fast NIC, others may be meant for Ethernet
+    # only.
+    if any(nic.fast for nic in nics):
         return
     # Kernel module -> names of the NICs that need it.
     without_rdma = grouped(
@@ -255,6 +263,8 @@ def check_hcas(root: str | Path) -> Iterator[Finding]:
                 why="three of its four lanes are lost",
                 mend="reseat or change the cable; look at `mlxlink` or the switch's port counters",
             )
+        # PORT_GBPS: adapter ("MT4129") -> full rate of a port; adapters without an entry are not
+        # checked.
         elif _SLOWEST_CHECKED_GBPS <= rate_gbps < PORT_GBPS.get(adapter, 0):
             rates = (
                 f"the link runs at {rate_gbps:g} Gb/s, the adapter ({adapter}) can do "
@@ -283,11 +293,11 @@ def rdma_limits(nics: Iterable[Nic]) -> Iterator[Finding]:
         )
     # check_variables() has a finding of its own about NCCL_IB_DISABLE.
     environ = {name: value for name, value in os.environ.items() if name != "NCCL_IB_DISABLE"}
-    why_no_verbs = no_verbs(environ)
-    if why_no_verbs:
+    reason = why_no_verbs(environ)
+    if reason:
         yield problem(
             "verbs",
-            what=why_no_verbs,
+            what=reason,
             why="NCCL finds no IB network here: all NCCL groups of this node go over TCP sockets",
             mend="docker: --device /dev/infiniband; else load ib_uverbs, install libibverbs",
         )

@@ -135,7 +135,7 @@ def kind_of(node: str, spec: SiteSpec | None) -> str:
     """
     if spec is None:
         return ""
-    cluster = spec.owner.get(spec.known_as(node))
+    cluster = spec.cluster_by_node.get(spec.known_as(node))
     return cluster.kind if cluster else ""
 
 
@@ -232,7 +232,7 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
         spec: Content of cluster.toml.
     """
     checked_nodes = {spec.known_as(check.node.name) for check in checks}
-    absent = [node for node in spec.owner if node not in checked_nodes]
+    absent = [node for node in spec.cluster_by_node if node not in checked_nodes]
     if absent:
         yield note(
             spec.source,
@@ -241,7 +241,7 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
             mend="run `holmes doctor` there too, and give this one all their --json files",
         )
     for check in checks:
-        cluster = spec.owner.get(spec.known_as(check.node.name))
+        cluster = spec.cluster_by_node.get(spec.known_as(check.node.name))
         if cluster is None and len(checks) == 1:  # a laptop, say
             yield note(
                 check.node.name,

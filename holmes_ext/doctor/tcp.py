@@ -24,7 +24,7 @@ def check_tcp(
     """
     wan = spec.wan.measured(spec.pairs)
     node_counts = {cluster.name: len(cluster.nodes) for cluster in spec.clusters}
-    home = spec.owner.get(spec.known_as(node))
+    home = spec.cluster_by_node.get(spec.known_as(node))
     checked_clusters = [home.name] if home else list(node_counts)
     streams = sockets(environ)
     for cluster in checked_clusters:

@@ -15,7 +15,8 @@ from holmes_ext.options import names, variables
 from holmes_ext.options import variable as variable_of_flag
 from holmes_ext.words import nearest
 
-#: Variables that must have the same value on all nodes of a job.
+#: Variables that must have the same value on all nodes of a job: `holmes doctor` compares the
+#: nodes' values.
 COMPARED = (
     "NCCL_SOCKET_IFNAME",
     "NCCL_IB_HCA",
@@ -39,11 +40,12 @@ COMPARED = (
 )
 #: Variables of a branch of NCCL in which one communicator can use several networks.
 CROSS_DC = ("NCCL_ALLNET_ENABLE", "NCCL_SCATTER_XDC")
+#: Reason of a finding about a valid setting, which holmes does not replace.
 _LEFT_ALONE = "holmes keeps your setting"
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of COMPARED that are set."""
+    """Return the variables of COMPARED (they must be equal on all nodes of a job) that are set."""
     return {name: environ[name] for name in COMPARED if environ.get(name)}
 
 
@@ -79,7 +81,7 @@ def _check_interfaces(variable: str, value: str, nics: Sequence[Nic]) -> Iterato
     is_nccl = variable == "NCCL_SOCKET_IFNAME"
     are_prefixes = is_nccl and not value.startswith("=")
     wanted: list[str] = []
-    if not value.startswith("^"):
+    if not value.startswith("^"):  # names to exclude need not exist
         wanted = [name for name in value.lstrip("=").split(",") if name]
     missing = []
     for name in wanted:
@@ -102,7 +104,7 @@ def _check_interfaces(variable: str, value: str, nics: Sequence[Nic]) -> Iterato
             why="every gloo group uses it: groups inside a cluster stay off their fast NIC",
             mend=f"unset {variable}",
         )
-    elif is_nccl:
+    elif is_nccl:  # no finding about TP_SOCKET_IFNAME: only RPC (TensorPipe) uses it
         yield note(
             variable,
             what=f"{value!r} is set",
@@ -119,7 +121,7 @@ def _check_hcas(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
             means exact names, "^" names to exclude.
         nics: The InfiniBand and RoCE NICs of the node.
     """
-    if not value or value.startswith("^"):
+    if not value or value.startswith("^"):  # names to exclude need not exist
         return
     variable = "NCCL_IB_HCA"
     are_prefixes = not value.startswith("=")
@@ -131,6 +133,7 @@ def _check_hcas(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
         is_prefix = are_prefixes and any(nic.device.startswith(device) for nic in nics)
         if not is_exact and not is_prefix:
             missing.append(name)
+    # Only for complete names: a prefix may also match HCAs that are up.
     down = [nic.name for nic in nics if not nic.up and nic.name in wanted]
     if missing:
         existing = ", ".join(nic.name for nic in nics) or "none"
@@ -194,6 +197,10 @@ def _check_gid_index(value: str, roce_nics: Sequence[Nic]) -> Iterator[Finding]:
 
 def _check_switches(environ: Mapping[str, str], rdma_nics: Sequence[str]) -> Iterator[Finding]:
     """Yield findings about variables that switch networks of NCCL on or off.
+
+    Besides NCCL_IB_DISABLE, NCCL_NET and NCCL_COMM_ID, these are SHARED (resources of a
+    communicator are those of its parent) and CROSS_DC (of a branch of NCCL for several data
+    centres).
 
     Args:
         environ: The environment variables.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.traits import ENGINES
@@ -53,7 +54,7 @@ class Launch:
     #: Flags for the script's command line.
     flags: tuple[str, ...]
     #: DeepSpeed's configuration; {} for other frameworks.
-    config: dict = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
     #: Properties of the plan that the framework does not support.
     lacks: tuple[str, ...] = ()
     #: Code that the script itself needs, in words: its mesh, its schedule.
@@ -200,14 +201,14 @@ def _megatron_lm(
     return flags, lacks
 
 
-def _ds_config(candidate: Candidate, model: Model, global_batch: int) -> dict:
+def _ds_config(candidate: Candidate, model: Model, global_batch: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration (ds_config.json), without its section on the pipeline.
 
     Args:
         global_batch: Sequences of a step.
     """
     shape = candidate.shape
-    config: dict = {
+    config: dict[str, Any] = {
         "train_batch_size": global_batch,
         "train_micro_batch_size_per_gpu": shape.micro_batch,
         "gradient_accumulation_steps": shape.micro_batches,

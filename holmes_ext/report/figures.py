@@ -22,8 +22,7 @@ Key = tuple[str, str, str]
 
 #: A network is slow if it carries less than this share of its configured rate. Rings of gloo reach more.
 SLOW = 0.25
-#: Position of the exposed seconds in a row of a step's "groups": kind of group, fabric, "inside" or "across"
-#: clusters, operations, payload bytes, bytes sent, busy seconds, exposed seconds.
+#: Position of the exposed seconds in a row of a step's "groups" (all columns: exposed_rows()).
 _EXPOSED = 7
 _KIND, _WHERE = 0, 2  # positions of the kind of group, and of "inside" or "across", in such a row
 
@@ -172,11 +171,7 @@ def _lost_s(row: GroupRow) -> float:
 
 
 def summarize(run: Run) -> Summary:
-    """Return the figures of `holmes report` for a run.
-
-    Args:
-        run: Telemetry of all ranks.
-    """
+    """Return the figures of `holmes report` for a run, from the telemetry of all ranks."""
     steps = run.steps  # without the warm-up
     seconds = run.took(steps)  # of each step, on its slowest rank
     # Not every rank knows the tokens of a step; the others have 0 or nothing.
@@ -207,7 +202,8 @@ def _plan_rows(run: Run) -> tuple[PlanRow, ...]:
     changes = [change for rank in run.ranks for change in rank.plans]
     if not changes:
         return ()
-    # The plan that the run started with has no line of its own. No time was predicted for it.
+    # The plan at the start has no line of its own, and no predicted time. The "step" of a plan is
+    # not timed (see below), so for this plan it is the one before the first; -1 is shown as 0.
     first = {"step": run.steps[0] - 1, "in_flight": changes[0]["before"], "then_s": None}
     plans = [first, *changes]
     # A plan is used from its own step until the step of the next one.
@@ -262,12 +258,7 @@ def _joined_row(run: Run) -> JoinedRow | None:
 
 
 def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
-    """Return the figures of one rank.
-
-    Args:
-        rank_file: Telemetry of the rank.
-        steps: Numbers of the steps that count.
-    """
+    """Return the figures of one rank, as medians over the steps with the numbers `steps`."""
     step_times = []
     exposed_times = []
     own_times = []
@@ -291,16 +282,17 @@ def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
 def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
     """Return the "groups" of a step, with the seconds that the program waited for a GradientReducer.
 
-    A GradientReducer runs its all-reduces in threads, which wait for them instead of the program. So these
-    all-reduces have no exposed seconds in the telemetry. The seconds that the program waited for the reducer
-    are recorded apart. What of them the rows do not have already is added to the data groups across clusters,
-    or to those inside a cluster if there are no others.
+    A GradientReducer runs its all-reduces in threads, so they have no exposed seconds in their
+    rows. The seconds that the program waited for the reducer are recorded apart. They are added to
+    one row of the data-parallel groups, less the exposed seconds in such rows; if possible to a row
+    "across" clusters.
 
     Args:
         step: Line of a step in the telemetry of one rank.
 
     Returns:
-        Copies of the rows, whose columns are listed at _EXPOSED.
+        Copies of the rows: [kind of group, fabric, "inside" or "across" clusters, operations,
+        payload bytes, bytes sent, busy seconds, exposed seconds].
     """
     rows = [list(row) for row in step["groups"]]
     data_rows = [row for row in rows if row[_KIND] == "data"]
@@ -313,7 +305,7 @@ def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
 
 
 class _Sums(NamedTuple):
-    """Sums over the steps of one rank."""
+    """Communication of one rank in groups of one kind, added up over the steps."""
 
     operations: float = 0.0
     sent_bytes: float = 0.0
@@ -371,12 +363,18 @@ def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
 
 
 def _pair_rows(run: Run) -> tuple[PairRow, ...]:
-    """Return the traffic between clusters, the most exposed pair first."""
+    """Return the traffic from each cluster to each other one, the most exposed pair first.
+
+    Bytes are added over the ranks, which share the link. Exposed seconds are averaged over the
+    ranks, which wait at the same time.
+    """
     sent_of: dict[tuple[str, str], float] = defaultdict(float)  # (from, to) -> bytes per step
     # (from, to) -> rank -> seconds per step
     exposed_of: dict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for rank in run.ranks:
         for step in run.steps:
+            # "between" of a step: [sending cluster, receiving cluster, bytes sent, exposed
+            # seconds].
             for source, target, sent_bytes, exposed_s in rank.steps[step].get("between", ()):
                 sent_of[source, target] += sent_bytes / len(run.steps)
                 exposed_of[source, target][rank.rank] += exposed_s / len(run.steps)

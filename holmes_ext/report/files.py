@@ -54,19 +54,21 @@ class RankFile:
     model: dict[str, Any] | None = None  # content of the last measured profile
     #: Stages whose link to the next stage is in this profile.
     stage_links: list[int] = field(default_factory=list)
-    done: FollowedPlan = FollowedPlan()
+    followed_plan: FollowedPlan = FollowedPlan()
     cut: bool = False  # whether the last line is incomplete
     closed: bool = False  # whether the job has closed the file
 
     @property
     def rank(self) -> int:
         """The rank that has written the file."""
-        return self.head["rank"]
+        rank: int = self.head["rank"]
+        return rank
 
     @property
     def node(self) -> str:
         """Name of the rank's node."""
-        return self.head["node"]
+        node: str = self.head["node"]
+        return node
 
 
 @dataclass
@@ -110,14 +112,18 @@ class Run:
         return dict(sorted(reports.items()))
 
     @property
-    def done(self) -> FollowedPlan:
-        """How all ranks together have followed the plan."""
+    def followed_plan(self) -> FollowedPlan:
+        """How the job has followed its plan, merged from all ranks' files.
+
+        Reductions and differences are those of any rank. Micro-batches in flight are equal on all
+        ranks that have them.
+        """
         reductions: set[tuple[int, bool, bool]] = set()
         differences: list[str] = []
         for rank_file in self.ranks:
-            reductions.update(rank_file.done.reductions)
-            differences += rank_file.done.differences
-        in_flight = max((rank.done.in_flight for rank in self.ranks), default=())
+            reductions.update(rank_file.followed_plan.reductions)
+            differences += rank_file.followed_plan.differences
+        in_flight = max((rank.followed_plan.in_flight for rank in self.ranks), default=())
         distinct_differences = tuple(dict.fromkeys(differences))
         return FollowedPlan(tuple(sorted(reductions)), in_flight, distinct_differences)
 
@@ -149,6 +155,7 @@ def load(directory: str | Path) -> Run:
             f"{folder}: there is no such directory; give the one of --holmes-telemetry"
         )
     try:
+        # The name of a run begins with its start time, so the last one in the order is the newest.
         runs = sorted({path.parent for path in folder.glob("*/rank*.jsonl")})
         files = list(folder.glob("rank*.jsonl"))
     except OSError as error:
@@ -273,7 +280,7 @@ def _read_head(path: Path, document: dict[str, Any]) -> RankFile:
     return RankFile(path, document)
 
 
-def _add_rows(rows: list[list], new_rows: list[list], key_length: int) -> list[list]:
+def _add_rows(rows: list[list[Any]], new_rows: list[list[Any]], key_length: int) -> list[list[Any]]:
     """Return the rows of two tables. Rows with the same key become one row with the sums of their numbers.
 
     Args:
@@ -345,14 +352,17 @@ def _add_step(file: RankFile, document: dict[str, Any], where: str) -> None:
 
 
 def _add_late_operations(file: RankFile, document: dict[str, Any], where: str) -> None:
-    """Add the figures of operations that were under way when their step ended to the line of that step.
+    """Add the figures of late operations to the line of their step.
 
-    See _add_line() for the arguments and the error.
+    Late operations were still under way when their step ended. See _add_line() for the arguments
+    and the error.
     """
     step = Table(document, where).take("late", int)
     if step not in file.steps:
         raise HolmesError(f"{where}: 'late' is of step {step}, which the file does not have")
     line = file.steps[step]
+    # key: a table of the step ("groups", "between"). key_length: number of columns at the begin of
+    # a row that identify it. Numbers of rows with the same identity are added.
     for key, key_length in _KEY_LENGTHS.items():
         rows = document.get(key)
         if not isinstance(rows, list) or not all(_is_row(row, _ROW_TYPES[key]) for row in rows):
@@ -373,7 +383,7 @@ def _add_followed_plan(file: RankFile, document: dict[str, Any], where: str) -> 
         raise HolmesError(
             f"{where}: 'reductions' are not rows of [stage, a hierarchical all-reduce, overlap]"
         )
-    file.done = FollowedPlan(
+    file.followed_plan = FollowedPlan(
         tuple(tuple(row) for row in reductions), tuple(in_flight), tuple(differences)
     )
 
@@ -398,11 +408,14 @@ def _add_change_of_plan(file: RankFile, document: dict[str, Any], where: str) ->
     See _add_line() for the arguments and the error.
     """
     table = Table(document, where).table("plan")
+    # take() only checks: it raises HolmesError if the key is missing or of another type.
     table.take("step", int)
     for key in ("now_s", "then_s"):
         table.take(key, float)
+    # Micro-batches in flight by stage, before and after the change.
     for key in ("before", "in_flight"):
         row = document["plan"].get(key)
+        # "n": a number.
         if not isinstance(row, list) or not _is_row(row, "n" * len(row)):
             raise HolmesError(
                 f"{where}: 'before' and 'in_flight' of 'plan' are not lists of numbers"

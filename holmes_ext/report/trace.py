@@ -20,7 +20,7 @@ _PICTURED = {
 }
 _COMPUTE = "compute"
 _US_PER_S = 1e6
-_MOST_LANES = 1000  # threads of one kind of group
+_MOST_THREADS = 1000  # limit of the threads of one kind of group
 _START = 6  # position of the start in a row of "ops"
 
 
@@ -73,28 +73,32 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
     """
     line = rank_file.steps[step]
     events: list[dict[str, Any]] = []
-    lanes = {_COMPUTE: 0}  # name of a thread of the trace -> its number
+    threads = {_COMPUTE: 0}  # name of a thread of the trace -> its number
     busy_until: dict[int, float] = {}  # number of a thread -> end of its last event
 
     def add(
-        lane: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]
+        thread: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]
     ) -> None:
-        """Append an event to the trace of the rank; times are in seconds on the clock of its node."""
+        """Append an event to the trace of the rank.
+
+        Start and end are seconds on the clock of the rank's node. `shift` makes them seconds since
+        the begin of the step on the first rank.
+        """
         event = {
             "name": name,
             "cat": category,
             "ph": "X",  # a complete event
             "pid": rank_file.rank,
-            "tid": lane,
+            "tid": thread,
             "ts": (start + shift) * _US_PER_S,
             "dur": (end - start) * _US_PER_S,
             "args": arguments,
         }
         events.append(event)
 
-    compute_lane = lanes[_COMPUTE]
+    compute_thread = threads[_COMPUTE]
     add(
-        compute_lane,
+        compute_thread,
         f"step {step}",
         "step",
         line["begin"],
@@ -102,7 +106,7 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
         {"tokens": line.get("tokens", 0)},
     )
     for kind, start, end in line.get("spans", ()):
-        add(compute_lane, kind, _COMPUTE, start, end, {})
+        add(compute_thread, kind, _COMPUTE, start, end, {})
     ops = sorted(line["ops"], key=lambda op: op[_START])
     for kind, fabric, name, group, number, peer, start, end, waited, sent in ops:
         end = max(end, start)  # it is 0 if the operation was not over
@@ -114,47 +118,50 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
             "waited_ms": waited * 1e3,
             "bytes_sent": sent,
         }
-        lane = _free_lane(lanes, busy_until, kind, start, end)
-        add(lane, name, kind, start, end, arguments)
+        thread = _free_thread(threads, busy_until, kind, start, end)
+        add(thread, name, kind, start, end, arguments)
 
     process = f"rank {rank_file.rank} on {rank_file.node} ({rank_file.head['cluster']})"
     names = [_name_event("process_name", rank_file.rank, 0, process)]
-    for name, lane in lanes.items():
-        names.append(_name_event("thread_name", rank_file.rank, lane, name))
+    for name, thread in threads.items():
+        names.append(_name_event("thread_name", rank_file.rank, thread, name))
     return names + events
 
 
-def _name_event(event: str, rank: int, lane: int, name: str) -> dict[str, Any]:
+def _name_event(event: str, rank: int, thread: int, name: str) -> dict[str, Any]:
     """Return a metadata event that names a process or a thread of the trace.
 
     Args:
         event: "process_name" or "thread_name".
         rank: Rank, which is the process of the trace.
-        lane: Number of the thread in the trace.
+        thread: Number of the thread in the trace.
         name: The name to show.
     """
-    return {"name": event, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
+    return {"name": event, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
 
 
-def _free_lane(
-    lanes: dict[str, int], busy_until: dict[int, float], kind: str, start: float, end: float
+def _free_thread(
+    threads: dict[str, int], busy_until: dict[int, float], kind: str, start: float, end: float
 ) -> int:
     """Return a thread for an event, in which no other event overlaps it; add a thread if necessary.
 
+    If there are too many threads (_MOST_THREADS), the last one is returned, and events overlap in
+    it.
+
     Args:
-        lanes: Name of a thread -> its number.
+        threads: Name of a thread -> its number.
         busy_until: Number of a thread -> end of its last event.
         kind: Kind of the event's process group.
         start: Start of the event.
         end: End of the event.
     """
-    for number in range(1, _MOST_LANES):
+    for number in range(1, _MOST_THREADS):
         name = kind if number == 1 else f"{kind} {number}"
-        lane = lanes.setdefault(name, len(lanes))
-        if busy_until.get(lane, float("-inf")) <= start:
+        thread = threads.setdefault(name, len(threads))
+        if busy_until.get(thread, float("-inf")) <= start:
             break
-    busy_until[lane] = end
-    return lane
+    busy_until[thread] = end
+    return thread
 
 
 def pictured(run: Run, step: int) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from carriers import EMULATED
 from sysfs_builder import Sysfs
 
 from holmes_ext.cluster.addresses import egress_interface
-from holmes_ext.cluster.nccl import file_settings, net_plugin, no_verbs
+from holmes_ext.cluster.nccl import file_settings, net_plugin, why_no_verbs
 from holmes_ext.doctor.nccl import installed_nccl
 from integration_tests.nccl.debug_lines import Said, read
 
@@ -66,7 +66,7 @@ def machine() -> dict:
         "nccl package": str(installed_nccl()[1] or ""),
         "gpus": gpus,
         "hcas": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
-        "no verbs": no_verbs(os.environ),
+        "no verbs": why_no_verbs(os.environ),
         "plugin": net_plugin(os.environ),
         "files": file_settings(os.environ),
         "variables": variables,

@@ -12,7 +12,7 @@ import os
 import pytest
 from carriers import EMULATED
 
-from holmes_ext.cluster.nccl import no_verbs
+from holmes_ext.cluster.nccl import why_no_verbs
 from integration_tests.jobs import over_nccl
 from integration_tests.nccl.conftest import GPU, GPUS, NODE, launch
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 one_machine = pytest.mark.skipif(NODE is not None, reason="on one machine alone")
 two_nodes = pytest.mark.skipif(NODE is None, reason="HOLMES_NCCL_NODE: on two nodes")
-NO_RDMA = no_verbs({})
+NO_RDMA = why_no_verbs({})
 HOLMES = ("--holmes",)
 if os.environ.get("HOLMES_NCCL_CLUSTER"):
     HOLMES += ("--holmes-cluster", os.environ["HOLMES_NCCL_CLUSTER"])

@@ -153,7 +153,7 @@ def all_rdma(spec: SiteSpec) -> Variant:
     The job runs without holmes. GLOO_SOCKET_IFNAME names the fast NIC, because gloo would choose Ethernet.
     """
     best = max(spec.clusters, key=lambda cluster: cluster.rate_bps)
-    nodes = tuple(spec.owner)
+    nodes = tuple(spec.cluster_by_node)
     cluster: ClusterSpec = replace(best, nodes=nodes, name="all", fabric="all")
     single = replace(spec, name=f"{spec.name}, all {best.kind}", clusters=(cluster,), overrides={})
     return Variant("all-RDMA", single, nodes, env={"GLOO_SOCKET_IFNAME": f"{best.kind}0"})

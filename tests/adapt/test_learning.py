@@ -8,7 +8,7 @@ import pytest
 from learning_job import LearningJob
 
 from holmes_ext.adapt import restart
-from holmes_ext.adapt.window import Window
+from holmes_ext.adapt.window import StepWindow
 from holmes_ext.options import options_from
 from holmes_ext.plan.maker import PlanRequest
 from holmes_ext.plan.profile import load_profile
@@ -128,6 +128,6 @@ def test_tell_changes_nothing(job):
 
 def test_passes_whose_blocks_nobody_tells_are_left_out():
     """A pipeline engine's passes where a reducer began the learning: one stage, which only sums."""
-    window = Window(Stage("torch", 0, 1, 1, {}, {0: 0}), SimpleNamespace(rank=0))
+    window = StepWindow(Stage("torch", 0, 1, 1, {}, {0: 0}), SimpleNamespace(rank=0))
     window.step(0.0, 1.0, [], [("forward", 0.0, 0.3), ("backward", 0.3, 0.9)], None)
     assert "forward" not in window.report()

@@ -47,7 +47,7 @@ def test_a_slow_stage_link_that_nobody_told_of_is_hidden_once_it_is_measured():
     assert held(plan) == (2, 1) and plan.basis == "nominal"
     known, step_s = took(plan, 0.03)
     change = own.next(known, step_s)
-    assert change.in_flight == (3, 1) and change.before == (2, 1) and not change.back
+    assert change.in_flight == (3, 1) and change.before == (2, 1) and not change.takes_back
     own.taken(change, known)
     plan = change.adapted(plan, "sockets")
     assert held(plan) == (3, 1) and plan.nodes == PLAN.nodes
@@ -71,7 +71,9 @@ def test_what_does_not_bring_what_was_predicted_is_taken_back_and_not_tried_agai
     own.taken(change, known)
     plan = change.adapted(plan, "sockets")
     back = own.next(learned(plan), step_s)  # it takes as long as before
-    assert back.back and back.in_flight == (2, 1) and own.trials.ended == (change, step_s, False)
+    assert (
+        back.takes_back and back.in_flight == (2, 1) and own.trials.ended == (change, step_s, False)
+    )
     own.taken(back, learned(plan))
     plan = back.adapted(plan, "sockets")
     for _ in range(5):

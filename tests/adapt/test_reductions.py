@@ -7,8 +7,8 @@ import pytest
 from clusters import site
 
 from holmes_ext.adapt.reductions import (
-    SumEvaluator,
-    Summed,
+    MeasuredReductions,
+    ReductionEvaluator,
     is_hierarchical,
     measured_networks,
 )
@@ -42,11 +42,11 @@ def summed(plan, slower=1.0):
     else:
         busy = {"ethernet": slower * sums.flat.seconds(SIZE)}
         seconds = busy["ethernet"]
-    return [Summed(reduction, SIZE, seconds, seconds, busy)]
+    return [MeasuredReductions(reduction, SIZE, seconds, seconds, busy)]
 
 
 def evaluator():
-    return SumEvaluator(*KNOWN)
+    return ReductionEvaluator(*KNOWN)
 
 
 def test_a_network_is_as_fast_as_the_sums_on_it():
@@ -103,7 +103,7 @@ def test_what_brings_nothing_is_taken_back_and_not_tried_again():
     after = change.adapted(plan, "sockets")
     same = [replace(slow[0], reduction=change.after[0])]
     back = own.next(after, same, step_s)
-    assert back.back and back.after == change.before
+    assert back.takes_back and back.after == change.before
     own.taken(back, after, same)
     for _ in range(4):
         assert own.next(plan, slow, step_s) is None

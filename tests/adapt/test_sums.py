@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from holmes_ext import adapt
-from holmes_ext.adapt.reductions import SumChange
-from holmes_ext.adapt.sums import SumWindow, fits
+from holmes_ext.adapt.reductions import ReductionChange
+from holmes_ext.adapt.sums import ReductionWindow, fits
 from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.runtime.session import DoneReduction
 
@@ -35,7 +35,7 @@ def test_buckets_that_grow_need_memory_that_is_there(monkeypatch, ways, free, pi
 
     monkeypatch.setattr(torch, "empty", empty)
     recorder = SimpleNamespace(spans_on_device=True, device_index=0)
-    assert fits(SumChange(*ways, 1e9, 1.0, 0.5), recorder) == room
+    assert fits(ReductionChange(*ways, 1e9, 1.0, 0.5), recorder) == room
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_the_program_waited_for_sums(spans, reduction, exposed):
     op = SimpleNamespace(
         peer=None, group=group, name="all_reduce", payload=1e6, start=1.0, end=3.0, waited=0.0
     )
-    window = SumWindow(SimpleNamespace(reductions={(0, 1): done}), None)
+    window = ReductionWindow(SimpleNamespace(reductions={(0, 1): done}), None)
     window.step([op], spans, reduction)
     report = window.report()
     assert report["exposed"] == pytest.approx(exposed) and report["busy"] == {"ethernet": 2.0}

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from stores import Client
 
-from holmes_ext.adapt.vote import KEEP, TAKE, Boundary, Stopped, Vote
+from holmes_ext.adapt.vote import ADOPT_CHANGE, KEEP_PLAN, StepBoundary, Stopped, Vote
 
 
 class Rank:
@@ -18,7 +18,7 @@ class Rank:
         self.rank, self.faults, self.stopped = rank, dict(faults), threading.Event()
         own = Client(store)
         self.vote = Vote(own, "job/adapt", rank, world, self.stopped, patience_s)
-        self.boundary = Boundary(lambda number: self.vote.set_verdict(store, number, KEEP))
+        self.boundary = StepBoundary(lambda number: self.vote.set_verdict(store, number, KEEP_PLAN))
         self.plan, self.plans, self.verdicts = 0, [], []
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
@@ -36,7 +36,7 @@ class Rank:
                     return
                 if fault == "late":
                     self.stopped.wait(0.1)
-                proposal, verdict = self.vote.round(
+                proposal, verdict = self.vote.run_ballot(
                     number, {"rank": self.rank}, self.propose, self.agree
                 )
                 if verdict:
@@ -120,19 +120,20 @@ def test_a_rank_without_room_keeps_the_old_plan_for_all():
     until(ranks, lambda: all(one.verdicts for one in ranks))
     first = [one.verdicts[0] for one in ranks]
     end(ranks)
-    assert first == [KEEP] * 3
+    assert first == [KEEP_PLAN] * 3
 
 
 def test_who_comes_to_the_step_first_decides_for_all():
     store = dist.HashStore()
     votes = [Vote(Client(store), "p", rank, 2, threading.Event()) for rank in range(2)]
     one, two = (
-        Boundary(lambda number, vote=vote: vote.set_verdict(store, number, KEEP)) for vote in votes
+        StepBoundary(lambda number, vote=vote: vote.set_verdict(store, number, KEEP_PLAN))
+        for vote in votes
     )
     assert one.agree(0, 2, "new") and two.agree(0, 2, "new")
     assert one.begin() is None and two.begin() is None
     assert one.begin() is None  # no verdict yet: it keeps the old plan, and so do the others
-    assert votes[0].set_verdict(store, 0, TAKE) == KEEP
+    assert votes[0].set_verdict(store, 0, ADOPT_CHANGE) == KEEP_PLAN
     assert two.begin() is None
     assert not two.agree(1, 2, "new")  # too late for that step
 

@@ -5,7 +5,13 @@ import os
 import pytest
 
 from holmes_ext.cluster import nccl
-from holmes_ext.cluster.nccl import NcclOfNode, file_settings, nccl_of_node, net_plugin, no_verbs
+from holmes_ext.cluster.nccl import (
+    NcclOfNode,
+    file_settings,
+    nccl_of_node,
+    net_plugin,
+    why_no_verbs,
+)
 from holmes_ext.cluster.nic import Nic
 
 IB = Nic(kind="ib", device="mlx5_0", port=1, state="up", state_text="ACTIVE")
@@ -50,24 +56,24 @@ def test_a_forced_network_is_found_although_the_variable_is_set(files, tmp_path)
 def test_verbs_need_a_device_a_library_and_no_veto(files, tmp_path):
     environ, devices = files("etc", ""), tmp_path / "infiniband"
     devices.mkdir()
-    assert "there is no" in no_verbs(environ, str(devices)) and "container" in no_verbs(
+    assert "there is no" in why_no_verbs(environ, str(devices)) and "container" in why_no_verbs(
         environ, str(devices)
     )
     (devices / "uverbs0").write_text("")
-    assert "libnone.so.1 cannot be loaded" in no_verbs(environ, str(devices), "libnone.so.1")
-    assert no_verbs(environ, str(devices), "libc.so.6") == ""
+    assert "libnone.so.1 cannot be loaded" in why_no_verbs(environ, str(devices), "libnone.so.1")
+    assert why_no_verbs(environ, str(devices), "libc.so.6") == ""
     if os.geteuid():
         (devices / "uverbs0").chmod(0)
-        assert "cannot be opened" in no_verbs(environ, str(devices), "libc.so.6")
+        assert "cannot be opened" in why_no_verbs(environ, str(devices), "libc.so.6")
     for value, vetoed in (("1", True), ("0", False), ("", False)):
-        told = no_verbs({**environ, "NCCL_IB_DISABLE": value, "HOLMES_SYSFS": "/tree"})
+        told = why_no_verbs({**environ, "NCCL_IB_DISABLE": value, "HOLMES_SYSFS": "/tree"})
         assert told == (f"NCCL_IB_DISABLE={value} is set" if vetoed else "")
     files("etc", "NCCL_IB_DISABLE=1\n")
-    assert no_verbs(environ) == f"NCCL_IB_DISABLE=1 is set in {tmp_path / 'etc'}"
+    assert why_no_verbs(environ) == f"NCCL_IB_DISABLE=1 is set in {tmp_path / 'etc'}"
 
 
 def test_a_node_without_fast_nics_says_nothing_of_verbs(files, monkeypatch):
-    monkeypatch.setattr(nccl, "no_verbs", lambda environ: "none")
+    monkeypatch.setattr(nccl, "why_no_verbs", lambda environ: "none")
     environ = files("etc", "")
     assert (
         nccl_of_node(environ, ()).no_verbs == "" and nccl_of_node(environ, (IB,)).no_verbs == "none"

@@ -57,7 +57,7 @@ def test_good_file():
     assert (a.include, a.exclude, a.latency_s) == (("mlx5_*",), ("mlx5_9",), 2e-6)
     assert b.latency_s == pytest.approx(5e-6)
     assert spec.overrides["a08"].ethernet == "bond0"
-    assert spec.cluster_of("b1") is b and spec.owner["a10"] is a
+    assert spec.cluster_of("b1") is b and spec.cluster_by_node["a10"] is a
     assert (
         spec.known_as("b1") == spec.known_as("b1.site.org") == "b1"
         and spec.known_as("zz.site.org") == ""

@@ -60,9 +60,15 @@ def _link(site: Site, source: str, target: str) -> str:
         site: The clusters and the network between them.
         source: Name of the sending cluster.
         target: Name of the receiving cluster.
+
+    Returns:
+        "flat" stands for the rate of a link without a limit: as in a flat network, only the NICs
+        limit it.
     """
+    # Hops: uplinks and links between the clusters that limit the rate or add latency.
     hops = site.wan.hops(source, target)
     rate_bps = min((hop.rate_bps for hop in hops), default=float("inf"))
+    # Without latencies of hops, messages take as long as between nodes of one cluster.
     latency_s = sum(hop.latency_s for hop in hops) or site.fabric_by_name[ETHERNET].latency_s
     rate = "flat" if rate_bps == float("inf") else format_rate(rate_bps)
     return f"{rate} {format_seconds(latency_s)}"

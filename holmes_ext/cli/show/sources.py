@@ -1,4 +1,8 @@
-"""Command `holmes discover --from ...`: makes a cluster.toml from another node list."""
+"""Command `holmes discover --from ...`: makes a cluster.toml from the node list of a scheduler.
+
+The list comes from Slurm, Kubernetes or a file (hostfile, topology), in place of a job that looks
+at the NICs of its own nodes.
+"""
 
 from __future__ import annotations
 
@@ -301,9 +305,11 @@ def _print_changes(
         if not additions.nodes and not additions.clusters:
             _say(f"{path}: it has all of these nodes already; nothing was changed")
         found = {node.name for node in nodes}
-        not_found = [node for node in existing.owner if node not in found]
+        names_in_file = list(existing.cluster_by_node)
+        not_found = [name for name in names_in_file if name not in found]
         if not_found:
             _say(f"{path}: kept nodes that were not found: {folded(not_found)}")
+    # why_not: reason why no job can use the node now ("not ready", "down"), "" if one can.
     unavailable = grouped((node.why_not, node.name) for node in nodes if node.why_not)
     for reason, names in unavailable.items():
         _say(f"now {reason}: {folded(names)}")

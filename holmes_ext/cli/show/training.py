@@ -78,7 +78,7 @@ def sizes_given(args: argparse.Namespace) -> bool:
 
 
 def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
-    """Return the job that the arguments of `holmes plan` describe.
+    """Return the job that the arguments of `holmes plan` describe, with lines to print about it.
 
     Args:
         args: Arguments of `holmes plan`.
@@ -89,7 +89,7 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     """
     command_line = _read_command(args.command) if args.command else CommandLine()
     model = _model_of_job(args, command_line)
-    lines: list[str] = []
+    lines: list[str] = []  # to print: what was assumed, and arguments that are not counted
     if args.command:
         lines = _lines_about_command(command_line, args.model or "")
     if model is not None:
@@ -105,6 +105,7 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
         # Options give another number of stages than the command. Its layers of each stage, and its
         # virtual chunks of a stage, fit only its own number.
         command_line = replace(command_line, stage_layers=(), virtual=1)
+    # Only flags of holmes are checked. Others belong to the script.
     for word in command_line.unknown:
         near = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
         if near:
@@ -133,6 +134,7 @@ def _model_of_job(args: argparse.Namespace, command_line: CommandLine) -> Model 
     """
     model = load_model(args.model) if args.model else command_line.model
     if model is None and command_line.trouble:
+        # The message names the flag of a job. `holmes plan` has an option in its place.
         raise HolmesError(command_line.trouble.replace("--holmes-model", "--model"))
     if model is not None and args.command and args.model:
         model = _with_values_of_command(model, dict(command_line.training))
@@ -141,6 +143,7 @@ def _model_of_job(args: argparse.Namespace, command_line: CommandLine) -> Model 
     if args.global_batch < 1:
         raise HolmesError(f"--global-batch is {args.global_batch}; it must be 1 or more")
     if model is not None:
+        # 0: the number of micro-batches follows from the global batch.
         model = replace(model, global_batch=args.global_batch, micro_batches=0)
     return model
 
@@ -170,7 +173,10 @@ def _line_about_assumed_speed(
 
 
 def _lines_about_unknown_gpus(spec: SiteSpec) -> Iterator[str]:
-    """Yield a line for each cluster with an unknown GPU model of which numbers are missing."""
+    """Yield a line for each cluster with an unknown GPU model, unless cluster.toml has its numbers.
+
+    The numbers are FLOP/s, memory and NVLink rate. The prediction leaves out the missing ones.
+    """
     for cluster in spec.clusters:
         if not cluster.gpu or accelerator_of(cluster.gpu) is not None:
             continue

@@ -2,9 +2,10 @@
 
 GPUs      labels nvidia.com/gpu.product and .count (GPU feature discovery), or resource
           nvidia.com/gpu
-kind      label backend.coreweave.cloud/flavor, or resources rdma/... and labels that name the kind.
-          The label of an NVIDIA NIC that supports RDMA (feature.node.kubernetes.io/rdma.capable,
-          pci-15b3) does not: the NIC may be InfiniBand or RoCE, so the kind comes from the user
+kind      label backend.coreweave.cloud/flavor, or names of resources and labels with the name of
+          a kind ("rdma/ib", "nvidia.com/roce"). The labels feature.node.kubernetes.io/rdma.capable
+          and pci-15b3 only show an NVIDIA NIC with RDMA, InfiniBand or RoCE, so the user must name
+          the kind
 rate      label ib.coreweave.cloud/speed or backend.coreweave.cloud/speed
 fabric    the first label of FABRICS that the node has
 """

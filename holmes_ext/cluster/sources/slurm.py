@@ -111,7 +111,9 @@ def run_command(*argv: str) -> str:
 def check_version() -> None:
     """Raise HolmesError if Slurm is older than OLDEST, or munge is not running.
 
-    Without munge, Slurm's commands would retry for a long time.
+    Without munge, Slurm's commands would retry for a long time. No error is raised if munge's
+    socket does not exist at its usual path: munge may use another one, and Slurm another
+    authentication.
     """
     with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as munge:
         try:

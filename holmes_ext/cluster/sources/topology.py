@@ -2,11 +2,12 @@
 
 There are three formats:
 
-    scontrol show topology     one line for each switch or block:
-                               SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu[01-16]
-                               SwitchName=spine Level=1 LinkSpeed=1 Nodes=gpu[01-32]
-                               Switches=leaf[1-2] BlockName=b1 BlockIndex=0 Nodes=gpu[01-18]
-                               BlockSize=18
+    scontrol show topology     one line for each switch or block. A leaf switch, a switch above two
+                               leaf switches (its line continues with "Switches="), and a block:
+                                   SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu[01-16]
+                                   SwitchName=spine Level=1 LinkSpeed=1 Nodes=gpu[01-32]
+                                       Switches=leaf[1-2]
+                                   BlockName=b1 BlockIndex=0 Nodes=gpu[01-18] BlockSize=18
     topology.conf              the same without levels; an upper switch has only Switches
     topology.yaml              a list of topologies, each a tree or blocks (Slurm 25.05 and newer)
 

@@ -91,11 +91,15 @@ def split(spec: SiteSpec, clusters: Sequence[FoundCluster]) -> Additions:
     new_clusters: list[FoundCluster] = []
     taken = {cluster.name for cluster in spec.clusters}
     for cluster in clusters:
-        missing = tuple(node for node in cluster.nodes if node not in spec.owner)
+        missing = tuple(node for node in cluster.nodes if node not in spec.cluster_by_node)
         if not missing:
             continue
         # The file's clusters of the nodes that it has already, one entry for each node.
-        homes = [spec.owner[node].name for node in cluster.nodes if node in spec.owner]
+        homes = [
+            spec.cluster_by_node[node].name
+            for node in cluster.nodes
+            if node in spec.cluster_by_node
+        ]
         if homes:
             most_common = max(dict.fromkeys(homes), key=homes.count)
             added[most_common] = (*added.get(most_common, ()), *missing)

@@ -53,8 +53,8 @@ _PCIE_CODING = {
 
 
 @dataclass(frozen=True)
-class Function:
-    """PCI function, or device on another bus, of a port. The fields are those of a `Nic`."""
+class Hardware:
+    """Hardware behind a network device or an HCA: a PCI function, or a device on another bus."""
 
     max_rate_bps: int = 0  # rate of the PCIe link, 0 if unknown (no PCIe, a virtual function)
     numa: int = -1  # NUMA node, -1 if unknown
@@ -64,8 +64,11 @@ class Function:
 
 
 @dataclass(frozen=True)
-class NetDevice(Function):
-    """Network device of a /sys tree."""
+class NetDevice(Hardware):
+    """Network device of a /sys tree, such as "eth0", with the properties of its hardware.
+
+    A device without hardware, such as a bond, has the defaults of Hardware.
+    """
 
     name: str = ""
     type: int = ETHERNET
@@ -129,18 +132,18 @@ def _read_device(tree: Tree, name: str, real_path: str) -> NetDevice:
     is_physical = "device" in names
     if is_physical:
         category = "physical"
-        function = read_function(tree, path)
+        hardware = read_hardware(tree, path)
         bus_uevent = tree.uevent(f"{path}/device")
     else:
         category = _category_without_device_link(tree, path, names, devtype, speed)
-        function = Function(driver=category if category != "virtual" else "")
+        hardware = Hardware(driver=category if category != "virtual" else "")
         bus_uevent = {}
     state = _read_state(tree, path, flags, carrier)
     is_usb = bus_uevent.get("DEVTYPE") == "usb_interface" or "/usb" in real_path
     port_name = tree.text(f"{path}/phys_port_name") or ""
     members = tree.checked_names(f"{path}/bonding/slaves", slaves.split())
     return NetDevice(
-        **vars(function),
+        **vars(hardware),
         name=name,
         type=tree.needed_number(f"{path}/type"),
         category=category,
@@ -176,7 +179,7 @@ def _category_without_device_link(
     """
     if devtype in ("bond", "vlan", "bridge", "macvlan", "vrf"):
         return devtype
-    if devtype == "ipvlan":
+    if devtype == "ipvlan":  # like a macvlan, it shares a physical device with the host
         return "macvlan"
     if "bonding" in names:
         return "bond"
@@ -187,10 +190,9 @@ def _category_without_device_link(
         masters = [tree.link_name(f"class/net/{lower}/master", "INTERFACE") for lower in lowers]
         return "team" if name in masters else "macvlan"
     if not devtype and "tun_flags" not in names:
-        # A veth is one end of a virtual cable, whose other end is in another network namespace.
-        # /sys does not mark it, but `iflink` is then the number of the other end. Numbers are
-        # unique only within a namespace, so both ends may have the same. A veth also has a speed;
-        # dummy and ifb devices do not.
+        # A veth is one end of a virtual cable. It has two signs. `iflink` is the number of the
+        # other end, not of the device itself; but the other end is in another network namespace,
+        # where it may have the same number. A veth also has a speed, unlike dummy and ifb devices.
         peer = tree.needed_number(f"{path}/iflink")
         if peer != tree.needed_number(f"{path}/ifindex") or speed is not None:
             return "veth"
@@ -257,6 +259,7 @@ def _port_index(tree: Tree, path: str) -> int:
         tree: The /sys tree.
         path: Path of the network device in the tree.
     """
+    # The second argument is the pattern that the content must match.
     index = tree.number(f"{path}/dev_port", "[0-9]{1,4}")
     if not index:  # before Linux 3.15, only dev_id differs between the ports of a device
         index = tree.number(f"{path}/dev_id", "0x[0-9a-f]{1,4}")
@@ -301,7 +304,7 @@ def physical_below(device: NetDevice, devices: dict[str, NetDevice]) -> tuple[Ne
     return tuple(found for found in visited.values() if found.category == "physical")
 
 
-def read_function(tree: Tree, path: str) -> Function:
+def read_hardware(tree: Tree, path: str) -> Hardware:
     """Return the PCI function, or the device on another bus, of a network device or an HCA.
 
     Args:
@@ -313,11 +316,14 @@ def read_function(tree: Tree, path: str) -> Function:
     """
     device = f"{path}/device"
     tree.resolve(device)  # raises if the link points to nothing
+    # The second argument is the pattern that the content must match.
     numa_node = tree.number(f"{device}/numa_node", "-1|[0-9]{1,4}")
+    # link_name() returns the last part of a link's target. In captured trees, where links may be
+    # files in uevent format, its second argument names the key with the same value.
     driver = tree.uevent(device).get("DRIVER", "") or tree.link_name(f"{device}/driver", "DRIVER")
     if driver:
         tree.checked_names(f"{device}/uevent", [driver])
-    return Function(
+    return Hardware(
         max_rate_bps=_pcie_bps(tree, device),
         numa=-1 if numa_node is None else numa_node,
         pci=tree.pci_address(device),
@@ -361,7 +367,11 @@ _USB_DRIVERS = ("cdc_ether", "cdc_ncm", "cdc_subset", "rndis_host", "cdc_eem")
 
 
 def reason_by_name(*names: str) -> str:
-    """Return the reason not to use a NIC that one of its names gives, "" if none does."""
+    """Return why a NIC with these names is not for training traffic, "" if no name shows a reason.
+
+    Args:
+        names: Names of the NIC, such as those of its network devices ("storage0", "docker0").
+    """
     for reason, patterns in NAMES.items():
         if any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
             return reason

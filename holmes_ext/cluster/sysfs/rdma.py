@@ -24,9 +24,9 @@ from holmes_ext.cluster.nic import GID, KINDS, Gid, Nic
 from holmes_ext.cluster.sysfs.net import (
     ETHERNET,
     INFINIBAND,
-    Function,
+    Hardware,
     NetDevice,
-    read_function,
+    read_hardware,
     top_device,
 )
 from holmes_ext.cluster.sysfs.tree import Tree
@@ -108,8 +108,8 @@ def _read_port(
     hca_path = f"class/infiniband/{hca}"
     path = f"{hca_path}/ports/{port}"
     is_physical = "device" in tree.names(hca_path)  # soft-RoCE has no device
-    function = read_function(tree, hca_path) if is_physical else Function()
-    kind = _KINDS_BY_DRIVER.get(function.driver, kind)
+    hardware = read_hardware(tree, hca_path) if is_physical else Hardware()
+    kind = _KINDS_BY_DRIVER.get(hardware.driver, kind)
     state = _read_state(tree, path)
     has_link = state.physical == "LinkUp" or state.logical == "ACTIVE"
     gids = _read_gids(tree, path, kind)
@@ -125,7 +125,7 @@ def _read_port(
     if KINDS[kind].infiniband and gids and gids[0].index == 0:
         subnet_prefix = gids[0].value[:_PREFIX_LENGTH]
     return Nic(
-        **vars(function),
+        **vars(hardware),
         kind=kind,
         device=hca,
         port=port,
@@ -171,12 +171,14 @@ def _read_state(tree: Tree, path: str) -> _PortState:
     match = _STATE.fullmatch(text)
     if not match:
         raise tree.error(f"{path}/state", f"{text!a:.80} is no port state such as '4: ACTIVE'")
+    # Not all drivers have the file. "0:" is a state without a name, which becomes "".
     physical_text = tree.text(f"{path}/phys_state") or "0:"
     physical_match = _PHYS_STATE.fullmatch(physical_text)
     if not physical_match:
         raise tree.error(
             f"{path}/phys_state", f"{physical_text!a:.80} is no state such as '5: LinkUp'"
         )
+    # Without the numbers: "ACTIVE" of "4: ACTIVE", and "LinkUp" of "5: LinkUp".
     return _PortState(logical=match[2], physical=physical_match[1])
 
 

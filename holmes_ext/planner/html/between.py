@@ -136,11 +136,12 @@ def draw_what_if(result: SearchResult) -> Any:
 
 def _ticks(plt: Any, low: float, high: float) -> Sequence[float]:
     """Return ticks of a logarithmic axis from `low` to `high`."""
-    candidates = plt.LogLocator(subs=(1, 2, 5)).tick_values(low, high)
+    candidates: Sequence[float] = plt.LogLocator(subs=(1, 2, 5)).tick_values(low, high)
     ticks = [tick for tick in candidates if low <= tick <= high]
     if len(ticks) >= _MIN_TICKS:
         return ticks
-    return plt.MaxNLocator(4).tick_values(low, high)
+    linear_ticks: Sequence[float] = plt.MaxNLocator(4).tick_values(low, high)
+    return linear_ticks
 
 
 def _curves(axis: Any, x: Sequence[float], steps: Sequence[StepTimes], label: str) -> None:

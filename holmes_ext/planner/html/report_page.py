@@ -24,7 +24,7 @@ def document(job: Run, summary: Summary, step: int) -> str:
         {f"step {step}": pictured(job, step)}, "seconds of one step (rank 0's clock)"
     )
     lines = [f"note: {note}" for note in job.notes]
-    lines += [f"not as planned: {text}" for text in job.done.differences]
+    lines += [f"not as planned: {text}" for text in job.followed_plan.differences]
     if summary.joined:  # the run trained together with other jobs (holmes join)
         lines.append(joined_line(summary.joined))
     lines.append(verdict(summary))  # the slowest rank, and the network that costs most

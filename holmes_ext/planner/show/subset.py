@@ -233,7 +233,7 @@ def run(args: argparse.Namespace) -> int:
             "--nodes: nothing says what to train; write the command after --, or give --model "
             "FILE (examples/models has some)"
         )
-    total = len(spec.owner)
+    total = len(spec.cluster_by_node)
     if not 0 < args.nodes <= total:
         idle = " that are idle" if args.idle else ""
         raise HolmesError(
@@ -266,7 +266,7 @@ def _idle_nodes(
     if args.idle != "slurm":
         return only(spec, args.idle, "--idle"), None
     idle, features = slurm.idle_nodes()
-    idle_spec = spec.only(spec.owner.keys() & set(idle))
+    idle_spec = spec.only(spec.cluster_by_node.keys() & set(idle))
     if not idle_spec.clusters:
         raise HolmesError(f"--idle slurm: none of the nodes of {idle_spec.source} is idle now")
     return idle_spec, features
@@ -443,7 +443,7 @@ def _show(
         Column("sizes", wrap=12, drop=2),
         Column("stages", wrap=10, drop=1),
     )
-    title = f"{args.nodes} of the {len(spec.owner)} nodes{idle} in {spec.source}"
+    title = f"{args.nodes} of the {len(spec.cluster_by_node)} nodes{idle} in {spec.source}"
     screen.table(columns, _table_rows(ranked, parts), title)
     screen.line(_proof_text(subsets), "dim")
     screen.line("\nfor sbatch, as one job:", "bold")

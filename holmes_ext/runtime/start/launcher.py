@@ -356,7 +356,7 @@ def check_hosts(hosts: dict[str, int], spec: SiteSpec) -> None:
         name = spec.known_as(host)  # "" if cluster.toml has no such node
         if name:
             known_names[host] = name
-    node_count = len(spec.owner)
+    node_count = len(spec.cluster_by_node)
     if len(hosts) > node_count:
         extra = next(host for host in hosts if host not in known_names)
         raise HolmesError(

@@ -107,9 +107,10 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
         HolmesError: there are more than MAX_NODES nodes, or the factor is not above 0, or is too
             large to be meant (_LARGEST_SCALE).
     """
-    if len(spec.owner) > MAX_NODES:
+    node_count = len(spec.cluster_by_node)
+    if node_count > MAX_NODES:
         raise HolmesError(
-            f"{spec.source}: {len(spec.owner)} nodes; the lab emulates at most {MAX_NODES} on one machine"
+            f"{spec.source}: {node_count} nodes; the lab emulates at most {MAX_NODES} on one machine"
         )
     if not 0 < scale < _LARGEST_SCALE:
         raise HolmesError(f"--scale: {scale} is not a factor above 0, such as 0.1")
