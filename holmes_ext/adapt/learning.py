@@ -344,7 +344,7 @@ def _begin_step(
             return
         is_nccl = network_api == VERBS
         recorder.on_gpu(is_nccl)  # with NCCL, passes are timed on the GPU, otherwise on the host
-        write_to_telemetry_file = recorder.on_round or _ignore  # None: there is no such file
+        write_to_telemetry_file = recorder.write_document or _ignore  # None: there is no such file
         _Running.learning = Learning(
             current,
             sizes,
