@@ -108,7 +108,9 @@ class Learning:
         """
         if self._restart_after is not None and restart.checkpoints() > self._restart_after:
             # A checkpoint is complete since all ranks agreed on a restart, so no step is lost.
-            restart.leave(self.current.store, self.current.round, self.current.process.world_size)
+            restart.leave(
+                self.current.store, self.current.key_prefix, self.current.process.world_size
+            )
         change = self.boundary.begin()  # that begins with this step
         if isinstance(change, Restart):
             self._restart_after = restart.checkpoints()
@@ -203,7 +205,7 @@ class Learning:
 
         try:
             store = self._open_store()
-            prefix = f"{self.current.round}/adapt/{self._start}"
+            prefix = f"{self.current.key_prefix}/adapt/{self._start}"
             self._vote = Vote(store, prefix, self.current.rank, world, self.stopped)
             number = 0  # of the round
             first_step = FIRST  # that is measured

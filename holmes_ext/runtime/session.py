@@ -41,8 +41,8 @@ class Session:
     groups: list[GroupRecord] = field(default_factory=list)
     #: Backends of all these groups. A GroupRecord only has the backend of GPU tensors.
     backends: set[str] = field(default_factory=set)
-    #: Prefix of the store's keys of this start of the job.
-    round: str = "holmes/1"
+    #: Prefix of the keys that this start of the job has in its store.
+    key_prefix: str = "holmes/1"
     #: The job's key-value store; None in a job of one process.
     store: Any = None
     #: The model that is trained; None if the user has not described it.

@@ -108,8 +108,8 @@ def _write_together(current: session.Session, report: dict[str, Any], path: str)
     """
     world = current.plan.world_size
     store = current.store
-    # current.round: prefix of the store's keys of this start of the job, such as "holmes/1".
-    prefix = f"{current.round}/profile"
+    # current.key_prefix is "holmes/1" at the first start of the job in this store.
+    prefix = f"{current.key_prefix}/profile"
     entry = json.dumps([current.rank, report]).encode()
     append_entry(store, f"{prefix}/reports", entry, count=1, total=world)
     if current.rank == 0:

@@ -34,7 +34,7 @@ class PlannedReduction:
     def __init__(
         self, group: dist.ProcessGroup, size: int, device_type: str, compress: str | None = None
     ):
-        """Make the reduction. All ranks of the group must do so.
+        """Choose and make the algorithm that the plan has for a group's gradients. All its ranks must do so.
 
         Args:
             group: Process group whose ranks sum gradients.

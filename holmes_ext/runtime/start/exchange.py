@@ -86,7 +86,7 @@ _EXTRA_WAIT_S = 15.0
 class Verdict:
     """Decision of rank 0, e.g. the plan, that every rank of the job follows."""
 
-    round: str  # prefix of the store's keys of this start of the job, such as "holmes/1"
+    key_prefix: str  # of the keys of this start of the job in the store, such as "holmes/1"
     packed: bytes  # the document, as compressed JSON
 
     def content(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Verdict:
 class _StoredVerdict(NamedTuple):
     """Decision of rank 0 as the job's store contains it."""
 
-    round: str  # prefix of the keys of its start
+    key_prefix: str  # of the start of the job whose decision it is
     value: bytes  # _GOOD and a compressed document, or _BAD and an error message
 
 
@@ -149,7 +149,7 @@ def exchange(
     except HolmesError as error:
         leader.send_to_all(_BAD + str(error).encode())
         raise
-    leader.send_to_all(_GOOD + verdict.round.encode(), document=verdict.packed)
+    leader.send_to_all(_GOOD + verdict.key_prefix.encode(), document=verdict.packed)
     return verdict
 
 
@@ -308,12 +308,11 @@ def _verdict_from_leader(
         raise HolmesError(
             f"rank {process.rank} got no verdict from {leader}, which reported for its node; is it alive?"
         )
-    if message.text.startswith(
-        _BAD
-    ):  # an error; otherwise _GOOD and the prefix of the store's keys
+    if message.text.startswith(_BAD):
         raise RemoteError(message.text.removeprefix(_BAD).decode())
+    # Otherwise the text is _GOOD and the prefix of this start's keys; the plan comes as a document beside it.
     key_prefix = message.text.removeprefix(_GOOD).decode()
-    return Verdict(round=key_prefix, packed=message.document)
+    return Verdict(key_prefix=key_prefix, packed=message.document)
 
 
 # Between nodes: through the job's store
@@ -351,7 +350,7 @@ def _exchange_through_store(
         )
     if stored.value.startswith(_BAD):  # an error; otherwise _GOOD and a compressed document
         raise RemoteError(stored.value.removeprefix(_BAD).decode())
-    return Verdict(stored.round, stored.value.removeprefix(_GOOD))
+    return Verdict(stored.key_prefix, stored.value.removeprefix(_GOOD))
 
 
 def _decide_verdict(
@@ -410,7 +409,7 @@ def _await_verdict(
             value = store.get(verdict_key)
             if value.startswith(_BAD):  # of this start: rank 0 has given up waiting for this rank
                 return _StoredVerdict(prefix, value)
-            continue  # a plan of the start before: go on waiting
+            continue  # a plan of the start before, since a plan needs this rank's report: go on waiting
         append_entry(store, f"{prefix}/reports", _pack(reports), len(reports), process.world_size)
         value = wait_for_value(store, verdict_key, left_s)
         if not value:

@@ -89,7 +89,7 @@ def start(
 
     silent_store = _silent_store_message(process, report)
     if process.world_size == 1:
-        round_prefix = "holmes/1"
+        key_prefix = "holmes/1"
         node_report = NodeReport.from_dict(report["nics_of_node"], 1)
         verdict = make_verdict([report], [node_report])
     else:
@@ -107,7 +107,7 @@ def start(
             make_verdict,
             options.timeout_s,
         )
-        round_prefix = agreement.round
+        key_prefix = agreement.key_prefix
         verdict = agreement.content()
 
     lines = [*restart_lines, *verdict["lines"]]
@@ -121,7 +121,7 @@ def start(
             silent_store,
             preflight.run,
             store,
-            round_prefix,
+            key_prefix,
             process,
             node,
             site,
@@ -140,7 +140,7 @@ def start(
         site,
         plan,
         rank,
-        round=round_prefix,
+        key_prefix=key_prefix,
         store=store,
         model=request.model,
         engine=request.engine,

@@ -83,10 +83,10 @@ def _is_first_to_report(current: Session, text: str) -> bool:
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     this_rank = str(current.rank)
     try:
-        # Writes this rank only if the key has no value yet, and returns the key's value afterwards. `round`
-        # differs for each start of the job, so an earlier start does not count.
+        # Writes this rank only if the key has no value yet, and returns the key's value afterwards.
+        # key_prefix differs for each start of the job, so an earlier start does not count.
         first_rank = current.store.compare_set(
-            f"{current.round}/difference/{digest}", "", this_rank
+            f"{current.key_prefix}/difference/{digest}", "", this_rank
         )
         return first_rank.decode() == this_rank
     except RuntimeError:  # the store failed, with a torch.distributed.DistError

@@ -290,7 +290,7 @@ def _store_first_message(mine: str) -> str:
         """Put `mine` into the store if there is no message yet, and return the store's message."""
         current = session.active()
         store = dist.distributed_c10d._get_default_store()
-        key = f"{current.round if current else 'holmes'}/{_KEY}"  # `round` differs for each start of the job
+        key = f"{current.key_prefix if current else 'holmes'}/{_KEY}"  # differs for each start
         return store.compare_set(key, "", mine).decode()
 
     try:

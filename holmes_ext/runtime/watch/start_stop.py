@@ -231,9 +231,9 @@ def _make_watchdog(
         factor,
         floor_s,
         connect=lambda: connect(process, STORE_S),
-        # Of the keys by which the watchdogs of all ranks exchange their states. current.round differs for
-        # each start of the job.
-        prefix=f"{current.round}/watchdog",
+        # Prefix of the keys by which the watchdogs of all ranks exchange their states. current.key_prefix
+        # differs for each start of the job.
+        prefix=f"{current.key_prefix}/watchdog",
         node_of=plan.node_of,
         # For messages about slow networks: stated rates, and the bytes that each NIC has moved so far.
         rates={fabric.name: round(fabric.rate_bps * scale) for fabric in current.site.fabrics},
@@ -266,7 +266,7 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take)
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # NCCL then measures each operation
     process = current.process
     directory = current.options.telemetry
-    prefix = f"{current.round}/telemetry"
+    prefix = f"{current.key_prefix}/telemetry"
     store = None
     run = time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
     try:

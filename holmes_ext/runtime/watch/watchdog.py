@@ -330,7 +330,7 @@ class Watchdog:
             for (direction, peer), count in list(group.messages.items()):  # other threads add to it
                 messages[group.name, direction, peer] = count
         # With NCCL, the host launches operations ahead of the GPU. `operations` has those that the GPU works
-        # on. Those that it has not reached are not started yet, so the counts of launches are reduced.
+        # on. Those that it has not reached are not started yet, so they are subtracted from the counts.
         for op in recorder.not_begun():
             if op.peer is None:
                 started[op.group.name] -= 1
