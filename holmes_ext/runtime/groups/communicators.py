@@ -48,9 +48,9 @@ def postponed() -> Iterator[None]:
 def are_postponed(backend: str, options: Any) -> bool:
     """Return whether the communicator of a new group is to be made at the group's first operation.
 
-    It is inside a postponed() block, if the backend has the option `lazy_init` for it. But if the program
+    True inside a postponed() block, if the backend has an option for this, `lazy_init`. But if the program
     has chosen the group's network itself (`net_name` in its options), holmes leaves all options of the
-    group as they are, and so does not set `lazy_init`.
+    group as they are, and so does not set `lazy_init`: False.
 
     Args:
         backend: "nccl" or another name of NCCL, such as "nccl2".

@@ -37,7 +37,7 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
         refuse_other_sizes(current, sizes)
     except HolmesError as error:
         raise told_once(error) from None  # all ranks raise, but only one prints the message
-    # maker: functions that derive plans and judge them; None in tests without a planner.
+    # maker: functions that derive plans and judge them; None only in tests.
     if current.rank == 0 and current.maker is not None:
         # A group spans clusters if its ranks are in several. The advice is "" unless other sizes would keep
         # more groups inside clusters.

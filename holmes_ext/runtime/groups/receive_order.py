@@ -225,8 +225,8 @@ class Order1F1B:
             later_stage: Number of the later stage.
             passes_to_share: Sum of the passes ahead of both stages; the earlier stage gets the rest.
         """
-        # How much longer the later stage computes a micro-batch, in passes: the slowest stage's compute time
-        # is the time between two passes of a stage.
+        # How much longer the later stage computes a micro-batch than the earlier one, in passes: in the
+        # steady state each stage begins a pass whenever the slowest stage has computed a micro-batch.
         passes_longer = 0.0
         if self.busy_s:
             busy_difference_s = self.busy_s[later_stage] - self.busy_s[later_stage - 1]

@@ -1,7 +1,7 @@
-"""Clock of a job: offsets between the clocks of its nodes (ask, answer), and training steps (StepCounter).
+"""Two helpers of telemetry: offsets between the clocks of nodes (ask, answer), and a counter of steps.
 
-1. Offsets. Offset of a node's clock from that of rank 0's node, by messages through the job's key-value store
-(Cristian's algorithm):
+1. Offsets. The offset of a node's clock from that of rank 0's node is measured by messages through the job's
+key-value store (Cristian's algorithm):
 
     node n reads its clock: a          sets ask/n/i
     rank 0 reads its clock: t          sets answer/n/i to t

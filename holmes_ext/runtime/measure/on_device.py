@@ -259,9 +259,10 @@ class OnDevice:
     def _is_over(self, op: Op) -> bool:
         """Return whether the GPU has completed an operation.
 
-        If the program still holds the operation's Work, it is asked. When it is first seen completed, this
-        time is stored in the operation, and the duration that NCCL has measured. The duration is only read
-        if telemetry, metrics or --holmes-adapt use it (has_listeners), and not for the watchdog alone.
+        If the program still holds the operation's Work, is_completed() of the Work decides. When that is
+        first true, the current time is stored in the operation, and the duration that NCCL has measured. The
+        duration is only read if telemetry, metrics or --holmes-adapt use it (has_listeners), and not for the
+        watchdog alone.
         """
         work = op.work() if op.work is not None else None
         if not op.completed_at and work is not None and work.is_completed():

@@ -127,12 +127,10 @@ def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> s
             return "embedding"
         return "pipeline"
 
-    # The dimensions along which the group extends: one of its members is the first member's neighbour there.
+    # Dimensions in which some member differs from the first member, and only in that dimension.
     axes = set()
     for axis in AXES:
-        ranks_along_axis = set(
-            sizes.group(first, axis)
-        )  # they differ from the first member in it only
+        ranks_along_axis = set(sizes.group(first, axis))
         if ranks_along_axis & set(members[1:]):
             axes.add(axis)
     if axes == {"dp"}:  # a part of a data-parallel group

@@ -4,8 +4,8 @@ A tensor is cut into pieces:
 
     chunk   piece of the tensor, which passes through the steps below as a whole
     block   piece of a chunk, one for each rank of a cluster: the elements that this rank sums in its cluster
-    shard   piece of a chunk whose elements have the same rank, its owner, in each cluster. If all clusters
-            have as many ranks, the shards are the blocks.
+    shard   piece of a chunk whose elements are summed by a single rank in each cluster, its owner there. If
+            all clusters have the same number of ranks, the shards are the blocks.
     part    piece of a shard, one for each cluster: the owner in that cluster adds it up over all clusters
 
 Each chunk passes through four steps:
