@@ -108,7 +108,9 @@ class Replanner:
         """
         if self._restart_after is not None and restart.checkpoints() > self._restart_after:
             # A checkpoint is complete since all ranks agreed on a restart, so no step is lost.
-            restart.leave(self.current.store, self.current.round, self.current.process.world_size)
+            restart.leave(
+                self.current.store, self.current.key_prefix, self.current.process.world_size
+            )
         change = self.boundary.begin()  # change that all ranks adopt with this step, or None
         if isinstance(change, Restart):
             # The job goes on until one more checkpoint is complete.
@@ -209,8 +211,8 @@ class Replanner:
 
         try:
             store = self._open_store()
-            # Keys differ for each restart of the job (`round`), and each start of re-planning.
-            prefix = f"{self.current.round}/adapt/{self._start}"
+            # Keys differ for each restart of the job (`key_prefix`), and each start of re-planning.
+            prefix = f"{self.current.key_prefix}/adapt/{self._start}"
             self._vote = Vote(store, prefix, self.current.rank, world, self.stopped)
             number = 0  # of the ballot
             first_step = FIRST_MEASURED_STEP  # step from which on this rank measures
@@ -357,7 +359,7 @@ def _begin_step(
             return
         is_nccl = network_api == VERBS
         recorder.on_gpu(is_nccl)  # with NCCL, passes are timed on the GPU, otherwise on the host
-        write_to_telemetry_file = recorder.on_round or _ignore  # None: there is no such file
+        write_to_telemetry_file = recorder.write_document or _ignore  # None: there is no such file
         _Running.replanner = Replanner(
             current,
             sizes,

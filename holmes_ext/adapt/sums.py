@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from holmes_ext.adapt.reductions import ReductionChange
 from holmes_ext.adapt.window import USABLE_MEMORY_SHARE, waited_s
 from holmes_ext.plan.buckets import BUCKETS_IN_FLIGHT
-from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Op, Recorder
+from holmes_ext.runtime.measure.operations import Op
+from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.units import union_s
 

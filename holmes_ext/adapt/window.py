@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from holmes_ext.runtime.measure.operations import Op
 from holmes_ext.runtime.measure.stage import Stage
-from holmes_ext.runtime.measure.telemetry import Op, Recorder
+from holmes_ext.runtime.measure.telemetry import Recorder
 from holmes_ext.units import union_s
 
 #: Least wait for a receive, in seconds, that counts: the message has arrived when the wait ends.

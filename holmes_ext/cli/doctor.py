@@ -271,7 +271,7 @@ def _run_preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
     current = session.require()
     assert current.store is not None
     # The store lives in rank 0, which therefore ends last.
-    key = f"{current.round}/doctor"  # counts the ranks that need the store no longer
+    key = f"{current.key_prefix}/doctor"  # counts the ranks that need the store no longer
     finished_ranks = current.store.add(key, 1)
     if process.rank == 0:
         deadline = time.monotonic() + args.timeout

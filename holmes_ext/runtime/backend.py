@@ -84,28 +84,34 @@ _TABLE = {
 
 
 def traits_of(name: str) -> BackendTraits:
-    """Return what holmes knows about a backend of torch.distributed, such as the network that it uses.
+    """Return the properties of a backend of torch.distributed: its networks, devices and communicators.
 
-    Which backend the name "nccl" means depends on the version of torch. Unknown backends use no network
-    that holmes can choose.
+    torch has two implementations of NCCL's backend, nccl-legacy and the newer nccl2. Its version decides
+    which of both is called "nccl". A backend that another package has registered is returned without a
+    network that holmes can choose.
 
     Args:
         name: The backend of one device type, e.g. "gloo"; not a list such as "cpu:gloo,cuda:nccl".
     """
     name = name.lower()
     if name == "nccl":
-        traits = _nccl2() if _nccl_is_nccl2() else _LEGACY
+        traits = _traits_of_nccl2() if _nccl_is_nccl2() else _LEGACY
     elif name == "nccl2":
-        traits = _nccl2()
+        traits = _traits_of_nccl2()
     elif name == "nccl-lazy":
-        traits = replace(_nccl2(), has_pair_communicators=True)
+        # nccl2, with a communicator of its own for each pair of ranks that exchange messages.
+        traits = replace(_traits_of_nccl2(), has_pair_communicators=True)
     else:
         return _TABLE.get(name) or BackendTraits(name, network_api="", is_known=False)
     return replace(traits, name=name)
 
 
-def _nccl2() -> BackendTraits:
-    """Return the row of nccl2 for the installed version of torch."""
+def _traits_of_nccl2() -> BackendTraits:
+    """Return the properties of torch's backend nccl2 in the installed version of torch.
+
+    Since torch 2.15 it makes a communicator together with its process group; in torch 2.14, at the first
+    operation of the group.
+    """
     from torch.distributed import distributed_c10d
 
     if not hasattr(distributed_c10d, "_nccl2_device"):  # torch 2.14
@@ -139,7 +145,7 @@ def backend_of(group: Any = None, device_type: str = "") -> str:
 
 
 def group_traits(group: Any) -> BackendTraits:
-    """Return the row of the backend table for a process group."""
+    """Return the properties of a process group's backend, such as the network API and the devices."""
     return traits_of(backend_of(group))
 
 

@@ -34,7 +34,7 @@ class Codec:
     """Identity codec, and the interface of all codecs for flat tensors.
 
     The sender calls wire = encode(x, residual), the receiver decode(wire, like), with `like` a tensor of x's
-    length, type and device.
+    length, type and device. Only these three matter: the elements of `like` are neither read nor changed.
     """
 
     #: Bytes on the wire for each byte of a float32 tensor.
@@ -63,7 +63,7 @@ class Codec:
         return x
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return the decoded tensor, with the length and type of `like`."""
+        """Return the decoded tensor, with the length and type of `like`, which is left as it is."""
         return wire
 
 

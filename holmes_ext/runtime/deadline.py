@@ -51,7 +51,7 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
     process = current.process
     store = current.store
     digest = hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]
-    key = f"{current.round}/refusal/{digest}"
+    key = f"{current.key_prefix}/refusal/{digest}"
     own_rank = str(process.rank)
     is_host = process.rank == 0 and not process.agent_store  # the store ends with this process
     try:

@@ -36,11 +36,15 @@ class JobRequest(Protocol):
         """Make the plan for the nodes that reported."""
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
-        """Use the layers of each pipeline stage with which the last start of the job ended (adapt).
+        """Take over the split of layers into pipeline stages for which the job was restarted.
+
+        With --holmes-restart auto, holmes measures the running job. If another split is faster, it ends the
+        job after a checkpoint, and torchrun starts it again with that split.
 
         Args:
-            layers: Layers of each stage, as --holmes-partition takes them; "" if nothing was left.
-            sizes: Parallel sizes of the last start; None if unknown.
+            layers: Number of layers of each stage, as --holmes-partition takes them, such as "5,3"; "" if the
+                job was not restarted for another split.
+            sizes: Parallel sizes of the run before; None if unknown.
 
         Returns:
             The options with these layers, and lines for the user.
@@ -70,4 +74,14 @@ class PlanMaker(Protocol):
         """Return how a group of ranks reduces `total_bytes` of gradients in a training step."""
 
     def advice_on_spanning(self, plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
-        """Return a line about process groups that span clusters and how to avoid that; "" without any."""
+        """Return a line of advice on process groups that have ranks in several clusters; "" without any.
+
+        The line names the groups and other parallel sizes, with which they would stay inside clusters.
+
+        Args:
+            plan: The plan of the job.
+            site: The nodes of the job.
+            sizes: Parallel sizes that the framework initializes.
+            instances: Number of distributed-optimizer instances (megatron-core), among which data-parallel
+                ranks are divided; 1 without them.
+        """

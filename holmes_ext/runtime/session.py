@@ -41,8 +41,8 @@ class Session:
     groups: list[GroupRecord] = field(default_factory=list)
     #: Backends of all these groups. A GroupRecord only has the backend of GPU tensors.
     backends: set[str] = field(default_factory=set)
-    #: Prefix of the store's keys of this start of the job.
-    round: str = "holmes/1"
+    #: Prefix of the keys that this start of the job has in its store.
+    key_prefix: str = "holmes/1"
     #: The job's key-value store; None in a job of one process.
     store: Any = None
     #: The model that is trained; None if the user has not described it.
@@ -59,7 +59,7 @@ class Session:
     in_flight: tuple[int, ...] = ()
     #: True with ZeRO 3: DeepSpeed reduces the gradients by itself, whatever the plan says.
     keeps_own_reduction: bool = False
-    #: The plan with reductions that were chosen from measurements of this job (adapt); None before.
+    #: The plan with reductions that --holmes-adapt chose from measurements of this job; None before.
     #: It is separate from `plan` and `_resized`, which only say what was decided last: a reducer must
     #: recognize that its reduction was chosen again, and replace it.
     measured_plan: Plan | None = None
@@ -106,7 +106,10 @@ class Session:
         return self._resized[sizes]
 
     def adopt(self, sizes: Sizes, plan: Plan, sums: bool = False) -> None:
-        """Use a plan from now on that was made from measurements of the running job (adapt).
+        """Use another plan from now on, which --holmes-adapt made from measurements of the running job.
+
+        It replaces the plan that plan_for(sizes) returns: `self.plan` if that has the same parallel sizes,
+        else the plan that is kept for these sizes.
 
         Args:
             sizes: Parallel sizes of the plan, including the data-parallel size.
@@ -203,7 +206,7 @@ class DoneReduction:
     overlap: bool
     #: Whether a message has told the user why it differs from the plan.
     reported: bool = False
-    #: Whether the reduction is replaced when the plan of the running job changes (adapt).
+    #: Whether the reduction is replaced when --holmes-adapt changes the plan of the running job.
     follows_plan: bool = False
 
 

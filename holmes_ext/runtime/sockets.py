@@ -275,8 +275,9 @@ class Listener:
     def _welcome(self, connection: socket.socket) -> None:
         """Start the thread that handles a new connection.
 
-        Until the handler admits the connection, it counts as a stranger. An older stranger may be
-        disconnected for it.
+        The connection counts as a stranger until the handler has authenticated its client. The number of
+        strangers is limited, in all and for each IP network (address range) of clients. If a limit is
+        reached, the oldest stranger, of that network or of the one with most strangers, is disconnected.
 
         Raises:
             RuntimeError: No thread can be started.
@@ -284,7 +285,7 @@ class Listener:
         prepare(connection)
         guest = Guest(connection, peer_host(connection), self._admit)
         with self._lock:
-            self._make_room(guest.network)
+            self._disconnect_stranger_over_limit(guest.network)
             self._strangers.append(guest)
         thread = threading.Thread(
             target=self._run, args=(guest,), name=f"{self._name} guest", daemon=True
@@ -295,7 +296,7 @@ class Listener:
             self._forget(guest)
             raise
 
-    def _make_room(self, network: str) -> None:
+    def _disconnect_stranger_over_limit(self, network: str) -> None:
         """Disconnect the oldest suitable stranger if a new one from `network` would exceed a limit.
 
         A stranger is a connection that is not admitted yet. If the network of the new one has reached its
@@ -314,7 +315,13 @@ class Listener:
         oldest.cut()  # shuts the connection down
 
     def _admit(self, guest: Guest) -> bool:
-        """Move a guest from the strangers to the admitted guests; return whether there was a place."""
+        """Count a connection as authenticated from now on, if the limits of such connections allow it.
+
+        The number of authenticated connections is limited, in all and for each IP network of clients.
+
+        Returns:
+            False if a limit is reached, or if the connection was cut meanwhile.
+        """
         most_per_network = self._most_admitted // 2 + 1
         with self._lock:
             same_network = sum(other.network == guest.network for other in self._admitted)

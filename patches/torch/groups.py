@@ -67,7 +67,7 @@ def _host_store_where_launched(current: Session, call: Call, instance: Any, rank
     # that the ranks of the last start left there.
     from torch.distributed import PrefixStore
 
-    prefix_of_this_start = current.round
+    prefix_of_this_start = current.key_prefix
     return PrefixStore(prefix_of_this_start, store)
 
 
@@ -267,7 +267,7 @@ def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
         RemoteError: another rank found a difference first, and prints it.
     """
     # The prefix differs for each start of the job, and for each default group of a process.
-    prefix = f"{current.round}/agree/{next(_default_group_numbers)}"
+    prefix = f"{current.key_prefix}/agree/{next(_default_group_numbers)}"
     mine = {
         "who": f"rank {current.rank} on {current.node.name}",
         "plan's digest": current.plan.digest,

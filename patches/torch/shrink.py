@@ -48,7 +48,7 @@ class _Membership(NamedTuple):
 
 #: Process group -> its members since the last reconfiguration.
 _memberships: weakref.WeakKeyDictionary[Any, _Membership] = weakref.WeakKeyDictionary()
-#: Starts of the job (values of Session.round) in which torch's ranks now differ from the planned ranks.
+#: Starts of the job (values of Session.key_prefix) in which torch's ranks now differ from the planned ranks.
 _renumbered_rounds: set[str] = set()
 
 
@@ -209,13 +209,13 @@ def _update_renumbered_rounds(current: Session, default_group_ranks: tuple[int, 
     Args:
         default_group_ranks: Planned ranks of the default group's new members, ordered by torch's new rank.
     """
-    # current.round identifies this start of the job: after a restart, torch's ranks are the planned
+    # current.key_prefix identifies this start of the job: after a restart, torch's ranks are the planned
     # ones.
     torch_ranks = tuple(range(len(default_group_ranks)))
     if default_group_ranks == torch_ranks:
-        _renumbered_rounds.discard(current.round)
+        _renumbered_rounds.discard(current.key_prefix)
     else:
-        _renumbered_rounds.add(current.round)
+        _renumbered_rounds.add(current.key_prefix)
 
 
 @with_session
@@ -263,7 +263,7 @@ def _raise_if_renumbered(current: Session) -> None:
         HolmesError: the default process group has lost or changed ranks, so torch has renumbered its ranks,
             and the plan has no network for a new group.
     """
-    if current.round not in _renumbered_rounds:
+    if current.key_prefix not in _renumbered_rounds:
         return
     # Every rank raises this error. told_once() lets one of them print the message.
     raise told_once(

@@ -23,9 +23,11 @@ def store(monkeypatch):
     session.set_active(None)
 
 
-def told_on(store, rank, text, round="holmes/1"):
+def told_on(store, rank, text, key_prefix="holmes/1"):
     session.set_active(
-        SimpleNamespace(process=Process(rank, 2, 0, 1, "", 0, "test"), store=store, round=round)
+        SimpleNamespace(
+            process=Process(rank, 2, 0, 1, "", 0, "test"), store=store, key_prefix=key_prefix
+        )
     )
     return type(refusal.told_once(HolmesError(text)))
 

@@ -22,9 +22,9 @@ from holmes_ext.runtime.backend import Connect, traits_of
 
 
 class _State:
-    """State of this process that postponed() changes."""
+    """Whether new process groups get their NCCL communicators late, at their first operation."""
 
-    postpones: bool = False  # whether the communicators of new groups are postponed
+    postpones: bool = False  # True inside the `with` block of postponed()
 
 
 _state = _State()
@@ -46,10 +46,11 @@ def postponed() -> Iterator[None]:
 
 
 def are_postponed(backend: str, options: Any) -> bool:
-    """Return whether the communicator of a new group is postponed to the group's first operation.
+    """Return whether the communicator of a new group is to be made at the group's first operation.
 
-    It is postponed inside a postponed() block, if the backend can do so. It is not postponed if the program
-    has chosen the network of the group itself: then holmes does not change the group's options.
+    True inside a postponed() block, if the backend has an option for this, `lazy_init`. But if the program
+    has chosen the group's network itself (`net_name` in its options), holmes leaves all options of the
+    group as they are, and so does not set `lazy_init`: False.
 
     Args:
         backend: "nccl" or another name of NCCL, such as "nccl2".

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
-    """Check the parallel sizes that a framework initializes. All ranks must call this function.
+    """Check the parallel sizes that a framework initializes against the planned ones.
+
+    If process groups span clusters although other sizes would avoid it, rank 0 prints a line of advice. All
+    ranks must call this function.
 
     Args:
         current: State of holmes in this process.
@@ -34,8 +37,10 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
         refuse_other_sizes(current, sizes)
     except HolmesError as error:
         raise told_once(error) from None  # all ranks raise, but only one prints the message
+    # maker: functions that derive plans and judge them; None only in tests.
     if current.rank == 0 and current.maker is not None:
-        # The advice is empty unless other sizes would keep more groups inside clusters.
+        # A group spans clusters if its ranks are in several. The advice is "" unless other sizes would keep
+        # more groups inside clusters.
         advice = current.maker.advice_on_spanning(current.plan, current.site, sizes, instances)
         tell(current, advice)
 

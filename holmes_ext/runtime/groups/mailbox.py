@@ -13,7 +13,7 @@ A step with known messages:
                              engine's tensor
     3  send()                starts to send a tensor, and keeps the tensor
     4  post_due_receives()   posts the receives that are due after a forward or backward pass
-    5  release_sent()        releases kept tensors that the neighbour must have received by now
+    5  release_sent()        releases kept tensors: a later message of the neighbour shows that it has them
     6  end()                 waits for the remaining sends
 
 Steps 2 to 5 are repeated for every forward and backward pass. Posting a receive needs the shape and dtype of
@@ -24,9 +24,9 @@ recorded.
 Invariant: both ranks of a pair post the messages of one direction in the same order, and each direction has a
 process group of its own.
 
-No rank waits for ever: receive_order.py defines one order of all messages between two stages, and the
-operations of a rank stay correct if each of them waits for the one before it. The order in which CUDA
-streams, hardware queues or gloo's threads run the operations therefore does not matter.
+No rank waits for ever: both stages post and send their messages in one order (receive_order.py). It is chosen
+so that no rank waits for ever even if each operation of a rank waits for the operation before it. So it does
+not matter in which order CUDA streams, hardware queues or gloo's threads run the operations.
 
 With NCCL, isend and irecv run on the stream of their process group. A send that no rank waits for delays no
 other stream, but its tensor must outlive it. Before a received buffer is copied, the current stream waits
@@ -282,10 +282,13 @@ class Mailbox:
             )
 
     def send(self, tensor: Any, peer: int) -> None:
-        """Send a tensor to a neighbour, without waiting unless the step is recorded.
+        """Start to send a tensor to a neighbour, and return before it is sent.
+
+        Only in a first step that records the shapes of messages (start_recording()) is the send a blocking
+        one: the receiver cannot post receives in advance before it knows these shapes.
 
         Raises:
-            HolmesError: announce() has declared another shape or dtype.
+            HolmesError: the engine has declared another shape or dtype of this message, by announce().
         """
         import torch.distributed as dist
 
@@ -336,10 +339,10 @@ class Mailbox:
             self._post_receives(peer, rule.posted_after(kind, index))
 
     def release_sent(self, kind: str, index: float) -> None:
-        """Release the tensors that forward or backward passes have sent, up to a micro-batch.
+        """Wait for the sends of forward or backward passes up to a micro-batch, and release their tensors.
 
-        Call this when the neighbour must have received the tensors: then the waits for the sends return at
-        once.
+        The waits return at once if the neighbour has received the tensors. So the caller calls this after it
+        has received a message that the neighbour sends only after it has received them.
 
         Args:
             kind: "F" for the activations of forward passes, "B" for the gradients of backward passes.

@@ -36,6 +36,10 @@ _count: Counter[tuple[Any, ...]] = Counter()
 def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
     """Make a process group of `ranks`. All of these ranks must call this function, and no others.
 
+    torch must not split the group's NCCL communicator from the default group's: a split (ncclCommSplit)
+    needs all ranks of the job. torch splits if the default group is bound to a GPU, except for a group with
+    the option `lazy_init`, which gets its communicator at its first operation.
+
     Ranks that make several groups of the same ranks and purpose must make them in the same order.
 
     Args:
@@ -49,13 +53,12 @@ def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
     options.setdefault("timeout", timeout_of(world))
     backend = options.get("backend") or dist.get_backend(world)
     nccl_backend = nccl_backend_in(backend)  # "" if the group does not use NCCL
-    is_postponed = bool(nccl_backend) and can_postpone(nccl_backend)
-    if is_postponed:
-        # torch does not split such a communicator, so the default group can stay bound to its GPU.
+    has_lazy_init = bool(nccl_backend) and can_postpone(nccl_backend)
+    if has_lazy_init:  # no split, so the default group stays bound
         options["pg_options"] = with_lazy_init(options.get("pg_options"))
         bound_device = world.bound_device_id
     else:
-        bound_device = None  # torch splits a communicator only if the default group is bound
+        bound_device = None  # unbound while the group is made: no split
     with _group_name(_new_name(ranks, purpose)), _default_group_bound_to(bound_device):
         return dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose, **options)
 

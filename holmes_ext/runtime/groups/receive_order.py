@@ -3,17 +3,21 @@
 With NCCL a posted receive is a kernel that ends when its message has arrived, and a send is a kernel that
 ends when its receive has begun. Such kernels may share a hardware queue or a stream (torch hands out 32
 streams in turn), and the host may wait for the device (torch.cuda.synchronize(), cudaFree,
-CUDA_LAUNCH_BLOCKING=1). A rank is safe from all of that if each of its launches may wait for the launch
-before it. This requires one order of all messages between two stages, which both stages follow. Here `a` is
-an activation and `g` a gradient, with the numbers of their micro-batches:
+CUDA_LAUNCH_BLOCKING=1). In the worst case, every operation of a rank waits until the rank's operation before
+it has ended. The order of messages here is chosen so that even then no rank waits for ever. Both stages post
+and send all messages between them in one common order. Here `a` is an activation and `g` a gradient, with
+the numbers of their micro-batches:
 
     a 0 ... a (lead - 1)   g 0   a lead   g 1   a (lead + 1)   g 2  ...
 
-The lead is the number of activations before the first gradient. It may lie between two numbers: the forward
-passes that each of the two stages runs before its first backward pass (its micro-batches in flight).
+The lead is the number of activations before the first gradient. Before its first backward pass, a stage runs
+some forward passes, its micro-batches in flight. They bound the lead:
 
-    lead >= those of the later stage     it sends its first gradient after so many activations
-    lead <= those of the earlier stage   it sends so many activations before it needs the first gradient
+    lead >= micro-batches in flight of the later stage
+            The later stage runs so many forward passes, each of which needs an activation, before it sends
+            its first gradient.
+    lead <= micro-batches in flight of the earlier stage
+            The earlier stage sends no more activations than that before it needs the first gradient.
 
 Example: the earlier stage runs 4 forward passes first, the later one 2, and the lead is 3. Both stages post
 (post) and send (send) in the order a0 a1 a2 g0 a3 g1 a4 ...:
@@ -28,9 +32,9 @@ No rank waits for ever: in this order, every launch depends only on earlier laun
 is no cycle (tests/runtime/groups/test_receive_order.py checks random pipelines).
 
 Choice of the lead: the plan keeps so many micro-batches in flight that a message has time for a round trip
-over the stage link (plan/cost/pipeline.py, in_flight). The passes by which receives are posted ahead are
-shared between both stages. The stage with the longer compute time idles less while it waits, so its receives
-are posted further ahead: by as many passes as the difference of the compute times is worth.
+over the stage link (plan/cost/pipeline.py, in_flight). The difference of both stages' micro-batches in flight
+is the number of passes by which both stages together can post receives ahead. Each stage gets half of it. The
+stage with the longer compute time has less idle time in which it could wait for a message, so it gets more.
 
 If the plan lists the passes of each stage (plan/schedule.py), it also lists, for each gradient, the
 activations before it.
@@ -79,14 +83,14 @@ class PostingRule:
         return needed + self.passes_ahead
 
     def posted_after(self, kind: str, micro_batch: int) -> int:
-        """Return how many receives must have been posted after a pass that has sent its message.
+        """Return how many receives of the step must have been posted when a pass has sent its message.
 
         Args:
             kind: "F" for a forward pass, "B" for a backward pass.
             micro_batch: Micro-batch of the pass.
 
         Returns:
-            0 or less if the pass calls for no further receive.
+            The smallest number of receives. 0 or less: the pass sets no lower bound.
         """
         if kind == "F" and self.activations_before_first is not None:
             activations_sent = micro_batch + 1
@@ -114,22 +118,28 @@ class ListedPostingRule:
         Args:
             micro_batch: Micro-batch of the pass and of its message.
         """
-        if self.gradients_sent:  # receives of activations
+        receives_activations = bool(self.gradients_sent)
+        if receives_activations:
             next_gradient = self.gradients_sent[micro_batch]
             return self._activations_before_gradient(next_gradient)
         return micro_batch + 1
 
     def posted_after(self, kind: str, micro_batch: int) -> int:
-        """Return how many receives must have been posted after a pass that has sent its message.
+        """Return how many receives of the step must have been posted when a pass has sent its message.
+
+        A stage that receives activations posts more of them after each gradient that it has sent. A stage
+        that receives gradients posts more of them after each activation that it has sent.
 
         Args:
-            kind: "F" for a forward pass, "B" for a backward pass.
+            kind: "F" for a forward pass, which has sent an activation; "B" for a backward pass, which
+                has sent a gradient.
             micro_batch: Micro-batch of the pass.
 
         Returns:
-            0 if the pass calls for no further receive.
+            The smallest number of receives. 0: the pass sets no lower bound.
         """
-        if self.gradients_sent:  # receives of activations: sent gradients call for more of them
+        receives_activations = bool(self.gradients_sent)
+        if receives_activations:
             if kind != "B":
                 return 0
             return self._activations_before_gradient(micro_batch + 1)
@@ -166,12 +176,13 @@ class Order1F1B:
     needs_message_order: bool = True
 
     def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> PostingRule:
-        """Return when a stage posts its receives from a neighbouring stage.
+        """Return how many passes ahead of its use a stage posts each receive from a neighbouring stage.
 
-        Receives are posted some passes before their messages are needed. The order of messages allows both
-        stages together so many passes ahead as the earlier stage has more micro-batches in flight than the
-        later one. The stage with the longer compute time gets the larger share. Without a common order
-        (gloo), each stage posts its receives by all these passes ahead.
+        With NCCL, both stages post and send their messages in one order: first a number of activations, the
+        lead, then gradients and activations in turn. The lead lies between the micro-batches in flight of
+        the later stage (L) and those of the earlier stage (E). The later stage then posts lead - L passes
+        ahead, the earlier one E - lead: together E - L passes, which the two stages share.
+        With gloo no common order is needed, and each stage posts E - L passes ahead.
 
         Args:
             stage: Number of the stage that receives.
@@ -185,7 +196,7 @@ class Order1F1B:
         forwards_of_later = min(self.in_flight[later_stage], micro_batches)
         receives_gradients = stage == earlier_stage
         # The later stage sends its first gradient after forwards_of_later activations, and the earlier stage
-        # needs it after forwards_of_earlier activations. The difference is the time for posting ahead.
+        # needs it after forwards_of_earlier activations.
         passes_to_share = forwards_of_earlier - forwards_of_later
         if not self.needs_message_order:
             if receives_gradients:
@@ -205,21 +216,22 @@ class Order1F1B:
         return PostingRule(passes_ahead=later_ahead)
 
     def _share_of_later_stage(self, later_stage: int, passes_to_share: int) -> int:
-        """Return by how many passes ahead the later stage of a stage link posts its receives.
+        """Return how many passes ahead the later of two neighbouring stages posts its receives.
 
-        It gets half of the passes, and more if it computes longer than the stage before it: then it idles
-        less while it waits for messages, and must post their receives further ahead.
+        It gets half of the passes, and more if it computes longer than the stage before it: then it has less
+        idle time in which it could wait for a message.
 
         Args:
-            later_stage: Number of the stage.
-            passes_to_share: Passes that both stages of the stage link have together.
+            later_stage: Number of the later stage.
+            passes_to_share: Sum of the passes ahead of both stages; the earlier stage gets the rest.
         """
-        # Later minus earlier stage, in units of the longest time of all stages.
-        time_difference = 0.0
+        # How much longer the later stage computes a micro-batch than the earlier one, in passes: in the
+        # steady state each stage begins a pass whenever the slowest stage has computed a micro-batch.
+        passes_longer = 0.0
         if self.busy_s:
             busy_difference_s = self.busy_s[later_stage] - self.busy_s[later_stage - 1]
-            time_difference = busy_difference_s / max(self.busy_s)
-        share = (passes_to_share + time_difference) / 2
+            passes_longer = busy_difference_s / max(self.busy_s)
+        share = (passes_to_share + passes_longer) / 2
         nearest = floor(share + 0.5)
         return min(max(nearest, 0), passes_to_share)
 
@@ -241,7 +253,9 @@ class ListedOrder:
     def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> ListedPostingRule:
         """Return when a stage posts its receives from a neighbouring stage.
 
-        The plan says, for each gradient, how many activations are launched before it.
+        The plan says, for each gradient between the two stages, how many activations are posted or sent
+        before it. A receiver of gradients posts a gradient after it has sent that many activations. A
+        receiver of activations posts that many activations before it sends the gradient.
 
         Args:
             stage: Number of the stage that receives.
@@ -249,17 +263,21 @@ class ListedOrder:
             micro_batches: Micro-batches of a step.
         """
         stage_link = min(stage, neighbour)  # numbered by its earlier stage
-        # By micro-batch: the number of activations before its gradient. With NCCL both results are the same.
-        # With gloo each stage has its own numbers, by which it posts its receives as early as possible.
-        at_later_stage, at_earlier_stage = self.schedule.receive_orders(stage_link)
+        # For each stage, by micro-batch: the number of activations before its gradient. With NCCL both stages
+        # have the same numbers, since they launch in one order. With gloo they differ: each stage posts its
+        # receives as early as possible.
+        orders = self.schedule.receive_orders(stage_link)
+        activations_before_at_later_stage, activations_before_at_earlier_stage = orders
         receives_gradients = stage < neighbour
         if receives_gradients:
-            return ListedPostingRule(activations_before=at_earlier_stage)
+            return ListedPostingRule(activations_before=activations_before_at_earlier_stage)
         own_passes = self.order(stage, micro_batches)
         # For each forward pass ("F"), the backward passes before it: whole ones ("B") and those that compute
         # the gradient of the input only ("I"). Each has sent a gradient.
         gradients_sent = before(own_passes, counted="BI", of_letters="F")
-        return ListedPostingRule(activations_before=at_later_stage, gradients_sent=gradients_sent)
+        return ListedPostingRule(
+            activations_before=activations_before_at_later_stage, gradients_sent=gradients_sent
+        )
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """Return the listed passes of a stage, as pairs of a letter and a micro-batch."""

@@ -122,7 +122,7 @@ class Wire:
 
         def finish() -> None:
             if buffer is not own_slice:
-                flat_slice.copy_(slice_codec.decode(buffer, flat_slice))
+                flat_slice.copy_(slice_codec.decode(buffer, like=flat_slice))
             if self.slices > 1:
                 dist.all_gather_into_tensor(gathered, own_slice, group=self.group)
             if gathered is not rows:

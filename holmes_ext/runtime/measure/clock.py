@@ -1,18 +1,21 @@
-"""Measures the offset between the clocks of two nodes, and counts training steps.
+"""Two helpers of telemetry: offsets between the clocks of nodes (ask, answer), and a counter of steps.
 
-Offset of a node's clock from that of rank 0's node, by messages through the job's key-value store (Cristian's
-algorithm):
+1. Offsets. The offset of a node's clock from that of rank 0's node is measured by messages through the job's
+key-value store (Cristian's algorithm):
 
     node n reads its clock: a          sets ask/n/i
     rank 0 reads its clock: t          sets answer/n/i to t
     node n reads its clock: b          offset = t - (a + b) / 2, wrong by at most (b - a) / 2
 
 The question with the shortest round trip counts. Only the first process of each node asks, because all
-processes of a node have the same monotonic clock. The store's server runs on the node of the launcher's
-rank 0. So both directions take equally long if rank 0 has stayed there.
+processes of a node have the same monotonic clock.
 
-Training steps are counted by the calls of torch's optimizer hooks. torch calls the hooks at every step of
-every optimizer, but a training step may contain several of them:
+The formula assumes that a question and its answer take equally long. This holds if rank 0 runs on the node
+that hosts the store: the node of the process that the launcher numbered 0. holmes may give the number 0 to
+a process of another node. Then the offset is still wrong by at most (b - a) / 2.
+
+2. Training steps. They are counted by the calls of torch's optimizer hooks. torch calls the hooks at every
+step of every optimizer, but a training step may contain several of them:
 
     DeepSpeed, ZeRO 1 and 2      steps its single optimizer once for each parameter group
     megatron-core, torchtitan    have an optimizer for each part of the model
@@ -89,10 +92,10 @@ Clock = Callable[[], float]
 
 
 class Offset(NamedTuple):
-    """Offset of this node's clock."""
+    """Measured difference, in seconds, between the clocks of rank 0's node and of this node."""
 
-    offset_s: float  # this clock + offset_s = the clock of rank 0's node
-    error_s: float  # largest error of the offset
+    offset_s: float  # clock of rank 0's node minus clock of this node
+    error_s: float  # the offset is wrong by at most so much: half of the measurement's round trip
 
 
 def answer(

@@ -190,7 +190,7 @@ def measure(
     own_node = site.node_by_name[plan.nodes[rank // plan.processes]]
     server = socket.create_server((own_node.port(ETHERNET).address, 0), backlog=2 * STREAMS)
     server.settimeout(PATIENCE_S)
-    addresses: list = [None] * dist.get_world_size()
+    addresses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, server.getsockname()[:2])
 
     schedule = rounds(len(clusters))
@@ -301,7 +301,15 @@ def _median(rates: Sequence[_Rates]) -> float:
 def _connect(
     address: tuple[str, int], kind: bytes, lead_s: float = 0.0, window_s: float = 0.0
 ) -> socket.socket:
-    """Connect to another node, and send the purpose of the connection: _ECHO or _FLOOD."""
+    """Connect to another node, and send a head that says what the other node does with the connection.
+
+    Args:
+        address: The other node's server.
+        kind: _ECHO: the other node sends each byte back. _FLOOD: it receives a stream, and answers with
+            the rates at which the stream arrived.
+        lead_s: With _FLOOD, seconds at the beginning of the stream that are not measured.
+        window_s: With _FLOOD, seconds after them in which the stream is measured.
+    """
     connection = socket.create_connection(address, timeout=PATIENCE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(_HEAD.pack(kind, lead_s, window_s))
@@ -348,8 +356,8 @@ def _flood(address: tuple[str, int], streams: int, trip_s: float) -> _Rates:
                 connection.sendall(_CHUNK)
             connection.shutdown(socket.SHUT_WR)
             rates.append(_RATES.unpack(_receive_exactly(connection, _RATES.size)))
-            # Without lingering, data that is still queued here is dropped. The receiver gets a reset
-            # after the data that is on its way.
+            # The receiver has stopped measuring, but megabytes may still be queued here. A normal close
+            # would go on sending them, and disturb the next measurement. A reset drops them.
             linger = _LINGER.pack(1, 0)  # on, for 0 seconds: close() resets the connection
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 

@@ -235,16 +235,18 @@ class OnDevice:
         """
         with self._polling:
             while True:
-                # Oldest operations up to the first one whose end can be observed, `last`.
+                # The oldest operations, up to and including the first one whose end can be observed.
                 count = self._count_to_observable(group)
                 if count == 0:
                     return
-                last = group.on_device[count - 1]
-                has_waited = all(self._clock.has_passed(after) for _, after in last.waits)
-                if not self._is_over(last) or not has_waited:
+                observed = group.on_device[count - 1]
+                # The duration of a wait is read from its two events, so the GPU must have passed both.
+                # Only `observed` can have waits: a wait records an event by which an end is observed.
+                has_waited = all(self._clock.has_passed(after) for _, after in observed.waits)
+                if not self._is_over(observed) or not has_waited:
                     return
                 for _ in range(count):
-                    self._record_end(group.on_device.popleft(), last)
+                    self._record_end(group.on_device.popleft(), observed)
 
     def _count_to_observable(self, group: GroupTraffic) -> int:
         """Return the position, from 1, of the first operation whose end can be observed; 0 without any."""
@@ -257,7 +259,10 @@ class OnDevice:
     def _is_over(self, op: Op) -> bool:
         """Return whether the GPU has completed an operation.
 
-        If the program still holds the Work, also store when it was first seen completed, and its duration.
+        If the program still holds the operation's Work, is_completed() of the Work decides. When that is
+        first true, the current time is stored in the operation, and the duration that NCCL has measured. The
+        duration is only read if telemetry, metrics or --holmes-adapt use it (has_listeners), and not for the
+        watchdog alone.
         """
         work = op.work() if op.work is not None else None
         if not op.completed_at and work is not None and work.is_completed():
@@ -269,24 +274,25 @@ class OnDevice:
             op.end_mark is not None and self._clock.has_passed(op.end_mark)
         )
 
-    def _record_end(self, op: Op, last: Op) -> None:
+    def _record_end(self, op: Op, observed: Op) -> None:
         """Record the start, the end and the time of waiting of an operation that is over.
 
         Args:
             op: The operation. It also stands for the operations that were coalesced with it.
-            last: The same operation, or a later one of the communicator, whose end was observed.
+            observed: The operation by whose end that of `op` is known: `op` itself, or a later one of the
+                same communicator.
         """
         clock = self._clock
         members = (*op.coalesced, op)
         launch_mark = members[0].launch_mark  # coalesced operations begin with the first one
         assert launch_mark is not None
-        start_s, end_s = self._times_of(op, last, launch_mark)
+        start_s, end_s = self._times_of(op, observed, launch_mark)
         op.group.last_end = end_s
 
+        # A synchronous operation has no Work and runs on the program's stream. launched() has recorded
+        # end_mark directly after it, so it delays the stream from launch_mark to end_mark.
         runs_on_current_stream = op.work is None and op.end_mark is not None
-        if (
-            runs_on_current_stream
-        ):  # a synchronous operation delays the stream from its begin to its end
+        if runs_on_current_stream:
             assert op.end_mark is not None
             op.waited = clock.stall_s(launch_mark, op.end_mark)
         else:
@@ -296,7 +302,7 @@ class OnDevice:
         clock.recycle(*[member.launch_mark for member in members])
         for before, after in op.waits:
             clock.recycle(before, after)
-        if op.work is None:
+        if op.work is None:  # else end_mark is the second event of the first wait, recycled above
             clock.recycle(op.end_mark)
         op.end_mark = None
         op.waits = []
@@ -305,25 +311,32 @@ class OnDevice:
             member.launch_mark = None
         self._recorder.end(op, end_s)
 
-    def _times_of(self, op: Op, last: Op, launch_mark: Mark) -> _Interval:
+    def _times_of(self, op: Op, observed: Op, launch_mark: Mark) -> _Interval:
         """Return the start and the end of an operation that is over, in seconds of the host's clock.
+
+        The host only has bounds. The start is taken to be the earliest possible one. The end is the latest
+        possible one, unless NCCL has measured the duration.
 
         Args:
             op: The operation.
-            last: The same operation, or a later one of the communicator, whose end was observed.
+            observed: The operation by whose end that of `op` is known: `op` itself, or a later one of the
+                same communicator.
             launch_mark: CUDA event directly before the launch.
         """
         clock = self._clock
-        # The end was at the latest when the Work was seen completed, and when the GPU passed the event after
-        # the operation. The earlier one of both is closer to the end.
-        end_s = last.completed_at or self._recorder.clock()
-        if last.end_mark is not None and clock.has_passed(last.end_mark):
-            end_s = min(end_s, clock.time_of(last.end_mark))
-        start_s = op.start  # when the host launched it
+        # It ended before its Work was seen completed, and before the GPU passed the event after it.
+        end_s = observed.completed_at or self._recorder.clock()
+        if observed.end_mark is not None and clock.has_passed(observed.end_mark):
+            end_s = min(end_s, clock.time_of(observed.end_mark))
+
+        # It began after the host launched it, and after the GPU passed the event before it.
+        start_s = op.start
         if clock.has_passed(launch_mark):
             start_s = min(end_s, clock.time_of(launch_mark))
-        if op.duration:  # of the kernel, measured by NCCL, which does not say when it started
-            # A communicator runs one operation after the other, so it started after the last one's end.
-            start_s = max(start_s, min(op.group.last_end, end_s))
+
+        if op.duration:  # NCCL has measured how long the kernel ran, but not when it began
+            # A communicator runs one operation at a time, so this one began after the one before it.
+            previous_end_s = min(op.group.last_end, end_s)
+            start_s = max(start_s, previous_end_s)
             end_s = min(end_s, start_s + op.duration)
         return _Interval(start_s, end_s)

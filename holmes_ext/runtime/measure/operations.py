@@ -1,8 +1,8 @@
 """Describes operations of torch.distributed and their process groups, for telemetry and the watchdog.
 
-The kind of a group says what it is for. A description of the program counts: megatron-core's group_desc, the
-dimension of a DeviceMesh, or the name of a group of holmes. Otherwise the kind is derived from the
-group's ranks and the parallel sizes of the job:
+The kind of a group says what it is for. If the group has a description, the kind is taken from that:
+megatron-core's group_desc, the dimension of a DeviceMesh, or the name of a group that holmes made. Otherwise
+the kind is derived from the group's ranks and the parallel sizes of the job:
 
     ranks of a data-parallel group                       "data"; other parallel dimensions likewise
     neighbouring stages of a pipeline                    "pipeline"
@@ -127,11 +127,19 @@ def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> s
             return "embedding"
         return "pipeline"
 
-    # Dimensions in which a member differs from the first one, and from it only in this dimension.
-    axes = {axis for axis in AXES if set(sizes.group(first, axis)) & set(members[1:])}
-    # Gradients are averaged over data-parallel and context-parallel ranks together.
-    is_whole_dp_cp_group = len(members) == sizes.data * sizes.context < world_size
-    if axes == {"dp"} or (axes == {"dp", "cp"} and is_whole_dp_cp_group):
+    # Dimensions in which some member differs from the first member, and only in that dimension.
+    axes = set()
+    for axis in AXES:
+        ranks_along_axis = set(sizes.group(first, axis))
+        if ranks_along_axis & set(members[1:]):
+            axes.add(axis)
+    if axes == {"dp"}:  # a part of a data-parallel group
+        return "data"
+    # Gradients are averaged over data-parallel and context-parallel ranks together. If these are all ranks
+    # of the job, the group may have another purpose: the caller then takes it for "world".
+    has_all_dp_cp_ranks = len(members) == sizes.data * sizes.context
+    is_world = len(members) == world_size
+    if axes == {"dp", "cp"} and has_all_dp_cp_ranks and not is_world:
         return "data"
     return ""
 

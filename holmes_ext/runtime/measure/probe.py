@@ -102,7 +102,8 @@ def ring_members(session: Session, flat: bool = True) -> dict[str, tuple[int, ..
             all nodes, else among those of one cluster that has no faster network.
 
     Returns:
-        Fabric -> the first rank of every node for which it is the fastest. A fabric of one node is left out.
+        Fabric -> the first rank of each node whose fastest network it is. With `flat`, the fabric that all
+        nodes share has the first rank of every node instead. A fabric with one node is left out.
     """
     site = session.site
     plan = session.plan
@@ -170,7 +171,7 @@ def measure(
                 factor = len(ranks) if name == "ring" else 1
                 curve = _curve(run, [size * factor for size in sizes], ranks, group, device)
                 points = [Point(size_bytes / factor, seconds) for size_bytes, seconds in curve]
-            all_points: list = [None] * dist.get_world_size()
+            all_points: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(all_points, points)  # other ranks wait here
             samples.setdefault(fabric, {})[name] = all_points[ranks[0]]
     dist.barrier()
@@ -218,6 +219,7 @@ def _curve(
         median = torch.tensor([seconds], dtype=dtype, device=device)
         dist.broadcast(median, ranks[0], group=group)
         points.append(Point(float(size), float(median)))
+        # A curve needs two points at least, however long they take.
         if float(median) > LONGEST_S and len(points) > 1:
             break
     return points

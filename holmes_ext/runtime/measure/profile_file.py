@@ -108,7 +108,8 @@ def _write_together(current: session.Session, report: dict[str, Any], path: str)
     """
     world = current.plan.world_size
     store = current.store
-    prefix = f"{current.round}/profile"
+    # current.key_prefix is "holmes/1" at the first start of the job in this store.
+    prefix = f"{current.key_prefix}/profile"
     entry = json.dumps([current.rank, report]).encode()
     append_entry(store, f"{prefix}/reports", entry, count=1, total=world)
     if current.rank == 0:
@@ -122,7 +123,9 @@ def _write_together(current: session.Session, report: dict[str, Any], path: str)
     stored_error: str = store.get(f"{prefix}/error").decode()
     # This rank needs the store no more.
     append_entry(store, f"{prefix}/left", b"", count=1, total=world)
-    if current.process.rank == 0:  # it may host the store, so it must end last
+    # current.rank is this process's rank in the job; current.process.rank is the launcher's, which holmes may
+    # have changed. The launcher's rank 0 may host the store, so it must end last.
+    if current.process.rank == 0:
         wait_for_value(store, f"{prefix}/left/all", _LEAVE_SECONDS)
     return stored_error
 

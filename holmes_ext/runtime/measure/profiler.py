@@ -3,8 +3,8 @@
     warm-up (2 steps) | N measured steps | reductions and transfers alone | rank 0 writes profile.json
 
 A Profiler knows no framework. patches/*/profile.py call it when a step, a pass or a send begins and ends, and
-tell it which modules are which layers. A forward or backward pass is cut at the layers, so that their
-times add up to the time of the pass:
+tell it which modules are which layers. Forward and backward passes are divided among the layers by cuts, the
+times at which a layer begins or ends. So the layers' times add up to the time of the pass:
 
     forward     A layer begins when its module is called. It ends when the next layer begins, or with the
                 pass.
@@ -37,7 +37,7 @@ Label = str | int
 
 
 class _Cut(NamedTuple):
-    """A point in time at which a layer begins (forward) or ends (backward)."""
+    """A time stamp within a forward or backward pass: a layer begins (forward) or ends (backward)."""
 
     label: Label | None  # None: begin or end of the whole span
     time: Any  # what the Profiler's clock() returned
@@ -45,10 +45,10 @@ class _Cut(NamedTuple):
 
 @dataclass
 class _Span:
-    """A part of a step, such as a forward pass, and its cuts in the order of time."""
+    """A measured part of a training step, such as a forward pass, with its time stamps in order."""
 
-    kind: str
-    cuts: list[_Cut]
+    kind: str  # see Profiler.span()
+    cuts: list[_Cut]  # begin, layers, end
 
 
 def _difference(begin: float, end: float) -> float:
@@ -76,12 +76,13 @@ class Profiler:
         self.clock = clock
         self.seconds = seconds
         self.done = 0  # steps so far, including the WARM_UP steps
-        #: Kind of a part of the step -> seconds in each measured step.
+        #: Part of a step -> its seconds in each measured step. The parts are the kinds of span(), and "step"
+        #: (the whole step) and "idle" (outside of all spans).
         self.totals: dict[str, list[float]] = {}
-        #: Kind of the pass -> layer -> seconds in each micro-batch.
+        #: "forward" or "backward" -> layer -> its seconds in the pass of each measured micro-batch.
         self.passes: dict[str, dict[Label, list[float]]] = {"forward": {}, "backward": {}}
-        self._open: _Span | None = None
-        self._spans: list[_Span] = []  # of the current step
+        self._open: _Span | None = None  # the span that is measured now
+        self._spans: list[_Span] = []  # the spans of the current step that have ended
         self._hooks: list[Any] = []  # torch's handles
 
     @property
@@ -118,10 +119,13 @@ class Profiler:
             self._open = None
 
     def watch(self, modules: Sequence[tuple[Label, Any]]) -> None:
-        """Cut forward and backward passes at these modules from now on.
+        """Measure these modules, layers of the model, in all forward and backward passes from now on.
+
+        Hooks record the time at which a layer's forward pass begins and its backward pass ends.
 
         Args:
-            modules: Layers with their modules.
+            modules: (label of the layer, its module). A label is the number of a transformer block, or
+                "before" or "after" for layers before the first block or after the last one.
         """
         for label, module in modules:
             on_forward = functools.partial(self._on_forward, label)
@@ -132,8 +136,18 @@ class Profiler:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _on_forward(self, label: Label, module: Any, args: tuple, kwargs: dict) -> None:
-        """Cut the forward pass here, and the backward pass where the gradient of the input is ready."""
+    def _on_forward(
+        self, label: Label, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record that a layer's forward pass begins; let a hook record when its backward pass ends.
+
+        This is a forward pre-hook of the layer's module. A layer's backward pass ends when the gradient of
+        its input is ready, so the second hook is one of the first input that needs a gradient.
+
+        Args:
+            label: The layer, see watch().
+            module, args, kwargs: The module and its inputs, as torch passes them.
+        """
         self._cut("forward", label)
         # Some frameworks pass all inputs as one tuple.
         first_arguments = args[0] if args and isinstance(args[0], (tuple, list)) else ()
@@ -173,31 +187,34 @@ class Profiler:
     def _seconds_of_layers(self, span: _Span) -> dict[Label, float]:
         """Return the seconds of each layer in one forward or backward pass.
 
+        The time stamps of a pass divide it into intervals. Each interval belongs to one layer.
+
         Args:
-            span: The pass. The first and the last of its cuts are its begin and end, and have no label. The
-                cuts between them were made at layers.
+            span: The pass. Its cuts are time stamps: the first and the last one are its begin and end, and
+                have no label. Each other one is the begin (forward) or the end (backward) of a layer.
 
         Returns:
-            Label of a layer -> seconds; empty if no layer made a cut.
+            Label of a layer -> seconds; empty if no layer has a time stamp in the pass.
         """
         labels = [cut.label for cut in span.cuts if cut.label is not None]
         if not labels:
             return {}
         if span.kind == "forward":
-            # A cut is the begin of its layer. The time before the first cut counts for the first layer.
-            owners = [labels[0], *labels]
+            # A layer's interval follows its time stamp. The time before the first layer counts for it, too.
+            layer_of_interval = [labels[0], *labels]
         else:
-            # A cut is the end of its layer. After the last cut, one interval is left until the pass ends. It
-            # belongs to the stage's first layer if that made no cut: a layer whose input needs no gradient
-            # (the embedding) makes none. Else it belongs to the layer that made the last cut.
-            last_layer = labels[-1]
-            # The first label of a forward pass.
-            first_layer = next(iter(self.passes["forward"]), last_layer)
-            layer_after_last_cut = last_layer if first_layer in labels else first_layer
-            owners = [*labels, layer_after_last_cut]  # layer of each interval between cuts
+            # A layer's interval precedes its time stamp. One interval is left, between the last time stamp
+            # and the end of the pass. It belongs to the stage's first layer, whose backward pass comes last.
+            # This layer may have no time stamp: the embedding's input needs no gradient.
+            lowest_stamped_layer = labels[-1]
+            layers_of_stage = list(self.passes["forward"])  # in the order of the forward pass
+            last_interval = lowest_stamped_layer
+            if layers_of_stage and layers_of_stage[0] not in labels:
+                last_interval = layers_of_stage[0]
+            layer_of_interval = [*labels, last_interval]
         seconds_of: dict[Label, float] = defaultdict(float)
-        for owner, begin, end in zip(owners, span.cuts, span.cuts[1:]):
-            seconds_of[owner] += self.seconds(begin.time, end.time)
+        for layer, begin, end in zip(layer_of_interval, span.cuts, span.cuts[1:]):
+            seconds_of[layer] += self.seconds(begin.time, end.time)
         return dict(seconds_of)
 
     def medians(self) -> dict[str, Any]:

@@ -79,13 +79,15 @@ class Recorder:
         self.sizes = sizes
         self.clock = clock
         self.on_step = [on_step] if on_step is not None else []
-        #: Called with the figures of a round with joined jobs.
-        self.on_round: Callable[[dict[str, Any]], None] | None = None
+        #: Writes a JSON document, such as {"outer": ...}, as a further line of the telemetry file; None if no
+        #: file is written.
+        self.write_document: Callable[[dict[str, Any]], None] | None = None
         self.device = OnDevice(self, DeviceClock(clock))
         self.groups: dict[int, GroupTraffic] = {}  # id(process group) -> its traffic
         self.open: dict[int, Op] = {}  # id(op) -> an operation under way
         self.by_work: dict[int, Op] = {}  # id(work) -> its operation
-        #: id(process group) -> operations that the program coalesces now.
+        #: id(process group) -> operations that the program coalesces now: it calls them one by one, and torch
+        #: launches them as one operation at the end.
         self.coalescing: dict[int, list[Op]] = {}
         self.done: list[Op] = []  # ended since the last step
         self.unfinished: list[Op] = []  # under way when the last step ended
@@ -113,9 +115,10 @@ class Recorder:
 
     @property
     def has_listeners(self) -> bool:
-        """True if telemetry, metrics or adapt get the operations of each step; then they are measured.
+        """True if something gets the operations of each step: the telemetry file, metrics or --holmes-adapt.
 
-        Without listeners only the watchdog uses this recorder, for operations under way.
+        Only then are durations and sent bytes measured. Without listeners, this recorder only serves the
+        watchdog, which looks at operations under way.
         """
         return bool(self.on_step)
 
@@ -162,7 +165,7 @@ class Recorder:
         """
         group = self.group(process_group)
         if group.is_on_device and self.device.captures():
-            return None
+            return None  # not numbered either; all ranks of the group capture it, so their numbers agree
         # Operations of a group are numbered: collectives, and messages of each direction and rank.
         if to is None:
             peer = None
@@ -176,6 +179,8 @@ class Recorder:
         if self.has_listeners:  # the watchdog does not need the sent bytes
             sent = sent_bytes(name, payload, len(group.ranks), group.backend)
         op = Op(group, name, payload, sent, peer, number, start=self.clock())
+        # Waits for operations of other threads (such as GradientReducer's) do not stop the training loop, so
+        # wait() does not count them as exposed time.
         op.background = threading.get_ident() != self._main_thread
         if group.is_on_device:  # NCCL: a CUDA event marks the begin
             self.device.launch(op)
@@ -185,8 +190,11 @@ class Recorder:
     def launched(self, op: Op, work: Any, process_group: Any, is_synchronous: bool = False) -> None:
         """Record that an operation was started, and arrange that its end will be recorded.
 
-        The end is observed by CUDA events (NCCL), by the future of the Work (collectives of gloo), or when
-        the program waits for the Work.
+        How the end is observed:
+            NCCL                  by CUDA events.
+            gloo, collectives     by the future of the Work, if someone uses the time of the end
+                                  (has_listeners); else when the program waits for the Work.
+            gloo, messages        when the program waits for the Work: it has no future.
 
         Args:
             op: The operation, from launch().
@@ -197,7 +205,8 @@ class Recorder:
         op.is_synchronous = is_synchronous
         coalesced = self.coalescing.get(id(process_group))
         if coalesced is not None:
-            # The program coalesces operations. coalesced_launched() records them together.
+            # torch has not launched it yet: it launches all coalesced operations of a group together.
+            # coalesced_launched() records them then.
             coalesced.append(op)
             return
         if is_synchronous and op.group.is_nccl2:
@@ -212,6 +221,7 @@ class Recorder:
             self.finish(op)
         elif self.has_listeners and op.peer is None:
             self._finish_with_future(op, work)
+        # In all other cases, wait() records the end.
 
     def _remember_work(self, op: Op, work: Any) -> None:
         """Map the Work that torch returned to its operation, without keeping the Work alive."""
@@ -246,7 +256,7 @@ class Recorder:
         self.launched(last, work, process_group, is_synchronous)
 
     def failed(self, op: Op) -> None:
-        """Remove an operation that torch could not start from those under way."""
+        """Forget an operation that launch() has recorded, because torch could not start it (error)."""
         self.open.pop(id(op), None)
 
     def finish(self, op: Op) -> None:
@@ -350,6 +360,9 @@ class Recorder:
     def step_done(self, source: str, tokens: int = 0) -> None:
         """Record that a training step is over, and pass its operations to the functions in on_step.
 
+        The operations passed on are those that have ended since the last step (self.done). Operations that
+        are still under way (self.open) are passed on with the step in which they end.
+
         Args:
             source: Which kind of code reports the end: "optimizer", "reducer", "engine" or "program", from
                 the least to the most reliable. The call is ignored if a more reliable one has called before.
@@ -365,18 +378,27 @@ class Recorder:
         self.poll()
         self.device.step_done()
         if self.on_step:
-            done = self.done
+            ended_operations = self.done
             self.done = []
             # Spans that the GPU has not completed yet are passed on with a later step.
             spans, self.spans = self.device.timed(self.spans)
             for on_step in self.on_step:
-                on_step(self.step, self.step_began, now, tokens, done, spans, self.reduction)
+                on_step(
+                    self.step,
+                    self.step_began,
+                    now,
+                    tokens,
+                    ended_operations,
+                    spans,
+                    self.reduction,
+                )
+            # After the last step, the telemetry file waits for these and gets them in a further line.
             self.unfinished = list(self.open.values())
         self.reduction = None
         self.step += 1
-        self.step_began = now
-        self.step_entered = now
-        # Engines call step_begins() for the next step. With other sources it begins now.
+        # The next step begins now. An engine calls step_begins() when it enters that step, which then counts.
+        self.step_began = now  # for the reported duration
+        self.step_entered = now  # for the watchdog
         self.is_in_step = source != "engine"
 
     def poll(self) -> None:
@@ -412,7 +434,11 @@ def set_recorder(new: Recorder | None) -> None:
 def span(kind: str) -> Iterator[None]:
     """Measure the body of a `with` statement as a part of the training step.
 
-    Nothing is measured if no telemetry, metrics or adapt listen to the recorder.
+    Its begin and end are recorded, in seconds or as CUDA events. For a forward pass that is timed on the GPU,
+    also the growth of GPU memory: the activations that are kept for the backward pass, by which
+    --holmes-adapt knows how many micro-batches fit.
+
+    Nothing is measured if neither the telemetry file, metrics nor --holmes-adapt use it.
 
     Args:
         kind: Name of the part, such as "forward", "backward" or "optimizer".
@@ -421,11 +447,11 @@ def span(kind: str) -> Iterator[None]:
     if active is None or not active.has_listeners:
         yield
         return
-    begin = active.span_mark()
+    begin = active.span_mark()  # time, and GPU memory in use
     yield
     end = active.span_mark()
     active.spans.append((kind, begin.time, end.time))
-    if kind == "forward":  # memory that activations occupy until the backward pass
+    if kind == "forward":
         active.kept_bytes = end.memory_bytes - begin.memory_bytes
 
 
@@ -451,9 +477,12 @@ def reduction_done(times: Any, on_host: bool) -> None:
 
 
 def outer_round(figures: dict[str, Any]) -> None:
-    """Record the figures of an outer round, in which joined jobs exchange pseudo-gradients (join)."""
-    if recorder is not None and recorder.on_round is not None:
-        recorder.on_round({"outer": figures})
+    """Write the figures of an outer round into the telemetry file, if there is one.
+
+    In an outer round, jobs that were started with --holmes-join exchange pseudo-gradients (DiLoCo).
+    """
+    if recorder is not None and recorder.write_document is not None:
+        recorder.write_document({"outer": figures})
 
 
 def step_done(tokens: int = 0) -> None:

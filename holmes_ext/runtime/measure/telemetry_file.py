@@ -2,11 +2,12 @@
 
     {"holmes_telemetry": 1, "run": RUN, "rank": 3, ...}    first line: describes the rank
     {"clock": [offset_s, error_s]}                         this node's clock + offset_s = the clock of rank 0
-    {"done": {"reductions", "in_flight", "differences"}}   differences between job and plan (as_planned.py)
-    {"outer": {"round", "exposed", "bytes", ...}}          a round in which joined jobs exchange
-                                                           pseudo-gradients (join)
-    {"plan": {"step", "before", "in_flight", "now_s", ...}}    a change of the running job's plan (adapt), in
-                                                           the file of rank 0
+    {"done": {"reductions", "in_flight", "differences"}}   what the job does, and where that differs from its
+                                                           plan (watch/as_planned.py)
+    {"outer": {"round", "exposed", "bytes", ...}}          an outer round, in which jobs that are joined by
+                                                           --holmes-join exchange pseudo-gradients
+    {"plan": {"step", "before", "in_flight", "now_s", ...}}    a change of the plan that --holmes-adapt made
+                                                           while the job ran, in the file of rank 0
     {"model": {...}, "stage_links": [...]}                 a measured profile (plan/profile.py), and the
                                                            stages whose link to the next stage is in it
     {"step": 7, "begin", "end", "tokens", "groups", "between", "reduction", "spans", "ops"}
@@ -48,7 +49,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holmes_ext.cluster.node_report import lab_scale
-from holmes_ext.runtime.measure.telemetry import Op, Recorder
+from holmes_ext.runtime.measure.operations import Op
+from holmes_ext.runtime.measure.telemetry import Recorder
 from holmes_ext.runtime.session import Session
 from holmes_ext.units import union_s
 from holmes_ext.words import tell_user
@@ -111,7 +113,8 @@ class Writer:
             cluster_of: Returns the name of a rank's cluster.
             make_board: Returns a SummaryWriter of TensorBoard, or None. It is called after the first step.
             limit: Largest file, in bytes.
-            take: Called with each line after the first one, as a JSON document.
+            take: Called with each line after the first one, as a JSON document, even if no file is written:
+                it updates the metrics.
 
         Raises:
             OSError: The file cannot be created.
@@ -128,7 +131,9 @@ class Writer:
             # O_EXCL: an error if the file exists, so that no earlier run is overwritten.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             self._file = os.open(path, flags, _FILE_MODE)
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        #: Documents, arguments of on_step(), and None as the end mark.
+        self._queue: queue.SimpleQueue[dict[str, Any] | tuple[Any, ...] | None]
+        self._queue = queue.SimpleQueue()
         self._write_line({"holmes_telemetry": VERSION, **head})
         self._thread = threading.Thread(
             target=self._serve, args=(make_board,), name="holmes telemetry", daemon=True
@@ -167,6 +172,8 @@ class Writer:
     def _serve(self, make_board: Callable[[], Any]) -> None:
         """Write the queued lines into the file until close() is called. This is the function of the thread.
 
+        Each line also goes to the metrics (take), and a step's line to TensorBoard.
+
         Args:
             make_board: Returns a SummaryWriter of TensorBoard, or None.
         """
@@ -182,6 +189,8 @@ class Writer:
             self.take(document)
             if "step" in document:
                 if is_first_step:
+                    # Only now, since importing TensorBoard takes long: not at the start of the job, and
+                    # not at all in a job without training steps.
                     board = make_board()
                     is_first_step = False
                 _add_scalars(board, document)
@@ -221,8 +230,8 @@ class Writer:
         end: float,
         tokens: int,
         done: list[Op],
-        spans: list,
-        reduction: dict | None,
+        spans: list[tuple[str, float, float]],
+        reduction: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Return the JSON document of a training step, which becomes a line of the file.
 
@@ -282,9 +291,11 @@ class Writer:
     def cluster_pair_totals(self, done: list[Op]) -> list[list[Any]]:
         """Return the bytes and exposed seconds for each pair of clusters: the "between" of a step's line.
 
-        A collective is taken to run around a ring of the group's ranks. A rank only sends to its successor,
-        so its bytes count if the successor is in another cluster. But all ranks wait for the slowest link of
-        the ring. So the exposed seconds count for the link where the ring leaves this rank's cluster.
+        A message counts for the clusters of its two ranks. A collective is taken to run around a ring of the
+        group's ranks, in which each rank sends to the next one:
+            bytes      count if the next rank is in another cluster.
+            seconds    count on every rank, because all wait for the slowest link of the ring. They count for
+                       the link over which the ring leaves this rank's cluster.
 
         Args:
             done: Operations that have ended.
@@ -303,14 +314,14 @@ class Writer:
                 sent = op.sent
             else:
                 position = op.group.ranks.index(self.recorder.rank)
-                # All ranks in the order of the ring, from the successor to this rank.
+                # All ranks in the order of the ring, from the next one to this rank.
                 next_ranks = op.group.ranks[position + 1 :] + op.group.ranks[: position + 1]
                 next_clusters = [self.cluster_of(rank) for rank in next_ranks]
-                successor_cluster = next_clusters[0]
                 others = [cluster for cluster in next_clusters if cluster != own_cluster]
-                # The cluster to which the ring leaves this one.
+                # The first other cluster around the ring.
                 other = others[0] if others else own_cluster
-                sent = op.sent if successor_cluster == other else 0.0
+                sends_to_other = next_clusters[0] == other
+                sent = op.sent if sends_to_other else 0.0
             if other == own_cluster:
                 continue  # nothing crosses clusters
             # Op.sent is 0 for a receive: its data comes from the other cluster.
@@ -326,29 +337,32 @@ class Writer:
     def _op_entry(self, op: Op) -> list[Any]:
         """Return an operation as a JSON list, for the "ops" of a traced step. Times are in seconds."""
         return [
-            self.recorder.kind(op),
-            op.group.transport.fabric,
-            op.name,
-            op.group.name,
-            op.number,
-            op.peer,
+            self.recorder.kind(op),  # what its group is for, such as "data"
+            op.group.transport.fabric,  # the group's network
+            op.name,  # such as "all_reduce"
+            op.group.name,  # torch's name of the group
+            op.number,  # among the group's collectives, or among the messages of this direction and peer
+            op.peer,  # rank of the other end of a message; None for a collective
             round(op.start, _DIGITS),
             round(op.end, _DIGITS),
-            round(op.waited, _DIGITS),
-            round(op.sent),
+            round(op.waited, _DIGITS),  # for which the program stood still
+            round(op.sent),  # bytes that this rank sent
         ]
 
 
 def open_writer(
     current: Session, run: str, recorder: Recorder, take: Callable[[dict[str, Any]], None]
 ) -> Writer:
-    """Return the telemetry writer of this rank, and let a Recorder pass each training step to the writer.
+    """Return the telemetry writer of this rank, and connect it to a Recorder.
+
+    The recorder then passes each training step to the writer, and other documents, such as those of outer
+    rounds (--holmes-join) and of changes of the plan (--holmes-adapt).
 
     Args:
         current: The session of this process.
         run: Name of the run's folder in that of --holmes-telemetry; "" if no file is written.
         recorder: Records the operations of this rank.
-        take: Called with each line, as a JSON document.
+        take: Called with each line after the first one, as a JSON document, for the metrics.
 
     Raises:
         OSError: The file cannot be created.
@@ -373,7 +387,7 @@ def open_writer(
         take=take,
     )
     recorder.on_step.append(writer.on_step)
-    recorder.on_round = writer.put
+    recorder.write_document = writer.put
     return writer
 
 

@@ -12,14 +12,15 @@ Direct exchange (DirectExchange):
                        3  wait
 
 Relayed sum (Relay): clusters pass sums on to other clusters, around a ring or along a tree
-(plan/across.py), so that no data crosses a pair of clusters with a slow link. One rank of each cluster takes
-part for each block. Clusters a, b, c with parts 0, 1, 2:
+(plan/across.py), so that no data crosses a pair of clusters with a slow link. A chunk of the tensor is cut
+into shards. Each shard is summed by one rank of each cluster (hierarchical.py). In a ring, a shard has a
+part for each cluster. Clusters a, b, c with parts 0, 1, 2:
 
     ring a b c        a: send part 0
                       a: receive part 2, add to it, send it
                       a: receive part 1, add to it: the total of part 1; send it
                       a: receive the totals of parts 0 and 2
-    tree, root b      a, c: send their block to b
+    tree, root b      a, c: send their shard to b
                       b: add both, send the total to a and c
 
 All receives of a chunk are posted before its first round, and each round has a thread of its own (steps.py).
@@ -103,29 +104,30 @@ class RelaySend(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Messages of a cluster in a round of such a sum: the sends begin when the receives have ended."""
+    """Messages of a cluster in one round of a sum around a ring, or along a tree, of clusters.
+
+    The sends begin when the receives have ended.
+    """
 
     receives: tuple[RelayReceive, ...]
     sends: tuple[RelaySend, ...]
 
 
-def relay_rounds(
-    algorithm: CrossClusterAlgorithm, names: Sequence[str], cluster: str
-) -> list[Round]:
+def relay_rounds(across: CrossClusterAlgorithm, names: Sequence[str], cluster: str) -> list[Round]:
     """Return one cluster's rounds of a sum that passes around a ring or along a tree of clusters.
 
     Args:
-        algorithm: A ring or a tree of clusters.
+        across: The ring or tree of clusters.
         names: Names of all clusters. Rounds name clusters by their position in this list.
         cluster: Name of the cluster whose rounds are returned.
     """
     number_of = {name: number for number, name in enumerate(names)}
-    if algorithm.algorithm == "ring":
-        ring = [number_of[name] for name in algorithm.order]
+    if across.algorithm == "ring":
+        ring = [number_of[name] for name in across.order]
         return _ring_rounds(ring, number_of[cluster])
     parent = ""  # stays empty for the root of the tree
     children = []
-    for child_name, parent_name in zip(algorithm.order, algorithm.parents):
+    for child_name, parent_name in zip(across.order, across.parents):
         if child_name == cluster:
             parent = parent_name
         if parent_name == cluster:
@@ -137,7 +139,7 @@ def _tree_rounds(parent: int | None, children: Sequence[int]) -> list[Round]:
     """Return the rounds of one cluster in a sum along a tree of clusters.
 
     Partial sums go up to the root, where the total is complete. The total comes down the same way. A tree
-    does not divide its block, so all messages have part 0.
+    does not divide a shard, so all messages have part 0.
 
     Args:
         parent: Number of the cluster's parent; None for the root.
@@ -192,15 +194,15 @@ class _PostedReceive(NamedTuple):
 
     transfers: list[GlooTransfer]
     buffer: torch.Tensor
-    part: torch.Tensor  # of the chunk; the buffer is added to it, or is this part itself
-    added: bool
+    part: torch.Tensor  # this rank's values of the part
+    added: bool  # True: a partial sum, to be added to `part`. False: the total; the buffer is `part` itself
 
 
 @dataclass
 class RelayedChunk:
     """A chunk that is summed around a ring or along a tree of clusters."""
 
-    blocks: list[DividedTensor]  # blocks of which this rank has the sum over its cluster
+    shards: list[DividedTensor]  # those of which this rank has the sum over its cluster
     receives_of_round: list[list[_PostedReceive]]
     sends: list[GlooTransfer] = field(default_factory=list)
 
@@ -211,42 +213,39 @@ class Relay:
     def __init__(
         self,
         exchange: DirectExchange,
-        algorithm: CrossClusterAlgorithm,
+        across: CrossClusterAlgorithm,
         clusters: Sequence[str],
         cluster: str,
     ):
-        """Compute the rounds in which this rank's cluster takes part.
+        """Compute the rounds of messages in which this rank's cluster takes part.
 
         Args:
             exchange: Sends and receives the messages.
-            algorithm: A ring or a tree of clusters.
-            clusters: Names of all clusters, in the order of the owners of a block.
+            across: The ring or tree of clusters.
+            clusters: Names of all clusters. Messages name a cluster by its position in this list.
             cluster: Name of this rank's cluster.
         """
         self._exchange = exchange
-        self.rounds = relay_rounds(algorithm, clusters, cluster)
-        #: Parts into which a block must be divided: a tree passes on whole blocks.
-        self.parts = 1 if algorithm.algorithm == "tree" else len(clusters)
+        self.rounds = relay_rounds(across, clusters, cluster)
+        #: Parts into which a shard must be divided: a tree passes on whole shards.
+        self.parts = 1 if across.algorithm == "tree" else len(clusters)
 
-    def post_receives(self, blocks: list[DividedTensor]) -> RelayedChunk:
+    def post_receives(self, shards: list[DividedTensor]) -> RelayedChunk:
         """Post the receives of all rounds of a chunk, in the order of the rounds.
 
-        A partial sum is received into a buffer, from which it is added to this rank's part. A total is
-        received into the part itself.
-
         Args:
-            blocks: Blocks of the chunk of which this rank has its cluster's sum. Each is divided into
-                `self.parts` parts; its owners are the ranks that have the other clusters' sums, one for each
-                cluster.
+            shards: Elements of the chunk of which this rank has its cluster's sum. A shard is divided into
+                `self.parts` parts. Owner i of a shard is the rank that has the sum of cluster i.
         """
-        chunk = RelayedChunk(blocks, receives_of_round=[])
+        chunk = RelayedChunk(shards, receives_of_round=[])
         for relay_round in self.rounds:
             posted = []
-            for block in blocks:
+            for shard in shards:
                 for receive in relay_round.receives:
-                    part = block.parts[receive.part]
+                    part = shard.parts[receive.part]
+                    # A total is received in place. A partial sum gets a buffer: run_round() adds it.
                     buffer = torch.empty_like(part) if receive.added else part
-                    sender = block.owners[receive.cluster]
+                    sender = shard.owners[receive.cluster]
                     transfers = self._exchange.start_receive(buffer, sender, receive.tag)
                     posted.append(_PostedReceive(transfers, buffer, part, receive.added))
             chunk.receives_of_round.append(posted)
@@ -265,10 +264,10 @@ class Relay:
             wait_for(receive.transfers)
             if receive.added:
                 receive.part.add_(receive.buffer)
-        for block in chunk.blocks:
+        for shard in chunk.shards:
             for send in self.rounds[number].sends:
-                receiver = block.owners[send.cluster]
-                chunk.sends += self._exchange.start_send(block.parts[send.part], receiver, send.tag)
+                receiver = shard.owners[send.cluster]
+                chunk.sends += self._exchange.start_send(shard.parts[send.part], receiver, send.tag)
         is_last_round = number == len(self.rounds) - 1
         if is_last_round:
             wait_for(chunk.sends)
@@ -305,8 +304,9 @@ class DirectExchange:
         """
         self._rank = dist.get_rank()
         self.codec = codec
-        self._bytes_sent: Counter = Counter()  # by tag: no two threads change the same entry
-        self._buffers: dict[tuple, torch.Tensor] = {}  # receive buffers of earlier calls
+        self._bytes_sent: Counter[int] = Counter()  # by tag: no two threads change the same entry
+        #: Receive buffers of earlier calls: (tag, number of the tensor, sender, dtype) -> buffer.
+        self._buffers: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self._streams = []
         # Two groups for each stream: gloo sometimes runs the two directions of one group one by one.
         for _ in range(streams):
@@ -378,7 +378,7 @@ class DirectExchange:
         wait_for(transfers)
         for part, encoded in encoded_parts:
             if encoded is not part:
-                part.copy_(self._codec_of(part).decode(encoded, part))
+                part.copy_(self._codec_of(part).decode(encoded, like=part))
 
     def start_send(self, part: torch.Tensor, peer: int, tag: int) -> list[GlooTransfer]:
         """Start to send a part to another rank; nothing is sent of an empty part."""
@@ -434,8 +434,8 @@ class DirectExchange:
         for rank in tensor.owners:
             if rank == self._rank:
                 contributions.append(own_part)
-            else:
-                contributions.append(codec.decode(received[rank], own_part))
+            else:  # `like` only gives the length and the type
+                contributions.append(codec.decode(received[rank], like=own_part))
         if len(contributions) == 1:
             return
         # Add up in the memory of the first contribution. own_part may be one of the later contributions, so

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.buckets import cut
@@ -119,6 +120,30 @@ def layout_digest(items: Sequence[Item], limit_bytes: int) -> int:
     text = json.dumps([content, limit_bytes])
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:_DIGEST_BYTES], "big") >> 1  # 63 bits fit into an int64 tensor
+
+
+def check_same_layout(
+    items: Sequence[Item], bucket_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise HolmesError if ranks would make different buckets, which would mix up gradients or hang.
+
+    Args:
+        items: All gradients of this rank, in order.
+        bucket_bytes: Largest size of a bucket.
+        group: Process group that reduces the gradients. All of its ranks call this function.
+        device: Device of the tensors by which the ranks compare their buckets.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    own_digest = torch.tensor([layout_digest(items, bucket_bytes)], device=device)
+    digests = [torch.empty_like(own_digest) for _ in ranks]
+    dist.all_gather(digests, own_digest, group=group)
+    for rank, digest_of_rank in zip(ranks, digests):
+        if int(digest_of_rank) != int(digests[0]):
+            raise HolmesError(
+                f"GradientReducer: rank {rank} has other parameters or another bucket size than rank "
+                f"{ranks[0]}: names, shapes, dtypes, order and bucket_bytes must be the same in one "
+                f"group"
+            )
 
 
 class _PendingCopy(NamedTuple):

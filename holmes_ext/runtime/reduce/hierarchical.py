@@ -1,6 +1,14 @@
 """Hierarchical all-reduce over gloo: only the sums of whole clusters cross the slow network.
 
-A tensor is cut into chunks. Each chunk passes through four steps:
+A tensor is cut into pieces:
+
+    chunk   piece of the tensor, which passes through the steps below as a whole
+    block   piece of a chunk, one for each rank of a cluster: the elements that this rank sums in its cluster
+    shard   piece of a chunk whose elements are summed by a single rank in each cluster, its owner there. If
+            all clusters have the same number of ranks, the shards are the blocks.
+    part    piece of a shard, one for each cluster: the owner in that cluster adds it up over all clusters
+
+Each chunk passes through four steps:
 
     1  scatter inside   reduce-scatter among the ranks of a cluster, on the fabric of the cluster: rank k gets
                         the cluster's sum of block k
@@ -203,10 +211,11 @@ class HierarchicalAllReduce:
             if self._relay is not None:
                 # Sums of clusters pass around a ring or along a tree. Their receives are posted now, so that
                 # no message has to wait for its receiver.
-                blocks = self._owned_blocks(tensor, part_count=self._relay.parts)
-                relayed = self._relay.post_receives(blocks)
+                shards_of_rank = self._shards_of_this_rank(tensor, part_count=self._relay.parts)
+                relayed = self._relay.post_receives(shards_of_rank)
             chunks.append(Chunk(tensor, residuals, relayed))
-        # A thread for each step: the steps of different chunks overlap.
+        # Each chunk passes through the scatters and gathers. Each of them has a thread, so that e.g. chunk 2
+        # is scattered inside the clusters while chunk 1 is scattered across.
         return self._pipeline.submit(chunks)
 
     def close(self) -> None:
@@ -214,7 +223,7 @@ class HierarchicalAllReduce:
         self._pipeline.close()
 
     def describe(self) -> str:
-        """Return a description for messages."""
+        """Return this all-reduce in words, for messages to the user."""
         chunk = format_bytes(self.chunk_bytes)
         return f"hierarchical all-reduce over {len(self.clusters)} clusters, in chunks of {chunk}"
 
@@ -229,12 +238,12 @@ class HierarchicalAllReduce:
         self._inside.reduce_scatter([self._cluster_blocks(chunk.tensor)], _SCATTER_INSIDE_TAG)
 
     def _scatter_across(self, chunk: Chunk) -> None:
-        blocks = self._owned_blocks(chunk.tensor)
-        self._across.reduce_scatter(blocks, _SCATTER_ACROSS_TAG, chunk.residuals)
+        shards_of_rank = self._shards_of_this_rank(chunk.tensor)
+        self._across.reduce_scatter(shards_of_rank, _SCATTER_ACROSS_TAG, chunk.residuals)
 
     def _gather_across(self, chunk: Chunk) -> None:
-        blocks = self._owned_blocks(chunk.tensor)
-        self._across.all_gather(blocks, _GATHER_ACROSS_TAG, chunk.residuals)
+        shards_of_rank = self._shards_of_this_rank(chunk.tensor)
+        self._across.all_gather(shards_of_rank, _GATHER_ACROSS_TAG, chunk.residuals)
 
     def _gather_inside(self, chunk: Chunk) -> None:
         self._inside.all_gather([self._cluster_blocks(chunk.tensor)], _GATHER_INSIDE_TAG)
@@ -248,25 +257,26 @@ class HierarchicalAllReduce:
         """Divide a chunk into one block for each rank of this cluster."""
         return DividedTensor(_split(tensor, len(self.members)), self.members)
 
-    def _owned_blocks(
+    def _shards_of_this_rank(
         self, tensor: torch.Tensor, part_count: int | None = None
     ) -> list[DividedTensor]:
-        """Return the blocks of a chunk that this rank sums with the other clusters.
+        """Return the shards of a chunk that this rank sums with one rank of each other cluster.
 
-        After the reduce-scatter inside the cluster, this rank has the cluster's sum of these elements. A
-        block has one such rank, its owner, in every cluster.
+        A shard is a range of elements. Each cluster has one rank, the shard's owner there, that has the
+        cluster's sum of these elements after the reduce-scatter inside the cluster.
 
         Args:
             tensor: The chunk.
-            part_count: Parts into which each block is divided; None for one part for each cluster.
+            part_count: Parts into which each shard is divided. None: one for each cluster, so that the owner
+                in cluster i adds up part i. Another number for a sum along a tree of clusters.
 
         Returns:
-            The blocks. Part i of a block is added up by the owner in cluster i.
+            The shards that this rank owns in its cluster, as views of the chunk.
         """
-        blocks = []
+        result = []
         for shard in shards(tensor.numel(), self.clusters):
             if self.rank in shard.owners:
                 elements = tensor[shard.start : shard.stop]
                 parts = _split(elements, part_count or len(shard.owners))
-                blocks.append(DividedTensor(parts, shard.owners))
-        return blocks
+                result.append(DividedTensor(parts, shard.owners))
+        return result

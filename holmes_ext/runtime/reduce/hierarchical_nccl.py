@@ -91,13 +91,13 @@ class CollectivesWork:
             self._after()
             self._after = None
 
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> torch.futures.Future[None]:
         """Return a future that is completed already, although the GPU may still compute the sum.
 
         It exists so that callers can treat this handle like a Work. Only wait() orders a CUDA stream after
         the sum.
         """
-        future: torch.futures.Future = torch.futures.Future()
+        future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
 
@@ -167,16 +167,16 @@ class HierarchicalCollectives:
         streams = self._streams if flat.is_cuda else _NO_STREAMS
         residuals = self._residuals.of(bucket or flat) if self._codec.feedback else None
         *full_chunks, last_chunk = self._chunks(flat)
-        # Reduce-scatter needs equal shards: the elements of a chunk must be a multiple of the ranks of a
-        # cluster. Only the last chunk's may be none.
+        # A reduce-scatter gives each rank of a cluster an equal share of the chunk. So the last chunk, whose
+        # number of elements may be no multiple of the ranks of a cluster (`multiple`), is padded with zeros.
         padding = -last_chunk.numel() % self.multiple
         padded = torch.nn.functional.pad(last_chunk, (0, padding)) if padding else last_chunk
         if streams.scatter is not None:
             streams.scatter.wait_stream(torch.cuda.current_stream())
-        for stream in streams:
-            if stream is not None and padding:
+        for step_stream in streams:  # scatter, across, gather; None for tensors on the CPU
+            if step_stream is not None and padding:
                 # The caller may drop the work, and with it `padded`, before the streams have used it.
-                padded.record_stream(stream)
+                padded.record_stream(step_stream)
         for number, chunk in enumerate([*full_chunks, padded]):
             self._sum_chunk(chunk, number, residuals, streams)
         # The gather is the last step of the last chunk, so the event marks the end of the whole sum.
@@ -193,7 +193,7 @@ class HierarchicalCollectives:
         """Do nothing: no thread runs here, unlike in HierarchicalAllReduce."""
 
     def describe(self) -> str:
-        """Return a description for messages."""
+        """Return this all-reduce in words, for messages to the user."""
         chunk = format_bytes(self.chunk_bytes)
         return f"hierarchical all-reduce over {self._cluster_count} clusters, in chunks of {chunk}"
 
@@ -247,9 +247,10 @@ class HierarchicalCollectives:
         dist.all_gather_into_tensor(gathered, encoded, group=self._across_group)
         first_cluster, *other_clusters = gathered.split(encoded.numel())
         # Every rank adds in the order of the clusters, so all get the same bits.
-        shard.copy_(self._codec.decode(first_cluster, shard))
+        # decode() returns a new tensor with the length and type of `like`, whose elements it does not use.
+        shard.copy_(self._codec.decode(first_cluster, like=shard))
         for other_cluster in other_clusters:
-            shard.add_(self._codec.decode(other_cluster, shard))
+            shard.add_(self._codec.decode(other_cluster, like=shard))
 
 
 @contextmanager

@@ -91,16 +91,18 @@ class _ChunkInTransit(NamedTuple):
 class ReduceToOwners:
     """Reduction by which each rank gets the sums of its own spans of a tensor only; implements Reduction.
 
-    All ranks of the group must start the same sums in the same order.
+    A span is a run of gradient elements. Its owner is the only rank that needs their sum (ZeRO 1). All ranks
+    of the group must start the same sums in the same order.
     """
 
     multiple = 1
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
-        """Make the reduction. All ranks of the group must do so.
+        """Prepare sums of gradients of which only one rank, the owner, gets each. All ranks must do so.
 
-        With gloo, sums are formed by sends and receives in an additional process group and a thread. Other
-        backends use torch's reduce on `group`.
+        With gloo, the sum of each run of elements passes along a chain of ranks that ends at its owner, by
+        sends and receives in an additional process group and a thread. Other backends use torch's reduce
+        on `group`.
 
         Args:
             group: Process group of the ranks.
@@ -151,7 +153,7 @@ class ReduceToOwners:
             self._pipeline.close()
 
     def describe(self) -> str:
-        """Return a description for messages."""
+        """Return this reduction in words, for messages to the user."""
         return f"reduction over {len(self._ranks)} ranks, each part to the rank that owns it"
 
     def _reduce_along_chains(self, spans: list[_OwnedSpan]) -> None:
@@ -204,6 +206,6 @@ class _Works:
         for work in self._works:
             work.wait()
 
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that completes when all reductions have ended."""
         return torch.futures.collect_all([work.get_future() for work in self._works])

@@ -34,7 +34,7 @@ class PlannedReduction:
     def __init__(
         self, group: dist.ProcessGroup, size: int, device_type: str, compress: str | None = None
     ):
-        """Make the reduction. All ranks of the group must do so.
+        """Choose and make the algorithm that the plan has for a group's gradients. All its ranks must do so.
 
         Args:
             group: Process group whose ranks sum gradients.
@@ -57,7 +57,7 @@ class PlannedReduction:
         self._made: dict[ReductionSpec, Reduction | None] = {}
         current = session.active()
         if current is not None:
-            self._adopt(current.reduction(self.ranks, self.backend, size, compress))
+            self._use(current.reduction(self.ranks, self.backend, size, compress))
 
     @property
     def reduction(self) -> Reduction:
@@ -65,9 +65,11 @@ class PlannedReduction:
         return self._flat if self.hierarchical is None else self.hierarchical
 
     def follow_plan(self) -> bool:
-        """Replace the reduction if measurements of the job have led to another one meanwhile (adapt).
+        """Use another algorithm for the sums from now on if measurements of the running job suggest it.
 
-        All ranks of the group must call this method at the beginning of a step: they change at the same step.
+        --holmes-adapt compares measured reductions with predicted ones, and may change the plan, e.g. to a
+        hierarchical all-reduce instead of one ring. All ranks of the group must call this method at the
+        beginning of a step, so that they change at the same step.
 
         Returns:
             Whether the reduction was replaced.
@@ -76,19 +78,19 @@ class PlannedReduction:
         network_api = network_api_of(self.backend)
         if current is None or self.spec is None or not network_api:
             return False
-        # Extensions (adapt) may put a plan with another reduction into the session here.
+        # Here --holmes-adapt may put a plan with another reduction into the session.
         hooks.on_reduction(current, self.ranks, network_api, self)
         spec = current.reduction_from_measurements(self.ranks, self.backend)
         if spec is None or spec == self.spec:
             return False
         if spec.compress != self.spec.compress:
-            # The same ranks may have several reducers, with different compression. The new one is for sums
-            # with the compression of --holmes-compress-gradients, and this reducer has another.
+            # The user may give one reducer another compression than --holmes-compress-gradients. The new
+            # reduction was chosen for that flag's compression, so it does not suit such a reducer.
             return False
-        self._adopt(spec)
+        self._use(spec)
         return True
 
-    def _adopt(self, spec: ReductionSpec) -> None:
+    def _use(self, spec: ReductionSpec) -> None:
         """Use a planned reduction from now on; make it if it was not made before."""
         if spec not in self._made:
             made = hooks.reduction_for(self._group, self.size, spec, self.device_type)

@@ -168,7 +168,8 @@ class GradientReducer:
         self._expected: list[int] | None = None
         #: Indices of the gradients that arrived in the first step with arm(), in their order.
         self._arrivals: list[int] = []
-        self._check_same_layout()
+        device = self._parameters[0].device
+        flat_bucket.check_same_layout(self._items, self.bucket_bytes, group, device)
         self._build_buckets(self._without_deferred(reversed(range(len(named)))))
         self._hook_handles = []
         for index, parameter in enumerate(self._parameters):
@@ -228,14 +229,16 @@ class GradientReducer:
                 self._side_stream.make_current_stream_wait()
         self.times = self._measured_times(launched_early, began, ended=time.perf_counter())
         if self._planned is not None:  # for the comparison of the job with its plan
+            # --holmes-adapt may choose another all-reduce for the group while the job runs, and this reducer
+            # then uses it (_follow_plan). But it keeps a reduction that sends each sum to one rank only.
+            sums_reach_all_ranks = self._owners_of is None
             session.note_reduction(
                 self.ranks,
                 self._planned.spec,
                 self.times.bytes,
                 hierarchical=self._planned.hierarchical is not None,
                 overlap=self.armed,
-                # Later changes of the plan (adapt) choose between all-reduces, not a reduction to owners.
-                follows_plan=self._owners_of is None,
+                follows_plan=sums_reach_all_ranks,
             )
         self._step += 1
         if self.armed and self._expected is None:  # the first step with arm()
@@ -279,31 +282,19 @@ class GradientReducer:
         deferred = set(self._deferred)
         return [index for index in indices if index not in deferred]
 
-    def _check_same_layout(self) -> None:
-        """Raise HolmesError if ranks would make different buckets, which would mix up gradients or hang."""
-        device = self._parameters[0].device
-        digest = flat_bucket.layout_digest(self._items, self.bucket_bytes)
-        own_digest = torch.tensor([digest], device=device)
-        digests = [torch.empty_like(own_digest) for _ in self.ranks]
-        dist.all_gather(digests, own_digest, group=self.group)
-        for rank, digest_of_rank in zip(self.ranks, digests):
-            if int(digest_of_rank) != int(digests[0]):
-                raise HolmesError(
-                    f"GradientReducer: rank {rank} has other parameters or another bucket size than rank "
-                    f"{self.ranks[0]}: names, shapes, dtypes, order and bucket_bytes must be the same in one "
-                    f"group"
-                )
-
     def _chosen_reduction(self) -> Reduction:
-        """Return the reduction that sums the buckets from now on: the user's, the planned one, or to owners.
+        """Return the reduction that sums the buckets from now on.
+
+        This is the caller's function `all_reduce` or, if there is none, the planned all-reduce of the group.
+        If the caller has named an owner of each element (ZeRO 1: the only rank that needs its sum), and the
+        planned all-reduce is not hierarchical, it is ReduceToOwners, which sends each sum only there.
 
         All ranks must call this method: it may make process groups.
         """
         if self._planned is None:
             assert self._callers_reduction is not None
-            return self._callers_reduction  # the function that the user gave as all_reduce
-        # A hierarchical all-reduce sends less between clusters, so it is used even if each rank only needs
-        # the sums of some elements (owners).
+            return self._callers_reduction
+        # A hierarchical all-reduce sends less between clusters than ReduceToOwners.
         if self._owners_of is None or self._planned.hierarchical is not None:
             return self._planned.reduction
         if self._reduction_to_owners is None:
@@ -381,6 +372,7 @@ class GradientReducer:
         sort_keys = list(zip(unused.tolist(), positions.tolist()))  # equal on all ranks
         self._arrivals = []
         order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
+        # Deferred gradients (of tied weights) change after the backward pass, so they have other buckets.
         self._build_buckets(self._without_deferred(order))
 
     # During and after the backward pass
@@ -425,19 +417,21 @@ class GradientReducer:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        """Copy the gradients of the next bucket into its buffer and start its reduction.
+        """Copy the gradients of the next bucket into its buffer and start the bucket's reduction.
 
-        Storing a bucket waits for its reduction, copies the averages back, and frees the buffer.
+        On GPUs this runs on a CUDA stream of its own, the side stream, after the events that mark the
+        bucket's gradients as final. At most BUCKETS_IN_FLIGHT buckets have buffers there.
         """
         bucket = self._buckets[self._launched]
         with self._on_side_stream(bucket.gradient_events):
-            # On GPUs (with a side stream), at most BUCKETS_IN_FLIGHT buckets have buffers.
+            # Frees the buffer of an earlier bucket: waits for its reduction and copies the averages back.
             if self._side_stream is not None and self._launched >= BUCKETS_IN_FLIGHT:
                 self._store(self._buckets[self._launched - BUCKETS_IN_FLIGHT])
+            # Divides by `predivide` on the way, so that sums do not overflow float16.
             bucket.fill(self._parameters, self._gradient, self._predivide)
             if self._launched == 0:
                 self._first_launch_at = time.perf_counter()
-            with self._naming_bucket(bucket):
+            with self._naming_bucket(bucket):  # in the message of an error
                 bucket.work = self._reduction.all_reduce(bucket.flat, bucket)
         if self._side_stream is None:
 

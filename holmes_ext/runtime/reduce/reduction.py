@@ -47,7 +47,7 @@ class Reduction(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return a description of the reduction for messages, a noun phrase."""
+        """Return the reduction in words, for messages to the user: "all-reduce over 8 ranks"."""
         ...
 
 
@@ -67,7 +67,7 @@ class FlatReduction:
         """Do nothing: this reduction has no threads."""
 
     def describe(self) -> str:
-        """Return a description for messages."""
+        """Return this all-reduce in words, for messages to the user."""
         return f"all-reduce over {self._group.size()} ranks"
 
 
@@ -87,6 +87,6 @@ class CallersReduction:
         """Do nothing: the function belongs to the caller."""
 
     def describe(self) -> str:
-        """Return a description for messages."""
+        """Return this reduction in words, with the caller's function, for messages to the user."""
         name = getattr(self._start_sum, "__qualname__", "function")
         return f"all-reduce by the caller's {name}"

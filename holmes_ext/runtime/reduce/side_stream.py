@@ -35,7 +35,10 @@ StreamEvents = dict[torch.cuda.Stream, torch.cuda.Event]
 
 
 class SideStream:
-    """Stream of one reducer, which waits for gradients of any stream."""
+    """CUDA stream on which one GradientReducer runs its reductions.
+
+    It waits until the gradients of a bucket are final, on whatever streams they are computed.
+    """
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()

@@ -1,25 +1,25 @@
 """Runs gloo's blocking calls in a pipeline of threads, one for each step of an operation.
 
-Every part of a tensor passes through the same steps:
+A tensor is cut into chunks, and every chunk passes through the same steps:
 
-    part 1   [step 1][step 2][step 3]
-    part 2           [step 1][step 2][step 3]
+    chunk 1   [step 1][step 2][step 3]
+    chunk 2           [step 1][step 2][step 3]
 
-Each step has a thread and an inbox, and hands a part to the inbox of the next step. Gloo's calls release the
-GIL, so the steps of different parts overlap.
+Each step has a thread and an inbox, and hands a chunk to the inbox of the next step. Gloo's calls release the
+GIL, so the steps of different chunks overlap.
 
 Protocol:
 
-    1  submit()   puts all parts of a tensor into the first inbox, and returns a Work
-    2  _serve()   in each thread: takes a part from the inbox, runs the step, passes the part on
-    3  Work       completes when the last step has finished the last part; wait() then returns
-    4  close()    sends an end mark after the submitted parts and joins the threads
+    1  submit()   puts all chunks of a tensor into the first inbox, and returns a Work
+    2  _serve()   in each thread: takes a chunk from the inbox, runs the step, passes the chunk on
+    3  Work       completes when the last step has finished the last chunk; wait() then returns
+    4  close()    sends an end mark after the submitted chunks and joins the threads
 
-No rank waits for ever after an error: the failed part and all later parts still pass through every inbox, but
-no step touches them any more, so each Work completes or fails.
+No rank waits for ever after an error: the failed chunk and all later chunks still pass through every inbox,
+but no step touches them any more, so each Work completes or fails.
 
 A thread that is inside a call of gloo while the interpreter ends aborts the process. Therefore the
-interpreter waits at exit until the parts under way have arrived, or have failed because the other rank is
+interpreter waits at exit until the chunks under way have arrived, or have failed because the other rank is
 gone.
 """
 
@@ -35,7 +35,7 @@ import torch
 
 from holmes_ext.runtime.groups.callbacks import await_at_exit
 
-#: Longest time that the exit of the interpreter is delayed by parts under way, in seconds. Another rank may
+#: Longest time that the exit of the interpreter is delayed by chunks under way, in seconds. Another rank may
 #: be stuck, and neither answer nor end.
 SETTLE_S = 20.0
 
@@ -57,23 +57,30 @@ class ReductionTimes:
 
 
 class Work:
-    """Handle of the parts of one ThreadPipeline.submit(), similar to the Work of torch.distributed."""
+    """Handle of an operation that threads of a ThreadPipeline run, similar to torch.distributed's Work.
 
-    def __init__(self, parts: int):
-        """Make the handle of `parts` submitted parts."""
-        self._parts_left = parts
-        self._future: torch.futures.Future = torch.futures.Future()
-        #: First error of a step, after which no step touches the parts.
+    The operation works on the chunks of a tensor, which were passed to ThreadPipeline.submit().
+    """
+
+    def __init__(self, chunk_count: int):
+        """Make the handle of an operation on `chunk_count` chunks of a tensor."""
+        self._chunks_left = chunk_count
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        #: First error of a step, after which no step touches the chunks.
         self.error: Exception | None = None
-        #: Set when all parts have left the threads, successful or not.
+        #: Set when all chunks have left the threads, successful or not.
         self.left_threads = threading.Event()
         await_at_exit(self.left_threads, SETTLE_S)
 
     def wait(self) -> None:
-        """Wait until all parts have passed all steps; raise the error of a step that failed."""
+        """Wait until the operation has ended: each chunk of the tensor has passed through each step.
+
+        Raises:
+            Exception: The error of the first step that failed.
+        """
         self._future.wait()
 
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that completes, with None, or fails as wait() does."""
         return self._future
 
@@ -83,28 +90,36 @@ class Work:
             self.error = error
             self._future.set_exception(error)
 
-    def finish_part(self) -> None:
-        """Count a part that has left the last step."""
-        self._parts_left -= 1
-        if self._parts_left == 0:
+    def finish_chunk(self) -> None:
+        """Record that a chunk of the tensor has left the last step; after the last chunk, let wait() return.
+
+        The thread of the last step calls this method for each chunk.
+        """
+        self._chunks_left -= 1
+        if self._chunks_left == 0:
             if self.error is None:
                 self._future.set_result(None)
             self.left_threads.set()
 
 
+#: Chunks that wait for a step, each with the handle of its operation; None is the end mark.
+_Inbox = queue.SimpleQueue["tuple[Work, Any] | None"]
+
+
 class ThreadPipeline:
-    """Threads that run a sequence of steps, one thread for each step."""
+    """Threads that run a sequence of steps on each chunk of a tensor, one thread for each step."""
 
     def __init__(self, name: str, *steps: Callable[[Any], None]):
-        """Start the threads.
+        """Start a thread for each step.
 
         Args:
-            name: Part of the threads' names.
-            steps: Functions of one part, in the order of execution. Each gets a thread.
+            name: The threads are named "holmes NAME 1", "holmes NAME 2" and so on.
+            steps: Functions in the order of execution. Each is called with one chunk after the other, as
+                they were passed to submit().
         """
-        # A thread takes parts from its inbox and puts them into its outbox, the inbox of the next thread.
-        self._inboxes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in steps]
-        outboxes: list[queue.SimpleQueue | None] = [*self._inboxes[1:], None]
+        # A thread takes chunks from its inbox and puts them into its outbox, the inbox of the next thread.
+        self._inboxes: list[_Inbox] = [queue.SimpleQueue() for _ in steps]
+        outboxes: list[_Inbox | None] = [*self._inboxes[1:], None]
         self._threads = []
         for number, step in enumerate(steps):
             thread = threading.Thread(
@@ -117,47 +132,45 @@ class ThreadPipeline:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, parts: Sequence[Any]) -> Work:
-        """Send all parts through the steps, in their order, and return a handle to wait for them."""
-        work = Work(len(parts))
-        for part in parts:
-            self._inboxes[0].put((work, part))
+    def submit(self, chunks: Sequence[Any]) -> Work:
+        """Send all chunks of a tensor through the steps, in their order, and return a handle to wait for."""
+        work = Work(len(chunks))
+        for chunk in chunks:
+            self._inboxes[0].put((work, chunk))
         return work
 
     def close(self) -> None:
-        """Finish the submitted parts and end the threads."""
+        """Finish the submitted chunks and end the threads."""
         self._inboxes[0].put(None)
         for thread in self._threads:
             thread.join()
 
 
-def _serve(
-    step: Callable[[Any], None], inbox: queue.SimpleQueue, outbox: queue.SimpleQueue | None
-) -> None:
-    """Run one step on every part in the inbox, until the end mark None. This is the function of a thread.
+def _serve(step: Callable[[Any], None], inbox: _Inbox, outbox: _Inbox | None) -> None:
+    """Run one step on every chunk in the inbox, until the end mark None. This is the function of a thread.
 
-    After an error of the step, all later parts are passed on without running it: other ranks may have missed
+    After an error of the step, all later chunks are passed on without running it: other ranks may have missed
     messages, so nothing after the error is reliable.
 
     Args:
-        step: Function of a part.
-        inbox: Tuples of a Work and one of its parts. The Work is the handle of the submitted parts.
+        step: Called with a chunk.
+        inbox: Pairs of a chunk's Work, the handle of the operation on all chunks of a tensor, and the chunk.
         outbox: Inbox of the next step's thread; None for the last step.
     """
     first_error: Exception | None = None
     while (task := inbox.get()) is not None:
-        work, part = task
+        work, chunk = task
         if first_error is not None:
             work.fail(first_error)
         elif work.error is None:  # no earlier step of this work has failed
             try:
-                step(part)
+                step(chunk)
             except Exception as error:  # noqa: BLE001 - raised by Work.wait()
                 first_error = error
                 work.fail(error)
         if outbox is not None:
             outbox.put(task)
         else:
-            work.finish_part()
+            work.finish_chunk()
     if outbox is not None:
         outbox.put(None)  # ends the thread of the next step

@@ -1,8 +1,9 @@
 """Hierarchical sum of the gradient of a weight that two pipeline stages share (tied embeddings).
 
-Engines let each rank of the first stage sum the gradient with one rank of the last stage, which has the same
-data-parallel position. So each of the d data-parallel ranks of a stage sends the whole gradient to the other
-cluster. The wanted result is the average of these d sums. It is computed with fewer bytes:
+The first stage uses the weight as the embedding, and the last stage as the output layer. Engines let each
+rank of the first stage sum the gradient with one rank of the last stage, which has the same data-parallel
+position. So each of the d data-parallel ranks of a stage sends the whole gradient to the other cluster. The
+wanted result is the average of these d sums. It is computed with fewer bytes:
 
     1  divide the gradient by d
     2  inside each stage's cluster: reduce-scatter, so that rank k has the stage's sum of block k
@@ -11,9 +12,12 @@ cluster. The wanted result is the average of these d sums. It is computed with f
 
 hierarchical.py and hierarchical_nccl.py do steps 2 to 4. All ranks then have the final average.
 
-The engine still averages the gradient over the data-parallel group, before or after this sum. After it, the
-average changes nothing, because all d ranks have the same values. Before it, the d ranks also have the same
-values, of which step 1 takes 1/d each, so their sum is right.
+The engine also averages the gradient over the d data-parallel ranks of each stage. The result is right in
+both orders:
+
+    this sum first            all d ranks have the same result, which an average over them does not change
+    the engine's average first    the d ranks have the same values; step 1 takes 1/d of each, so their sum is
+                              the average
 """
 
 from __future__ import annotations
@@ -37,18 +41,22 @@ _STAGES_WITH_WEIGHT = 2
 
 
 class TiedSum:
-    """Sum of a shared weight's gradient over all ranks of both stages."""
+    """Sum of the gradient of a weight that the first and the last pipeline stage share (tied embeddings).
+
+    The gradient is summed over all ranks that hold a copy of the weight: the data-parallel ranks of both
+    stages.
+    """
 
     def __init__(self, ranks: tuple[int, ...], reduction: Reduction, least_bytes: int):
-        """Make the sum.
+        """Prepare sums of the gradient of a weight that the first and the last pipeline stage share.
 
         Args:
-            ranks: Global ranks of the first and the last stage that hold the weight.
+            ranks: Global ranks that hold a copy of the weight: as many of the first stage as of the last.
             reduction: Sums tensors over these ranks.
-            least_bytes: Least size of a gradient, in bytes, for the hierarchical sum.
+            least_bytes: Smaller gradients are left to the engine's own sum.
         """
         self.ranks = ranks
-        #: Number of data-parallel ranks of one stage that hold the weight.
+        #: Data-parallel ranks of one stage: each of the two stages has half of the ranks.
         self.ranks_per_stage = len(ranks) // _STAGES_WITH_WEIGHT
         self.reduction = reduction
         self.least_bytes = least_bytes
@@ -59,7 +67,13 @@ class TiedSum:
         return gradient.is_contiguous() and size >= self.least_bytes
 
     def __call__(self, gradient: Any, divisor: int) -> None:
-        """Divide a gradient by `divisor`, and replace it by the sum over all ranks of both stages."""
+        """Divide this rank's gradient of the shared weight, and replace it by the sum over all its holders.
+
+        Args:
+            gradient: Gradient of the weight's copy on this rank, contiguous.
+            divisor: Number of data-parallel ranks of a stage, so that the sum over the ranks of the first and
+                the last stage is the average of the data-parallel ranks' sums. 1 for the plain sum.
+        """
         divided = gradient.view(-1).div_(divisor)
         self.reduction.all_reduce(divided).wait()
 

@@ -1,4 +1,8 @@
-"""Splits the backward pass of linear layers: gradients of weights are computed later, when the plan says so.
+"""Splits the backward pass of linear layers: the gradients of weights are computed later than the others.
+
+Another pipeline stage waits for the gradient of a stage's input, but none waits for gradients of weights.
+So a stage sends the former early, and computes the latter when it would idle otherwise. The plan lists when
+(zero-bubble schedules).
 
     1  forward    Inside of(micro_batch), each linear layer keeps its weight out of autograd's graph.
     2  backward   autograd computes all other gradients, including those of inputs. Each such layer keeps its
@@ -22,11 +26,11 @@ from typing import Any, NamedTuple
 
 
 class _KeptLayer(NamedTuple):
-    """Tensors that the weight gradient of a linear layer is computed from."""
+    """Tensors of a linear layer from which the gradient of its weight is computed later."""
 
-    weight: Any
-    layer_input: Any
-    output_gradient: Any
+    weight: Any  # the parameter
+    layer_input: Any  # of the forward pass
+    output_gradient: Any  # from the backward pass
 
 
 class WeightGradients:
@@ -40,18 +44,24 @@ class WeightGradients:
     def of(self, micro_batch: int) -> Iterator[None]:
         """Postpone the weight gradients of linear layers whose forward pass runs inside the `with` block.
 
+        Their backward pass computes all other gradients, and keeps the tensors that make() needs.
+
         Args:
-            micro_batch: Number under which make() computes these gradients.
+            micro_batch: Number of the micro-batch in the forward pass.
         """
         mode = _split_linear_mode()
         with mode(self._kept[micro_batch]):
             yield
 
     def make(self, micro_batch: int) -> None:
-        """Compute and accumulate the weight gradients of a micro-batch, whose backward pass has ended.
+        """Compute the postponed weight gradients of a micro-batch, and add them to the .grad of the weights.
+
+        The micro-batch's backward pass has computed all other gradients. Of each linear layer it has kept the
+        input x and the gradient g of the output. The gradient of the weight is the product of g, transposed,
+        and x.
 
         Args:
-            micro_batch: Number that was given to of().
+            micro_batch: Number of the micro-batch, as the `with` block of its forward pass got it.
         """
         import torch
 
@@ -116,7 +126,10 @@ def _split_linear_function() -> Any:
 
 @cache
 def _split_linear_mode() -> Any:
-    """Return the torch-function mode that replaces functional.linear by SplitLinear.
+    """Return a torch-function mode in which linear layers postpone the gradients of their weights.
+
+    It replaces functional.linear by SplitLinear. The backward pass of SplitLinear computes no gradient of the
+    weight, but keeps the tensors from which WeightGradients.make() computes it later.
 
     The class is defined inside a function, so that importing this module does not import torch.
     """
@@ -127,7 +140,10 @@ def _split_linear_mode() -> Any:
     split_linear = _split_linear_function()
 
     class SplitLinearMode(TorchFunctionMode):
-        """Mode in which linear layers append themselves to `kept` in their backward pass."""
+        """Mode in which the backward pass of linear layers leaves out the gradients of their weights.
+
+        Each layer appends the tensors from which this gradient is computed later to the list `kept`.
+        """
 
         def __init__(self, kept: list[_KeptLayer]):
             super().__init__()
@@ -136,7 +152,11 @@ def _split_linear_mode() -> Any:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            """Call SplitLinear for a linear layer whose weight is trained; call all other functions as is."""
+            """Call SplitLinear for a linear layer whose weight is trained; call all other functions as is.
+
+            SplitLinear has the result of functional.linear. Its backward pass computes no gradient of the
+            weight, but appends the tensors for it to self.kept.
+            """
             keywords = kwargs or {}
             if func is not functional.linear or not torch.is_grad_enabled():
                 return func(*args, **keywords)
@@ -148,6 +168,8 @@ def _split_linear_mode() -> Any:
             if not is_trained or torch.is_autocast_enabled(layer_input.device.type):
                 return func(*args, **keywords)
             bias = arguments.get("bias")
+            # autograd gets the weight without its graph, so that it computes no gradient of it. The tuple
+            # passes on the parameter itself: autograd ignores tensors inside of containers.
             return split_linear.apply(layer_input, weight.detach(), bias, (weight,), self.kept)
 
     return SplitLinearMode

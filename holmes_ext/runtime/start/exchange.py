@@ -86,7 +86,7 @@ _EXTRA_WAIT_S = 15.0
 class Verdict:
     """Decision of rank 0, e.g. the plan, that every rank of the job follows."""
 
-    round: str  # prefix of the store's keys of this start, such as "holmes/1"
+    key_prefix: str  # of the keys of this start of the job in the store, such as "holmes/1"
     packed: bytes  # the document, as compressed JSON
 
     def content(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Verdict:
 class _StoredVerdict(NamedTuple):
     """Decision of rank 0 as the job's store contains it."""
 
-    round: str  # prefix of the keys of its start
+    key_prefix: str  # of the start of the job whose decision it is
     value: bytes  # _GOOD and a compressed document, or _BAD and an error message
 
 
@@ -149,7 +149,7 @@ def exchange(
     except HolmesError as error:
         leader.send_to_all(_BAD + str(error).encode())
         raise
-    leader.send_to_all(_GOOD + verdict.round.encode(), document=verdict.packed)
+    leader.send_to_all(_GOOD + verdict.key_prefix.encode(), document=verdict.packed)
     return verdict
 
 
@@ -261,7 +261,7 @@ def report_to_leader(socket_name: str, report: bytes, patience_s: float) -> sock
 class LeaderMessage(NamedTuple):
     """Message of a node's leader to another rank of the node."""
 
-    text: bytes  # _GOOD and the round's prefix, or _BAD and an error message; empty: none came
+    text: bytes  # _GOOD and the prefix of the start's keys, or _BAD and an error; empty: none came
     document: bytes = b""  # the verdict's document
 
 
@@ -310,7 +310,9 @@ def _verdict_from_leader(
         )
     if message.text.startswith(_BAD):
         raise RemoteError(message.text.removeprefix(_BAD).decode())
-    return Verdict(round=message.text.removeprefix(_GOOD).decode(), packed=message.document)
+    # Otherwise the text is _GOOD and the prefix of this start's keys; the plan comes as a document beside it.
+    key_prefix = message.text.removeprefix(_GOOD).decode()
+    return Verdict(key_prefix=key_prefix, packed=message.document)
 
 
 # Between nodes: through the job's store
@@ -319,18 +321,18 @@ def _verdict_from_leader(
 def _exchange_through_store(
     store: Any, process: Process, reports: list[bytes], decide: Decide, deadline: Deadline
 ) -> Verdict:
-    """Send reports through the job's store, and return the verdict of rank 0.
+    """Send reports of this node's ranks through the job's store, and return rank 0's decision, the verdict.
 
     Args:
         store: The job's key-value store.
         process: This rank.
-        reports: This rank's report, and those of the node's other ranks for which it reports.
-        decide: Makes the verdict's document, on rank 0.
+        reports: This rank's report first, then those of other ranks of the node, for which this one reports.
+        decide: Makes the decision, a JSON document such as the plan, from all reports. Only rank 0 calls it.
         deadline: Ends all waiting.
 
     Raises:
-        HolmesError: See exchange().
-        RemoteError: See exchange().
+        HolmesError: Rank 0 found missing or contradictory reports; another rank got no verdict in time.
+        RemoteError: On other ranks: rank 0 has decided that the job ends.
     """
     stored: _StoredVerdict | None = None
     try:
@@ -348,7 +350,7 @@ def _exchange_through_store(
         )
     if stored.value.startswith(_BAD):  # an error; otherwise _GOOD and a compressed document
         raise RemoteError(stored.value.removeprefix(_BAD).decode())
-    return Verdict(stored.round, stored.value.removeprefix(_GOOD))
+    return Verdict(stored.key_prefix, stored.value.removeprefix(_GOOD))
 
 
 def _decide_verdict(
@@ -359,7 +361,7 @@ def _decide_verdict(
     Each start of the job in the same store has a number, a round. This function begins the next round.
 
     Raises:
-        HolmesError: See exchange(). The error is also stored as the verdict.
+        HolmesError: Reports are missing or contradictory, or `decide` failed. It is also the verdict.
     """
     round_number = store.add(_ROUND_KEY, 1)
     prefix = f"holmes/{round_number}"
@@ -385,14 +387,12 @@ def _await_verdict(
 ) -> _StoredVerdict | None:
     """Store this rank's report for rank 0, and return rank 0's decision. All other ranks call this function.
 
-    torchrun's agents keep the store when they start the job again, so it has a round for each start. Rank 0
-    decides after it has the reports of all ranks. A round with a decision that this rank has not reported
-    for is one of an earlier start: then this rank waits for the next round.
+    The store is kept when torchrun starts the job again, and has a round of keys for each start. A decision
+    without this rank's report is of the start before: then this rank waits for the next round.
 
     Returns:
         The decision; None if there is none before the deadline.
     """
-    packed = _pack(reports)
     while True:
         left_s = deadline.left
         if left_s == 0:
@@ -402,16 +402,15 @@ def _await_verdict(
             return None
         prefix = f"holmes/{int(round_number)}"
         verdict_key = f"{prefix}/verdict"
-        if store.check([verdict_key]):  # a decision without this rank's report
+        if store.check([verdict_key]):  # a decision before this rank has reported
             patience_s = min(left_s, _LEFTOVER_SECONDS)
-            if not wait_for_value(store, f"{prefix}/over", patience_s):  # no next round has begun
-                leftover = store.get(verdict_key)
-                # An error may be of this start, whose rank 0 gave up waiting for this rank's report. A plan
-                # needs all reports, so it is of an earlier start: this rank goes on waiting.
-                if leftover.startswith(_BAD):
-                    return _StoredVerdict(prefix, leftover)
-            continue
-        append_entry(store, f"{prefix}/reports", packed, len(reports), process.world_size)
+            if wait_for_value(store, f"{prefix}/over", patience_s):  # the next round has begun
+                continue
+            value = store.get(verdict_key)
+            if value.startswith(_BAD):  # of this start: rank 0 has given up waiting for this rank
+                return _StoredVerdict(prefix, value)
+            continue  # a plan of the start before, since a plan needs this rank's report: go on waiting
+        append_entry(store, f"{prefix}/reports", _pack(reports), len(reports), process.world_size)
         value = wait_for_value(store, verdict_key, left_s)
         if not value:
             return None

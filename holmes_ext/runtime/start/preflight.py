@@ -201,9 +201,10 @@ def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
 
 
 def tested_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """Yield the kind and the ranks of every planned group.
+    """Yield the kind, such as "data", and the ranks of each group whose connections the preflight tests.
 
-    Without parallel sizes the plan knows no groups but that of all ranks. Each cluster then counts, too.
+    These are all planned groups. Without parallel sizes the only planned group is that of all ranks. Then the
+    ranks of each cluster are yielded as a group, too.
     """
     if plan.sizes is None:
         for ranks in plan.by_cluster(range(plan.world_size)).values():

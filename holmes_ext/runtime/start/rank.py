@@ -89,7 +89,7 @@ def start(
 
     silent_store = _silent_store_message(process, report)
     if process.world_size == 1:
-        round_prefix = "holmes/1"
+        key_prefix = "holmes/1"
         node_report = NodeReport.from_dict(report["nics_of_node"], 1)
         verdict = make_verdict([report], [node_report])
     else:
@@ -107,7 +107,7 @@ def start(
             make_verdict,
             options.timeout_s,
         )
-        round_prefix = agreement.round
+        key_prefix = agreement.key_prefix
         verdict = agreement.content()
 
     lines = [*restart_lines, *verdict["lines"]]
@@ -121,7 +121,7 @@ def start(
             silent_store,
             preflight.run,
             store,
-            round_prefix,
+            key_prefix,
             process,
             node,
             site,
@@ -140,7 +140,7 @@ def start(
         site,
         plan,
         rank,
-        round=round_prefix,
+        key_prefix=key_prefix,
         store=store,
         model=request.model,
         engine=request.engine,
@@ -286,6 +286,9 @@ def _absent_nodes(spec: SiteSpec | None, site: Site) -> list[str]:
 def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
     """Return a line for every fast NIC that is slower than declared, faulty or down.
 
+    "Declared" is the rate in cluster.toml, the user's description of the cluster. The plan uses that rate
+    even if the NIC reports a lower one.
+
     Args:
         reports: NICs of each node, as the node sees them.
         site: Nodes and ports of the job, with faults that were found.
@@ -305,6 +308,7 @@ def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
     is_derived_from_nics = site.source == Site.source  # the default: there is no cluster.toml
     if is_derived_from_nics:
         for report in reports:
+            # skipped: why holmes does not use a NIC at all, such as a virtual one; "" if it does.
             fast_nics = [nic for nic in report.nics if nic.kind != "ethernet" and not nic.skipped]
             if fast_nics and not any(nic.up for nic in fast_nics):
                 first = fast_nics[0]

@@ -7,8 +7,9 @@ The host stays where the launcher put it, even if holmes renumbers the ranks: to
 the same server (torch.distributed.rendezvous._create_c10d_store; patches/torch/groups.py makes the right
 process the host).
 
-torchrun's agents keep the store when they start the job again (--holmes-restart auto). So a job leaves the
-layers of each pipeline stage there for its next start.
+torchrun's agents keep the store when they start the job again. With --holmes-restart auto, a job whose
+pipeline stages would be faster with other numbers of layers ends after a checkpoint and is started again. It
+leaves the new numbers of layers in the store (leave_layers), and its next start uses them (left_layers).
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ _RESTART_KEY = "holmes/restart"
 
 
 def leave_layers(store: Any, layers: str, sizes: Sizes) -> None:
-    """Keep the layers of each stage for the next start of a job.
+    """Store the number of layers of each pipeline stage, for the next start of the job by torchrun.
 
     Args:
         store: The job's store.
@@ -227,7 +228,14 @@ def leave_layers(store: Any, layers: str, sizes: Sizes) -> None:
 
 
 def left_layers(store: Any) -> tuple[str, Sizes | None]:
-    """Return the layers and sizes that the previous start of the job has left; ("", None) if it left none."""
+    """Return how many layers each pipeline stage gets, if the job was restarted for that.
+
+    With --holmes-restart auto, a job ends to be started again with other numbers of layers. Before, it calls
+    leave_layers().
+
+    Returns:
+        The layers of each stage, such as "5,3", and the parallel sizes; ("", None) if none were left.
+    """
     if not store.check([_RESTART_KEY]):
         return "", None
     left = json.loads(store.get(_RESTART_KEY))

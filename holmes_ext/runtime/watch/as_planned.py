@@ -83,10 +83,10 @@ def _is_first_to_report(current: Session, text: str) -> bool:
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     this_rank = str(current.rank)
     try:
-        # Writes this rank only if the key has no value yet, and returns the key's value afterwards. `round`
-        # differs for each start of the job, so an earlier start does not count.
+        # Writes this rank only if the key has no value yet, and returns the key's value afterwards.
+        # key_prefix differs for each start of the job, so an earlier start does not count.
         first_rank = current.store.compare_set(
-            f"{current.round}/difference/{digest}", "", this_rank
+            f"{current.key_prefix}/difference/{digest}", "", this_rank
         )
         return first_rank.decode() == this_rank
     except RuntimeError:  # the store failed, with a torch.distributed.DistError
@@ -171,11 +171,13 @@ def _reduction_difference(reduction: DoneReduction) -> str:
 
 
 def _missing_reduction(current: Session) -> str:
-    """Return a sentence if the framework reduced this rank's gradients although holmes planned to do so.
+    """Return a sentence if the framework reduced gradients although holmes planned to do so; else "".
 
-    holmes plans to do so if the gradients cross clusters (hierarchical all-reduce), or if their reduction
-    shall overlap the backward pass, and holmes has a patch of the framework for it. It records each reduction
-    that it makes. "" is returned if there is a record for this rank's pipeline stage, or none is expected.
+    holmes reduces gradients itself in two cases, if it has a patch of the framework for the case:
+        - They cross clusters: by a hierarchical all-reduce.
+        - The plan wants their reduction to overlap the backward pass.
+    Each reduction that holmes makes is recorded in `current.reductions`. The sentence says that there is no
+    record for this rank's pipeline stage.
     """
     plan = current.plan
     sizes = plan.sizes
@@ -184,7 +186,8 @@ def _missing_reduction(current: Session) -> str:
         return ""  # not enough is known of the job to say what was planned
     stage = sizes.stage(current.rank)
     backend = current.groups[0].backend  # e.g. "gloo"
-    # The planned reduction of this stage. A backend that chooses its networks itself is planned like sockets.
+    # The plan has decisions for verbs (NCCL) and for sockets (gloo). For backends that choose their networks
+    # themselves, such as MPI, those for sockets hold.
     planned = plan.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
     # engine.features: names of holmes's patches for this framework. Without them, the framework reduces.
     is_overlap_expected = planned.overlap and bool(engine.features.get("overlap"))
@@ -192,8 +195,8 @@ def _missing_reduction(current: Session) -> str:
     is_hierarchical_expected = spans_clusters and bool(engine.features.get("hierarchical"))
     if not is_overlap_expected and not is_hierarchical_expected:
         return ""  # the plan leaves the reduction to the framework
-    if current.keeps_own_reduction:
-        return ""  # ZeRO 3: hierarchical.py has printed that DeepSpeed reduces by itself
+    if current.keeps_own_reduction:  # ZeRO 3
+        return ""  # the user has been told already that DeepSpeed reduces by itself
     is_recorded = any(plan.stage_of(ranks) == stage for ranks in current.reductions)
     # The data- and context-parallel ranks, over which this rank's gradients are reduced.
     group = {other for axis in ("dp", "cp") for other in sizes.group(current.rank, axis)}
@@ -201,10 +204,8 @@ def _missing_reduction(current: Session) -> str:
     has_network = current.fabric_of(group, backend) is not None
     if is_recorded or not has_network:
         return ""
-    if is_hierarchical_expected:
-        how = _HOW_SUMMED[True]  # "hierarchically"
-    else:
-        how = _WHEN_SUMMED[True]  # "under the last backward pass"
+    # In words: "hierarchically" or "under the last backward pass".
+    how = _HOW_SUMMED[True] if is_hierarchical_expected else _WHEN_SUMMED[True]
     return f"gradients of stage {stage} are summed by {engine.name} itself, planned {how}"
 
 

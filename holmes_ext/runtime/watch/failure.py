@@ -100,19 +100,21 @@ def describe_failure(
         f"the reduction of {gradients} failed over {where} in the group of ranks {some_of(ranks)}"
         f"{lost_node}: {_first_text_line(error)}"
     )
-    # _with_cause() returns this failure, or the bad input that another rank has reported before.
-    # Such a message begins with INPUT ("holmes: "). It is removed: the caller's exception is printed with it.
-    return _with_cause(reporter, failure).removeprefix(INPUT)
+    # If another rank has reported bad input before, its message is returned, which begins with INPUT
+    # ("holmes: "). The prefix is removed: the caller's exception is printed with it.
+    return _with_first_failure(reporter, failure).removeprefix(INPUT)
 
 
 def explain(error: BaseException) -> str | None:
-    """Return a one-line message about an error with which a framework ends this rank.
+    """Return a one-line message to print instead of the traceback of an error that ends this rank.
+
+    Whatever the error, its text is put into the job's store, unless another rank was first. Other ranks only
+    see their connections to this rank close, and then print that text as the cause.
 
     Returns:
-        The message if communication or a full disk caused the error. It begins with INPUT ("holmes: ") if
-        another rank has ended before because of bad input. None for any other error, whose traceback Python
-        prints. Its text is put into the job's store: other ranks only see this rank end, and can then print
-        the cause.
+        The message, if communication failed or the disk is full. If another rank has ended before because of
+        bad input of the user, this is its message, with the prefix INPUT ("holmes: "). None for any other
+        error: its traceback is printed.
     """
     import torch.distributed as dist
 
@@ -124,8 +126,7 @@ def explain(error: BaseException) -> str | None:
     if is_of_communication or isinstance(error, dist.DistError):
         return broken("communication", text)
     mine = f"{me(current)}: {type(error).__name__}: {_first_text_line(text)}"
-    # Puts `mine` into the job's store if no rank has reported a failure yet.
-    _first_message(mine)
+    _store_first_message(mine)  # for the other ranks; what was stored before does not matter here
     # ENOSPC: no space is left. EDQUOT: the user's quota is used up.
     is_disk_full = (
         isinstance(error, OSError)
@@ -138,8 +139,9 @@ def explain(error: BaseException) -> str | None:
 def broken(operation: str, error: str) -> str:
     """Return a one-line message that `operation` failed, with this rank, the lost node and the error.
 
-    If another rank has ended before because of bad input, the message of that rank is returned instead. It
-    begins with INPUT.
+    The message ends with the first failure that any rank of the job has reported, if that is another one. If
+    a rank has ended before because of bad input of the user (a wrong flag or file), only that rank's message
+    is returned: it is the cause. It begins with INPUT ("holmes: "), by which the caller recognizes it.
 
     Args:
         operation: The failed operation in words, e.g. "communication".
@@ -149,7 +151,8 @@ def broken(operation: str, error: str) -> str:
     assert current is not None
     # It is "" if the error contains no address of a node.
     lost_node = _lost_node(error, range(current.plan.world_size))
-    return _with_cause(me(current), f"{operation} failed{lost_node}: {_first_text_line(error)}")
+    failure = f"{operation} failed{lost_node}: {_first_text_line(error)}"
+    return _with_first_failure(me(current), failure)
 
 
 def describe_nccl_failure() -> str | None:
@@ -173,9 +176,9 @@ def describe_nccl_failure() -> str | None:
     else:
         cause = f"{one_of}node {nodes} (rank {some_of(others)}) is lost"
     text = f"communication failed; {cause}: NCCL's {error} in the group of ranks {some_of(ranks)}"
-    # _with_cause() returns `text`, or the message of a rank that has ended before because of bad input.
-    # Such a message begins with INPUT ("holmes: "). The caller adds this prefix, so it is removed here.
-    return _with_cause(me(current), text).removeprefix(INPUT)
+    # If another rank has reported bad input before, its message is returned, which begins with INPUT
+    # ("holmes: "). The caller adds this prefix, so it is removed here.
+    return _with_first_failure(me(current), text).removeprefix(INPUT)
 
 
 def me(current: session.Session) -> str:
@@ -183,11 +186,11 @@ def me(current: session.Session) -> str:
     return f"rank {current.rank} on node {current.node.name}"
 
 
-def _with_cause(reporter: str, failure: str) -> str:
-    """Return a message about a failure, with its cause if another rank has reported the cause before.
+def _with_first_failure(reporter: str, failure: str) -> str:
+    """Return a message about a failure on this rank, with the job's first failure, its probable cause.
 
-    If another rank has ended because of bad input, its message is returned instead. The first message
-    that a rank of the job has put into the store is taken to be the cause of all later failures.
+    The first rank of the job that fails puts its message into the store. If it ended because of bad input
+    of the user (its message begins with INPUT), only that message is returned.
 
     Args:
         reporter: This rank and its node, in words.
@@ -195,7 +198,7 @@ def _with_cause(reporter: str, failure: str) -> str:
     """
     mine = f"{reporter}: {failure}{_describe_suspects()}"  # with the state of NICs
     # The message of the first rank that saw a failure; `mine` if that is this rank.
-    first = _first_message(mine)
+    first = _store_first_message(mine)
     if first.startswith(INPUT):  # bad input of another rank
         return f"{first} ({reporter} ends with it)"
     return _both(mine, first)
@@ -203,12 +206,12 @@ def _with_cause(reporter: str, failure: str) -> str:
 
 def note(mine: str) -> None:
     """Put a message about bad input, with which this rank ends, into the job's store for the other ranks."""
-    _first_message(INPUT + mine)
+    _store_first_message(INPUT + mine)
 
 
 def with_first(mine: str) -> str:
     """Return the message `mine`, with the message of the first rank that saw a failure, if it differs."""
-    return _both(mine, _first_message(mine))
+    return _both(mine, _store_first_message(mine))
 
 
 def _both(mine: str, first: str) -> str:
@@ -273,7 +276,7 @@ def _first_text_line(error: str) -> str:
     return line.partition(". This is typically caused")[0]  # gloo's advice
 
 
-def _first_message(mine: str) -> str:
+def _store_first_message(mine: str) -> str:
     """Return the message of the first rank of the job that saw a failure.
 
     If this rank is the first, or the job's store does not answer, `mine` is returned.
@@ -287,7 +290,7 @@ def _first_message(mine: str) -> str:
         """Put `mine` into the store if there is no message yet, and return the store's message."""
         current = session.active()
         store = dist.distributed_c10d._get_default_store()
-        key = f"{current.round if current else 'holmes'}/{_KEY}"  # `round` differs for each start of the job
+        key = f"{current.key_prefix if current else 'holmes'}/{_KEY}"  # differs for each start
         return store.compare_set(key, "", mine).decode()
 
     try:

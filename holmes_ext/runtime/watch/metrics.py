@@ -5,9 +5,10 @@
     FILE.prom   the same text in a file, for the textfile collector of node_exporter. The file is replaced as
                 a whole, at most once a second, and when the job ends.
 
-Most values come from the documents that telemetry_file.py makes of training steps and rounds. The state of a
-NIC is read when Prometheus asks for it. Counters begin at the start of the job. The package prometheus_client
-is optional: pip install 'holmes_ext[metrics]'.
+Most values come from the documents that telemetry_file.py makes of training steps and of outer rounds, in
+which jobs that are joined by --holmes-join exchange pseudo-gradients. The state of a NIC is read when
+Prometheus asks for it. Counters begin at the start of the job. The package prometheus_client is optional:
+pip install 'holmes_ext[metrics]'.
 """
 
 from __future__ import annotations
@@ -153,16 +154,18 @@ class Collector:
         self._add("steps", 1)
         self._add("step_seconds", seconds)
         self._add("tokens", document["tokens"])
-        # _add(counter, increase, *labels). `where` is "inside" or "across" clusters.
-        for kind, fabric, where, operations, _, sent, busy, exposed in document["groups"]:
+        # A row has sums over the operations of one kind of process group, such as "data", on one network.
+        # `where` is "inside" or "across" clusters. There is no metric for the bytes of their tensors.
+        for kind, fabric, where, operations, _payload, sent, busy, exposed in document["groups"]:
             labels = (kind, where, fabric)
             self._add("operations", operations, *labels)
             self._add("sent_bytes", sent, *labels)
             self._add("under_way_seconds", busy, *labels)
             self._add("exposed_seconds", exposed, *labels)
-        for source, target, sent, exposed in document.get("between", ()):
-            self._add("between_sent_bytes", sent, source, target)
-            self._add("between_exposed_seconds", exposed, source, target)
+        # A row for each pair of clusters; no rows if no operation crossed clusters.
+        for from_cluster, to_cluster, sent, exposed in document.get("between", ()):
+            self._add("between_sent_bytes", sent, from_cluster, to_cluster)
+            self._add("between_exposed_seconds", exposed, from_cluster, to_cluster)
         reduction = document.get("reduction") or {}
         if reduction.get("exposed"):
             self._add("reducer_exposed_seconds", reduction["exposed"])
@@ -196,13 +199,15 @@ class Collector:
 def _current_samples(current: session.Session) -> Iterator[Sample]:
     """Yield the values that do not come from training steps: the job, its NICs and their rates.
 
-    A Sample is the name of a metric, the values of its labels (FAMILIES has their names), and the value.
+    A Sample is the name of a metric, the values of its labels, and the value. The table FAMILIES has the
+    names of each metric's labels. Error counters are those of the kernel, bytes those of the interface.
     """
     job_labels = (str(current.rank), str(current.process.world_size), __version__)
     yield Sample("holmes_job_info", job_labels, 1)
     ports = nics.in_use(current)
     for port in ports:
-        is_up = not nics.trouble(port)
+        problem = nics.trouble(port)  # in words, such as that it has no link; "" if it works
+        is_up = not problem
         yield Sample("holmes_nic_up", (port.name, port.fabric), float(is_up))
     for name, counters in nics.counters(ports).items():
         for counter, value in counters.items():
@@ -213,7 +218,9 @@ def _current_samples(current: session.Session) -> Iterator[Sample]:
             yield Sample("holmes_nic_bytes_total", (interface,), count)
     rates = {fabric.name: fabric.rate_bps for fabric in current.site.fabrics}
     for port in ports:
-        rate_bps = rates[port.fabric] * lab_scale(os.environ)  # 1 outside of the lab
+        # The lab (holmes_lab) emulates networks on one machine. They carry this multiple of their stated
+        # rates; 1 on real networks.
+        rate_bps = rates[port.fabric] * lab_scale(os.environ)
         yield Sample("holmes_fabric_bits_per_second", (port.fabric,), rate_bps)
 
 

@@ -207,8 +207,9 @@ class _Target(NamedTuple):
 def unreachable(current: Session) -> list[str]:
     """Return a clause for each neighbour that does not answer over the fabrics of its groups or Ethernet.
 
-    Neighbours are the previous and the next rank in each process group of this rank. All are tried at the
-    same time, which takes about PROBE_S seconds.
+    Neighbours are the nodes of the previous and the next rank in each process group of this rank. A TCP
+    connection is tried from this node's NIC of the fabric to the neighbour's. The neighbour answers if its
+    kernel accepts or refuses the connection. All are tried at the same time, for about PROBE_S seconds.
     """
     port_of = _neighbour_ports(current)  # (node, fabric) -> the node's port on the fabric
     if not port_of:
@@ -234,6 +235,7 @@ def unreachable(current: Session) -> list[str]:
             consequence = f"but does over {answering_text}"
         else:
             consequence = "over no NIC: the node is lost"
+        # To keep the clause short, only the first of this node's NICs is named.
         source = current.node.port(silent[0].fabric)
         clauses.append(
             f"node {node} does not answer on {silent_text} (from {source.name} {source.address}) within "

@@ -223,15 +223,19 @@ def _make_watchdog(
     host: int | None = plan.nodes.index(first_node) * plan.processes
     if process.agent_store:
         host = None  # torchrun's agent hosts the store
-    # In the lab, networks carry this multiple of their stated rates. It is 1 outside of the lab.
+    # The lab (holmes_lab) emulates a cluster's networks on one machine. They carry this multiple of their
+    # stated rates. It is 1 on real networks.
     scale = lab_scale(os.environ)
     return Watchdog(
         recorder,
         factor,
         floor_s,
         connect=lambda: connect(process, STORE_S),
-        prefix=f"{current.round}/watchdog",  # current.round differs for each start of the job
+        # Prefix of the keys by which the watchdogs of all ranks exchange their states. current.key_prefix
+        # differs for each start of the job.
+        prefix=f"{current.key_prefix}/watchdog",
         node_of=plan.node_of,
+        # For messages about slow networks: stated rates, and the bytes that each NIC has moved so far.
         rates={fabric.name: round(fabric.rate_bps * scale) for fabric in current.site.fabrics},
         carried=lambda: nics.bytes_carried(current.node),
         host=host,
@@ -262,7 +266,7 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take)
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # NCCL then measures each operation
     process = current.process
     directory = current.options.telemetry
-    prefix = f"{current.round}/telemetry"
+    prefix = f"{current.key_prefix}/telemetry"
     store = None
     run = time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
     try:

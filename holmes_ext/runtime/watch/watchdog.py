@@ -11,8 +11,7 @@
 
     4. One rank prints one line with the cause. The key PREFIX/said decides which rank does.
 
-A rank has not reached an operation if it has started fewer operations in the same process group. The
-counts come from telemetry's Recorder.
+A rank has not reached an operation if it has started fewer operations in the same process group.
 
 No rank waits for another one here: a rank that stores no new state within four checks is reported as not
 answering. If the store itself does not answer, the lowest waiting rank prints what it sees alone.
@@ -27,7 +26,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from holmes_ext.runtime.measure.telemetry import Op, Recorder
+from holmes_ext.runtime.measure.operations import Op
+from holmes_ext.runtime.measure.telemetry import Recorder
 from holmes_ext.runtime.start.store import ENDED_S
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of, tell_user
@@ -197,8 +197,11 @@ def _slow_network(
 ) -> str:
     """Return the message for an operation that all ranks have reached and that still takes long.
 
-    It lists the slowest NICs of the ranks that take part. `wait` is the operation, in which `rank` waits; the
-    other arguments are those of blame().
+    Args:
+        rank, wait: A rank that waits, and the operation; wait.awaited are the ranks that must take part.
+        ask: Returns the stored state of a rank, with its NICs' rates; None if it does not answer.
+        node_of: Returns the name of a rank's node.
+        rates: Fabric -> its stated rate in bits/s.
     """
     rates_seen = []  # (bits/s, the rank and its NIC in words)
     for member in dict.fromkeys((rank, *wait.awaited)):
@@ -213,7 +216,7 @@ def _slow_network(
             text = f"moves {format_rate(round(rate_bps))} over {interface}"
             rates_seen.append((rate_bps, f"rank {member} on {node_of(member)} {text}"))
     message = f"{wait}: all have arrived, the network is slow"
-    if rates_seen:
+    if rates_seen:  # the slowest NICs of the ranks that take part
         message += ": " + ", ".join(text for _, text in sorted(rates_seen)[:_MOST_NICS])
     if wait.fabric in rates:
         message += f" of {format_rate(rates[wait.fabric])}"
@@ -271,8 +274,7 @@ class Watchdog:
     def stop(self) -> None:
         """End the thread, and wait until it has ended.
 
-        A thread that returns from the store while the interpreter shuts down would abort the process (status
-        134).
+        A thread that returns from the store while the interpreter shuts down would abort the process.
         """
         self._ended.set()
         if threading.current_thread() is not self._thread:
@@ -327,13 +329,14 @@ class Watchdog:
         for group in groups:
             for (direction, peer), count in list(group.messages.items()):  # other threads add to it
                 messages[group.name, direction, peer] = count
-        # The host launches operations ahead of the GPU. Those that the GPU has not reached do not count.
+        # With NCCL, the host launches operations ahead of the GPU. `operations` has those that the GPU works
+        # on. Those that it has not reached are not started yet, so they are subtracted from the counts.
         for op in recorder.not_begun():
             if op.peer is None:
                 started[op.group.name] -= 1
             else:
                 messages[op.group.name, op.name, op.peer] -= 1
-        self._check_count += 1
+        self._check_count += 1  # other ranks see from its growth that this rank is alive
         return State(
             rank=recorder.rank,
             node=self.node_of(recorder.rank),
@@ -362,8 +365,8 @@ class Watchdog:
         transport = op.group.transport
         return Waiting(
             group=op.group.name,
-            kind=self.recorder.kind(op),
-            operation=op.name,
+            kind=self.recorder.kind(op),  # what its group is for, such as "data"
+            operation=op.name,  # such as "all_reduce"
             ranks=self.recorder.participants(op),
             number=op.number,  # by which ranks compare how far they have come in the group
             peer=op.peer,
@@ -402,10 +405,9 @@ class Watchdog:
 
     def _stored_state(self, rank: int) -> State | None:
         """Return the state that a rank has stored; None if there is none."""
-        key = self._key(rank)
-        if not self._store.check([key]):
+        if not self._store.check([self._key(rank)]):
             return None
-        return State.load(self._store.get(key).decode())
+        return State.load(self._store.get(self._key(rank)).decode())
 
     def _explain(self, state: State) -> None:
         """Print the cause of a late step, unless another rank does.
@@ -426,7 +428,7 @@ class Watchdog:
         if self._store.compare_set(said_key, previous_claim, claim).decode() != claim:
             return
 
-        first_counts = self._stored_check_counts()
+        first_counts = self._stored_check_counts()  # a rank is alive if its count grows meanwhile
         median_s = self.recorder.median_s()
         for _ in range(_CHECKS):
             self.sleep(self.pause_s + min(_LONGEST_MEDIAN_S, median_s or 0.0) / _CHECKS)
@@ -447,9 +449,8 @@ class Watchdog:
         cause = blame(state.rank, ask, self.node_of, self.rates)
         if not cause:
             return
-        if median_s is None:
-            usual = "no step's time is known yet"
-        else:
+        usual = "no step's time is known yet"
+        if median_s is not None:
             usual = f"the median is {median_s:.2f} s"
         self.say(
             f"step {late_step} takes {self._so_far():.1f} s so far, {usual}: {cause} (seen by rank "
@@ -458,7 +459,7 @@ class Watchdog:
         self._print_dump_hint()
 
     def _stored_check_counts(self) -> dict[int, int]:
-        """Return rank -> the check count of its stored state, for ranks in process groups of this rank."""
+        """Return rank -> how often it has checked its step and stored its state, for ranks in its groups."""
         ranks = {rank for group in list(self.recorder.groups.values()) for rank in group.ranks}
         counts = {}
         for rank in sorted(ranks)[:_MOST_RANKS]:
@@ -483,7 +484,6 @@ class Watchdog:
         is left out, because it may be the rank that has stopped.
         """
         state = self.state()
-        # _alone_at: the step about which this rank has printed a line.
         if not self._late() or not state.waiting or self._alone_at == state.step:
             return
         wait = state.waiting[0]

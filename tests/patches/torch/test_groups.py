@@ -34,7 +34,7 @@ def session_of(rank, world=2, plan_digest="same"):
         process=SimpleNamespace(rank=rank, agent_store=False),
         node=SimpleNamespace(name="a0"),
         rank=rank,
-        round="holmes/1",
+        key_prefix="holmes/1",
         plan=SimpleNamespace(
             digest=plan_digest,
             world_size=world,

@@ -42,7 +42,7 @@ def current(monkeypatch):
     plan = SimpleNamespace(sizes=None, world_size=4, by_cluster=lambda ranks: ["a"])
     current = SimpleNamespace(
         rank=0,
-        round="holmes/1",
+        key_prefix="holmes/1",
         plan=plan,
         transport=planned_transport,
         node=None,

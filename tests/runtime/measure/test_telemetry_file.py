@@ -5,7 +5,8 @@ import pytest
 
 from holmes_ext.report.files import read
 from holmes_ext.runtime.measure import telemetry_file
-from holmes_ext.runtime.measure.telemetry import Op, Recorder
+from holmes_ext.runtime.measure.operations import Op
+from holmes_ext.runtime.measure.telemetry import Recorder
 from holmes_ext.runtime.measure.telemetry_file import Writer
 
 HEAD = {

@@ -62,7 +62,7 @@ def run(made, decide=names, timeout=5.0, absent=(), per_node=2, store=None):
 @pytest.mark.parametrize("per_node", [0, 2])
 def test_every_rank_gets_the_same_verdict(per_node):
     outcome = run(reports(), per_node=per_node)
-    assert [(one.round, one.content()) for one in outcome.values()] == [
+    assert [(one.key_prefix, one.content()) for one in outcome.values()] == [
         ("holmes/1", {"nodes": [["n0", 2], ["n1", 2]]})
     ] * 4
 
@@ -187,7 +187,7 @@ def test_a_job_that_starts_again_does_not_take_the_last_verdict(monkeypatch):
         threads[1].start()
         for thread in threads:
             thread.join()
-        assert {rank: (one.round, one.content()) for rank, one in outcome.items()} == {
+        assert {rank: (one.key_prefix, one.content()) for rank, one in outcome.items()} == {
             rank: (f"holmes/{start}", {"start": start}) for rank in (0, 1)
         }
 
@@ -223,6 +223,6 @@ def test_a_rank_that_waits_in_a_round_without_rank_0_goes_on_to_the_next():
         pass
     one(0)
     waiting.join()
-    assert {rank: (one.round, one.content()) for rank, one in outcome.items()} == dict.fromkeys(
-        (0, 1), ("holmes/2", {"start": 2})
-    )
+    assert {
+        rank: (one.key_prefix, one.content()) for rank, one in outcome.items()
+    } == dict.fromkeys((0, 1), ("holmes/2", {"start": 2}))

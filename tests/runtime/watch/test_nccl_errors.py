@@ -103,7 +103,7 @@ def watch(monkeypatch):
     current = SimpleNamespace(rank=1, node=SimpleNamespace(name="b1"), plan=plan, groups=[])
     monkeypatch.setattr(session, "_active", current)
     monkeypatch.setattr(
-        failure, "_first_message", lambda mine: mine
+        failure, "_store_first_message", lambda mine: mine
     )  # no other rank has reported a failure before
     monkeypatch.setattr(nics, "in_use", lambda current: [])  # there are no NICs to poll
     watch = failure.NicWatch(patience_s=0.0)

@@ -201,7 +201,9 @@ def test_an_error_of_communication_names_the_own_dead_nic_and_the_lost_node(curr
 
 def test_a_full_disk_is_named_and_every_error_is_there_for_the_others(current, monkeypatch):
     published = []
-    monkeypatch.setattr(failure, "_first_message", lambda mine: published.append(mine) or mine)
+    monkeypatch.setattr(
+        failure, "_store_first_message", lambda mine: published.append(mine) or mine
+    )
     torchs = RuntimeError(
         "[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0: file "
         "write failed"
@@ -223,7 +225,7 @@ def test_a_full_disk_is_named_and_every_error_is_there_for_the_others(current, m
 def test_where_another_rank_refused_bad_input_only_that_is_told(current, monkeypatch):
     monkeypatch.setattr(
         failure,
-        "_first_message",
+        "_store_first_message",
         lambda mine: "holmes: stage link from stage 0 to stage 1: give all",
     )
     line = failure.explain(RuntimeError("gloo: Connection closed by peer"))
@@ -231,7 +233,9 @@ def test_where_another_rank_refused_bad_input_only_that_is_told(current, monkeyp
         line
         == "holmes: stage link from stage 0 to stage 1: give all (rank 1 on node b1 ends with it)"
     )
-    monkeypatch.setattr(failure, "_first_message", lambda mine: "rank 0 on node a0: ValueError: no")
+    monkeypatch.setattr(
+        failure, "_store_first_message", lambda mine: "rank 0 on node a0: ValueError: no"
+    )
     line = failure.explain(RuntimeError("gloo: Connection closed by peer"))
     assert line.startswith("rank 1 on node b1: communication failed") and line.endswith(
         "; first seen as: rank 0 on node a0: ValueError: no"
