@@ -265,7 +265,7 @@ class OuterLoop:
         """
         self.in_period = 0
 
-    def settle(self, fragment: int) -> None:
+    def finish_round(self, fragment: int) -> None:
         """Take the outer step of a fragment, and update the weights of all jobs.
 
         The outer step moves the anchor (the weights after the last outer step, equal in all jobs)

@@ -20,7 +20,7 @@ from holmes_ext.join.peers.links import PeerLinks
 from holmes_ext.join.peers.listening import open_port
 from holmes_ext.join.peers.routes import Peer, RankIdentity, Routes
 from holmes_ext.join.settings import OuterSettings
-from holmes_ext.join.shards.weights import Part, Tensor, Weights, row_of
+from holmes_ext.join.shards.weights import Part, Tensor, Weights, tensor_starts
 from holmes_ext.join.sockets.handshake import Credentials
 from holmes_ext.runtime.sockets import address_text
 
@@ -47,7 +47,7 @@ def weights_of(model: torch.nn.Module) -> Weights:
     """All of a model's parameters."""
     named = [(name, p.data) for name, p in model.named_parameters()]
     tensors = [Tensor(name, tuple(value.shape), str(value.dtype)) for name, value in named]
-    starts = row_of(tensors)
+    starts = tensor_starts(tensors)
     return Weights("all", tensors, [Part(starts[name], value.view(-1)) for name, value in named])
 
 

@@ -1,10 +1,12 @@
 """Parsing of --holmes-join and of the flags for ports; names of jobs, and proofs of their identity.
 
     --holmes-join           NAME@HOST:PORT: name of this job, and address of the coordinator
-    --holmes-join-ports     PORT, FIRST-LAST, any (default) or none: this job's ranks only call
-    --holmes-join-address   HOST or HOST:PORT that other jobs call: behind NAT, or of another interface than
-                            the one that leads to the coordinator. With a port: the external port to which
-                            the first of the ports is mapped
+    --holmes-join-ports     ports on which this job's ranks listen: PORT, FIRST-LAST, "any" (a free
+                            one, the default), or "none" (they only call other jobs)
+    --holmes-join-address   HOST or HOST:PORT that other jobs call, if that is not the address on
+                            which the ranks listen: the public address of a NAT, or another
+                            interface. PORT is the port that the NAT forwards to the first port of
+                            --holmes-join-ports
     HOLMES_JOIN_PORT        port of local rank 0; rank n listens on the n-th port after it
 
 Needs no torch.
@@ -145,13 +147,16 @@ def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRang
             raise HolmesError(f"--holmes-join-address: {error}") from None
     first_port = environ.get("HOLMES_JOIN_PORT")
     if not ports and first_port:
-        # Each rank of the node has one port of its own.
+        # Each rank of the node has one port of its own, the n-th after HOLMES_JOIN_PORT. PortRange
+        # maps the first port of a range to the external port, and here the range is this rank's
+        # port alone. So the external port must be shifted, too. Below, all ranks have the same
+        # range: nothing is shifted.
         port = _port(first_port, "HOLMES_JOIN_PORT") + _local_rank(environ)
         if advertised:
             advertised += _local_rank(environ)
         return PortRange((port, port), host, advertised)
     if ports == "none":
-        return PortRange(ports=None)
+        return PortRange(ports=None)  # no address either: nobody can call a rank without a port
     if ports in ("", "any"):
         if advertised:
             raise HolmesError(

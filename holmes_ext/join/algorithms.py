@@ -59,7 +59,7 @@ class Schedule(Protocol):
     def submit(self, fragment: int) -> None:
         """Send the captured pseudo-gradient of a fragment."""
 
-    def settle(self, fragment: int) -> None:
+    def finish_round(self, fragment: int) -> None:
         """Wait for the aggregate of a fragment's submitted pseudo-gradient, and apply it."""
 
     def submitted(self) -> list[int]:
@@ -204,7 +204,7 @@ class DiLoCo:
             loop.submit(loop.capture())
         if loop.in_period >= loop.period:
             for fragment in loop.submitted():
-                loop.settle(fragment)
+                loop.finish_round(fragment)
             loop.new_period()
 
 
@@ -226,11 +226,13 @@ class Co2(DiLoCo):
     one_at_a_time = False
 
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
-        """Return CO2's divisor of a stale aggregate: 1 + (move of the anchor since sending) / (its length).
+        """Return CO2's divisor of a stale aggregate, which is applied one round after it was sent.
 
-        Between sending and applying, the anchor has taken one step, -lr times the momentum. So its move
-        follows from the momentum's length, and no copy of an older anchor is needed. The form (1 if nothing
-        has moved) is that of Gap-Aware (Barkai et al., arXiv 1909.10802, section 4).
+            gap = 1 + (distance that the anchor has moved since sending) / (length of the aggregate)
+
+        In that time the anchor has taken one outer step, -lr times the momentum. So the distance is
+        lr times the momentum's length, and no copy of the older anchor is needed. The form (1 if
+        nothing has moved) is that of Gap-Aware (Barkai et al., arXiv 1909.10802, section 4).
 
         Args:
             momentum_square: Squared length of the fragment's momentum, over all ranks.
@@ -260,7 +262,7 @@ class Co2(DiLoCo):
         """Apply a fragment's last aggregate and send its next pseudo-gradient at the end of a period."""
         if loop.in_period >= loop.period:
             fragment = loop.capture()
-            loop.settle(fragment)  # of the pseudo-gradient that was submitted the last time
+            loop.finish_round(fragment)  # of the pseudo-gradient that was submitted the last time
             loop.submit(fragment)  # only now, because the round reads the momentum
             loop.new_period()
 

@@ -145,14 +145,11 @@ def _serve(args: argparse.Namespace) -> int:
         raise HolmesError(f"holmes join serve: --port {args.port} is not a port from 0 to 65535")
     relay = PeerRelay(_relay_bytes(args.relay), _log)
     token, file = served_token(os.environ, args.port)  # file: None if the environment has the token
-    _raise_file_limit()
+    _raise_file_limit()  # each rank behind NAT keeps a connection to the coordinator
+    # Installed extensions may contribute services that run beside the coordinator, such as metrics.
+    services = list(extensions.objects("join_services").values())
     server = CoordinatorServer(
-        args.host,
-        args.port,
-        _credentials(token, args),
-        _log,
-        relay,
-        services=list(extensions.objects("join_services").values()),
+        args.host, args.port, _credentials(token, args), _log, relay, services=services
     )
     location = f"; the token is in {file}" if file is not None else ""
     print(f"holmes: jobs meet at port {server.port} of this host{location}", flush=True)

@@ -31,21 +31,28 @@ _LLOYD_STEPS = 5
 
 
 class _Block(NamedTuple):
-    """Consecutive chunks of equal length, which are encoded together."""
+    """Consecutive chunks of equal length, which are encoded together as the rows of a matrix.
 
-    chunks: int
-    width: int  # elements of a chunk, with zeros at its end up to a multiple of 4
+    A chunk is a run of elements that share two magnitudes. All chunks of a tensor but the last have
+    the same length, so a tensor has at most two blocks: the full chunks, and the shorter one at its
+    end.
+    """
+
+    chunks: int  # number of chunks
+    #: Elements of a chunk, with zeros at its end up to a multiple of 4: four codes fill a byte.
+    width: int
     chunk_bytes: int  # bytes of an encoded chunk
 
     @property
-    def wire_bytes(self) -> int:
+    def encoded_bytes(self) -> int:
         return self.chunks * self.chunk_bytes
 
 
 class TwoBits(OuterCodec):
     """Codec with two bits for each element: its sign, and which of its chunk's two magnitudes it has.
 
-    A tensor is encoded as its full chunks, then a shorter chunk at its end.
+    A chunk is a run of 512 elements. A tensor is encoded as its full chunks, then a shorter one at
+    its end.
     """
 
     feedback = True
@@ -54,27 +61,32 @@ class TwoBits(OuterCodec):
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Return an empty buffer for the encoding of a flat tensor."""
-        size = sum(block.wire_bytes for block in self._blocks(like.numel()))
+        size = sum(block.encoded_bytes for block in self._blocks(like.numel()))
         return torch.empty(size, dtype=torch.uint8, device=like.device)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Return the encoding of a flat tensor plus the rounding errors of the last one.
+
+        The tensor is divided into chunks of 512 elements. It is encoded block by block: all full
+        chunks, as the rows of one matrix, then the shorter chunk at its end, if there is one.
 
         Args:
             x: The tensor.
             residual: Rounding errors of the last encoding of these elements; replaced by the new ones.
         """
         wanted = x.float() if residual is None else torch.add(x, residual)
-        wire = self.buffer(x)
+        wire = self.buffer(x)  # uint8, to be sent
         element = 0  # first one of the block
         byte = 0  # first one of the encoded block
         for block in self._blocks(x.numel()):
             part = wanted[element : element + block.chunks * block.width]
+            # A shorter chunk is filled up with zeros, so that its last byte has four codes.
             zeros = block.chunks * block.width - part.numel()
             rows = pad(part, (0, zeros)).view(block.chunks, block.width)
-            wire[byte : byte + block.wire_bytes].view(block.chunks, -1).copy_(_encoded(rows))
+            encoded = wire[byte : byte + block.encoded_bytes]  # a view
+            encoded.view(block.chunks, -1).copy_(_encoded(rows))
             element += part.numel()
-            byte += block.wire_bytes
+            byte += block.encoded_bytes
         if residual is not None:  # without NaNs, which would stay in it for ever
             torch.sub(wanted, self.decode(wire, wanted), out=residual).nan_to_num_(0.0, 0.0, 0.0)
         return wire
@@ -84,9 +96,9 @@ class TwoBits(OuterCodec):
         decoded = []
         byte = 0  # first one of the encoded block
         for block in self._blocks(like.numel()):
-            rows = wire[byte : byte + block.wire_bytes].view(block.chunks, -1)
+            rows = wire[byte : byte + block.encoded_bytes].view(block.chunks, -1)
             decoded.append(_decoded(rows).view(-1))
-            byte += block.wire_bytes
+            byte += block.encoded_bytes
         if not decoded:
             return torch.empty_like(like)
         return torch.cat(decoded)[: like.numel()].to(like.dtype)
@@ -102,8 +114,13 @@ class TwoBits(OuterCodec):
         return blocks
 
     def _block(self, chunks: int, elements: int) -> _Block:
-        """Return the block of a number of chunks with so many elements each."""
-        codes_bytes = -(-elements // _CODES_PER_BYTE)  # rounded up
+        """Return a block of chunks (runs of elements that share two magnitudes) of equal length.
+
+        Args:
+            chunks: Number of chunks.
+            elements: Elements of each chunk.
+        """
+        codes_bytes = -(-elements // _CODES_PER_BYTE)  # of a chunk, rounded up
         return _Block(
             chunks,
             width=codes_bytes * _CODES_PER_BYTE,

@@ -26,12 +26,11 @@ from holmes_ext.join.simulated_rounds import JoinedJob, simulate_round
 from holmes_ext.plan.across import hop_loads
 from holmes_ext.plan.cost.reductions import SHARES
 
-#: Round trips of a round.
-TRIPS = 3
+#: Round trips over the longest way in a round: two verdicts of the coordinator, and the first bytes
+#: of an exchange, which must be answered before all bytes may leave.
+_ROUND_TRIPS = 3
 #: Delay that Streaming DiLoCo (arXiv 2501.18512, section 3.3) found nearly free, in inner steps.
 DELAY = 5
-#: Defaults of --holmes-outer (settings.py): every, fragments, delay.
-DEFAULT = (32, 4, DELAY)
 #: Largest number of fragments.
 MOST_FRAGMENTS = 1024
 #: Share of an inner step below which a wait is a rounding error.
@@ -58,12 +57,26 @@ class Setting:
         return f"every={self.every},fragments={self.fragments},delay={self.delay}"
 
 
-class _OuterValues(NamedTuple):
+class OuterValues(NamedTuple):
     """Values of --holmes-outer that determine a forecast."""
 
-    every: int
-    fragments: int
-    delay: int
+    every: int  # inner steps from one exchange of a fragment to its next one
+    fragments: int  # parts of the model, which are exchanged one after the other
+    delay: int  # inner steps from sending a pseudo-gradient to applying the aggregate
+
+
+#: Defaults of --holmes-outer (settings.py).
+DEFAULT = OuterValues(every=32, fragments=4, delay=DELAY)
+
+
+def least_every(fragments: int, delay: int) -> int:
+    """Return the least `every`, in inner steps, with a number of fragments and a delay.
+
+    A fragment's aggregate is applied `delay` inner steps after it was sent, and before the next
+    fragment is sent. So there are at least delay + 1 inner steps from one fragment to the next, and
+    a fragment's turn comes again after all fragments.
+    """
+    return fragments * (delay + 1)
 
 
 def site_of_cluster(site: Site, cluster: str) -> Site:
@@ -82,6 +95,8 @@ def nodes_of(site: Site) -> Counter[str]:
 
 def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
     """Divide a batch among one job in each cluster, in proportion to their nodes.
+
+    The shares are rounded to whole micro-batches, so their sum may differ a little from the batch.
 
     Args:
         site: The clusters.
@@ -104,8 +119,9 @@ def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
 def round_seconds(site: Site, parameters: float, fragments: int, compress: str = "bf16") -> float:
     """Return the seconds of a round without other traffic on the network.
 
-    Each cluster has one job, which sends its pseudo-gradient to every other one. The busiest link or the NICs
-    of the smallest cluster determine the time, plus a few round trips.
+    Each cluster has one job, which sends its pseudo-gradient to every other one. The busiest link
+    or the NICs of the smallest cluster (one Ethernet port a node) determine the time, plus three
+    round trips: two for the coordinator's verdicts, one for the first bytes.
 
     Args:
         site: The clusters, and the links between them.
@@ -113,7 +129,7 @@ def round_seconds(site: Site, parameters: float, fragments: int, compress: str =
         fragments: Fragments of the model.
         compress: Codec of the pseudo-gradients.
     """
-    bits = _bits(parameters, fragments, compress)
+    bits = _bits(parameters, fragments, compress)  # from a job to another one, in a round
     bits_of_pair = {
         (sender, receiver): bits
         for sender in site.clusters
@@ -130,11 +146,11 @@ def round_seconds(site: Site, parameters: float, fragments: int, compress: str =
         (sum(hop.latency_s for hop in site.wan.hops(*pair)) for pair in bits_of_pair), default=0.0
     )
     round_trip_s = 2 * (longest_latency_s or ethernet.latency_s)
-    return max(busiest_hop_s, nics_s) + TRIPS * round_trip_s
+    return max(busiest_hop_s, nics_s) + _ROUND_TRIPS * round_trip_s
 
 
 def _bits(parameters: float, fragments: int, compress: str) -> float:
-    """Return the bits of a fragment's compressed pseudo-gradient."""
+    """Return the size of a fragment's compressed pseudo-gradient, in bits."""
     return _ELEMENT_BITS * SHARES[compress] * parameters / fragments
 
 
@@ -157,16 +173,22 @@ class RoundForecasts:
         self.compress = compress
         self.step_s = max(job.step_s for job in jobs)
         self.samples = sum(job.samples for job in jobs)
-        self._cache: dict[_OuterValues, Setting] = {}
+        self._cache: dict[OuterValues, Setting] = {}
 
     def forecast(self, every: int, fragments: int, delay: int) -> Setting:
-        """Return the forecast for these values of --holmes-outer."""
-        key = _OuterValues(every, fragments, delay)
+        """Return the forecast for these values of --holmes-outer.
+
+        Args:
+            every: Inner steps from one exchange of a fragment to its next one.
+            fragments: Parts of the model, which are exchanged one after the other.
+            delay: Inner steps from sending a pseudo-gradient to applying the aggregate.
+        """
+        key = OuterValues(every, fragments, delay)
         if key not in self._cache:
             self._cache[key] = self._simulated(key)
         return self._cache[key]
 
-    def _simulated(self, key: _OuterValues) -> Setting:
+    def _simulated(self, key: OuterValues) -> Setting:
         """Simulate a round with these values of --holmes-outer, and return the forecast.
 
         A round costs an inner step time in two ways: training waits for the round's end (exposed_s), and the
@@ -206,7 +228,9 @@ class RoundForecasts:
     def with_least_delay(self, fragments: int) -> Setting:
         """Return the setting with the least `delay` at which training never waits for a round.
 
-        Longer delays give rounds more time. `every` is the least one that the delay allows.
+        The delay is the number of inner steps from sending a pseudo-gradient to applying the
+        aggregate. The longer it is, the more time a round has. `every` (inner steps from one
+        exchange of a fragment to its next one) is the least one that the delay allows.
 
         Args:
             fragments: Number of fragments of the setting.
@@ -215,7 +239,7 @@ class RoundForecasts:
         alone_s = round_seconds(self.site, self.parameters, fragments, self.compress)
 
         def with_delay(delay: int) -> Setting:
-            return self.forecast(fragments * (delay + 1), fragments, delay)
+            return self.forecast(least_every(fragments, delay), fragments, delay)
 
         least_possible_delay = ceil(alone_s / self.step_s)
         setting = _first_without_waiting(with_delay, first=least_possible_delay, most=_UNLIMITED)
@@ -225,8 +249,9 @@ class RoundForecasts:
     def with_fewest_fragments(self, delay: int) -> Setting | None:
         """Return the setting with the fewest fragments at which training never waits for a round.
 
-        More fragments are smaller, so their rounds are shorter. `every` is the least one that the fragments
-        and the delay allow.
+        The model is exchanged fragment by fragment: the more fragments, the smaller each is, and
+        the shorter a round. `every` (inner steps from one exchange of a fragment to its next one)
+        is the least one that the number of fragments and the delay allow.
 
         Args:
             delay: Inner steps from sending a pseudo-gradient to applying the aggregate.
@@ -236,7 +261,7 @@ class RoundForecasts:
         """
 
         def with_fragments(count: int) -> Setting:
-            return self.forecast(count * (delay + 1), count, delay)
+            return self.forecast(least_every(count, delay), count, delay)
 
         return _first_without_waiting(with_fragments, first=1, most=MOST_FRAGMENTS)
 
@@ -278,34 +303,40 @@ def _first_without_waiting(
 def settings(rounds: RoundForecasts) -> list[Setting]:
     """Return the settings to show: the default, and two at which training never waits for a round.
 
-    The first of these two has the default's number of fragments, the second one its delay. Both have the
-    least possible `every`.
+    The first of these two has the default's number of fragments and as long a delay as is needed.
+    The second one has the default's delay (inner steps from sending a pseudo-gradient to applying
+    the aggregate) and as many fragments as are needed; it is missing if no number suffices. Both
+    have the least possible `every`: inner steps from one exchange of a fragment to its next one.
     """
-    _, default_fragments, default_delay = DEFAULT
     choices = [
-        rounds.forecast(*DEFAULT),
-        rounds.with_least_delay(default_fragments),
-        rounds.with_fewest_fragments(default_delay),
+        rounds.forecast(DEFAULT.every, DEFAULT.fragments, DEFAULT.delay),
+        rounds.with_least_delay(DEFAULT.fragments),
+        rounds.with_fewest_fragments(DEFAULT.delay),
     ]
+    # The default itself may be one at which training never waits: each setting once, in this order.
     return list(dict.fromkeys(setting for setting in choices if setting is not None))
 
 
 def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
-    """Return forecasts for many values of `every`, as three series for a picture.
+    """Return forecasts for growing values of `every`, as three series for a picture.
 
-    The series are: the default's fragments with the longest delay that `every` allows; the default's
-    fragments and delay; the default's delay with as many fragments as `every` allows. `every` is a power of
-    two times a constant, or a value from which on training never waits for a round. The largest one is twice
-    the largest one of `settings`.
+    `every` is the number of inner steps from one exchange of a fragment to its next one, `delay`
+    the number from sending a pseudo-gradient to applying the aggregate. The series differ in the
+    use of a larger `every`:
+
+    1. the default's number of fragments, and the longest delay that `every` allows
+    2. the default's number of fragments, and the default's delay
+    3. the default's delay, and the most fragments that `every` allows
 
     Returns:
         Name of the series, in the form of --holmes-outer -> forecasts in order of `every`.
     """
-    _, fragments, _ = DEFAULT
+    fragments = DEFAULT.fragments
     most_every = 2 * max(setting.every for setting in settings(rounds))
     powers_of_two = {2**power for power in range(most_every.bit_length())}
     # A period (inner steps between two rounds) must be longer than the delay, so the shortest is delay + 1.
     shortest_period = DELAY + 1
+    # Powers of two, and the values from which on training never waits for a round.
     without_waiting = rounds.with_least_delay(fragments)
     periods = sorted(powers_of_two | {shortest_period, without_waiting.delay + 1})
     many_fragments = rounds.with_fewest_fragments(DELAY)
@@ -314,16 +345,16 @@ def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
     )
 
     longest_delay = [
-        _OuterValues(every=fragments * period, fragments=fragments, delay=period - 1)
+        OuterValues(every=fragments * period, fragments=fragments, delay=period - 1)
         for period in periods
     ]
     default_delay = [
-        _OuterValues(every=fragments * period, fragments=fragments, delay=DELAY)
+        OuterValues(every=fragments * period, fragments=fragments, delay=DELAY)
         for period in periods
         if period >= shortest_period
     ]
     most_fragments = [
-        _OuterValues(every=count * shortest_period, fragments=count, delay=DELAY)
+        OuterValues(every=least_every(count, DELAY), fragments=count, delay=DELAY)
         for count in fragment_counts
     ]
     values_of_series = {
@@ -334,7 +365,7 @@ def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
     result = {}
     for name, values in values_of_series.items():
         result[name] = [
-            rounds.forecast(*item)
+            rounds.forecast(item.every, item.fragments, item.delay)
             for item in values
             if item.every <= most_every and item.fragments <= MOST_FRAGMENTS
         ]

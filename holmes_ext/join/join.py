@@ -38,12 +38,15 @@ from holmes_ext.join.shards.ownership import (
     owners,
 )
 from holmes_ext.join.shards.state import OuterState
-from holmes_ext.join.shards.weights import Part, Tensor, Weights, row_of
+from holmes_ext.join.shards.weights import Part, Tensor, Weights, tensor_starts
 from holmes_ext.join.sockets.handshake import Credentials
 from holmes_ext.options import Options
 from holmes_ext.words import some_of
 
-PARALLEL = "a job can join if its weights are replicated or sharded over whole data-parallel groups"
+#: End of the error messages about the way in which a job's ranks divide its weights.
+_SUPPORTED_SHARDING = (
+    "a job can join if its weights are replicated or sharded over whole data-parallel groups"
+)
 #: Timeout of the job's control group. It hardly matters: rounds have their own deadlines, and the connections
 #: of a rank that dies are closed.
 _CONTROL = timedelta(days=1)
@@ -74,7 +77,7 @@ def weights_of(shards: Any) -> Weights:
         shards: A training.WeightShards.
     """
     tensors = [Tensor(*tensor) for tensor in shards.tensors]
-    starts = row_of(tensors)
+    starts = tensor_starts(tensors)
     parts = [Part(starts[name] + first, values) for name, first, values in shards.parts]
     return Weights(shards.position, tensors, parts, shards.moved)
 
@@ -108,8 +111,10 @@ def join(
         HolmesError: The weights of the ranks do not fit each other, or a port is in use.
     """
     job = place.address.job
-    has_peers = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    job_ranks = JobRanks(_gloo_group(has_peers))
+    # Of this job, whose ranks use torch.distributed; other jobs are reached over sockets of their
+    # own.
+    has_several_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    job_ranks = JobRanks(_gloo_group(has_several_ranks))
     weights_here: Weights = job_ranks.run_on_all_ranks(weights)
     layouts = _gather_layouts(weights_here, settings, job_ranks)
     maps = _maps(job, layouts, settings, job_ranks)
@@ -145,7 +150,7 @@ def join(
     replicas = Replicas(ranges, same.ranks, same.group, device)
     arguments = settings, weights_here, state, rounds, replicas, on_round, written
     if is_rolling:
-        loop: OuterLoop = RollingLoop(*arguments, boundary=JobRanks(_gloo_group(has_peers)))
+        loop: OuterLoop = RollingLoop(*arguments, boundary=JobRanks(_gloo_group(has_several_ranks)))
     else:
         loop = OuterLoop(*arguments)
     if client is not None:
@@ -153,21 +158,23 @@ def join(
     return loop
 
 
-def _gloo_group(has_peers: bool) -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks; None if this job is a single process."""
-    if not has_peers:
+def _gloo_group(has_several_ranks: bool) -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks of this job; None if the job is a single process."""
+    if not has_several_ranks:
         return None
     return dist.new_group(backend="gloo", timeout=_CONTROL)
 
 
 class _Layout(NamedTuple):
-    """Weights that a rank of the job holds."""
+    """Weights that a rank of the job holds; elements are numbered in the model's order."""
 
     position: str  # in the model-parallel grid
-    digest: str  # of names, shapes and dtypes at this position
-    total: int  # elements at this position
-    holdings: list[Range]  # elements that this rank holds
-    uncut: list[Range]  # matrices (as ranges of elements) that one rank should exchange as a whole
+    digest: str  # of names, shapes and dtypes of all tensors at this position
+    total: int  # number of elements at this position
+    holdings: list[Range]  # ranges of elements that this rank holds: all, or its shard
+    #: Ranges of elements that one rank should exchange as a whole: the matrices, if the outer
+    #: algorithm steps whole matrices (Muon).
+    indivisible: list[Range]
 
     @property
     def holdings_key(self) -> str:
@@ -178,19 +185,33 @@ class _Layout(NamedTuple):
 def _gather_layouts(
     weights: Weights, settings: OuterSettings, job_ranks: JobRanks
 ) -> list[_Layout]:
-    """Return which weights each rank of the job holds, in rank order; collective."""
+    """Return which weights each rank of the job holds, in rank order; collective.
+
+    A layout names the rank's position in the model-parallel grid, the ranges of elements that it
+    holds, the ranges (matrices) that should not be divided among ranks, and a digest of the
+    tensors' names, shapes and dtypes, by which the ranks at one position are compared.
+
+    Args:
+        weights: Weights of this rank.
+        settings: The --holmes-outer settings.
+        job_ranks: Collectives over the ranks of the job.
+    """
+    # Only Muon steps whole matrices; other algorithms are elementwise, so every range may be
+    # divided.
     matrices = weights.matrices if settings.outer_algorithm().of_matrices else []
     layout = _Layout(
         position=weights.position,
         digest=weights.digest,
         total=weights.total,
         holdings=weights.holdings,
-        uncut=[(matrix.start, matrix.stop) for matrix in matrices],
+        indivisible=[(matrix.start, matrix.stop) for matrix in matrices],
     )
     layouts = []
     # The layouts go through JSON, which has lists instead of tuples.
-    for position, digest, total, holdings, uncut in job_ranks.all_gather(list(layout)):
-        layouts.append(_Layout(position, digest, total, _as_ranges(holdings), _as_ranges(uncut)))
+    for position, digest, total, holdings, indivisible in job_ranks.all_gather(list(layout)):
+        layouts.append(
+            _Layout(position, digest, total, _as_ranges(holdings), _as_ranges(indivisible))
+        )
     return layouts
 
 
@@ -225,11 +246,15 @@ def _maps(
 ) -> dict[str, list[RankRange]]:
     """Return which elements each rank exchanges with other jobs, at each position of the model-parallel grid.
 
+    Elements that several ranks hold (replicas) are divided among them; a shard is exchanged by its
+    holder.
+
     Args:
         job: Name of this job, for error messages.
         layouts: Weights that each rank holds, in rank order.
         settings: The --holmes-outer settings.
-        job_ranks: Raises errors on all ranks.
+        job_ranks: Its refuse() raises the error: HolmesError on rank 0, which prints it, and
+            RemoteError on the others. All ranks have the same layouts, so all of them raise it.
 
     Returns:
         Position -> ranges of elements, each with the rank that exchanges it.
@@ -242,15 +267,18 @@ def _maps(
         layout_of = {  # rank at this position -> its layout
             rank: layout for rank, layout in enumerate(layouts) if layout.position == position
         }
+        # Equal digests: the ranks' tensors have the same names, shapes and dtypes.
         if len({layout.digest for layout in layout_of.values()}) > 1:
             job_ranks.refuse(
                 f"the ranks of job {job} at {position} hold weights of different names or shapes;"
-                f" {PARALLEL}"
+                f" {_SUPPORTED_SHARDING}"
             )
         holdings = {rank: layout.holdings for rank, layout in layout_of.items()}
-        first = next(iter(layout_of.values()))
-        cuts = fragment_cuts(first.total, settings.fragments, first.uncut)
-        maps[position] = owners(first.total, cuts, holdings, first.uncut)
+        first = next(iter(layout_of.values()))  # total and matrices are equal on all these ranks
+        # Neither borders of fragments nor borders between ranks cut these ranges, if that can be
+        # avoided.
+        cuts = fragment_cuts(first.total, settings.fragments, first.indivisible)
+        maps[position] = owners(first.total, cuts, holdings, first.indivisible)
     return maps
 
 
@@ -271,17 +299,20 @@ def _gather_what_is_cut(
         maps: Position in the model-parallel grid -> elements that each rank exchanges.
         layouts: Weights that each rank holds, in rank order.
         rank: This rank.
-        device: Device on which the default backend moves tensors.
+        device: Device on which the default backend moves tensors (the GPU with NCCL). The matrices
+            are computed on the device of the weights, which may be another one (offloaded to the
+            CPU).
     """
     for position, owned in maps.items():
         ranks = [other for other, layout in enumerate(layouts) if layout.position == position]
-        matrices = layouts[
-            ranks[0]
-        ].uncut  # equal on all ranks of a position: they describe the model
+        first_layout = layouts[ranks[0]]
+        matrices = first_layout.indivisible  # of the model, so equal on all ranks at this position
         if not any_range_is_divided(owned, matrices):
             continue
         group = dist.new_group(ranks)
         if rank in ranks:
+            # Gathers the fragment from all ranks at this position, which together hold all its
+            # elements.
             holders = Replicas(owned, ranks, group, device)
             gather_cut_matrices(state.fragments, state.matrices, holders, state.weights.device)
 
@@ -295,6 +326,10 @@ def _refuse_unsupported_shards(
 ) -> None:
     """Raise HolmesError if shards overlap partly, or replicas hold different weights; collective.
 
+    JobRanks.refuse() raises the error: HolmesError on rank 0, which prints it, RemoteError on other
+    ranks. All ranks check the same layouts; only ranks that should be equal compare their
+    checksums.
+
     Args:
         job: Name of this job.
         weights: Weights of this rank.
@@ -305,12 +340,12 @@ def _refuse_unsupported_shards(
     rank = _rank_with_partial_overlap(layouts)
     if rank is not None:
         problem = f"rank {rank} of job {job} shares some of its weights, but not all, with others"
-        job_ranks.refuse(f"{problem}; {PARALLEL}")
+        job_ranks.refuse(f"{problem}; {_SUPPORTED_SHARDING}")
     # A rank without replicas has nothing to compare, but all ranks take part in the all-gather.
     checksums = job_ranks.all_gather(weights.checksum() if len(replicas) > 1 else 0)
     if any(checksums[rank] != checksums[job_ranks.rank] for rank in replicas):
         ranks = f"ranks {some_of(replicas)} of job {job}"
-        job_ranks.refuse(f"{ranks} should hold the same weights, but do not; {PARALLEL}")
+        job_ranks.refuse(f"{ranks} should hold the same weights, but do not; {_SUPPORTED_SHARDING}")
 
 
 def _flat(ranges: list[RankRange]) -> list[int]:

@@ -106,7 +106,7 @@ class OuterLoop:
         # Inner steps between the exchanges of two fragments. A period must be longer than `delay`: a
         # pseudo-gradient is sent and its aggregate is applied in the same period.
         self.period = settings.period or max(_FIRST_PERIOD, settings.delay + 1)
-        self.in_period = 0  # inner steps since the period began
+        self.in_period = 0  # inner steps since the period began, up to `period`
         self._tokens = 0.0  # of this rank, since the last capture
         self._captured: dict[int, _Capture] = {}  # by fragment; not passed to the rounds thread yet
         self._submitted: dict[int, _Capture] = {}  # by fragment; in a round
@@ -193,7 +193,7 @@ class OuterLoop:
         return list(self._submitted)
 
     @torch.no_grad()
-    def settle(self, fragment: int) -> None:
+    def finish_round(self, fragment: int) -> None:
         """Wait for the end of a fragment's round, and apply the result to anchor and local weights.
 
         If nothing of the fragment was submitted (in CO2's first period), there is no aggregate: its local
@@ -213,18 +213,21 @@ class OuterLoop:
         # This job may have been absent while the run went on: skip the numbers of the rounds it missed.
         missed_rounds = result.round - in_flight.number
         self.number += missed_rounds
-        self.period = result.period or self.period  # 0: no change
+        # With `every` in seconds, each round also has a new length of periods; 0: no change.
+        self.period = result.period or self.period
         self._apply_result(fragment, sent, result)
         is_left_out = self.rounds.job in result.left_out
         if is_left_out and not result.norm:
-            # The pseudo-gradient was not finite: the other fragments would spoil the weights again.
+            # Not finite: in the next inner step a NaN reaches all fragments, so reset all of them.
             for index in range(len(self.state.fragments)):
                 self._set_to_anchor(index)
-        captured = self._captured.get(fragment)
-        if captured is not None and result.verdict != "taken":
-            # CO2 captures a fragment again before it applies the last aggregate. The new pseudo-gradient
-            # stays valid, so it counts as one of the new anchor; otherwise its round would drop it.
-            captured.in_flight.anchor_version = self.state.fragments[fragment].version
+        captured_again = self._captured.get(fragment)
+        if captured_again is not None and result.verdict != "taken":
+            # CO2 captures the next pseudo-gradient before it applies the last aggregate. A round
+            # accepts only pseudo-gradients of the current anchor, which the outer step has just
+            # replaced. The captured difference stays valid, so it gets the new anchor's version.
+            # (After "taken", the weights are another job's, and the next round drops it.)
+            captured_again.in_flight.anchor_version = self.state.fragments[fragment].version
         self._on_round(Record(in_flight.number, fragment, in_flight.step, exposed_s, result))
 
     def _apply_result(self, fragment: int, sent: _Capture, result: RoundResult) -> None:
@@ -232,8 +235,8 @@ class OuterLoop:
 
             taken     (weights came from another job) local weights <- the new anchor
             commit    take the outer step; then mix the local weights with the new anchor, or set them to it
-                      if this job's pseudo-gradient did not count
-            void      keep the local weights, unless this job's pseudo-gradient was unusable
+                      if this job was left out (its pseudo-gradient did not count)
+            void      no outer step. Keep the local weights, unless this job was left out
 
         Args:
             fragment: Index of the fragment.
@@ -242,6 +245,8 @@ class OuterLoop:
         """
         number = sent.in_flight.number
         is_left_out = self.rounds.job in result.left_out
+        # Outer steps that the rounds thread has prepared. That of a committed round is missing if
+        # the fragment was replaced by another job's since then; the round counts as void here.
         rounds_to_apply = [step.number for step in self.state.fragments[fragment].pending]
         if result.verdict == "taken":
             for index in result.fragments:
@@ -341,14 +346,17 @@ class OuterLoop:
     def _wanted_period(self) -> int:
         """Return how many inner steps this rank proposes from one fragment's exchange to the next one's.
 
-        If `every` is given in seconds, it is a duration divided by the measured time of a step; rank 0's
-        proposal counts in all ranks. 0: no change, because `every` is given in steps.
+        With `every` in seconds, all fragments are exchanged once in that time. So the proposal is
+        every / fragments seconds, divided by the measured time of a step. All ranks use rank 0's
+        proposal. 0: no change, because `every` is given in steps.
         """
         if not self.settings.seconds:
             return 0
         step_s = (time.monotonic() - self._period_start) / self.in_period
         period_s = self.settings.seconds / self.settings.fragments
         steps = round(period_s / max(step_s, _SHORTEST_STEP_S))
+        # A fragment's aggregate is applied `delay` steps after it was sent, and before the next one
+        # is sent.
         return max(self.settings.delay + 1, steps)
 
     # Checkpoints, beginning and end
@@ -375,10 +383,19 @@ class OuterLoop:
         )
 
     def _saved_submitted(self) -> list[dict[str, Any]]:
-        """Wait for the rounds under way, and return their pseudo-gradients and results."""
+        """Wait for the rounds under way; return pseudo-gradients and results for a checkpoint.
+
+        Returns:
+            A dict for each submitted pseudo-gradient. Its names are part of the format of
+            checkpoints: "base" is the version of the anchor from which the local weights were
+            subtracted; "outcome" is the result of the round; "parts" is a copy of the local weights
+            at the capture, as [first element, values], with which later inner steps are kept (None:
+            they are not kept).
+        """
         submitted = []
         for sent in self._submitted.values():
             in_flight = sent.in_flight
+            result = self._result_of(in_flight)  # waits for the end of the round
             parts = None
             if sent.parts is not None:
                 parts = [[part.start, part.values] for part in sent.parts]
@@ -389,7 +406,7 @@ class OuterLoop:
                     "gradient": in_flight.gradient,
                     "base": in_flight.anchor_version,
                     "step": in_flight.step,
-                    "outcome": asdict(self._result_of(in_flight)),
+                    "outcome": asdict(result),
                     "parts": parts,
                 }
             )
@@ -413,7 +430,9 @@ class OuterLoop:
         """Load a state whose digest was checked.
 
         Args:
-            saved: Nested dicts and lists of state_dict().
+            saved: What state_dict() returned. "carried": fragment -> pseudo-gradient of a void
+                round, which is added to the fragment's next one. "submitted": the pseudo-gradients
+                whose results were not applied yet (_saved_submitted).
             source: Name of the checkpoint in error messages.
         """
         self.state.load(saved["state"], source)
@@ -430,7 +449,7 @@ class OuterLoop:
                 sent["fragment"],
                 sent["gradient"],
                 anchor_version=sent["base"],
-                tokens=0.0,
+                tokens=0.0,  # only needed before the round, which is over
                 step=sent["step"],
             )
             # The round had ended when the state was saved.

@@ -10,11 +10,15 @@ its sums, which differs between CPUs and GPUs. So here all matrix products are e
 
 1. Before each product, the elements of both matrices are rounded to multiples of 2^-25. The product of two
    elements is then a multiple of 2^-50.
-2. Sums of such products are below 2^3. For a sum is at most the product of the lengths of a row and a column,
-   and these are no longer than the largest singular value. X begins with singular values of at most 1.01
-   (its Frobenius norm is 1, to 1 %). Inserted in the polynomials, they stay below 1.7 for X, and below 2.9
-   for X X' and Q. The largest sum, in Q X, is thus below 2.9 x 1.7 = 5.
-3. A multiple of 2^-50 below 2^3 fits in the 53 bits of a float64. So no sum is rounded, in whatever order.
+2. An element of a matrix product is a sum of such products. It is at most the length of a row times
+   the length of a column, and these are at most the largest singular values s of the two matrices:
+       X       s <= 1.01 at first, because the Frobenius norm is 1, to 1 %. An iteration maps s to
+               a s + b s^3 + c s^5, which is below 1.21 for all s from 0 to 1.21
+       X X'    s^2, below 1.5
+       Q       |b s^2 + c s^4|, below 2.9
+   So sums are below 1.5 in X X', 1.5 x 1.5 = 2.3 in (X X')^2, and 2.9 x 1.21 = 3.6 in Q X.
+3. A multiple of 2^-50 below 2^3 = 8 fits in the 53 bits of a float64. So no sum is rounded, in any
+   order.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     import torch
 
-#: Elements of matrices are rounded to multiples of 1 / _GRID.
+#: Elements of matrices are rounded to multiples of 1 / _GRID. Products of two are then multiples of
+#: 2^-50, and sums of these below 2^3 need 53 bits, as many as a float64 has.
 _GRID = 2.0**25
 #: To compute a length, elements are rounded to multiples of (largest element) / _LENGTH_GRID.
 _LENGTH_GRID = 2.0**16
@@ -93,8 +98,10 @@ class Matrices:
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Return the nearest orthogonal matrix (approximately), scaled to the Frobenius norm of the given one.
 
-    All machines get the same bits: every matrix product is exact (see above), because its factors are rounded
-    to multiples of 2^-25.
+    All machines get the same bits, because the matrix products are exact. Their factors are rounded
+    to multiples of 2^-25, so each product of two elements is a multiple of 2^-50. The sums of these
+    are below 2^3, so they fit in the 53 bits of a float64, and none is rounded, in whatever order
+    it is computed.
 
     Args:
         matrix: float32 matrix. A matrix of zeros is returned as it is.
@@ -129,5 +136,5 @@ def frobenius(matrix: torch.Tensor) -> float:
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
-    """Round a float64 tensor to the grid, in place."""
+    """Round the elements of a float64 tensor to multiples of 2^-25 (1 / _GRID), in place."""
     return x.mul_(_GRID).round_().div_(_GRID)

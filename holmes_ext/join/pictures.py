@@ -39,9 +39,11 @@ class Incarnation:
 
 
 def worth_figure(rounds: RoundForecasts, tokens: int, spanning_job_tokens_per_s: float) -> Any:
-    """Draw tokens/s over `every`, with a line for each way to choose fragments and delay.
+    """Draw tokens/s of joined jobs over `every`, a line for each way to choose the other settings.
 
-    Points are filled if training never waits for a round. A dashed line shows one job across the clusters.
+    The model is exchanged in `fragments`, each of them once in `every` inner steps, and its
+    aggregate is applied `delay` inner steps after it was sent. Points are filled if training never
+    waits for a round. A dashed line shows one job across the clusters.
 
     Args:
         rounds: Forecasts for joined jobs.
@@ -124,26 +126,32 @@ def losses_figure(lives: Sequence[Incarnation]) -> Any:
 
 
 def rounds_figure(run: Run) -> Any:
-    """Draw the rounds of a job: their durations, the exposed part of them (slowest rank), and the drift.
+    """Draw the rounds of a job: their durations, the time that training waited, and the drift.
 
-    Rounds that were not committed are labelled with their verdict.
+    Durations and waits are those of the slowest rank. The drift is the distance of this job's
+    pseudo-gradient from the aggregate of all jobs, divided by the aggregate's norm. Rounds that
+    were not committed are labelled with their verdict.
     """
+    # The colours that other pages use for traffic inside a cluster and across clusters, and for
+    # forward work.
+    inside_colour = KINDS["inside"][0]
+    across_colour = KINDS["across"][0]
+    forward_colour = KINDS["forward"][0]
     numbers = list(run.rounds)
     reports_of_rounds = list(run.rounds.values())  # of each round: the reports of the ranks
     figure, (above, below) = pyplot().subplots(2, figsize=(9, 4.5), sharex=True)
     above.bar(
         numbers,
         [max(report["seconds"] for report in reports) for reports in reports_of_rounds],
-        color=KINDS["inside"][0],
+        color=inside_colour,
         label="under way",
     )
     above.bar(
         numbers,
         [max(report["exposed"] for report in reports) for reports in reports_of_rounds],
-        color=KINDS["across"][0],
+        color=across_colour,
         label="of that, training waited",
     )
-    # Drift: distance of this job's pseudo-gradient from the aggregate, as a share of the aggregate's norm.
     numbers_with_drift = []
     drifts = []
     for number, reports in zip(numbers, reports_of_rounds):
@@ -162,8 +170,8 @@ def rounds_figure(run: Run) -> Any:
             drifts.append(first_rank["drift"])
     above.set_ylabel("seconds")
     above.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    below.plot(numbers_with_drift, drifts, ".-", color=KINDS["forward"][0])
-    below.set_ylabel("drift, of the sum")
+    below.plot(numbers_with_drift, drifts, ".-", color=forward_colour)
+    below.set_ylabel("drift, of the sum")  # as a share of the norm of the aggregate ("sum")
     below.set_ylim(bottom=0)
     below.set_xlabel("round")
     figure.tight_layout()

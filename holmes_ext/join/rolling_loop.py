@@ -13,7 +13,8 @@ job contributed (anchor minus local weights):
     round to which this job contributed g    local <- local + (move of the anchor) + g
     round that this job only received        local <- local + (move of the anchor)
 
-g is added because the anchor's move contains this job's progress -g, which the local weights have already.
+g is added because the outer step has moved the anchor by -g, too, and the local weights have that
+progress already.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class RollingLoop(OuterLoop):
     def __init__(self, *arguments: Any, boundary: JobRanks, **more: Any):
         super().__init__(*arguments, **more)
         self._training_collectives = boundary
-        # Tokens of this rank since the last capture of each fragment.
-        self._tokens_of = [0.0] * len(self.state.fragments)
+        # Tokens that this rank has read since the last capture of each fragment.
+        self._tokens_of_fragment = [0.0] * len(self.state.fragments)
         self._next = 0  # fragment to capture next, if it is free
 
     def after_step(self, tokens: float = 1.0) -> None:
         """Count an inner step, and its tokens for each fragment; see OuterLoop.after_step."""
-        self._tokens_of = [before + tokens for before in self._tokens_of]
+        self._tokens_of_fragment = [before + tokens for before in self._tokens_of_fragment]
         super().after_step(tokens)
 
     def capture(self) -> int:
@@ -70,10 +71,13 @@ class RollingLoop(OuterLoop):
             return _NO_FRAGMENT
         index = free[0]
         self._next = (index + 1) % count
-        self._tokens = self._tokens_of[index]
-        self._tokens_of[index] = 0.0
-        # The rounds thread sets the number of the round when the coordinator has begun one.
+        # The capture takes self._tokens as the tokens of this pseudo-gradient, and sets it to 0.
+        self._tokens = self._tokens_of_fragment[index]
+        self._tokens_of_fragment[index] = 0.0
+        # There is no round yet, so the number is only a placeholder: the rounds thread replaces it
+        # by the round's number when the coordinator has begun one.
         self._capture_fragment(index, number=index + 1)
+        # in_period: inner steps since the period began.
         step_s = (time.monotonic() - self._period_start) / max(1, self.in_period)
         # Time until training applies the aggregate, `delay` inner steps later. The coordinator waits for
         # other jobs no longer than a part of it.
@@ -81,7 +85,12 @@ class RollingLoop(OuterLoop):
         return index
 
     def submit(self, fragment: int) -> None:
-        """Pass the captured pseudo-gradient of a fragment to the rounds thread, if there is one."""
+        """Pass the captured pseudo-gradient of a fragment to the rounds thread.
+
+        Args:
+            fragment: What capture() returned; with _NO_FRAGMENT nothing was captured, and nothing
+                is passed.
+        """
         if fragment != _NO_FRAGMENT:
             super().submit(fragment)
 
@@ -112,8 +121,10 @@ class RollingLoop(OuterLoop):
         """Apply the result of a round to anchors and local weights, by its verdict; collective.
 
             commit    take the outer step, and move the local weights with the anchor
-            taken     (weights came from another job) replace anchors, and set the local weights to them
-            void      keep all, or begin anew from the anchors if this job's pseudo-gradient was unusable
+            taken     (weights came from another job) replace anchors, and set the local weights to
+                      them
+            void      no outer step. Keep all; but if this job was left out (its pseudo-gradient was
+                      unusable), set all local weights to the anchors
 
         Args:
             contribution: This job's pseudo-gradient in the round; None: it only received.
@@ -128,7 +139,8 @@ class RollingLoop(OuterLoop):
                 self.state.apply(self.state.fragments[index])
                 self._discard_local_progress(index)
         elif is_left_out:
-            # The pseudo-gradient was unusable: the other fragments would spoil the weights again.
+            # This job's pseudo-gradient was unusable (such as a NaN). In the next inner step the
+            # fault reaches the weights of all fragments, so all of them go back to their anchors.
             for index in range(len(self.state.fragments)):
                 self._discard_local_progress(index)
 
@@ -137,27 +149,34 @@ class RollingLoop(OuterLoop):
     ) -> None:
         """Take the outer step of a committed round, and move the local weights with the anchor.
 
-        If this job contributed a pseudo-gradient g, the anchor's move contains the progress -g, which the
-        local weights have already; therefore g is added to them.
+        A pseudo-gradient g is anchor minus local weights, so the job's own progress since the last
+        exchange is -g. If the job contributed g, the outer step has moved the anchor by this
+        progress, too. The local weights have it already, so they move with the anchor, but without
+        it: by the move plus g.
+
+        Afterwards, a pseudo-gradient that counted is forgotten, and the fragment can be captured
+        again. If the job only received the sum, its pseudo-gradient stays submitted and is offered
+        for a later round. If the job was left out, its pseudo-gradient and its local progress are
+        discarded.
 
         Args:
             index: Index of the fragment.
             contribution: This job's pseudo-gradient in the round; None: it only received.
             result: Result of the round.
-            is_left_out: This job's pseudo-gradient did not count: its local progress is discarded.
+            is_left_out: This job's pseudo-gradient was found unusable, and did not count.
         """
         fragment = self.state.fragments[index]
         anchor_before = fragment.anchor.clone()
         self.state.apply(fragment)
         move = fragment.anchor - anchor_before
         if contribution is not None and result.members.get(self.rounds.job, 0) > 0:
-            move += contribution.gradient
-            # The fragment waits for no round any more, so it can be captured again. A pseudo-gradient that
-            # did not count stays submitted: it is offered for the next round.
+            move += contribution.gradient  # of the elements that this rank exchanges, like the move
             self._submitted.pop(index, None)
         if is_left_out:
             self._discard_local_progress(index)
             return
+        # Replicas have the move of the other elements; _gathered() yields the move of all local
+        # elements.
         for local, move_of_part in self._gathered(index, move):
             local.values.add_(move_of_part)
         self._on_weights_written()  # the framework updates its copies of the weights

@@ -91,10 +91,15 @@ class OuterSettings:
         algorithm = ALGORITHMS[self.algorithm]
         if not self._is_mix_valid():
             yield f"mix={self.mix!r} is neither keep nor a share from 0 to 1"
+        # With rounds=async, training takes steps that no round has counted yet. They must stay in
+        # the local weights when an aggregate is applied, for a later round: mix=keep and such an
+        # algorithm. With `every` in seconds, the result of each round sets the length of the next
+        # period; the results of rounds=async do not.
         if self.rounds == "async" and (
             self.seconds or self.mix != "keep" or not algorithm.keeps_progress
         ):
             yield "rounds=async needs every=STEPS, mix=keep and algorithm=diloco or average"
+        # part=k/K: this job reads the k-th of K parts of the data set.
         k, slash, parts = self.part.partition("/")
         are_numbers = slash and k.isdecimal() and parts.isdecimal()
         if not (are_numbers and int(k) < int(parts) <= _MOST_JOBS):

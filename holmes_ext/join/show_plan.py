@@ -75,12 +75,16 @@ class JoinedForecast:
         return {
             "jobs": [asdict(job) for job in self.rounds.jobs],
             "settings": settings,
-            "crossing": self.spanning_job_tokens_per_s,
+            "crossing": self.spanning_job_tokens_per_s,  # one job that spans the clusters
             "choices": [choice._asdict() for choice in self.choices()],
         }
 
-    def line(self) -> str:
-        """Return a sentence about the least `every` at which training never waits for a round."""
+    def least_every_sentence(self) -> str:
+        """Return a sentence about the least `every` at which training never waits for a round.
+
+        `every` is the setting of --holmes-outer: inner steps from one exchange of a fragment to its
+        next one.
+        """
         without_waiting = [setting for setting in self.settings if not setting.exposed_s]
         least = min(without_waiting, key=lambda setting: setting.every)
         text = f"nothing is exposed from {least} on; all wait for the slowest job"
@@ -110,14 +114,16 @@ class JoinedForecast:
         return result
 
     def choices(self) -> list[Choice]:
-        """Return the ways to train whose loss is known: on one cluster, across all clusters, and joined jobs.
+        """Return ways to train: one job on a cluster, one job across all clusters, joined jobs.
 
-        One synchronous job has the loss that its batch gives on any hardware ("of its batch"). The loss of
-        joined jobs was measured for some numbers of jobs only; for other numbers they are left out.
+        The loss of one job depends on its batch only, not on the hardware: it is shown as "of its
+        batch". The loss of joined jobs was measured for some numbers of jobs; with other numbers
+        they are no choice.
         """
         jobs = self.rounds.jobs
         fastest = max(jobs, key=lambda job: job.samples / job.step_s)
-        fastest_alone = self.tokens * fastest.samples / fastest.step_s
+        tokens_per_sample = self.tokens
+        fastest_alone = tokens_per_sample * fastest.samples / fastest.step_s
         choices = [
             Choice(
                 name=f"one job on {fastest.cluster} alone",
@@ -135,14 +141,15 @@ class JoinedForecast:
         loss = _LOSS_OF_JOINED.get(len(jobs))
         if loss is not None:
             every, fragments, delay = joined.DEFAULT  # of --holmes-outer
-            together = self.tokens * self.rounds.forecast(every, fragments, delay).samples_per_s
+            forecast = self.rounds.forecast(every, fragments, delay)
+            together = tokens_per_sample * forecast.samples_per_s
             flags = f"--holmes --holmes-join {jobs[0].cluster}@HOST:{_PORT}"
             choices.append(
                 Choice(name="joined jobs", tokens_per_second=together, loss=loss, flags=flags)
             )
         return choices
 
-    def advice(self) -> list[str]:
+    def fastest_choice_lines(self) -> list[str]:
         """Return lines that name the choice with most tokens/s, and how to start it."""
         best = max(self.choices(), key=lambda choice: choice.tokens_per_second)
         if "--holmes-join" not in best.flags:
@@ -154,11 +161,11 @@ class JoinedForecast:
         return [_MUON, f"most tokens/s: {best.name}; {serve}:", f"  {best.flags}"]
 
     def figure(self) -> Any:
-        """Return the picture of tokens/s over `every`, a matplotlib figure."""
+        """Return a matplotlib figure of tokens/s over `every`, in inner steps."""
         return worth_figure(self.rounds, self.tokens, self.spanning_job_tokens_per_s)
 
-    def jobs_line(self) -> str:
-        """Return the jobs and their step times in one line."""
+    def job_step_times(self) -> str:
+        """Return the jobs, their step times and their samples in one line."""
         jobs = self.rounds.jobs
         return ", ".join(
             f"{job.cluster} {job.step_s:.4g} s a step of {job.samples} samples" for job in jobs
@@ -168,16 +175,16 @@ class JoinedForecast:
         """Print the forecast."""
         screen = Screen()
         screen.line("joined jobs instead (docs/joined.md), one in each cluster:", "bold")
-        screen.line(f"  {self.jobs_line()}")
+        screen.line(f"  {self.job_step_times()}")
         screen.table(COLUMNS, self.rows())
         screen.line(LEGEND, "dim")
-        screen.line(self.line())
+        screen.line(self.least_every_sentence())
         rows = [
             [choice.name, f"{choice.tokens_per_second:,.0f}", choice.loss]
             for choice in self.choices()
         ]
         screen.table(CHOICES, rows)
-        for line in self.advice():
+        for line in self.fastest_choice_lines():
             screen.line(line)
 
     def page_parts(self) -> list[str]:
@@ -185,10 +192,10 @@ class JoinedForecast:
         head = [column.name for column in COLUMNS]
         return [
             heading("Joined jobs in its place, one in each cluster"),
-            paragraphs([self.jobs_line() + "."]),
+            paragraphs([self.job_step_times() + "."]),
             picture(svg(self.figure()), "tokens/s over every"),
             table(head, self.rows()),
-            paragraphs([LEGEND, self.line() + "."]),
+            paragraphs([LEGEND, self.least_every_sentence() + "."]),
         ]
 
 
@@ -206,12 +213,16 @@ def add_arguments(add: Callable[..., Any]) -> None:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Return whether the user asks for this forecast."""
+    """Return whether --joined was given, for a forecast of one joined job in each cluster."""
     return bool(args.joined)
 
 
 def beside(result: SearchResult, seconds: float) -> JoinedForecast:
-    """Return the forecast for one joined job in each cluster.
+    """Return the forecast for joined jobs, one in each cluster, to show beside the plan of one job.
+
+    For each cluster the best plan of a job on this cluster alone is searched, with its share of the
+    batch. The rounds between these jobs are simulated on the network with measured rates, if there
+    are any.
 
     Args:
         result: The search for the best plan of one job that spans the clusters.
@@ -233,7 +244,8 @@ def beside(result: SearchResult, seconds: float) -> JoinedForecast:
         try:
             # Search as for one job, but on this cluster only, and with its share of the batch.
             one_cluster = joined.site_of_cluster(site, name)
-            problem = result.on(Network(one_cluster, result.network.links))
+            network = Network(one_cluster, result.network.links)
+            problem = result.on(network)  # the same request for this network, not searched yet
             problem = replace(
                 problem, model=replace(model, global_batch=samples), global_batch=samples
             )
@@ -249,9 +261,10 @@ def beside(result: SearchResult, seconds: float) -> JoinedForecast:
             ethernet_s=ethernet_s(found, found.best),
         )
         jobs.append(job)
-    rounds = joined.RoundForecasts(result.network.measured, model.parameters, jobs)
+    site_with_measured_rates = result.network.measured
+    rounds = joined.RoundForecasts(site_with_measured_rates, model.parameters, jobs)
     return JoinedForecast(
         rounds,
-        tokens=model.sequence,
+        tokens=model.sequence,  # of a sample: its sequence length
         spanning_job_tokens_per_s=result.tokens_per_s(result.best),
     )

@@ -18,7 +18,14 @@ from math import inf
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
-from holmes_ext.planner.simulate.events import Op, Simulation, Transfer, Transfers
+from holmes_ext.planner.simulate.events import (
+    NO_CHUNK,
+    NO_MICRO_BATCH,
+    Op,
+    Simulation,
+    Transfer,
+    Transfers,
+)
 
 #: Two rounds are simulated and the second one is measured, because all jobs begin the first one together.
 _ROUNDS = range(2)
@@ -100,11 +107,15 @@ def simulate_round(
 
 @dataclass
 class _Network:
-    """Transfers of the simulation, and the capacities that they share.
+    """Templates of the simulation's transfers, and the capacities that the transfers share.
 
-    The simulation copies a template for each transfer with its tag, or with its tag's first item as the tag.
+    A transfer is identified by a tag, such as ("sent", job, number of the round). It is a copy of
+    the template whose key is the tag's first item ("sent"); if that item is a tuple, the key is the
+    tuple. It begins when `parties` actors (threads of the jobs) have posted it; here most have one,
+    their sender.
+
     Events of a job are transfers without bits: "sent" (its pseudo-gradient is sent), "needed" (training needs
-    the aggregate) and "arrived" (the aggregate is there). The job's thread posts them alone (parties=1).
+    the aggregate) and "arrived" (the aggregate is there).
     """
 
     site: Site
@@ -123,10 +134,10 @@ class _Network:
         self.nodes = Counter(node.cluster for node in self.site.nodes)
 
     def add_steps(self, job: int, delay: int) -> None:
-        """Add the transfers over Ethernet of a job's inner steps during a round.
+        """Add the transfers over Ethernet of a job's inner steps during a round, as one template.
 
-        They share the NIC of a node with the round. Their bits are sent in _PIECES equal transfers of the
-        simulation.
+        They share the NIC of a node with the round. Their bits are sent in _PIECES equal transfers,
+        each a copy of the template ("steps", job).
 
         Args:
             job: Index of the job.
@@ -136,17 +147,25 @@ class _Network:
         self.capacities[job, "out"] = self.nic_bps
         self.capacities[job, "in"] = self.nic_bps
         processes = self.site.processes  # of a node, which share its NIC
+        # `uses` of a transfer: pairs of a capacity and the number of equal flows that share it. One
+        # process is simulated, and the others of its node send as much at the same time.
         nics = tuple(((job, direction), processes) for direction in ("out", "in"))
         # The forecast of a step gives seconds on Ethernet at the full rate; the simulation needs bits.
         ethernet_s = delay * self.joined[job].ethernet_s
         bits_of_node = ethernet_s * self.nic_bps
         bits_of_process = bits_of_node / processes
         self.templates["steps", job] = Transfer(
-            parties=1, bits=bits_of_process / _PIECES, uses=nics
+            parties=1,  # the job's training thread alone begins it
+            bits=bits_of_process / _PIECES,
+            uses=nics,
         )
 
     def add_exchange(self, job: int, other: int, bits: float) -> None:
         """Add the transfer of a pseudo-gradient from a job to another job, as a template for all rounds.
+
+        Each rank sends its part of the pseudo-gradient over a TCP stream of its own. All streams
+        between two jobs are equal and begin together, so one stream is simulated, with the number
+        of those that share its way.
 
         Args:
             job: Index of the sending job.
@@ -155,7 +174,8 @@ class _Network:
         """
         sender = self.joined[job].cluster
         receiver = self.joined[other].cluster
-        # One TCP stream for each rank of the larger job.
+        # Ranks with the same elements exchange them. So the job with more ranks divides the
+        # elements more finely, and there is one stream for each of its ranks.
         streams = max(self.nodes[sender], self.nodes[receiver]) * self.site.processes
         streams_of_sending_node = streams / self.nodes[sender]
         streams_of_receiving_node = streams / self.nodes[receiver]
@@ -173,7 +193,7 @@ class _Network:
         # Besides its bits, a stream takes a round trip, because its first bytes must be answered before all
         # bytes may leave. One way counts before the bits, the other one after them.
         self.templates["gradient", job, other] = Transfer(
-            parties=1,
+            parties=1,  # the sender alone begins it
             fixed_s=way_s,
             bits=bits / streams,  # of one stream, which stands for all
             limit_bps=stream_bps,
@@ -201,8 +221,8 @@ def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op
     Only the inner steps during the round share Ethernet with it. So only these are divided into pieces that
     compute and send in turn; the others are one operation of known duration.
 
-    The operations are those of planner/simulate/events.py: ("compute", kind of work, seconds, micro-batch,
-    chunk), ("post", transfer), ("wait", transfer, kind of wait, micro-batch).
+    The operations are those of planner/simulate/events.py, which simulates pipelines, too. Their
+    kinds ("forward", "reduce") are recorded for pictures, and have no effect here.
 
     Args:
         index: Number of the job.
@@ -213,25 +233,24 @@ def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op
     # ethernet_s: seconds of an inner step that depend on Ethernet's rate; the rest is computing.
     compute_s = delay * (job.step_s - job.ethernet_s) / _PIECES
     for number in _ROUNDS:
-        yield ("compute", "forward", alone * job.step_s, -1, 0)
-        yield ("post", ("sent", index, number))
+        yield _compute(alone * job.step_s)
+        yield _post(("sent", index, number))
         for piece in range(_PIECES):
-            yield ("compute", "forward", compute_s, -1, 0)
+            yield _compute(compute_s)
             if delay * job.ethernet_s:  # each piece sends over Ethernet, too (_Network.add_steps)
-                yield ("post", (("steps", index), number, piece))
-                yield ("wait", (("steps", index), number, piece), "reduce", -1)
-        yield ("post", ("needed", index, number))
-        yield ("wait", ("arrived", index, number), "reduce", -1)
+                sending = (("steps", index), number, piece)
+                yield _post(sending)
+                yield _wait(sending)
+        yield _post(("needed", index, number))
+        yield _wait(("arrived", index, number))
 
 
 def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
     """Yield the operations of a job's rounds thread (rounds/round_runner.py).
 
-    In each round: wait for the pseudo-gradient (event "sent"); wait until all jobs are ready; exchange it
-    with every other job; wait until all jobs are done; the event "arrived".
-
-    The operations are those of planner/simulate/events.py: ("post", transfer) and ("wait", transfer, kind of
-    wait, micro-batch).
+    In each round: wait for the pseudo-gradient (event "sent"); wait until all jobs are ready
+    (verdict "go"); exchange it with every other job; wait until all jobs are done (verdict "done");
+    the event "arrived".
 
     Args:
         job: Number of the job.
@@ -239,16 +258,39 @@ def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
     """
     others = [other for other in jobs if other != job]
     for number in _ROUNDS:
-        yield ("wait", ("sent", job, number), "idle", -1)
-        yield from _verdict(("go", number))
+        yield _wait(("sent", job, number), kind="idle")
+        yield from _verdict("go", number)
         for other in others:
-            yield ("post", (("gradient", job, other), number))
+            yield _post((("gradient", job, other), number))
         for other in others:
-            yield ("wait", (("gradient", other, job), number), "reduce", -1)
-        yield from _verdict(("done", number))
-        yield ("post", ("arrived", job, number))
+            yield _wait((("gradient", other, job), number))
+        yield from _verdict("done", number)
+        yield _post(("arrived", job, number))
 
 
-def _verdict(tag: Hashable) -> tuple[Op, Op]:
-    """Return the operations of a request to the coordinator, which replies when all jobs have sent it."""
-    return ("post", tag), ("wait", tag, "reduce", -1)
+def _verdict(name: str, number: int) -> tuple[Op, Op]:
+    """Return the operations of a request, to which the coordinator replies when all jobs sent it.
+
+    The tag of the transfer has no job: all jobs post the same one, and it begins with the last of
+    them.
+
+    Args:
+        name: "go" or "done", as in _Network.add_verdicts.
+        number: Number of the round.
+    """
+    tag = (name, number)
+    return _post(tag), _wait(tag)
+
+
+def _compute(seconds: float) -> Op:
+    return ("compute", "forward", seconds, NO_MICRO_BATCH, NO_CHUNK)
+
+
+def _post(tag: Hashable) -> Op:
+    """Return the operation that begins a transfer, and does not wait for it."""
+    return ("post", tag)
+
+
+def _wait(tag: Hashable, kind: str = "reduce") -> Op:
+    """Return the operation that waits for the end of a transfer."""
+    return ("wait", tag, kind, NO_MICRO_BATCH)

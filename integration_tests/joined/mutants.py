@@ -257,8 +257,8 @@ MUTANTS = [
     Mutant(
         "one job takes all turns",
         "join/peers/take.py",
-        "or self._served_takers[job] >= _OF_ONE_JOB:",
-        "or False:",
+        "or self._served_takers[job] >= _MOST_TAKERS_OF_ONE_JOB",
+        "or False",
         TAKE + " -k turns",
     ),
     Mutant(
@@ -324,7 +324,7 @@ MUTANTS = [
     Mutant(
         "a job of another run is refused for ever",
         "join/coordinator/versions.py",
-        "can_have_no_later_version = member.is_up_to_date or member.was_sent_behind",
+        "can_have_no_later_version = member.is_up_to_date or member.was_told_to_take_weights",
         "can_have_no_later_version = True",
         RULES,
     ),
@@ -373,7 +373,7 @@ MUTANTS = [
     Mutant(
         "one accuser is enough",
         "join/coordinator/consensus.py",
-        "if len(reasons) > max(_MOST_DISBELIEVED_ACCUSERS, half_of_the_others):",
+        "if len(reasons) > max(_TOO_FEW_ACCUSERS, half_of_the_others):",
         "if reasons:",
         RULES + " " + LIARS + " -k accus",
     ),
@@ -457,8 +457,8 @@ MUTANTS = [
     Mutant(
         "calls for an earlier incarnation are taken",
         "join/peers/routes.py",
-        'if not guest.admit() or purpose.get("to") != self.identity.incarnation:',
-        "if not guest.admit():",
+        'if not is_admitted or purpose.get("to") != self.identity.incarnation:',
+        "if not is_admitted:",
         LINKS,
     ),
     Mutant(

@@ -384,7 +384,7 @@ def lie_to_rank(loop, rng):
     }
     if rng.random() < 0.3:
         purpose = mutated(purpose, rng)
-    ticket = loop.rounds.links.routes._own_ticket(
+    ticket = loop.rounds.links.routes._ticket_of_caller(
         purpose
     ).encode()  # lets the rank accept the connection
     deadline = Deadline(3, "a lie")

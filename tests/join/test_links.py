@@ -212,9 +212,9 @@ def test_how_long_a_peer_may_take_follows_what_it_took():
     speed, peer = transfer.Speed(), Peer("west", "1", 0)
     first = speed.deadline(peer, 64_000_000, 2.0).seconds
     assert first == 2 + 1000  # nothing is known: 64 kB/s
-    speed.took(peer, 8_000_000, 1.0)
+    speed.record_duration(peer, 8_000_000, 1.0)
     assert speed.deadline(peer, 64_000_000, 2.0).seconds == pytest.approx(2 + 4 * 8)
-    speed.took(peer, 100, 50.0)
+    speed.record_duration(peer, 100, 50.0)
     assert speed.deadline(peer, 64_000_000, 2.0).seconds == pytest.approx(2 + 4 * 8), (
         "few bytes say nothing"
     )

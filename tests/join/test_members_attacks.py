@@ -163,7 +163,7 @@ def test_a_peer_that_takes_longer_each_time_is_not_given_more_each_time():
     """Four times what it took the last time let each round last four times as long as the one before."""
     speed, peer, seconds = Speed(), SimpleNamespace(job="zero"), 1.0
     for _ in range(10):
-        speed.took(peer, 10_000_000, seconds)
+        speed.record_duration(peer, 10_000_000, seconds)
         seconds = speed.deadline(peer, 10_000_000, 2.0).seconds * 0.99
     assert seconds < 10
 

@@ -199,7 +199,7 @@ def test_what_is_older_than_it_should_be_or_of_two_versions_is_not_taken(
 ):
     asked, kept = [], []
     monkeypatch.setattr(take, "_fetch", lambda *arguments, **named: asked.append(1) or versions)
-    why = take.take(state, {0: 5}, None, Alone(), 1.0, lambda *what: kept.append(what[1]))
+    why = take.take_fragments(state, {0: 5}, None, Alone(), 1.0, lambda *what: kept.append(what[1]))
     assert (kept == list(versions)) is stored and bool(why) is not stored
     assert len(asked) == 1 or versions == {5, 6}, (
         "a giver that has waited for the version is not asked again"

@@ -18,13 +18,22 @@ class AwaitedPeers:
 
     def __init__(self, state: RunState):
         self._state = state
-        self._since: dict[str, float] = {}  # job -> time when another job first named it
+        self._since: dict[str, float] = {}  # expected job -> time when another job first named it
 
     def expect(self, names: Iterable[str], now: float) -> None:
-        """Wait for the peers that a job names, if the coordinator was started recently."""
+        """Add the peers that a job names to the expected jobs; return at once.
+
+        Only a recently started coordinator expects jobs: it does not know the run that was under
+        way. Until the expected jobs connect, or their time is over, may_arrive() is true.
+
+        Args:
+            names: The job's peers: other jobs with which it has trained.
+            now: Current time, in seconds.
+        """
         if now - self._state.started >= self._patience_s():
             return
         for name in names:
+            # At most MOST_JOBS jobs, each with MOST_JOBS peers: further names are invented.
             if name not in self._state.members and len(self._since) < MOST_JOBS**2:
                 self._since.setdefault(name, now)
 

@@ -144,16 +144,27 @@ class CoordinatorClient:
         return self._place.call({"purpose": purpose, **identity}, part)
 
     def _say_hello(self, deadline: Deadline) -> None:
-        """Describe this job to the coordinator, once; the verdict "wait" means: not accepted yet."""
+        """Describe this job to the coordinator; set `_said_hello` if the coordinator accepts it.
+
+        The verdict "wait" means that the coordinator has not decided yet. Then `_said_hello` stays
+        False, and ask() says hello again.
+
+        Raises:
+            Refused: The coordinator rejects the job.
+            OSError: The connection is lost.
+        """
         reply = self._exchange({"op": "hello", **self._hello()}, deadline)
         self._said_hello = reply.get("verdict") != "wait"
         if self._said_hello and self._heartbeat is not None:
-            self._heartbeat.now()
+            self._heartbeat.now()  # a restarted coordinator must know at once that the job lives
 
     def _exchange(self, document: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         """Send a document on the open connection and return the reply to it.
 
-        Each reply may also contain the salt of the next round, which becomes `self.salt`.
+        Replies also contain the salt of the next round, which becomes `self.salt`: a random text
+        that goes into the checksum of the job's weights, so that no job can report a checksum that
+        it has copied from another. The job needs the salt before it asks for that round, so every
+        reply contains it.
 
         Raises:
             Refused: The reply is an error.
@@ -167,7 +178,7 @@ class CoordinatorClient:
         if "error" in reply:
             raise Refused(printable(str(reply["error"])))
         match reply.get("salt_of_next"):  # [number of the round, salt]
-            case [int(number), str(salt)]:
+            case [int(number), str(salt)]:  # anything else is malformed: keep the previous salt
                 self.salt = RoundSalt(number, salt)
         return reply
 

@@ -12,19 +12,22 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from holmes_ext.join.coordinator.reports import Claim
 
-#: Number of accusers that never suffices, however few jobs vote: a single job is not trusted.
-_MOST_DISBELIEVED_ACCUSERS = 1
+#: Number of accusers that is too few, however few jobs vote: a single job is not trusted.
+_TOO_FEW_ACCUSERS = 1
 
 
 def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> Claim | None:
     """Return the version and checksum of a fragment on which the jobs' claims agree best.
 
-    The version of a fragment is the round of its last outer optimizer step.
+    A claim is the version (round of the last outer optimizer step) and the checksum that a job
+    reports for its copy of the fragment.
 
-    - If this coordinator saw the last step, the highest claimed version that can exist wins.
-    - If it did not (it was restarted), the most frequent version wins. Of several equally frequent
-      versions the median wins, or the higher one of two: no single job of three can choose it.
-    - The checksum is the most frequent one among the claims with that version, the earliest on a tie.
+    1. If this coordinator saw the last step, the highest claimed version that can exist is chosen.
+    2. If it did not (it was restarted), the version that most jobs claim is chosen. On a tie it is
+       the median of the tied versions (the higher one of two). So if three jobs claim three
+       versions, a liar cannot win with an extreme one.
+    3. The checksum is the most frequent one among the claims of that version, the earliest on a
+       tie.
 
     Args:
         claims: One claim of each job, in the order in which the jobs joined.
@@ -55,7 +58,9 @@ def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> C
 def is_compatible(claim: Claim, other: Claim) -> bool:
     """Return whether two claims can describe the same weights.
 
-    The versions must be equal, and so must the checksums unless one of them is missing.
+    A claim is the version (round of the last outer step) and the checksum that a job reports for
+    its copy of a fragment. The versions must be equal, and so must the checksums unless one is
+    missing.
     """
     if claim.version != other.version:
         return False
@@ -65,14 +70,18 @@ def is_compatible(claim: Claim, other: Claim) -> bool:
 
 
 def voted_out(votes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the jobs whose contribution to a round must not count, with the reasons.
+    """Return the jobs whose pseudo-gradients must not count in a round, with the reasons.
 
     A job is voted out if more than half of the other jobs, and at least two, accuse it. With fewer
-    accusers, either the accuser or the accused lies. The job that is part of several such conflicts
-    is voted out; if that does not single out either of them, both are.
+    accusers there is a conflict between two jobs, one of which lies. If exactly one of the two has
+    conflicts with several jobs, that one is voted out, otherwise both are.
 
     Args:
-        votes: Voter -> accused job -> reason.
+        votes: Voter -> accused job -> reason. All members of the round are voters, also those that
+            accuse nobody; accusations of other jobs are ignored.
+
+    Returns:
+        Job that is voted out -> reason.
     """
     accusations: dict[str, dict[str, str]] = defaultdict(dict)  # accused -> voter -> reason
     for voter, reasons_by_accused in votes.items():
@@ -84,10 +93,10 @@ def voted_out(votes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     half_of_the_others = (len(votes) - 1) / 2
     excluded: dict[str, str] = {}
     for accused, reasons in accusations.items():
-        if len(reasons) > max(_MOST_DISBELIEVED_ACCUSERS, half_of_the_others):
+        if len(reasons) > max(_TOO_FEW_ACCUSERS, half_of_the_others):
             excluded[accused] = next(iter(reasons.values()))
 
-    # Then the accusations without a majority: one of the two jobs lies.
+    # Then the conflicts: accusations without a majority, between jobs that are not voted out yet.
     conflicts: list[tuple[str, str]] = []  # (voter, accused)
     for accused, reasons in accusations.items():
         for voter in reasons:
@@ -95,8 +104,9 @@ def voted_out(votes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
                 conflicts.append((voter, accused))
     number_of_conflicts = Counter(name for conflict in conflicts for name in conflict)
     for voter, accused in conflicts:
+        # A liar gets into conflict with several honest jobs, an honest job only with the liar.
         suspects = [name for name in (voter, accused) if number_of_conflicts[name] > 1]
-        if len(suspects) != 1:  # nothing tells the liar from the other job
+        if len(suspects) != 1:  # neither or both: nothing tells the liar from the other job
             suspects = [voter, accused]
         reason = accusations[accused][voter]
         for name in suspects:

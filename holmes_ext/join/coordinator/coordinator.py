@@ -50,11 +50,34 @@ class Coordinator:
         }
 
     def hello(self, name: str, incarnation: str, hello: Hello, now: float) -> Reply | None:
-        """Accept a job, or raise HolmesError if it does not fit the run."""
+        """Accept a job that joins or reconnects.
+
+        Args:
+            name: Name of the job.
+            incarnation: Identifies this start of the job.
+            hello: The job's description of itself.
+            now: Current time, in seconds.
+
+        Returns:
+            The verdict "hello" with the last round and the job's state; None while it is unclear
+            whether another job of this name still runs.
+
+        Raises:
+            HolmesError: The name is taken, the run is full, or the job's model or settings differ.
+        """
         return self._membership.hello(name, incarnation, hello, now)
 
     def enter(self, name: str, now: float) -> Reply | None:
-        """Let a job begin to train, or raise HolmesError if too few other jobs joined in time."""
+        """Let an accepted job begin to train once enough jobs are there.
+
+        Returns:
+            The verdict "in" (train with its own weights) or "behind" (first take the named
+            fragments from the named job), with the round after which it begins. None while it must
+            wait for other jobs.
+
+        Raises:
+            HolmesError: Too few other jobs joined within the job's timeout.
+        """
         return self._membership.enter(name, now)
 
     def next_round(self, question: str, name: str, report: Any, now: float) -> Reply | None:
@@ -77,15 +100,30 @@ class Coordinator:
         return self.policies[question].answer(name, report, now)
 
     def done(self, name: str, report: DoneReport, now: float) -> Reply | None:
-        """Return the verdict for a member of a round that has ended its exchange."""
+        """Record that a member of a round has ended its exchange of pseudo-gradients.
+
+        Returns:
+            The verdict for the member: "check" (report digests of the received data), "go"
+            (exchange again with fewer members) or "void". None while it depends on members that
+            have not reported yet.
+        """
         return self._settlement.done(name, report, now)
 
     def checked(self, name: str, report: CheckedReport, now: float) -> Reply | None:
-        """Return the verdict for a member of a round that has reported digests of received data."""
+        """Record a member's digests of the data that it received; all members' must be equal.
+
+        Returns:
+            The verdict for the member: "commit" (take the outer step), "check" (again, without some
+            jobs), "go" (exchange again with fewer members) or "void". None while it depends on
+            members that have not reported yet.
+        """
         return self._settlement.checked(name, report, now)
 
     def maps_of(self, asking: str, name: str) -> Reply:
-        """Return the shards and addresses of job `name`, which job `asking` needs for exchanges."""
+        """Return the shards and addresses of job `name`, which job `asking` needs for exchanges.
+
+        The verdict is "maps", or "void" if there is no such job any more.
+        """
         return self._membership.maps_of(asking, name)
 
     def heartbeat(

@@ -35,9 +35,16 @@ def mark_late(state: RunState, member: Member, number: int) -> None:
 
 
 def sits_out(state: RunState, member: Member, number: int) -> bool:
-    """Return whether a job must sit out round `number`, or the current round if that is later.
+    """Return whether a job that asks for a round gets none, because it was late too often.
 
-    Repeated delays make a job sit out (see mark_late). It takes part all the same if no other job does.
+    Repeated delays make a job sit out rounds (mark_late). It takes part all the same if no other
+    job is in training.
+
+    Args:
+        state: State of the run; `state.number` is its current round.
+        member: The job, with `sits_out_until`: the first round in which it may take part again.
+        number: Round for which the job asks. If the run is in a later round, that one counts: the
+            job's own count may be behind.
     """
     others = [
         other for other in state.members.values() if other is not member and other.state == "in"

@@ -92,7 +92,7 @@ class LockStepRounds:
         round_state = self._state.rounds.get(round_number)
         if round_state is not None and _has_begun(round_state):  # without this job
             return True
-        has_outdated_weights = self._versions.correction(member) is not None
+        has_outdated_weights = self._versions.behind_reply(member) is not None
         return has_outdated_weights
 
     def _add_ready_job(self, member: Member, report: ReadyReport, now: float) -> RoundState:
@@ -121,9 +121,9 @@ class LockStepRounds:
     def _catch_up(self, member: Member, ready_for: int, now: float) -> Reply | None:
         """Return which fragments a job must take from another job to catch up with the run.
 
-        The job first waits for the end of the round that takes place without it (the current round, or
-        the next one if the job is ready for that). If it took weights before, that round would make
-        them outdated again, and the job would never catch up.
+        The job first waits for the end of the round that takes place without it: the current round,
+        or the next one if the job is ready for that. If the job took weights earlier, that round
+        would make them outdated again, and the job would never catch up.
 
         Args:
             member: The job.
@@ -139,21 +139,27 @@ class LockStepRounds:
             if ready_for > self._state.number:
                 member.catches_up_after = self._state.number + 1
             member.catches_up_since = now
-            # The other jobs do not wait for this one before.
+            # Earlier rounds begin without waiting for this job, which has no valid weights for
+            # them.
             member.first_expected_round = max(self._state.number, ready_for) + 1
-        if not self._has_ended_or_given_up(member, member.catches_up_after, now):
+        # Also true if the awaited round will not end in reasonable time: the job must not wait for
+        # ever.
+        if not self._is_over_or_hopeless(member, member.catches_up_after, now):
             return None
         ended_round = member.catches_up_after
         member.catches_up_after = None
         # The verdict "behind", with the fragments of which the majority has another version.
-        correction = self._versions.correction(member)
-        member.was_sent_behind = correction is not None
-        if correction is None:
+        behind_reply = self._versions.behind_reply(member)
+        member.was_told_to_take_weights = behind_reply is not None
+        if behind_reply is None:
             return skip_reply(ended_round)
-        return {**correction, "round": ended_round}
+        return {**behind_reply, "round": ended_round}
 
-    def _has_ended_or_given_up(self, member: Member, round_number: int, now: float) -> bool:
+    def _is_over_or_hopeless(self, member: Member, round_number: int, now: float) -> bool:
         """Return whether the round for which a job waits is over, or will not end in reasonable time.
+
+        Reasonable are two timeouts: so long after its opening, a round begins even if fewer than
+        half of its jobs are ready (_deadline).
 
         Args:
             member: The job that waits.
@@ -166,9 +172,11 @@ class LockStepRounds:
             members = [self._state.members[name] for name in names]
             if round_state.outcome or all(other.state == "gone" for other in members):
                 return True
-            # patience_s: median timeout of these jobs, so that no single job determines the wait.
+            # patience_s: median timeout of the round's jobs, so that none of them determines the
+            # wait.
             return now > round_state.opening_time + 2 * patience_s(members)
-        # No job is ready for the round. Only jobs in training that do not wait themselves can open it.
+        # No job is ready for the round. Only jobs in training that do not catch up themselves can
+        # open it.
         others = [
             other
             for other in self._state.members.values()
@@ -177,6 +185,8 @@ class LockStepRounds:
         was_skipped = round_number <= self._state.number  # a later round was opened instead
         if was_skipped or not others:
             return True
+        # There are no jobs of the round whose median could be taken, so the waiting job's own
+        # timeout counts.
         return now > member.catches_up_since + 2 * member.hello.timeout
 
     def _begin_if_complete(self, round_state: RoundState, now: float) -> None:
@@ -223,21 +233,16 @@ class LockStepRounds:
         reported = [state.members[name] for name in round_state.ready_reports]
         ready = [member for member in reported if member.state == "in"]
         ready.sort(key=lambda member: member.order)
-        # Versions and checksums of the fragment; a salted checksum cannot be copied from another job.
-        claims = {member.name: self._salted_claim(round_state, member) for member in ready}
-        majority = self._valid_salted_claim(round_state, ready, claims)
-        if majority is not None:
-            round_state.behind = {
-                name for name, claim in claims.items() if not is_compatible(claim, majority)
-            }
-        members = [member for member in ready if member.name not in round_state.behind]
+        members = self._with_valid_weights(round_state, ready)
         ranks = {member.name: len(member.hello.addresses) for member in members}
-        # Norms of the fragment's recent pseudo-gradients: a job with a much larger one does not count.
+        # Norms of the fragment's recent pseudo-gradients: a job with a much larger one is left out.
         usual_norms = self._rounds.usual_norms(round_state.fragment)
-        # Also fills round_state.left_out with the jobs whose pseudo-gradients do not count.
+        # This call also writes the jobs that are left out, with the reasons, to
+        # round_state.left_out.
         weights = weights_in_sum(round_state, ranks, outer_settings(members), usual_norms)
-        # All ready jobs have a say in how many must count, also those that are behind. If all ready jobs have
-        # left, there is no setting `min`; with 1 the round is void, as there is no pseudo-gradient.
+        # The least number of contributors follows from the settings `min` of all ready jobs, also
+        # of those that are behind. If all ready jobs have left, there is no such setting; with 1
+        # the round is then void, as there is no pseudo-gradient.
         least_contributors = state.least_jobs(ready) if ready else 1
         has_begun = self._rounds.begin_exchange(
             round_state, members, weights, least_contributors, now
@@ -245,6 +250,25 @@ class LockStepRounds:
         if has_begun:
             for name, why in round_state.left_out.items():
                 state.events.append(f"round {round_state.number}: job {name} is left out: {why}")
+
+    def _with_valid_weights(self, round_state: RoundState, ready: list[Member]) -> list[Member]:
+        """Return the ready jobs whose weights are the majority's; add the others to `behind`.
+
+        Compared are the version of the round's fragment (round of its last outer step) and its
+        checksum. The coordinator published a salt for this round that goes into the checksum, so a
+        job without the weights cannot report the checksum of a job that has them.
+
+        Args:
+            round_state: The round; its set `behind` gets the names of the jobs with other weights.
+            ready: Jobs that are ready for it.
+        """
+        claims = {member.name: self._salted_claim(round_state, member) for member in ready}
+        majority = self._valid_salted_claim(round_state, ready, claims)
+        if majority is not None:
+            round_state.behind = {
+                name for name, claim in claims.items() if not is_compatible(claim, majority)
+            }
+        return [member for member in ready if member.name not in round_state.behind]
 
     def _deadline(self, round_state: RoundState) -> float:
         """Return the time at which the round begins without the missing jobs.
@@ -274,7 +298,10 @@ class LockStepRounds:
     ) -> Claim | None:
         """Return the majority's version of the round's fragment, with its salted checksum if known.
 
-        Only jobs that are up to date vote, or all jobs if none is.
+        A claim is the version (round of the last outer step) and the checksum of the fragment that
+        a job reports. Each job reports two checksums. The plain one is equal in every round, so a
+        job may have copied it. The salted one contains a random text for this round, so it proves
+        that the job has the weights. Only jobs that are up to date vote, or all jobs if none is.
 
         Args:
             round_state: The round.
@@ -282,13 +309,14 @@ class LockStepRounds:
             salted_claims: Job -> its claim with the salted checksum.
 
         Returns:
-            The majority's claim, with the most frequent salted checksum of the jobs that have this version;
-            without a checksum if none of them reports one; None if no job claims a possible version.
+            The majority's version, with the salted checksum that most jobs with this version report
+            ("": none of them does). None if no job claims a version that can exist.
         """
         trusted = [member for member in ready if member.is_up_to_date] or ready
         valid = self._versions.valid_claim(round_state.fragment, trusted)
         if valid is None:
             return None
+        # Jobs with the majority's version, and with its plain checksum or none.
         holders = [
             member
             for member in trusted

@@ -114,12 +114,12 @@ class Membership:
                 other.state = "in"
                 other.first_expected_round = state.number + 1
                 other.is_up_to_date = starts_run
-        correction = self._versions.correction(member)
+        behind_reply = self._versions.behind_reply(member)
         event = f"job {name} begins"
-        if correction is not None:
-            event += f", with the weights of {correction['from']}"
+        if behind_reply is not None:
+            event += f", with the weights of {behind_reply['from']}"
         state.events.append(event)
-        verdict = correction or {"verdict": "in"}
+        verdict = behind_reply or {"verdict": "in"}
         # Not state.number: a job that began at the same time may have opened the next round already.
         return {**verdict, "round": member.first_expected_round - 1}
 
@@ -169,8 +169,9 @@ class Membership:
     ) -> Member:
         """Return the state of a job that has just said hello.
 
-        A job that only lost its connection keeps all its counters. A new start of the same name inherits only
-        how often it let the others wait in vain, so that a restart is no way around sitting out rounds.
+        A job that only lost its connection keeps all its counters. A new start of a job with the
+        same name keeps only the penalty for delays: a job that let the others wait too often must
+        sit out some rounds, also if it is restarted.
 
         Args:
             name: Name of the job.
@@ -184,9 +185,9 @@ class Membership:
             name=name,
             incarnation=incarnation,
             hello=hello,
-            claims=list(hello.claims),
+            claims=list(hello.claims),  # version and checksum of each fragment
             order=self._last_order,
-            since=now,
+            since=now,  # time of the hello
             last_heartbeat=now,
         )
         if hello.entered:  # it lost the connection, or the coordinator was restarted
@@ -241,7 +242,16 @@ class Membership:
             )
 
     def _refuse_if_different(self, name: str, hello: Hello) -> None:
-        """Raise HolmesError if the run is full, or the job's model, shards or settings differ."""
+        """Raise HolmesError if the run is full, or the job's model, shards or settings differ.
+
+        Compared are the settings, the number of elements at each position of the model-parallel
+        grid, and the number of fragments into which the model is divided.
+
+        Args:
+            name: Name of the job that joins.
+            hello: Its description of itself. `totals`: position -> number of elements; `claims`:
+                one entry for each fragment.
+        """
         others = [other for other in self._state.present() if other.name != name]
         if len(others) >= MOST_JOBS:
             raise HolmesError(f"job {name!r} cannot join: there are {len(others)} jobs already")
@@ -250,6 +260,8 @@ class Membership:
                 raise HolmesError(
                     f"job {name!r} cannot join: it differs from job {other.name!r} in {text}"
                 )
+            # The message names elements also for another number of fragments: each fragment then
+            # has others.
             if hello.totals != other.hello.totals or len(hello.claims) != len(other.claims):
                 raise HolmesError(
                     f"job {name!r} cannot join: it has other numbers of elements than job "

@@ -85,7 +85,7 @@ class PeerRelay:
             return dict(self._bytes)
 
     def close(self) -> None:
-        """Close all pairs and standby lines."""
+        """Close all connections: pairs between which bytes are forwarded, and standby lines."""
         with self._changed:
             lines = list(self._lines.values())
             self._lines = {}
@@ -169,7 +169,9 @@ class PeerRelay:
                 line.over.set()
 
     def _take_line(self, key: str, deadline: Deadline) -> _Line | None:
-        """Remove the standby line of a rank from the table and return it.
+        """Remove the standby line of a rank from the table, so that no other caller uses it.
+
+        A standby line is an idle connection of a rank that cannot be called from outside.
 
         Returns:
             The line; None if the rank has none before the deadline.
@@ -190,7 +192,9 @@ class PeerRelay:
     def _forward(self, caller: Channel, job: str, line: _Line) -> None:
         """Forward bytes between a caller and the rank of a standby line until both have ended.
 
-        The caller gets an error instead if MOST_PAIRS pairs are open, or the limit of bytes is reached.
+        The two ranks encrypt the bytes end to end, with a TLS handshake of their own (unless the
+        run is not encrypted at all). The caller gets an error instead if MOST_PAIRS pairs are open,
+        or the limit of bytes is reached.
 
         Args:
             caller: The caller's connection.
@@ -202,7 +206,8 @@ class PeerRelay:
                 refusal = {"error": "the relay takes no more pairs, or no more bytes"}
                 caller.send(refusal, Deadline(_TELL_S, "an answer"))
                 return
-        # Both get "go", and TLS with them ends: what follows are sockets without TLS.
+        # Both get "go", and their TLS with the coordinator ends. What follows is encrypted between
+        # the two.
         calling_end = _start_forwarding(caller)
         called_end = _start_forwarding(line.channel)
         pair = (calling_end, called_end)
@@ -309,7 +314,12 @@ def _key(job: object, incarnation: object, rank: object) -> str:
 
 
 def _call_on(line: _Line, question: Mapping[str, str]) -> str:
-    """Send a call on a standby line; return the answer "reversed" or "relay", "" if the line is dead."""
+    """Announce a call on a standby line, an idle connection of a rank that cannot be called.
+
+    Returns:
+        The rank's answer: "reversed" (it has called the caller instead) or "relay" (the coordinator
+        must forward the bytes); "" if the connection is dead.
+    """
     try:
         line.channel.send(dict(question), Deadline(_TELL_S, "a call"))
         return str(line.channel.receive(Deadline(ANSWER_S, "an answer to a call")).get("answer"))

@@ -37,7 +37,11 @@ def go_reply(state: RunState, round_state: RoundState) -> Reply:
 
 
 def check_reply(state: RunState, round_state: RoundState) -> Reply:
-    """Return the reply that makes members report salted digests of the data they received."""
+    """Return the reply that makes members report digests of the data they received.
+
+    Its salt, a random text that goes into the digests, is published only now, after the exchange.
+    So a member without the data cannot report the digest of another member.
+    """
     return {
         "verdict": "check",
         "round": round_state.number,

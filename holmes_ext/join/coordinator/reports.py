@@ -45,16 +45,26 @@ _RANGE_NUMBERS = 3
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
-def _parsed(read: Callable[..., Any], *limits: Any, **field_arguments: Any) -> Any:
-    """Return a dataclass field that `_read_report` fills with `read(table, key, *limits)`."""
+def _report_field(read: Callable[..., Any], *limits: Any, **field_arguments: Any) -> Any:
+    """Declare a field of a report, and how `_read_report` reads it from the report's JSON document.
+
+    Args:
+        read: Function that reads and validates the value; it is called as read(table, key,
+            *limits).
+        limits: Further arguments of `read`, such as the least and the largest number.
+        field_arguments: Arguments of dataclasses.field, such as `default`.
+
+    Returns:
+        The dataclass field.
+    """
     return field(metadata={"read": read, "limits": limits}, **field_arguments)
 
 
 def _read_report(cls: type[T], table: Table, **known_values: Any) -> T:
     """Return a report of class `cls` with the values of a parsed JSON table.
 
-    Each field is read with the function that its definition in the class names (see `_parsed`). Fields with
-    a default may be missing.
+    Each field is read with the function that its definition in the class names (see
+    `_report_field`). Fields with a default may be missing.
 
     Args:
         cls: Dataclass of the report.
@@ -140,13 +150,13 @@ class Hello:
     #: Versions of the job's fragments.
     claims: tuple[Claim, ...]
     #: Jobs that must take part in a round (setting `min`).
-    min: int = _parsed(_number, 1, _MOST_JOBS)
+    min: int = _report_field(_number, 1, _MOST_JOBS)
     #: Seconds that the job waits for other jobs.
-    timeout: float = _parsed(_real, _MOST_SECONDS)
+    timeout: float = _report_field(_real, _MOST_SECONDS)
     #: Last round of which the job knows.
-    round: int = _parsed(_number, 0, MOST, default=0)
+    round: int = _report_field(_number, 0, MOST, default=0)
     #: The job already trains in this run: it reconnects.
-    entered: bool = _parsed(Table.take, bool, default=False)
+    entered: bool = _report_field(Table.take, bool, default=False)
     #: Names of the other jobs of the run that this job knows.
     peers: tuple[str, ...] = ()
 
@@ -164,16 +174,16 @@ class ReadyReport:
     fragment: int
     #: Versions of all the job's fragments.
     claims: tuple[Claim, ...]
-    round: int = _parsed(_number, 1, MOST)
+    round: int = _report_field(_number, 1, MOST)
     #: Tokens that the job has processed for this pseudo-gradient.
-    tokens: float = _parsed(_real, _MOST_TOKENS)
+    tokens: float = _report_field(_real, _MOST_TOKENS)
     #: Euclidean norm of the pseudo-gradient as it will be sent; None: it must not count.
-    norm: float | None = _parsed(_real, _MOST_NORM, default=None)
+    norm: float | None = _report_field(_real, _MOST_NORM, default=None)
     #: Reason why the pseudo-gradient must not count.
-    why: str = _parsed(_line, default="")
+    why: str = _report_field(_line, default="")
     #: Checksum of the fragment's weights with the coordinator's salt of round `salt_round`.
-    salted: str = _parsed(_checksum, default="")
-    salt_round: int = _parsed(_number, 0, MOST, default=0)
+    salted: str = _report_field(_checksum, default="")
+    salt_round: int = _report_field(_number, 0, MOST, default=0)
 
 
 @dataclass(frozen=True)
@@ -182,13 +192,13 @@ class Offer:
 
     fragment: int
     #: Tokens that the job has processed for this pseudo-gradient.
-    tokens: float = _parsed(_real, _MOST_TOKENS)
+    tokens: float = _report_field(_real, _MOST_TOKENS)
     #: Euclidean norm of the pseudo-gradient as it will be sent; None: it must not count.
-    norm: float | None = _parsed(_real, _MOST_NORM, default=None)
+    norm: float | None = _report_field(_real, _MOST_NORM, default=None)
     #: Reason why the pseudo-gradient must not count.
-    why: str = _parsed(_line, default="")
+    why: str = _report_field(_line, default="")
     #: Seconds until the job would apply the sum.
-    slack_s: float = _parsed(_real, _MOST_SECONDS, default=0.0)
+    slack_s: float = _report_field(_real, _MOST_SECONDS, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -205,30 +215,30 @@ class NextReport:
 class DoneReport:
     """Report of a job that its exchange of pseudo-gradients has ended."""
 
-    round: int = _parsed(_number, 1, MOST)
+    round: int = _report_field(_number, 1, MOST)
     #: Number of the exchange within the round.
-    attempt: int = _parsed(_number, 0, MOST)
+    attempt: int = _report_field(_number, 0, MOST)
     #: Jobs with which the exchange failed.
-    unreached: tuple[str, ...] = _parsed(Table.list, str, default=())
+    unreached: tuple[str, ...] = _report_field(Table.list, str, default=())
     #: Job -> reason why its data cannot be used.
-    faults: Mapping[str, str] = _parsed(_by_job, _line, default_factory=dict)
+    faults: Mapping[str, str] = _report_field(_by_job, _line, default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CheckedReport:
     """Report of a job about the data that it received in an exchange."""
 
-    round: int = _parsed(_number, 1, MOST)
+    round: int = _report_field(_number, 1, MOST)
     #: Number of the exchange within the round.
-    attempt: int = _parsed(_number, 0, MOST)
+    attempt: int = _report_field(_number, 0, MOST)
     #: Number of the comparison within the attempt.
-    check: int = _parsed(_number, 0, MOST)
+    check: int = _report_field(_number, 0, MOST)
     #: Sending job -> salted digest of the received data.
-    digests: Mapping[str, str] = _parsed(_by_job, _checksum, default_factory=dict)
+    digests: Mapping[str, str] = _report_field(_by_job, _checksum, default_factory=dict)
     #: Job -> factor of its pseudo-gradient in the aggregate.
-    factors: Mapping[str, float] = _parsed(_by_job, _factor, default_factory=dict)
+    factors: Mapping[str, float] = _report_field(_by_job, _factor, default_factory=dict)
     #: Divisor of the aggregate because it is stale (CO2), as this job computed it; 1: it counts in full.
-    gap: float = _parsed(_gap, default=1.0)
+    gap: float = _report_field(_gap, default=1.0)
 
 
 #: Keys of a heartbeat that `holmes join status` shows.
@@ -237,6 +247,11 @@ TELEMETRY = ("round", "step", "steps_per_second", "bits_per_second", "drift")
 
 def hello_from(document: dict[str, Any]) -> Hello:
     """Return the validated `hello` of a job, with which it joins or reconnects.
+
+    The document has the addresses of the job's ranks, the ranges of elements that each rank
+    exchanges ("maps"), the settings and facts that must be equal in all jobs ("agreed"), the names
+    of the jobs with which it has trained ("peers"), and the versions and checksums of its fragments
+    (claims).
 
     Raises:
         HolmesError: The document is malformed.
@@ -251,7 +266,9 @@ def hello_from(document: dict[str, Any]) -> Hello:
         except ValueError as error:
             raise HolmesError(f"{hello.at('addresses')}: {error}") from None
     maps = hello.table("maps")
-    ranges = {}  # position in the model-parallel grid -> start, stop, rank, start, stop, rank, ...
+    # Position in the model-parallel grid -> [start, stop, rank, start, stop, rank, ...], as on the
+    # wire: the elements from start to stop - 1 are exchanged by this rank.
+    ranges = {}
     for position in maps.values:
         _require_printable(position, maps)
         ranges[position] = _validated_ranges(maps, position, ranks=len(addresses))
@@ -277,14 +294,17 @@ def ready_from(document: dict[str, Any], fragments: int) -> ReadyReport:
     """Return the validated `ready` report of a job; raise HolmesError if it is malformed.
 
     Args:
+        document: The report, as parsed JSON. Its claims are the version and checksum of each
+            fragment that the job has.
         fragments: Number of fragments of the run.
     """
     report = Table(document, "the report of a job that is ready")
+    # The two values whose limits depend on the run are read here, all others by _read_report().
     return _read_report(
         ReadyReport,
         report,
         claims=_claims(report, fragments),
-        fragment=_number(report, "fragment", 0, fragments - 1),
+        fragment=_number(report, "fragment", least=0, most=fragments - 1),
     )
 
 
@@ -292,14 +312,17 @@ def next_from(document: dict[str, Any], fragments: int) -> NextReport:
     """Return the validated `next` report of a job; raise HolmesError if it is malformed.
 
     Args:
+        document: The report, as parsed JSON: version and checksum of each fragment that the job has
+            (claims), and a list of pseudo-gradients that it offers for a round ("offers").
         fragments: Number of fragments of the run.
     """
     report = Table(document, "the report of a job that asks for its next round")
     claims = _claims(report, fragments)
     offers: dict[int, Offer] = {}
-    for table in report.tables("offers"):
-        fragment = _number(table, "fragment", 0, fragments - 1)
-        offers[fragment] = _read_report(Offer, table, fragment=fragment)
+    for offer in report.tables("offers"):  # one JSON object for each offered fragment
+        # The limit of this value depends on the run; _read_report() reads the others.
+        fragment = _number(offer, "fragment", least=0, most=fragments - 1)
+        offers[fragment] = _read_report(Offer, offer, fragment=fragment)
     return NextReport(claims, offers)
 
 
@@ -325,11 +348,16 @@ def telemetry_from(document: dict[str, Any]) -> dict[str, float]:
 
 
 def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
-    """Return the claimed versions of a job's fragments; raise HolmesError if they cannot be true.
+    """Return the versions and checksums that a job claims for its fragments.
+
+    The version of a fragment is the round of its last outer step.
 
     Args:
         table: Report with the lists `versions` and `checksums`, which have one entry for each fragment.
         fragments: Number of claims that there must be; None: any number.
+
+    Raises:
+        HolmesError: The lists are malformed, or cannot be true.
     """
     versions = table.list("versions", int)
     checksums = table.list("checksums", str)
@@ -367,8 +395,9 @@ def _validated_ranges(maps: Table, position: str, ranks: int) -> tuple[int, ...]
     expected_start = 0
     starts, stops, owner_ranks = flat[::3], flat[1::3], flat[2::3]
     for start, stop, rank in zip(starts, stops, owner_ranks):
-        # Each range must begin where the previous one ends (no holes, no overlaps), must not be empty, and
-        # its rank must exist. The message has the range, and the element at which it should begin.
+        # Each range must begin where the previous one ends (no holes, no overlaps), must not be
+        # empty, and its rank must exist. The message shows the range and its rank, then the element
+        # at which the range should begin, and the number of ranks.
         if not (start == expected_start < stop <= MOST and 0 <= rank < ranks):
             raise HolmesError(
                 f"{maps.at(position)}: elements {start} to {stop} of rank {rank} follow element "

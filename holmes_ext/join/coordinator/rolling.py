@@ -87,9 +87,9 @@ class RollingRounds:
         last_round = state.rounds.get(state.number)
         if last_round is not None and not last_round.outcome:  # a round of other jobs is under way
             return None
-        if correction := self._versions.correction(member):
-            member.was_sent_behind = True
-            return correction
+        if behind_reply := self._versions.behind_reply(member):
+            member.was_told_to_take_weights = True
+            return behind_reply
         if why := _unusable_offer(report):
             return {"verdict": "void", "round": state.number, "why": why, "left_out": {name: why}}
         self._begin_round_with_quorum(now)

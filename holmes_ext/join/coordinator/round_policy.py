@@ -40,7 +40,8 @@ class RoundPolicy(Protocol):
     def answer(self, name: str, report: Any, now: float) -> Reply | None:
         """Return the verdict for job `name`; None while nothing is decided and it must ask again.
 
-        The coordinator has already checked the versions that the report claims.
+        The coordinator has already checked the versions of fragments (rounds of their last outer
+        steps) that the report contains.
 
         Args:
             report: As `read` returns it.

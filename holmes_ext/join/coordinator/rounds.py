@@ -114,7 +114,8 @@ class Rounds:
     def forget(self) -> None:
         """Forget all commits and void the open rounds, because the jobs of an older run have returned.
 
-        Without commits, the versions of fragments that most jobs claim are the valid ones.
+        The version of a fragment is the round of its last outer step. With commits, this
+        coordinator knows the valid one; without, it is the version that most jobs report.
         """
         self._state.committed.clear()
         for round_state in self._state.rounds.values():

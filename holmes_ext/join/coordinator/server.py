@@ -151,16 +151,13 @@ class CoordinatorServer:
         self._heartbeats: dict[JobIdentity, Channel] = {}  # open connections for heartbeats
         # Secret of each job's start, from which tickets for calls to its ranks are made.
         self._secrets: dict[JobIdentity, str] = {}
-        self._complaints: list[
-            Complaint
-        ] = []  # log lines of the last minute, whose number is limited
+        self._complaints: list[Complaint] = []  # of the last minute; their number is limited
         self._logged_events = 0  # number of the coordinator's events that were passed to `tell`
         self._ended = threading.Event()
         try:
-            self._listener = (
-                Listener(  # accepts at most _ADMITTED authenticated connections at a time
-                    listen(host, port), self._welcome, "holmes-serve", admitted=_ADMITTED
-                )
+            # Accepts at most _ADMITTED authenticated connections at a time.
+            self._listener = Listener(
+                listen(host, port), self._serve_connection, "holmes-serve", admitted=_ADMITTED
             )
         except (OSError, UnicodeError) as error:
             raise HolmesError(
@@ -170,7 +167,7 @@ class CoordinatorServer:
         self.port = self._listener.port
 
     def serve(self) -> None:
-        """Answer jobs, and run the services, until close() is called."""
+        """Answer jobs until close() is called; run the `services`, such as metrics, beside it."""
         with ExitStack() as running:
             for service in self._services:
                 running.enter_context(service(self))
@@ -183,10 +180,12 @@ class CoordinatorServer:
         self._listener.close()
         self.relay.close()
 
-    def _welcome(self, guest: Guest) -> None:
-        """Serve a connection, in its thread, until it ends.
+    def _serve_connection(self, guest: Guest) -> None:
+        """Serve an accepted connection, in its thread, until it ends.
 
-        The caller authenticates in the handshake and names its purpose there (see the top of this file).
+        In the handshake the caller proves that it knows the run's token, and sends its purpose: a
+        document that says what the connection is for. All callers but "status" are ranks of a job,
+        and must prove which job. A caller with an unknown purpose is disconnected.
 
         Args:
             guest: The accepted connection. The number of unauthenticated ones is limited; admit() makes
@@ -194,6 +193,7 @@ class CoordinatorServer:
         """
         try:
             deadline = Deadline(HANDSHAKE_S, "the handshake")
+            # guest.becomes(): use the TLS socket that answer() makes from now on.
             channel, purpose = answer(
                 guest.socket, self._credentials, deadline, on_tls=guest.becomes
             )
@@ -204,7 +204,7 @@ class CoordinatorServer:
             channel.send(self.status(), deadline)
             return
         try:
-            identity = self._identity(purpose)
+            identity = self._verify_identity(purpose)
         except HolmesError as error:
             channel.send({"error": str(error)}, deadline)
             self._complain(guest.host, str(error))
@@ -225,8 +225,15 @@ class CoordinatorServer:
                 reply = {"reachable": _is_reachable(guest.host, purpose.get("port"))}
                 channel.send(reply, Deadline(_ANSWER_S, "an answer"))
 
-    def _identity(self, purpose: Mapping[str, Any]) -> JobIdentity:
-        """Return the job for which a connection speaks.
+    def _verify_identity(self, purpose: Mapping[str, Any]) -> JobIdentity:
+        """Verify which job a connection speaks for, remember the job's secret, and return the job.
+
+        A job's incarnation is a hash of the secret that the start of the job has drawn, so the
+        secret proves the identity. It is kept for the tickets with which other jobs call this job's
+        ranks; of jobs that are not in the run, only the latest secrets are kept.
+
+        Args:
+            purpose: Document of the handshake, with the caller's job, incarnation and secret.
 
         Raises:
             HolmesError: The caller does not prove that it is this job.
@@ -234,6 +241,7 @@ class CoordinatorServer:
         job = str(purpose.get("job", ""))
         incarnation = str(purpose.get("incarnation", ""))
         secret = str(purpose.get("secret", ""))
+        # Limits the length and the characters of what is kept and logged.
         if not is_name(job) or not is_name(incarnation) or not is_name(secret):
             raise HolmesError("a caller names no job, incarnation and secret")
         if not hmac.compare_digest(incarnation_of(secret), incarnation):
@@ -253,10 +261,6 @@ class CoordinatorServer:
         """Log that a caller was rejected, unless the log has many such lines of the last minute.
 
         The number of lines is limited for each network and in all, so that callers cannot flood the log.
-
-        Args:
-            host: Address of the caller.
-            reason: Why it was rejected.
         """
         now = time.monotonic()
         network = network_of(host)
@@ -270,6 +274,7 @@ class CoordinatorServer:
             self._complaints.append(Complaint(now, network))
             is_last = len(self._complaints) == _COMPLAINTS_IN_ALL
         line = f"a caller from {host} was turned away: {printable(reason)}"
+        # The limit is reached with this line, so the log must say why further callers are missing.
         if is_last:
             line += "; so many are that no more are told for a minute"
         self._tell(line)
@@ -320,9 +325,8 @@ class CoordinatorServer:
     def _reply_to(self, identity: JobIdentity, question: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a request; a job whose request is impossible is dropped from the run.
 
-        Each reply also contains a salt: a random text with which the job computes the checksum of its weights
-        for the next round. Only a job that has the weights can do that, so no job can copy the checksum
-        that another job reported before.
+        Each reply also contains a salt: a random text for the checksum of the job's weights in the
+        next round. Only a job that has the weights can compute that checksum, so none can copy it.
         """
         try:
             reply = self._decide(identity, question)
@@ -372,6 +376,11 @@ class CoordinatorServer:
 
         The request is parsed once, here; the function may be called several times.
 
+        Args:
+            identity: The job that has sent the request.
+            request: Parsed JSON; "op" is its kind. A request for the job's next round has the op of
+                the round policy: "ready" for rounds=sync, "next" for rounds=async.
+
         Raises:
             HolmesError: The request is malformed.
             NotInRun: The job has to say hello first.
@@ -386,7 +395,7 @@ class CoordinatorServer:
             member = coordinator.state.member(job)
             if member.incarnation != incarnation:
                 raise NotInRun(job)
-            fragments = len(member.claims)
+            fragments = len(member.claims)  # a job claims a version of each fragment of the model
         if op == "enter":
             return lambda now: coordinator.enter(job, now)
         if op in coordinator.policies:
@@ -408,13 +417,17 @@ class CoordinatorServer:
     def _maps_of(self, other_job: str, caller: JobIdentity) -> dict[str, Any]:
         """Return the shards and addresses of another job, and a ticket to call its ranks.
 
-        The ticket proves to the ranks of the other job that the caller is the job that it says it
-        is. It is made of the other job's secret, which only that job and the coordinator have.
+        The ticket proves the caller's identity to the ranks of the other job. It is made of the
+        other job's secret. Without the secret there is no ticket, and the ranks reject the caller.
+
+        Args:
+            other_job: Name of the job whose ranks the caller wants to call.
+            caller: The job that asks.
         """
         reply = self._coordinator.maps_of(caller.job, other_job)
         incarnation = str(reply.get("incarnation"))  # of the current start of the other job
         secret = self._secrets.get(JobIdentity(other_job, incarnation), "")
-        if not secret:
+        if not secret:  # the other job is gone, or its secret was forgotten
             return reply
         return {**reply, "ticket": ticket(secret, caller.job, caller.incarnation)}
 

@@ -36,7 +36,8 @@ from holmes_ext.join.coordinator.reports import CheckedReport, DoneReport
 from holmes_ext.join.coordinator.rounds import Rounds
 from holmes_ext.join.coordinator.state import RoundState, RunState, patience_s
 
-#: Other members that a member needs before "most others cannot reach it" has a meaning.
+#: Least number of other members with which "most others cannot reach it" points at one member. With
+#: a single other one, a failed exchange may be the fault of either.
 _LEAST_OTHERS = 2
 
 
@@ -77,8 +78,9 @@ class Settlement:
     def checked(self, name: str, report: CheckedReport, now: float) -> Reply | None:
         """Process a member's report of digests of the data it received.
 
-        A check is a comparison of these digests between all members. A round may have several, numbered from
-        1: after members were excluded, the others are checked again.
+        A check is a comparison of these digests between all members. A round may have several,
+        numbered from 1: if some members contradict the others, these members are excluded (their
+        pseudo-gradients do not count), and the others are compared again.
 
         Args:
             name: The member, a job.
@@ -109,10 +111,10 @@ class Settlement:
         }
 
     def _reply_if_outdated(self, round_state: RoundState, name: str, attempt: int) -> Reply | None:
-        """Return the reply to a report that is no longer current; None if it is.
+        """Return the reply to a report that came too late; None if the report is still current.
 
-        A report is outdated if the round has ended, the job is no longer a member of it, or the
-        members have begun another attempt.
+        It is "commit" or "void" if the round has ended (also "void" if it goes on without the job),
+        and "go" if the members have begun another attempt of the exchange.
         """
         if round_state.outcome == "commit" and name in round_state.members:
             return commit_reply(round_state)
@@ -125,7 +127,10 @@ class Settlement:
     def _next_reply(
         self, round_state: RoundState, name: str, attempt: int, check_number: int
     ) -> Reply | None:
-        """Return the reply to a member that has reported; None while the next step is undecided.
+        """Return the verdict for a member that has reported; None while the next step is undecided.
+
+        It is "check" if the received data is to be compared, "go" if the exchange is repeated, and
+        "commit" or "void" if the round has ended.
 
         Args:
             round_state: The round.
@@ -167,10 +172,14 @@ class Settlement:
     ) -> None:
         """Begin the next attempt without the member that most other members could not reach.
 
-        The round is void if no member was unreachable for at least half of the others.
+        If no member was unreachable for at least half of the others, no single member is at fault:
+        the network between them is. Removing one after the other would end with few jobs, so the
+        round is void, and the jobs keep their pseudo-gradients for the next round.
 
         Args:
+            round_state: The round.
             unreached: Member -> jobs with which its exchange failed.
+            now: Current time, in seconds.
         """
         failures = Counter(
             name for names in unreached.values() for name in names if name in round_state.members
@@ -187,8 +196,9 @@ class Settlement:
     def _conclude_check(self, round_state: RoundState, now: float) -> None:
         """Commit the round if all members received identical data.
 
-        Otherwise, members in conflict with the majority are excluded, and the others are checked again.
-        Nothing happens until each member has reported `checked` or is given up as lost.
+        Otherwise, members in conflict with the majority are excluded (their pseudo-gradients do not
+        count), and the others are compared again. Nothing happens until each member has reported
+        `checked` or is given up as lost.
         """
         lost = self._lost_members(round_state, set(round_state.checked_reports), now)
         if lost is None:
@@ -228,9 +238,11 @@ class Settlement:
         self._rounds.commit(round_state)
 
     def _begin_check(self, round_state: RoundState, now: float) -> None:
-        """Begin the next comparison of the received data.
+        """Begin the next comparison of the received data, by increasing `check_number`.
 
-        The round is void instead if too few pseudo-gradients are left that count.
+        Members poll for a verdict. _next_reply() compares `check_number` with the last check that a
+        member has reported, and then returns "check". The round is void instead if too few
+        pseudo-gradients count: those of members with a share above 0 that are not excluded.
         """
         round_state.check_number += 1
         round_state.checked_reports = {}

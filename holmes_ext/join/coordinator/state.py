@@ -47,7 +47,7 @@ class Member:
     catches_up_after: int | None = None
     catches_up_since: float = 0.0  # time at which `catches_up_after` was set
     #: The last verdict about the job's weights was "behind": it must take fragments from another job.
-    was_sent_behind: bool = False
+    was_told_to_take_weights: bool = False
     #: Donors that gave this job other weights than claimed; the job takes no weights from them again.
     distrusted_donors: set[str] = field(default_factory=set)
     #: Fragment -> donor named in "behind", until the job's next report shows whether the weights are right.
@@ -146,6 +146,9 @@ class RunState:
 
     def salt(self, *parts: object) -> str:
         """Return a salt of 16 hexadecimal digits, which no job can compute before it is published.
+
+        Jobs report checksums of their weights, or of received data, that contain such a salt. So a
+        job cannot report a checksum that it has copied from another job in an earlier report.
 
         Args:
             parts: Purpose of the salt; equal parts give the same salt.

@@ -27,6 +27,7 @@ class Versions:
     def valid_claim(self, fragment: int, members: Sequence[Member] | None = None) -> Claim | None:
         """Return the valid version of a fragment, by majority of the members' claims.
 
+        A claim is the version and the checksum that a job reports for its copy of the fragment.
         Only members that are up to date vote, or all members if none is.
 
         Args:
@@ -46,7 +47,7 @@ class Versions:
         claims = [member.claims[fragment] for member in up_to_date or voters]
         return agreed_claim(claims, self._state.committed.get(fragment), self._state.number)
 
-    def correction(self, member: Member) -> Reply | None:
+    def behind_reply(self, member: Member) -> Reply | None:
         """Return the verdict "behind" with the fragments that a job must take, and from which job.
 
         The donor is the job that has most of these fragments, the earliest of several. Donors that
@@ -100,8 +101,11 @@ class Versions:
             HolmesError: The job claims an outer step that the run has not taken.
         """
         member.claims = list(claims)
-        can_have_no_later_version = member.is_up_to_date or member.was_sent_behind
+        # An up-to-date job has this run's versions, and so has a job that got "behind" and took its
+        # weights.
+        can_have_no_later_version = member.is_up_to_date or member.was_told_to_take_weights
         for fragment, claim in enumerate(member.claims):
+            # A restarted coordinator has seen no step of the fragment: any version is possible.
             last_step = self._state.committed.get(fragment, claim.version)
             if can_have_no_later_version and claim.version > last_step:
                 raise HolmesError(
@@ -109,7 +113,8 @@ class Versions:
                     f"it was last stepped in round {last_step}"
                 )
         self._record_lying_donors(member)
-        if not member.is_up_to_date and self.correction(member) is None:  # there is nothing to take
+        # Without a reply "behind" there is no fragment that the job must take from another one.
+        if not member.is_up_to_date and self.behind_reply(member) is None:
             member.is_up_to_date = True
 
     def _donors(self, member: Member) -> dict[str, list[int]]:
@@ -126,9 +131,10 @@ class Versions:
         return donors
 
     def _record_lying_donors(self, member: Member) -> None:
-        """Record the donors that gave this member other weights than they claimed to have.
+        """Record the donors that gave this member other weights than they reported to have.
 
-        After taking a fragment from a donor, the member must claim the valid version with the valid checksum.
+        A donor is a job from which the member took a fragment. Afterwards the member must report
+        the valid version of the fragment with the valid checksum.
         """
         for fragment, donor in list(member.unchecked_donors.items()):
             valid = self.valid_claim(fragment)

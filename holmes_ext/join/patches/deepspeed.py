@@ -198,8 +198,10 @@ def _pieces(optimizer: Any) -> Iterator[_Piece]:
 
     kind = type(optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer":  # ZeRO 1 and 2
-        # For each group: the index of each parameter's first element in the group's flat buffer. DeepSpeed
-        # from 0.19.7 on pads the parameters of ZeRO 1 and 2; other optimizers have no padding between them.
+        # For each group: the index of each parameter's first element in the group's flat buffer.
+        # DeepSpeed from 0.19.7 on pads the parameters of ZeRO 1 and 2; other optimizers have no
+        # padding between them. read_by_version() reads these indices as the
+        # installed release of DeepSpeed stores them; offsets() computes them without padding.
         starts_of_groups = read_by_version("offsets", optimizer)
         groups = zip(optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups)
         for i, (group, partition) in enumerate(groups):

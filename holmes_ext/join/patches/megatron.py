@@ -123,7 +123,15 @@ def _report_step() -> None:
 
 
 def _adapter(optimizer: Any) -> training.FrameworkAdapter:
-    """Return the object by which the outer training reads and writes the weights of this rank."""
+    """Return the object by which the outer training reads and writes the weights of this rank.
+
+    The weights are those of the model's chunks (virtual pipeline stages), which _remember_chunks()
+    has stored in the global `_chunks`. Before the outer training calls `weights`, it calls
+    `refusal`, which returns why this job cannot exchange weights, or None if it can.
+
+    Args:
+        optimizer: The optimizer of megatron-core, which may be a chain of several.
+    """
     from megatron.core import parallel_state
 
     sizes = {
@@ -133,7 +141,8 @@ def _adapter(optimizer: Any) -> training.FrameworkAdapter:
     }
     return training.FrameworkAdapter(
         "megatron-core",
-        weights=lambda: _weights(_stepping_optimizers(optimizer)[0]),  # refusal() accepts only one
+        # refusal() accepts exactly one optimizer, so the first one is the only one.
+        weights=lambda: _weights(_stepping_optimizers(optimizer)[0]),
         device=lambda: next(_chunks[0].parameters()).device,
         agreed={"sizes": sizes},  # must be equal in all joined jobs
         refusal=lambda settings: refusal(optimizer, settings, sizes),
@@ -154,6 +163,8 @@ def refusal(optimizer: Any, settings: OuterSettings, sizes: dict[str, int]) -> s
         sizes: Number of pipeline stages, tensor-parallel ranks and chunks of the model, by name.
     """
     optimizers = _stepping_optimizers(optimizer)
+    # Exactly one is supported. There are several with experts, or with an optimizer for each chunk
+    # of the model, and none if this rank steps no parameters.
     if len(optimizers) != 1:
         return f"it has {len(optimizers)} optimizers (experts, or chunks apart), of which one is supported"
     inner = optimizers[0]
@@ -189,7 +200,10 @@ def _weights(optimizer: Any) -> training.WeightShards:
         addresses.append((main, main.data_ptr()))
 
     def have_moved() -> bool:
-        """Return whether megatron-core has moved the main weights to other memory since then."""
+        """Return whether megatron-core has moved the main weights since _weights() made its views.
+
+        The parts are views of the old memory, so the outer step would then change nothing.
+        """
         return any(main.data_ptr() != address for main, address in addresses)
 
     tensors = [(name, tuple(parameter.shape), "float32") for parameter, name in names.items()]

@@ -26,21 +26,30 @@ _hooks: list[Any] = []
 
 
 def on_start(current: Session) -> list[str]:
-    """Follow the optimizers of this process from now on, as a hook of the extension; return no lines."""
+    """Begin to follow the optimizers of this process; holmes calls this hook at its start.
+
+    Returns:
+        Lines to print at the start of the job: none.
+    """
     attach()
     return []
 
 
 def on_stop(reason: str) -> None:
-    """Stop following the optimizers, and leave the run of the other jobs, as a hook of the extension."""
+    """Stop following the optimizers, and leave the run; holmes calls this hook when the job ends.
+
+    Args:
+        reason: Why the job ends, for the log of the coordinator.
+    """
     detach()
     training.end(reason)
 
 
 def attach() -> None:
-    """Register global hooks of torch, by which jobs that train one model together follow its optimizer steps.
+    """Register hooks that torch runs before and after each step of every optimizer of this process.
 
-    The hooks run before and after each step of every optimizer.
+    Before its first step, the job joins the jobs that train the same model. After a step, an
+    exchange of weights with these jobs may begin or end.
     """
     from torch.optim import optimizer
 

@@ -121,7 +121,8 @@ class Attempt:
         Args:
             fragment: The fragment.
             values: The job's decoded pseudo-gradient: this rank's elements.
-            salt: Text of the coordinator that nobody can know before.
+            salt: Text that the coordinator publishes after the exchange, so that no job can copy a
+                digest.
         """
         parts = (
             checksum(values[fragment.places(piece.start, piece.stop)], piece.start, salt)
@@ -141,5 +142,7 @@ class Attempt:
         """
         result = torch.empty_like(like)
         for piece, place in zip(encoded, places):
-            result[place] = self.codec.decode(piece, result[place])
+            # The second argument only has the size and dtype of the decoded piece; its values are
+            # not read.
+            result[place] = self.codec.decode(piece, like[place])
         return result

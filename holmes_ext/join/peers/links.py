@@ -162,7 +162,7 @@ class PeerLinks:
             self.sent += sum(transfer.sent for transfer in transfers)
             self.received += sum(transfer.received for transfer in transfers)
         for peer in channels_of:
-            self._speed.took(peer, sizes[peer], time.monotonic() - begin)
+            self._speed.record_duration(peer, sizes[peer], time.monotonic() - begin)
         if failed:
             for job in failed:
                 self._speed.failed(job)

@@ -59,7 +59,13 @@ def published_address(
         return ""
     host, port = listening.getsockname()[:2]
     if place.ports.host:
-        return address_text(place.ports.host, place.ports.advertised(port))
+        # --holmes-join-address: the user says how other jobs reach the rank, such as the public
+        # address of a NAT and the port that it forwards. The coordinator may be unable to call it,
+        # so it does not test it.
+        external_port = place.ports.advertised(port)
+        return address_text(place.ports.host, external_port)
+    # A loopback address is the route to a coordinator on this host. So all jobs are on it, and no
+    # firewall is in between.
     if not is_loopback(host) and not _can_be_called(port, place, identity):
         return ""
     return address_text(host, port)

@@ -47,8 +47,9 @@ _RELAY_S = 25.0
 _RETRY_S = 2.0
 #: Seconds without a call after which a standby line is opened anew.
 _STANDING_S = 3600.0
-#: Connections at a time that have not proved the token: in all, and from one address.
-_STRANGERS = 32
+#: Most connections at a time whose caller has not proved the token yet: in all, and from one
+#: address.
+_MOST_UNPROVEN = 32
 _PER_ADDRESS = 16
 #: Connections at a time that have proved the token.
 _ADMITTED = 512
@@ -130,9 +131,9 @@ class Routes:
         if listening is not None:
             self._listener = Listener(  # limits the connections that are open at a time
                 listening,
-                self._welcome,
+                self._accept,
                 "holmes-peers",
-                strangers=_STRANGERS,
+                strangers=_MOST_UNPROVEN,
                 per_address=_PER_ADDRESS,
                 admitted=_ADMITTED,
             )
@@ -142,7 +143,7 @@ class Routes:
             threading.Thread(target=self._stand_by, name="holmes-standby", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and close the standby line."""
+        """Stop listening, and close the standby line (on which the coordinator announces calls)."""
         self._closed = True
         if self._listener is not None:
             self._listener.close()
@@ -230,55 +231,75 @@ class Routes:
             del self._callbacks[call_id]
 
     def _secret_for(self, purpose: Purpose) -> bytes:
-        """Return the secret that a caller must prove besides the token.
+        """Return the secret that the caller of this rank must prove besides the run's token.
 
-        A rank that calls back proves the ticket of the call it answers; other callers prove the ticket
-        that the coordinator gave them for this rank.
+        It is a ticket: a text that the coordinator gives only to the calling job, for the called
+        job.
+
+            usual call      the caller's ticket for this rank's job
+            "reversed"      this rank could not reach a rank, so that rank now calls back. Both know
+                            the ticket of this rank's call: it has it from the coordinator, the
+                            other rank computes it from its own job's secret
+
+        Args:
+            purpose: What the caller says of itself: its job, and what the connection is for.
         """
         if purpose.get("purpose") != "reversed":
-            return self._own_ticket(purpose).encode()
+            return self._ticket_of_caller(purpose).encode()
         callback = self._callbacks.get(str(purpose.get("call")))
         if callback is None:  # this rank made no such call: nobody can prove this secret
             return b"unknown"
         return callback.ticket.encode()
 
-    def _own_ticket(self, caller: Purpose) -> str:
-        """Return the ticket with which the caller's job may call this rank."""
+    def _ticket_of_caller(self, caller: Purpose) -> str:
+        """Compute the ticket with which the caller's job may call this rank."""
         return ticket(self.identity.secret, str(caller.get("job")), str(caller.get("incarnation")))
 
-    def _welcome(self, guest: Guest) -> None:
+    def _accept(self, guest: Guest) -> None:
         """Authenticate an accepted connection and pass it on, in its own thread.
 
+        A connection that is not passed on is closed without an answer: the caller does not prove
+        its identity, there are too many connections, or it is meant for an earlier start of this
+        job.
+
         Args:
-            guest: The connection. admit() makes it count as authenticated; after keep() it stays open when
-                this function returns. The numbers of connections are limited.
+            guest: The accepted connection. Its listener closes it when this function returns,
+                unless keep() was called, and limits the numbers of connections before and after
+                authentication.
         """
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         with contextlib.suppress(NotHolmes, Refused):
+            # guest.becomes() makes the listener use the TLS socket that answer() makes of the
+            # connection.
             channel, purpose = answer(
                 guest.socket, self._credentials, deadline, self._secret_for, on_tls=guest.becomes
             )
+            # Counts as authenticated from now on; False: there are too many such connections.
+            is_admitted = guest.admit()
             # The caller must mean this start of the job, not an earlier one at the same address.
-            if not guest.admit() or purpose.get("to") != self.identity.incarnation:
+            if not is_admitted or purpose.get("to") != self.identity.incarnation:
                 return
             guest.keep()
             self._handle(channel, purpose)
 
     def _handle(self, channel: Channel, purpose: Purpose) -> None:
-        """Pass a connection to the call that expects it, or to the handler of incoming connections.
+        """Pass a connection to the thread that waits for it, or to the handler of calls.
 
-        The receiver is responsible for closing it.
+        If this rank has called a rank that cannot be reached, that rank opens the connection
+        instead (a "reversed" call). The thread that made the call then waits for it. The receiver
+        is responsible for closing the connection.
 
         Args:
-            channel: The authenticated connection.
-            purpose: What the caller sent in the handshake; with "reversed", the caller returns a call of
-                this rank.
+            channel: The connection.
+            purpose: Document that the caller sent in the handshake; its key "purpose" is the use of
+                the connection, and "call" the id of the call that a reversed call answers.
         """
-        if purpose.get("purpose") != "reversed":
+        use = purpose.get("purpose")
+        if use != "reversed":
             self._handle_incoming(channel, purpose)
             return
         callback = self._callbacks.get(str(purpose.get("call")))
-        if callback is None:
+        if callback is None:  # the thread does not wait any more
             channel.close()
         else:
             callback.channels.put(channel)
@@ -293,10 +314,12 @@ class Routes:
     # Methods of a rank that cannot be called
 
     def _stand_by(self) -> None:
-        """Keep a standby line to the coordinator, and take calls on it, until closed.
+        """Keep a standby line to the coordinator, and take calls on it, until close() is called.
 
-        The line is an idle connection on which the coordinator announces calls for this rank. A line that
-        fails, or that has become the connection of a relayed call, is replaced.
+        The line is an idle connection on which the coordinator announces calls for this rank. A
+        line that fails is replaced. So is a line that a relayed call has taken over: the
+        coordinator then forwards the caller's bytes on it. Such a line has given its TCP connection
+        to a new socket object (end_tls), so closing the line does not close the call.
         """
         while not self._closed:
             try:
@@ -338,8 +361,10 @@ class Routes:
         standby_line.send({"answer": "relay"}, deadline)
         if standby_line.receive(deadline).get("relay") != "go":
             return False
-        # A caller on this host may omit TLS. The caller itself is not visible here, only the relay: if that
-        # is on this host, callers without TLS are accepted, as on any loopback connection.
+        # Callers need TLS, except on a loopback connection, which nobody else can read. Here the
+        # connection ends at the coordinator. If the coordinator is on this host, a caller on this
+        # host calls it over loopback, too, and omits TLS; so a caller without TLS is accepted. A
+        # caller on another host sees that its way to the coordinator is no loopback, and uses TLS.
         is_plain = self._credentials.plain or stays_on_host(standby_line.socket)
         # TLS with the coordinator ends: what follows is the handshake with the caller.
         connection = end_tls(standby_line.socket, deadline)
@@ -365,7 +390,7 @@ class Routes:
         }
         try:
             host, port = split_address(address)
-            secret = self._own_ticket(caller).encode()
+            secret = self._ticket_of_caller(caller).encode()
             deadline = Deadline(_CALL_S, "calling back")
             return call(host, port, self._credentials, purpose, deadline, secret)
         except (OSError, ValueError, HolmesError):
@@ -376,18 +401,23 @@ class Routes:
             return None
 
     def _serve_reversed(self, channel: Channel, caller: Purpose) -> None:
-        """Receive the purpose on a connection that this rank has opened by calling back, and handle it.
+        """Serve a connection by which this rank has called back a rank that cannot reach it.
+
+        The other rank wanted to call this one, so it now says what the connection is for, as the
+        first message. From then on, the connection is handled like one that the other rank has
+        opened.
 
         Args:
             channel: The connection.
-            caller: The rank that has asked for the call, as the coordinator names it.
+            caller: The other rank, as the coordinator has announced it: job and incarnation.
         """
         try:
             purpose = channel.receive(Deadline(HANDSHAKE_S, "what it wants"))
         except OSError:
             channel.close()
             return
-        # The handshake has proved these two; the purpose may claim others.
+        # The handshake has proved these two; the message may claim others, and must not replace
+        # them.
         proven = {"job": caller.get("job"), "incarnation": caller.get("incarnation")}
         self._handle_incoming(channel, {**purpose, **proven})
 

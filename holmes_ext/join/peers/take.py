@@ -40,16 +40,16 @@ from holmes_ext.runtime.deadline import Deadline
 
 #: Attempts to take a fragment that the donor steps in between.
 _TRIES = 5
-#: Seconds that a taker may let pass between two requests, and wait for its turn.
-_ASKED_S = 600.0
+#: Seconds that a taker may let pass between two requests, and that it may wait for its turn.
+_REQUEST_TIMEOUT_S = 600.0
 #: Seconds between two checks whether the requested version is there.
 _LOOK_S = 0.02
 #: Seconds between two checks whether a taker that waits for its turn is still connected.
-_TURN_LOOK_S = 1.0
+_TURN_CHECK_S = 1.0
 #: Takers that are served at a time, because each gets copies of the weights.
-_TAKERS = 4
+_MOST_TAKERS = 4
 #: Takers of one job that are served at a time, because they may keep their turn and request nothing.
-_OF_ONE_JOB = 2
+_MOST_TAKERS_OF_ONE_JOB = 2
 
 
 class Giver:
@@ -86,7 +86,11 @@ class Giver:
             channel.close()
 
     def _wait_for_turn(self, channel: Channel, job: str) -> None:
-        """Wait until few enough other takers are served, and count this one.
+        """Wait until few enough takers are served, and count this one.
+
+        A taker is a rank of another job that copies weights from this rank. Few are served at a
+        time, because each gets a copy in memory; and fewer of one job, so that it cannot keep all
+        others waiting.
 
         Args:
             channel: The taker's connection.
@@ -96,10 +100,13 @@ class Giver:
             ConnectionError: The taker has closed the connection in the meantime.
             TimeoutError: Its turn did not come in time.
         """
-        deadline = Deadline(_ASKED_S, "a taker's turn")
+        deadline = Deadline(_REQUEST_TIMEOUT_S, "a taker's turn")
         with self._changed:
-            while self._served_takers.total() >= _TAKERS or self._served_takers[job] >= _OF_ONE_JOB:
-                self._changed.wait(_TURN_LOOK_S)
+            while (
+                self._served_takers.total() >= _MOST_TAKERS
+                or self._served_takers[job] >= _MOST_TAKERS_OF_ONE_JOB
+            ):
+                self._changed.wait(_TURN_CHECK_S)
                 deadline.check()  # raises TimeoutError
                 if not channel.lives():
                     raise ConnectionError("the taker is gone")
@@ -108,9 +115,9 @@ class Giver:
     def _answer(self, channel: Channel) -> None:
         """Receive one request, wait for the requested version, and send the weights.
 
-        The request names a fragment, a range of its elements, and a version (the round of the fragment's
-        last outer step). If the version does not arrive in time, the weights that there are are sent, with
-        their version.
+        The request names a fragment, a range of its elements, and the least version that the taker
+        needs (the round of the fragment's last outer step). If this rank does not reach that
+        version in time, it sends its older weights; the taker sees their version in the answer.
 
         Args:
             channel: Connection to the taker, a rank of another job.
@@ -120,7 +127,9 @@ class Giver:
             OSError: The connection is lost, or the taker does not wait for the answer.
         """
         state = self._state
-        request = Table(channel.receive(Deadline(_ASKED_S, "a question")), "a taker's question")
+        request = Table(
+            channel.receive(Deadline(_REQUEST_TIMEOUT_S, "a question")), "a taker's question"
+        )
         index = request.take("fragment", int)
         version = request.take("version", int)
         start = request.take("start", int)
@@ -163,7 +172,7 @@ class Donor:
     routes: Routes
 
 
-def take(
+def take_fragments(
     state: OuterState,
     wanted: Mapping[int, int],
     donor: Donor,

@@ -34,6 +34,9 @@ _SLOWER = 4.0
 _ENOUGH = 2**20
 #: Seconds between two checks for late transfers, at most.
 _LONGEST_SELECT_S = 1.0
+#: Checks in the time after which a silent transfer fails, at least: it fails at most a quarter too
+#: late.
+_CHECKS_IN_PATIENCE = 4
 _CLOSED = "it has called again, so this connection was closed"
 
 
@@ -55,12 +58,12 @@ class Speed:
             return Deadline.for_bytes(patience_s, count, purpose)
         return Deadline(patience_s + _SLOWER * best * count, purpose)
 
-    def took(self, peer: Peer, count: int, seconds: float) -> None:
+    def record_duration(self, peer: Peer, count: int, seconds: float) -> None:
         """Record how many seconds an exchange of `count` bytes (both directions) with a peer took.
 
-        The deadline of an exchange is four times the duration at the best rate since the last failure. It is
-        not the latest rate: then a job could be four times slower in each exchange than in the one before,
-        without ever failing.
+        The best rate since the last failure is kept. An exchange may take four times as long as at
+        this rate. With the latest rate instead, a job could become four times slower in each
+        exchange, without end.
         """
         if count >= _ENOUGH:
             best = self._seconds_per_byte.get(peer.job, math.inf)
@@ -188,7 +191,9 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
         Job whose transfer failed -> reason.
     """
     failed: dict[str, str] = {}
-    # Each step returns why the transfer has failed, or "".
+    longest_select_s = min(_LONGEST_SELECT_S, patience_s / _CHECKS_IN_PATIENCE)
+    # Each step returns why the transfer has failed, or "". A transfer without events has moved all
+    # its bytes.
     with selectors.DefaultSelector() as selector:
         for transfer in transfers:
             # Read first: bytes that TLS has decrypted already would not wake the selector.
@@ -198,12 +203,14 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
             if reason:
                 failed[transfer.peer.job] = reason
         while selector.get_map():  # as long as there are transfers under way
-            for key, mask in selector.select(min(_LONGEST_SELECT_S, patience_s / 4)):
+            for key, mask in selector.select(longest_select_s):
                 transfer = key.data
                 reason = _move_bytes(transfer, mask)
                 if reason or not transfer.events:  # failed, or complete
                     selector.unregister(transfer.connection)
-                elif transfer.events != key.events:
+                elif transfer.events != key.events:  # one direction is complete
+                    # If this fails, the connection is closed; the loop below then unregisters the
+                    # transfer.
                     reason = _watch(selector.modify, transfer)
                 if reason:
                     failed[transfer.peer.job] = reason

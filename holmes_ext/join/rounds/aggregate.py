@@ -3,8 +3,9 @@
 With d_j the pseudo-gradient of job j, w_j its share of the tokens, and J jobs:
 
     mean       sum of w_j d_j (equal shares with weight=equal)
-    median     median of each element; trimmed: mean of each element without the `trim` smallest and largest
-               values (Yin et al., arXiv 1803.01498)
+    median     median of each element over the jobs (Yin et al., arXiv 1803.01498)
+    trimmed    mean of each element over the jobs, without the `trim` smallest and the `trim`
+               largest values (same paper)
     geometric  geometric median: the point with the least sum of distances, by Weiszfeld's iteration
                (RFA, Pillutla et al., arXiv 1912.13445, algorithm 2):
                    z <- sum of w_j d_j / max(nu, |d_j - z|), divided by the sum of the factors
@@ -12,10 +13,11 @@ With d_j the pseudo-gradient of job j, w_j its share of the tokens, and J jobs:
                median of the distances as radius:
                    v <- v + sum of w_j (d_j - v) min(1, radius / |d_j - v|)
     flag       Flag Aggregator (Almasi et al., arXiv 2302.05865, its data term): the subspace Y of
-               m = ceil((J + 1) / 2) dimensions that is nearest to the directions of all vectors: it minimizes
-               the sum of sqrt(1 - |Y' d_j|^2 / |d_j|^2), by iteratively reweighted least squares. The result
-               is the mean, projected on Y. Lengths do not affect Y, so a vector of extreme length would still
-               dominate the mean: longer vectors are therefore shortened to the median length before
+               m = ceil((J + 1) / 2) dimensions that is nearest to the directions of all vectors: it
+               minimizes the sum of sqrt(1 - |Y' d_j|^2 / |d_j|^2), by iteratively reweighted least
+               squares. The result is the mean, projected on Y. Y depends on directions only, so a
+               vector of extreme length would still dominate the mean. Before the mean is taken,
+               longer vectors are therefore shortened to the median length
 
 The last three need only the inner products d_i . d_j (the Gram matrix), and their result is a sum of
 c_j d_j. Each rank computes the products of its own elements, an all-reduce over the job adds them up, and
@@ -80,7 +82,17 @@ def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 def coefficients(
     settings: OuterSettings, gram: torch.Tensor, shares: Sequence[float]
 ) -> list[float]:
-    """Return the coefficients c_j with which `combine` adds up the pseudo-gradients.
+    """Return the coefficients c_j, one for each job, with which `combine` adds up pseudo-gradients.
+
+    The setting `aggregate` selects the formula (aggregates of vectors that some jobs may have
+    falsified):
+
+        geometric           coefficients of the geometric median
+        clipping            coefficients of the centered clipping
+        flag                coefficients of the Flag Aggregator. With fewer than three jobs, no
+                            majority tells a false vector from a true one, so it is the mean
+        mean                the shares themselves: the weighted mean
+        median, trimmed     the shares, which are not used: `combine` sorts the elements instead
 
     Args:
         settings: Names the aggregate.
@@ -102,17 +114,20 @@ def combine(
 ) -> torch.Tensor:
     """Return the aggregate of this rank's elements of the pseudo-gradients.
 
-    Terms are added in the order of the jobs, so that all jobs get the same bits.
+    It is the sum of the pseudo-gradients times their factors. Terms are added in the order of the
+    jobs, so that all jobs get the same bits. Exceptions are aggregate=median and trimmed with three
+    jobs or more: they sort the values of each element, and the factors do not matter. With fewer
+    jobs there is nothing to trim.
 
     Args:
         settings: Names the aggregate.
-        gradients: Flat tensors, one of each job. The first one is not changed.
+        gradients: Flat tensors, one of each job. They are not changed.
         factors: What `coefficients` returned.
     """
     count = len(gradients)
     if settings.aggregate in ("median", "trimmed") and count >= _LEAST_VECTORS:
-        # Of the sorted values of each element, `trimmed` are left out at each end, and the others averaged.
-        most_trimmed = (count - 1) // 2  # leaves one value, or two
+        # Of the sorted values of each element, drop `trimmed` at each end, and average the others.
+        most_trimmed = (count - 1) // 2  # leaves one value, or two: the median
         if settings.aggregate == "median":
             trimmed = most_trimmed
         else:
@@ -197,7 +212,7 @@ def flag_aggregate(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         The coefficients [J] with which the vectors are added up.
     """
     lengths = gram.diagonal().sqrt()
-    if float(lengths.min()) == 0:
+    if float(lengths.min()) == 0:  # a zero vector has no direction: return the plain mean
         return weights
     # The paper's size of the subspace: a majority of J jobs, whose vectors can lie in it.
     dimensions = math.ceil((len(weights) + 1) / 2)
@@ -205,6 +220,7 @@ def flag_aggregate(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     for _ in range(_STEPS):
         # Unit vectors, multiplied by the square roots of their weights in the least squares.
         scale = reweighting.sqrt() / lengths
+        # Column k has the coefficients of the vectors that add up to basis vector k.
         basis = _principal_basis(gram, scale, dimensions)
         # Squared cosine of each vector and the subspace: |Y' d_j|^2 / |d_j|^2.
         squared_cosines = (gram @ basis).square().sum(1) / gram.diagonal()
@@ -213,10 +229,12 @@ def flag_aggregate(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         reweighting = 1 / sines
         if float((reweighting / previous - 1).abs().max()) < _FLAG_TOLERANCE:
             break
-    # The subspace depends on directions only. So longer vectors are shortened to the median in the mean.
+    # The subspace depends on directions only, so a very long vector would still dominate the mean.
+    # Vectors that are longer than the median length are therefore shortened to it before the mean
+    # is taken.
     median_length = statistics.median(lengths.tolist())
-    length_caps = (median_length / lengths).clamp(max=1.0)
-    mean = weights * length_caps  # as coefficients of the vectors, like `basis`
+    shortening = (median_length / lengths).clamp(max=1.0)  # factor of each vector
+    mean = weights * shortening  # as coefficients of the vectors, like `basis`
     return basis @ (basis.T @ (gram @ mean))  # the projection Y Y' of the mean
 
 

@@ -65,19 +65,29 @@ class CoordinatorLink:
         return answer
 
     def salt_of(self, number: int) -> str:
-        """Return the coordinator's salt for round `number`, "" if rank 0 does not have it; collective."""
+        """Return the coordinator's salt for a round, "" if rank 0 does not have it; collective.
+
+        The salt is a random text that goes into the checksum of the job's weights, so that no job
+        can report a checksum that it has copied from another. It came with the reply to an earlier
+        request.
+        """
         latest = self.client.salt if self.client is not None else RoundSalt(0, "")
         round_number, salt = self._job_ranks.broadcast_from_rank_0(list(latest))
         return str(salt) if round_number == number else ""
 
     def _ask_on_rank_0(self, op: str, document: Mapping[str, Any]) -> Verdict:
-        """Send a request from rank 0, and return the coordinator's verdict.
+        """Send a request from rank 0; return the coordinator's verdict, or a result for an error.
+
+        If rank 0 raised errors here, the other ranks would wait in vain for its broadcast.
 
         Returns:
-            The reply. If there is none: {"refused": reason} if the job has not entered the run yet and was
-            refused, otherwise the verdict "void" with the reason.
+            The coordinator's reply. Without a usable reply: {"refused": reason} if the coordinator
+            refuses the job before it has entered the run (all ranks then raise the reason);
+            otherwise the verdict "void" with the reason, so that training goes on without the
+            round.
         """
         assert self.client is not None
+        # A round for which few jobs are ready begins after two timeouts (lock_step.py).
         seconds = 2 * self._patience_s + _EXTRA_S
         if self._is_away:  # it did not answer the last request: do not delay training again
             seconds = _AWAY_S
@@ -115,42 +125,47 @@ class Claims:
         self._state = state
         self._job_ranks = job_ranks
         self._cache: dict[int, _CachedChecksum] = {}  # by fragment
-        #: Latest report: "versions" and "checksums" ("": unknown) of all fragments.
+        #: Latest report, which is sent again if the job must reconnect: "versions" and "checksums"
+        #: ("": unknown) of all fragments.
         self.latest_report: dict[str, list] = {
             "versions": [fragment.version_after_pending for fragment in state.fragments],
             "checksums": [""] * len(state.fragments),
         }
 
-    def renew(self, versions: Sequence[int]) -> dict[str, list]:
+    def renew(self, submitted_versions: Sequence[int]) -> dict[str, list]:
         """Return the current versions and checksums of all fragments; collective.
 
-        The training thread may be applying an outer step of a committed round at the same time. A fragment
-        with such a pending step is reported with the version that it will have, without a checksum. The
-        anchors of the other fragments do not change while the checksums are computed.
+        The version of a fragment is the round of its last outer step. The training thread may be
+        applying the outer step of a committed round at the same time. A fragment with such a
+        pending step is reported with the version after the step, without a checksum. The anchors of
+        the other fragments do not change while the checksums are computed.
 
         Args:
-            versions: Versions that the fragments had when training submitted the pseudo-gradient. (The
-                version of a fragment is the round of its last outer step.)
+            submitted_versions: Versions of all fragments when training submitted its
+                pseudo-gradient (an older state than now, if a step is pending).
 
         Returns:
             "versions" and "checksums" of all fragments; a checksum is "" while a step is pending.
         """
         with self._state.lock:
-            # Versions after the pending steps.
-            later = [fragment.version_after_pending for fragment in self._state.fragments]
+            final_versions = [fragment.version_after_pending for fragment in self._state.fragments]
         # Fragments without a pending step; only for these can the checksum be computed now.
-        stable = [index for index, version in enumerate(versions) if later[index] == version]
+        stable = [
+            index
+            for index, version in enumerate(submitted_versions)
+            if final_versions[index] == version
+        ]
         outdated = []
         for index in stable:
             cached = self._cache.get(index)
-            if cached is None or cached.version != versions[index]:
+            if cached is None or cached.version != final_versions[index]:
                 outdated.append(index)
         for index, checksum in zip(outdated, self._checksums(outdated, salt="")):
-            self._cache[index] = _CachedChecksum(versions[index], checksum)
-        checksums = [""] * len(later)
+            self._cache[index] = _CachedChecksum(final_versions[index], checksum)
+        checksums = [""] * len(final_versions)
         for index in stable:
             checksums[index] = hexadecimal(self._cache[index].checksum)
-        self.latest_report = {"versions": later, "checksums": checksums}
+        self.latest_report = {"versions": final_versions, "checksums": checksums}
         return self.latest_report
 
     def salted(self, fragment: int, salt: str) -> str:
@@ -221,6 +236,12 @@ class RemoteJobs:
     def find(self, incarnations: Mapping[str, str]) -> FoundJobs:
         """Return the ranks of the given jobs, looked up at the coordinator if necessary; collective.
 
+        A job is missing in the result if it is gone or was restarted, or if its elements at some
+        position of the model-parallel grid differ in number from those of this job.
+
+        The caches of this job's ranks have the same jobs, because all ranks decide by the same
+        replies: so all of them take part in the same lookups.
+
         Args:
             incarnations: Job -> incarnation, which identifies a start of the job.
         """
@@ -230,10 +251,11 @@ class RemoteJobs:
                 answer = self._coordinator.ask("maps", {"of": name})
                 if answer.get("incarnation") != incarnation:
                     continue  # the job is gone, or was restarted
+                # None: the job has another number of elements at the position of this rank.
                 job = remote_job(name, answer, self._position, self._total)
                 fits_on_ranks = self._job_ranks.all_gather(job is not None)
                 if job is None or not all(fits_on_ranks):
-                    continue  # on some rank of this job, its elements are not the same
+                    continue
                 self.forget([name])  # earlier starts of the job
                 self._cache[name, incarnation] = job
             jobs[name] = self._cache[name, incarnation]

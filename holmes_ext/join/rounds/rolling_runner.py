@@ -123,6 +123,14 @@ class RollingRunner(RoundRunner):
     def _request_round(self) -> None:
         """Ask the coordinator for a round, and run it if there is one; collective.
 
+        The request contains the version and checksum of each fragment (claims), and an offer for
+        each pseudo-gradient that waits for a round. Verdicts:
+
+            go          run the round
+            behind      this job's weights are outdated: take fragments from another job
+            idle        there is no round at the moment: return, and be called again
+            otherwise   "void": the coordinator did not answer, or this job's offers are unusable
+
         If training has not applied the last MOST_PENDING aggregates of a fragment, wait a moment instead.
         """
         most_pending = max(len(fragment.pending) for fragment in self.state.fragments)
@@ -138,8 +146,9 @@ class RollingRunner(RoundRunner):
             case "go":
                 self._run_round(verdict)
             case "behind":
-                result = self.take(verdict)
-                for fragment in result.fragments:  # pseudo-gradients of the replaced weights
+                result = self.take_weights(verdict)
+                # Their pseudo-gradients are differences to anchors that do not exist any more.
+                for fragment in result.fragments:
                     self._offers.pop(fragment, None)
                 self._append_result(None, result)
             case "idle":
@@ -148,9 +157,15 @@ class RollingRunner(RoundRunner):
                 self._handle_void(verdict)
 
     def _offer(self, in_flight: InFlight) -> dict[str, Any]:
-        """Return the offer of a pseudo-gradient for "next" (see reports.Offer); collective.
+        """Return the offer of a pseudo-gradient for the request "next"; collective.
 
-        It has no norm if the pseudo-gradient is not finite.
+        It has the fragment, the tokens of the whole job, and the Euclidean norm. Without a norm the
+        pseudo-gradient is not finite; the coordinator then replies "void" and leaves this job out.
+        "slack_s" is the time until training would apply the aggregate: the coordinator waits for
+        other jobs no longer than a part of it.
+
+        Args:
+            in_flight: The pseudo-gradient: this rank's elements.
         """
         square, tokens = self.job_ranks.all_reduce_sum(
             [self._squared_norm_to_send(in_flight), in_flight.tokens]
@@ -164,7 +179,11 @@ class RollingRunner(RoundRunner):
         """Run the round of a verdict "go" to its end, and append its result; collective.
 
         If this job has a share in the sum, it contributes the pseudo-gradient that it has offered for the
-        fragment. Otherwise it only receives the sum.
+        fragment. Otherwise it only receives the sum. Afterwards the offer is
+
+            dropped   if the pseudo-gradient counted in a committed round, or if this job was left
+                      out because the pseudo-gradient is unusable
+            kept      in all other cases, such as a void round: it is offered again
 
         Args:
             verdict: Has the round's number, its fragment, and its members with their shares of the sum.
@@ -190,17 +209,23 @@ class RollingRunner(RoundRunner):
         result.bytes = self.links.sent - sent_before
         result.seconds = time.monotonic() - begin
         if contribution is not None:
-            square = sum(self.job_ranks.all_reduce_sum([square_of(contribution.gradient)]))
+            [square] = self.job_ranks.all_reduce_sum([square_of(contribution.gradient)])
             result.norm = square**0.5
-            is_counted = result.verdict == "commit" and result.members.get(self.job, 0) > 0
-            if is_counted or self.job in result.left_out:  # otherwise it counts in a later round
+            has_counted = result.verdict == "commit" and result.members.get(self.job, 0) > 0
+            is_left_out = self.job in result.left_out
+            if has_counted or is_left_out:
                 del self._offers[index]
         self._append_result(contribution, result)
 
     def _handle_void(self, verdict: Verdict) -> None:
-        """Record a void result: the coordinator is away, or the offers of this job are unusable.
+        """Record the result "void" of a request for a round.
 
-        Unusable offers are dropped; training then begins anew from the anchors.
+        Three cases differ in `left_out` (job -> reason), which the verdict contains:
+
+            has this job      its offers are unusable: drop them. Training sees this in the result,
+                              and sets its local weights to the anchors (RollingLoop._apply)
+            is empty          the coordinator did not answer: wait a moment before the next request
+            has other jobs    a round ended without an outer step because of them: keep the offers
         """
         result = RoundResult(
             "void",

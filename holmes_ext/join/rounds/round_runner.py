@@ -35,7 +35,7 @@ import torch
 from holmes_ext.join.codecs import codec_of
 from holmes_ext.join.peers.exchange import Attempt
 from holmes_ext.join.peers.links import PeerLinks, PeersFailed
-from holmes_ext.join.peers.take import Donor, take
+from holmes_ext.join.peers.take import Donor, take_fragments
 from holmes_ext.join.rounds.aggregate import coefficients, combine, products, square_of
 from holmes_ext.join.rounds.coordinator_link import (
     Claims,
@@ -162,7 +162,7 @@ class RoundRunner:
             self.claims.renew(self._versions())
             verdict = self.coordinator.ask("enter", {})
             if verdict["verdict"] == "behind":
-                result = self.take(verdict)
+                result = self.take_weights(verdict)
             elif verdict["verdict"] == "in":
                 result = RoundResult("in", int(verdict["round"]))
             else:
@@ -237,7 +237,7 @@ class RoundRunner:
     def _ready_report(
         self, in_flight: InFlight, norm: float | None, tokens: float
     ) -> dict[str, Any]:
-        """Return the document of the request "ready" (see reports.ReadyReport); collective.
+        """Return the document of the request "ready"; collective.
 
         Args:
             in_flight: The pseudo-gradient.
@@ -264,6 +264,12 @@ class RoundRunner:
     ) -> RoundResult:
         """Do what the coordinator's verdicts say, one after the other, until the round has ended; collective.
 
+            go        exchange pseudo-gradients with these members; again, if some of them were lost
+            check     report digests of the received data, which the coordinator compares
+            commit    aggregate the pseudo-gradients, for the outer step
+            behind    this job's weights are outdated: take fragments from another job
+            others    ("void", "skip") nothing changes
+
         Args:
             in_flight: The pseudo-gradient.
             verdict: The first verdict.
@@ -272,22 +278,22 @@ class RoundRunner:
         received: _Received | None = None  # result of the last exchange
         members: dict[str, float] = {}  # job -> share of its pseudo-gradient in the sum
         while True:
-            kind = verdict["verdict"]
-            if kind == "go":  # begin the exchange, or another attempt with other members
+            name = verdict["verdict"]
+            if name == "go":
                 members = verdict["members"]
                 received = self._exchange(in_flight, verdict)
                 report = {"unreached": received.unreached, "faults": received.faults}
                 verdict = self._send_report("done", in_flight, verdict, report)
-            elif kind == "check" and received is not None:  # compare the received data
+            elif name == "check" and received is not None:
                 report = self._checked_report(
                     in_flight, received, members, verdict, momentum_square
                 )
                 verdict = self._send_report("checked", in_flight, verdict, report)
-            elif kind == "commit" and received is not None:
+            elif name == "commit" and received is not None:
                 return self._commit(in_flight, received, members, verdict)
-            elif kind == "behind":  # this job's weights are outdated
-                return self.take(verdict)
-            else:  # "void" or "skip": nothing changes
+            elif name == "behind":
+                return self.take_weights(verdict)
+            else:
                 why = str(verdict.get("why", "the round was over already"))
                 number = int(verdict.get("round", in_flight.number))
                 left_out = verdict.get("left_out", {})
@@ -373,19 +379,18 @@ class RoundRunner:
         verdict: Verdict,
         momentum_square: float,
     ) -> dict[str, Any]:
-        """Return the document of the request "checked" (see reports.CheckedReport); collective.
+        """Return the document of the request "checked"; collective.
 
-        It has digests of the received data, the factors of the pseudo-gradients in the aggregate, and its
-        gap: the divisor of a stale aggregate (CO2), 1 for other algorithms.
+            digests   sending job -> digest of its data, salted so that none can be copied
+            factors   job -> factor of its pseudo-gradient in the aggregate, which is a weighted sum
+            gap       divisor of an aggregate that is applied late (CO2); 1 in other algorithms
 
         Args:
-            in_flight: This job's pseudo-gradient.
-            received: Result of the exchange.
             members: Job -> share of its pseudo-gradient.
             verdict: The verdict "check": a salt, the excluded jobs, and the number of this check.
             momentum_square: Squared length of the fragment's momentum.
         """
-        # The aggregate leaves out the excluded jobs: their rows of the Gram matrix, and their shares.
+        # Excluded jobs do not count: drop their parts of the Gram matrix, and their shares.
         counting = [
             index for index, name in enumerate(received.names) if name not in verdict["excluded"]
         ]
@@ -407,8 +412,7 @@ class RoundRunner:
     def _digests(self, in_flight: InFlight, received: _Received, salt: str) -> dict[str, str]:
         """Return sending job -> salted digest of its pseudo-gradient, over all ranks; collective.
 
-        Members with identical data report equal digests. The coordinator publishes the salt after the
-        exchange, so a job cannot copy another one's digest without having the data.
+        Members with identical data report equal digests.
         """
         fragment = self.state.fragments[in_flight.fragment]
         digests_of_rank = [
@@ -460,14 +464,10 @@ class RoundRunner:
         if aggregate_square > 0 and len(counting) > 1 and contributes:
             drift = (distance_square / aggregate_square) ** 0.5
         return RoundResult(
-            "commit",
-            in_flight.number,
-            members=shares,
-            left_out=verdict["left_out"],
-            drift=drift,
+            "commit", in_flight.number, members=shares, left_out=verdict["left_out"], drift=drift
         )
 
-    def take(self, verdict: Verdict) -> RoundResult:
+    def take_weights(self, verdict: Verdict) -> RoundResult:
         """Take fragments from another job, as the verdict "behind" says; collective.
 
         Returns:
@@ -488,13 +488,13 @@ class RoundRunner:
         # the end of this round, and they can be replaced at once.
         is_concurrent = self.settings.rounds == "async" and self.running
         store = self.state.add_replacement if is_concurrent else self.state.replace
-        # Collective; returns "" or why the weights could not be taken.
-        why = take(self.state, wanted, donor, self.job_ranks, self.settings.timeout, store)
+        why = take_fragments(
+            self.state, wanted, donor, self.job_ranks, self.settings.timeout, store
+        )
         for fragment in wanted:
             self.claims.forget(fragment)
         if why:
             self.remote.forget([name])
-            return RoundResult(
-                "void", number, f"the weights of job {name} could not be taken: {why}"
-            )
+            why = f"the weights of job {name} could not be taken: {why}"
+            return RoundResult("void", number, why)
         return RoundResult("taken", number, source=name, fragments=list(wanted))

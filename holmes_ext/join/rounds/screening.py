@@ -39,7 +39,10 @@ _TINY = 1e-300
 
 
 class Screening:
-    """Plausibility checks of one job, with the lengths of earlier rounds.
+    """Checks with which this job finds unusable pseudo-gradients among those that it has received.
+
+    It remembers the lengths of the pseudo-gradients of recent rounds, to find data that is sent
+    again.
 
     Args:
         aggregate: Name of the aggregate (aggregate.py); directions are checked only if it is not robust.

@@ -214,15 +214,19 @@ class CutMatrices(Matrices):
         Each rank orthogonalizes the whole matrices of which it has a part, and keeps its own elements.
 
         Args:
-            flat: This rank's elements of the fragment.
+            flat: This rank's elements of the fragment: its ranges, one after the other.
         """
+        # gather() returns the elements of all ranks as parts in order, which together are the
+        # fragment.
         parts = self.holders.gather(self.fragment, flat)
         whole_fragment = torch.cat([part.values for part in parts]).cpu()
         super().orthogonalize(whole_fragment)
+        # Copy this rank's ranges back. Their bounds are elements of the flat weights.
         for start, stop in self.fragment.ranges:
             first = start - self.fragment.start
             last = stop - self.fragment.start
-            flat[self.fragment.places(start, stop)] = whole_fragment[first:last]
+            place_in_flat = self.fragment.places(start, stop)  # a slice
+            flat[place_in_flat] = whole_fragment[first:last]
 
 
 def gather_cut_matrices(

@@ -37,14 +37,14 @@ class RankRange:
 
 @dataclass(frozen=True)
 class SharedRange:
-    """Elements [start, stop) that one and the same rank of each job exchanges, for any number of jobs."""
+    """Elements [start, stop) that a single rank of each job exchanges (named in `owners`)."""
 
     start: int
     stop: int
     owners: Mapping[str, int]  # job -> its rank that exchanges these elements
 
 
-def fragment_cuts(total: int, fragments: int, uncut: Sequence[Range] = ()) -> list[int]:
+def fragment_cuts(total: int, fragments: int, indivisible: Sequence[Range] = ()) -> list[int]:
     """Return the borders of the fragments of `total` elements, from 0 to `total`.
 
     Fragments have equal lengths, rounded to multiples of ALIGNMENT if they are large.
@@ -52,16 +52,16 @@ def fragment_cuts(total: int, fragments: int, uncut: Sequence[Range] = ()) -> li
     Args:
         total: Number of elements.
         fragments: Number of fragments.
-        uncut: Ranges (such as matrices) that no border cuts, in order.
+        indivisible: Ranges (such as matrices) that no border may cut, in order.
     """
-    return _even_cuts(0, total, fragments, uncut)
+    return _even_cuts(0, total, fragments, indivisible)
 
 
 def owners(
     total: int,
     cuts: Sequence[int],
     holdings: Mapping[int, Sequence[Range]],
-    uncut: Sequence[Range] = (),
+    indivisible: Sequence[Range] = (),
 ) -> list[RankRange]:
     """Assign each element to one rank that exchanges it.
 
@@ -70,9 +70,9 @@ def owners(
     Args:
         total: Number of elements.
         cuts: Borders of the fragments, from `fragment_cuts`.
-        holdings: Rank -> ranges that it holds.
-        uncut: Ranges (such as matrices) that one rank should exchange as a whole. They are divided only
-            where the holdings divide them.
+        holdings: Rank -> ranges of elements that it holds.
+        indivisible: Ranges (such as matrices) that one rank should exchange as a whole. They are
+            divided only where the elements that a rank holds begin or end inside one.
 
     Returns:
         Ranges in order, without overlaps and holes, from 0 to `total`.
@@ -96,7 +96,7 @@ def owners(
         if is_continued:  # divide the elements up to the next change of holders at once
             continue
         # One share of equal length for each holder; a share is empty if there are few elements.
-        shares = pairwise(_even_cuts(first, stop, len(holders), uncut))
+        shares = pairwise(_even_cuts(first, stop, len(holders), indivisible))
         for (share_start, share_stop), rank in zip(shares, holders):
             if share_start < share_stop:
                 result.append(RankRange(share_start, share_stop, rank))
@@ -110,7 +110,7 @@ def _borders(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Ra
     Args:
         total: Number of elements.
         cuts: Borders of the fragments.
-        holdings: Rank -> ranges that it holds.
+        holdings: Rank -> ranges of elements that it holds.
 
     Raises:
         HolmesError: A range reaches beyond the elements.
@@ -138,11 +138,11 @@ def _holders_by_border(
     return holders
 
 
-def _even_cuts(start: int, stop: int, parts: int, uncut: Sequence[Range]) -> list[int]:
+def _even_cuts(start: int, stop: int, parts: int, indivisible: Sequence[Range]) -> list[int]:
     """Return the borders of `parts` parts of equal length, from `start` to `stop`.
 
     Inner borders are at multiples of ALIGNMENT after `start` if the parts are long enough, and moved out of
-    the `uncut` ranges, which must not be divided.
+    the `indivisible` ranges, which must not be divided.
     """
     length = stop - start
     is_long = length >= 2 * ALIGNMENT * parts
@@ -151,38 +151,38 @@ def _even_cuts(start: int, stop: int, parts: int, uncut: Sequence[Range]) -> lis
     for index in range(1, parts):
         even_length = length * index // parts
         cut = start + even_length // grain * grain
-        cut = _moved_out(cut, uncut)
+        cut = _moved_out(cut, indivisible)
         borders.append(min(max(start, cut), stop))
     borders.append(stop)
     return borders
 
 
-def _moved_out(cut: int, uncut: Sequence[Range]) -> int:
+def _moved_out(cut: int, indivisible: Sequence[Range]) -> int:
     """Return the cut, moved to the nearer end of the range that it would divide.
 
     Args:
         cut: Index of the first element after the cut.
-        uncut: Ranges that must not be divided, in order.
+        indivisible: Ranges that must not be divided, in order.
     """
     # Index of the last range that does not begin after the cut.
-    index = bisect_right(uncut, cut, key=lambda span: span[0]) - 1
+    index = bisect_right(indivisible, cut, key=lambda span: span[0]) - 1
     if index < 0:
         return cut
-    first, last = uncut[index]
+    first, last = indivisible[index]
     if cut >= last:
         return cut
     return first if cut - first <= last - cut else last
 
 
-def any_range_is_divided(owned: Sequence[RankRange], uncut: Sequence[Range]) -> bool:
-    """Return whether several ranks exchange parts of one of the `uncut` ranges.
+def any_range_is_divided(owned: Sequence[RankRange], indivisible: Sequence[Range]) -> bool:
+    """Return whether several ranks exchange parts of one of the `indivisible` ranges.
 
     Args:
         owned: Elements that each rank exchanges, in order.
-        uncut: Ranges of elements, such as matrices.
+        indivisible: Ranges of elements, such as matrices.
     """
     starts = [span.start for span in owned]
-    for start, stop in uncut:
+    for start, stop in indivisible:
         owner = owned[bisect_right(starts, start) - 1]  # has the first element of the range
         if stop > owner.stop:
             return True

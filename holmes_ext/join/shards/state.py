@@ -80,7 +80,8 @@ class Fragment:
 
         Args:
             position: Position of the rank in the model-parallel grid.
-            salt: Makes the checksum unpredictable for jobs without these weights.
+            salt: Random text of the coordinator, which makes the checksum unpredictable for jobs
+                without these weights, so that they cannot copy it.
         """
         total = 0
         for start, stop in self.ranges:
@@ -130,15 +131,25 @@ class OuterState:
         self.lock = threading.Lock()  # held while a fragment is changed, or copied for another job
         self.algorithm = settings.outer_algorithm()
         self.matrices = weights.matrices if self.algorithm.of_matrices else []
-        uncut = [(matrix.start, matrix.stop) for matrix in self.matrices]
-        cuts = fragment_cuts(weights.total, settings.fragments, uncut)
+        # Muon steps whole matrices, so no border between two fragments may cut one: each fragment
+        # is exchanged and stepped in a round of its own.
+        indivisible = [(matrix.start, matrix.stop) for matrix in self.matrices]
+        cuts = fragment_cuts(weights.total, settings.fragments, indivisible)
         self.fragments = [
             self._fragment(start, stop, owned_ranges(owned, rank, start, stop))
             for start, stop in zip(cuts, cuts[1:])
         ]
 
     def _fragment(self, start: int, stop: int, ranges: list[Range]) -> Fragment:
-        """Return a fragment whose anchor equals the current weights.
+        """Return a fragment with the current weights as anchor; momentum and residual are 0.
+
+        On the host, an element takes
+
+            anchor      4 bytes (float32)
+            momentum    4 bytes (float32); 2 bytes (bfloat16) beside a residual
+            residual    2 bytes (bfloat16): rounding errors of the codec, if it keeps them
+
+        that is 8 bytes at most, twice the float32 weights.
 
         Args:
             start: First element of the fragment in the flat weights.
@@ -152,19 +163,20 @@ class OuterState:
             residual = torch.zeros(count, dtype=residual_kind, device="cpu")
         momentum = None
         if self.algorithm.keeps_momentum:
-            # bfloat16 beside a residual, so that the outer state is never more than twice the weights.
-            is_short = residual_kind == torch.bfloat16
-            momentum_dtype = torch.bfloat16 if is_short else torch.float32
+            has_short_momentum = residual_kind == torch.bfloat16  # to make room for the residual
+            momentum_dtype = torch.bfloat16 if has_short_momentum else torch.float32
             momentum = torch.zeros(count, dtype=momentum_dtype, device="cpu")
         anchor = self.weights.read(ranges, torch.empty(count, device="cpu"))
         fragment = Fragment(start, stop, ranges, anchor, momentum, residual)
         places = []  # of the matrices in the anchor
         for matrix in self.matrices:
+            # Matrices of which other ranks exchange a part are gathered (join._gather_what_is_cut).
             is_whole_here = any(
                 range_start <= matrix.start and matrix.stop <= range_stop
                 for range_start, range_stop in ranges
             )
             if is_whole_here:
+                # The same matrix, with its start in the anchor instead of in the flat weights.
                 place = fragment.places(matrix.start, matrix.stop)
                 places.append(replace(matrix, start=place.start))
         fragment.matrices = Matrices(places, self.weights.device)
@@ -220,9 +232,10 @@ class OuterState:
     def copy_of(self, fragment: Fragment, start: int, stop: int) -> FragmentCopy:
         """Return a copy of elements [start, stop) for another job, after the pending steps.
 
-        Pending steps belong to committed rounds, but training has not taken them yet. They are applied to the
-        copy only. If a step is a collective of several ranks of the job (`needs_others`), this is impossible
-        here, as the other ranks do not take part: then no step is applied, and the version is the old one.
+        Pending steps belong to committed rounds, but training has not taken them yet. They are
+        applied to the copy only. That is impossible if a step is a collective of several ranks (a
+        matrix is divided among them), as the others do not take part here: then no step is applied,
+        and the version is the old one.
 
         Returns:
             Anchor and momentum of the elements, with their version (round of the last outer step).
@@ -241,15 +254,19 @@ class OuterState:
             if fragment.momentum is not None:
                 momentum = fragment.momentum[place].clone()
             for pending in steps:
+                # A pending step is an outer step, or replaces anchor and momentum by another job's.
+                # Its `gradient` is the aggregate, or the other job's anchor; `momentum` is the
+                # other job's.
                 step = pending
-                if pending.momentum is not None:  # the step replaces the momentum by another job's
+                if pending.momentum is not None:
                     step = replace(pending, momentum=pending.momentum[place])
-                values = pending.gradient[place].clone()  # _step() overwrites it
+                values = pending.gradient[place].clone()  # an outer step overwrites it
                 self._step(step, anchor, momentum, values, fragment.matrices)
             if needs_all:  # of the whole fragment, keep the wanted elements
                 anchor = anchor[wanted]
                 momentum = None if momentum is None else momentum[wanted]
-            # copy_version: after the pending steps, or the current one if they were not applied.
+            # copy_version: the version after the pending steps, or the current one if none was
+            # applied.
             return FragmentCopy(fragment.copy_version, anchor, momentum)
 
     def replace(

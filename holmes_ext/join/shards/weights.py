@@ -65,7 +65,8 @@ class Weights:
         position: Position in the model-parallel grid, such as "pipeline 0, tensor 1".
         tensors: All tensors at this position, in the model's order.
         parts: Elements that this rank holds.
-        moved: Returns whether the framework has put the weights in other memory since.
+        moved: Returns whether the framework has put the weights in other memory since `parts`,
+            which are views of the old memory, were made.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Weights:
     @property
     def matrices(self) -> list[Matrix]:
         """Return the tensors that Muon's outer step orthogonalizes as matrices."""
-        starts = row_of(self.tensors)
+        starts = tensor_starts(self.tensors)
         return [
             Matrix(starts[tensor.name], *tensor.shape)
             for tensor in self.tensors
@@ -161,8 +162,14 @@ class Weights:
         return out
 
 
-def row_of(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """Return the position of each tensor's first element in the flat weights, by the tensor's name.
+def tensor_starts(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Return where each tensor starts in the flat weights: its name -> number of its first element.
+
+    The flat weights are all tensors at this position of the model-parallel grid, one after the
+    other.
+
+    Args:
+        tensors: All these tensors, in the model's order.
 
     Raises:
         HolmesError: Two tensors have the same name.
@@ -188,13 +195,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def checksum(values: torch.Tensor, start: int, salt: str) -> int:
     """Return a checksum of elements and their positions; those of parts add up modulo 2^64.
 
-    Each element's bits are multiplied by an odd number that depends on its position and the salt. Without the
-    salt these numbers look random, so nobody can construct other elements with the same checksum.
+    Each element's bits are multiplied by an odd number that depends on its position and the salt.
+    Somebody who does not know the salt yet cannot predict these numbers, and so cannot construct
+    other elements with the same checksum.
 
     Args:
         values: Flat tensor, float32 or bfloat16 (which counts as float32).
         start: Position of the first element in the flat weights.
-        salt: Any text.
+        salt: Any text. Checksums of other salts cannot be compared.
     """
     total = 0
     salt_digest = hashlib.sha256(salt.encode()).digest()

@@ -92,6 +92,8 @@ def site_contexts(certificate: str, authority: str) -> TlsContexts:
     chain = read_text(certificate, "--holmes-join-certificate names a PEM file")
     trusted = read_text(authority, "--holmes-join-ca names a PEM file")
     try:
+        # OpenSSL loads certificate and key from a path, several times. A copy in memory has the
+        # same text each time, also if the site replaces the file in between.
         with _memory_file(chain.encode()) as file:
             return _contexts(file, trusted)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError

@@ -70,10 +70,12 @@ class _Direction:
         return length
 
     def tag(self, *parts: bytes | bytearray | memoryview) -> bytes:
-        """Return the tag of a frame; b"" over TLS.
+        """Return the tag of a frame: a MAC (HMAC-SHA256) that shows whether the frame was changed.
+
+        Over TLS, which protects the bytes itself, frames have no tag: b"".
 
         Args:
-            parts: Header and payload, in any number of parts.
+            parts: Header and payload of the frame, in any number of parts.
         """
         if self._mac is None:
             return b""
@@ -182,7 +184,10 @@ class Channel:
             tag = bytearray(self._received.tag_bytes)
             yield memoryview(header)
             length = _total_bytes(chunk)
-            if self._received.length_of(header, length) != length:
+            # The header was filled meanwhile. length_of() returns the length that it announces, and
+            # raises BrokenFrame if that is more than expected. With less, the sender sends other
+            # data.
+            if self._received.length_of(header, longest=length) != length:
                 raise BrokenFrame("it is at other bytes")
             yield from chunk
             if tag:

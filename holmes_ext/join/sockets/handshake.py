@@ -43,8 +43,8 @@ from holmes_ext.words import why
 VERSION = 2
 #: Seconds that a handshake may take.
 HANDSHAKE_S = 10.0
-#: Bytes of a frame from an end that has not proved the token.
-_STRANGERS = 8192
+#: Most bytes of a frame from an end that has not proved the token: anybody can send such a frame.
+_LONGEST_UNPROVEN_BYTES = 8192
 #: First byte of TLS's first record. In a frame it would mean a length of 370 MB.
 _TLS = b"\x16"
 #: Seconds to open a TCP connection to any of the addresses of a host name.
@@ -340,7 +340,9 @@ def _with_tls(
         listens: This is the listener's side.
         where: Name of the other end in error messages.
         deadline: Until when the handshake must be complete.
-        on_tls: Called with the TLS socket before the handshake.
+        on_tls: Called with the TLS socket before the handshake, which may block: so another thread
+            can close the socket. Wrapping has detached the TCP connection from the old socket
+            object.
 
     Raises:
         NotHolmes: As the listener: the handshake failed.
@@ -358,6 +360,8 @@ def _with_tls(
             text = f"{where} does not speak TLS; is --holmes-join-plain given there?"
         else:
             reason = getattr(error, "verify_message", "") or error.reason or error
+            # Without a CA of the site, a process makes its certificates from the token. So with
+            # another token the other end's certificate is not trusted.
             text = (
                 f"{where} and this end do not trust each other's certificates ({reason}); all jobs and"
                 " `holmes join serve` need one token, and one --holmes-join-ca or none"
@@ -379,7 +383,7 @@ def _certificate_of(connection: ssl.SSLSocket) -> bytes:
 
 
 def _receive(channel: Channel, where: str, deadline: Deadline) -> dict[str, Any]:
-    """Receive a short document; raise NotHolmes if the other end sends something else.
+    """Receive a document of at most _LONGEST_UNPROVEN_BYTES; raise NotHolmes if it is none.
 
     Args:
         channel: Connection to an end that has not proved the token.
@@ -387,7 +391,7 @@ def _receive(channel: Channel, where: str, deadline: Deadline) -> dict[str, Any]
         deadline: Until when the document must be complete.
     """
     try:
-        return channel.receive(deadline, _STRANGERS)
+        return channel.receive(deadline, _LONGEST_UNPROVEN_BYTES)
     except BrokenFrame as error:
         raise NotHolmes(f"{where} does not speak this protocol ({error})") from None
     except ssl.SSLError as error:
