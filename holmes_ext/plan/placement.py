@@ -116,8 +116,9 @@ class Placement:
 
     def rank(self, rank_in_stage: int, stage: int) -> int:
         """Return the global rank of the rank that has this number among the ranks of a stage."""
-        block, offset = divmod(rank_in_stage, self.stride)
-        return (block * self.sizes.pipeline + stage) * self.stride + offset
+        # Global ranks come in rounds: `stride` ranks of stage 0, of stage 1, ... of the last stage.
+        round_number, offset = divmod(rank_in_stage, self.stride)
+        return (round_number * self.sizes.pipeline + stage) * self.stride + offset
 
     @cached_property
     def stages(self) -> tuple[Content, ...]:

@@ -89,16 +89,14 @@ class ReductionPrices:
         self.network = network
         self.job = job
         self.rules = rules
-        #: Whether prices are those of training without holmes, which uses one fabric for all traffic
-        #: and none of the methods of holmes.
+        #: Whether prices are those of training without holmes, with one fabric for all traffic.
         self.stock = network.single_fabric is not None
         self.hide_stage_links = rules.hide_stage_links and not self.stock and rules.virtual == 1
         self.cached_results: dict[Hashable, Any] = {}  # results of `remember`
         #: Role of a group ("data", "tensor", ...) -> network that its groups are priced on.
         self.network_of_role: dict[str, Network] = dict.fromkeys(INSIDE, network)
         if role_on_best_fabrics:
-            # Comparing prices with and without this network shows what a role's groups lose because
-            # they span networks.
+            # The difference of both prices is the cost of groups that span networks.
             self.network_of_role[role_on_best_fabrics] = Network(
                 network.site, network.links, network.single_fabric, on_best_fabrics=True
             )
@@ -458,8 +456,7 @@ class Prices(ReductionPrices):
             for layer, group_s in zip(job.layers, collectives_s)
         )
         if sharded and isinstance(reduction, Sharded):
-            # Adds the gathers and reduce-scatters of each micro-batch (ZeRO 2 and 3). job.repeats:
-            # number of layers of each type.
+            # Adds the gathers and reduce-scatters of each micro-batch (ZeRO 2 and 3).
             forward_s, backward_s = reduction.passes(
                 forward_s, backward_s, job.reduced_bytes, job.repeats, self.rules.prefetch
             )
@@ -553,7 +550,7 @@ class Prices(ReductionPrices):
             for messages in messages_of_classes:
                 link_bps = self.link_bps(messages.node_types)
                 load = self.network.message(messages, link_bps, crossing[messages.node_types])
-                result.append(_sliced(load, link_bps, slices, share))
+                result.append(_price_of_slices(load, link_bps, slices, share))
             return result
 
         # The prices depend on the job only by its GPUs, so jobs with the same GPUs share them. The
@@ -751,7 +748,7 @@ class _LayerCosts(NamedTuple):
     weights_s: Row  # part of backward_s that computes weight gradients
 
 
-def _sliced(load: Load, link_bps: float, slices: int, share: float) -> Price:
+def _price_of_slices(load: Load, link_bps: float, slices: int, share: float) -> Price:
     """Return the price of a message that is compressed and divided among ranks if it uses Ethernet.
 
     Args:

@@ -274,6 +274,9 @@ class Hierarchical(PricedReduction):
     ) -> Iterator[Flow]:
         """Yield the transfers of a chunk: inside, across, back across, inside.
 
+        Each transfer is `chained`: its end starts the one that `then` names. Transfers on one
+        `channel` run one after the other; with `awaits_arrival` the next one waits for the latency.
+
         Args:
             size: Bytes of the chunk.
             wan_latency_s: Seconds between the end of sending a chunk to another cluster and its
@@ -282,9 +285,6 @@ class Hierarchical(PricedReduction):
                 name of the collective, number of the stage, classes of equal pipelines.
             chunk: Number of the chunk.
             is_last: Whether this is the last chunk; its last transfer is named `tag`.
-
-        Each transfer is `chained`: its end starts the one that `then` names. Transfers on one
-        `channel` run one after the other; with `awaits_arrival` the next one waits for the latency.
         """
         reduction = tag[:3]  # without the bucket: all buckets of a stage share the channels
         # Reduce-scatter inside, reduce across, gather across, all-gather inside.
@@ -433,9 +433,8 @@ def _hierarchical(
         if not request.chunk_bytes:
             candidate = candidate.with_best_chunks(size)
         candidates.append(candidate)
-    default = candidates[0]  # "direct", or NCCL's ring
+    default, *_ = candidates  # "direct", or NCCL's ring; kept if another gains only a little
     best = min(candidates, key=lambda candidate: candidate.seconds(size))
-    # A small gain is within the error of the prices: keep the default.
     is_worth_it = best.seconds(size) < OTHER_ROUTE_SHARE * default.seconds(size)
     return best if is_worth_it else default
 
@@ -530,17 +529,12 @@ def _priced_route(
 def _relay_byte_s(
     network: Network, fabric: Fabric, route: CrossClusterAlgorithm, ranks: Mapping[str, int]
 ) -> float:
-    """Return the seconds that relaying adds to a step across clusters, per byte of the sum.
+    """Return the seconds per byte of the sum that relaying adds to a step across clusters.
 
     On a ring or a tree of clusters, a message passes several links, one after the other: a cluster
     forwards it after it has received all of it. The price of a step already contains the time of
     its busiest link. Relaying adds the time of the longest sequence of messages, less that time.
-
-    Args:
-        network: The site.
-        fabric: Fabric across clusters.
-        route: Algorithm across clusters.
-        ranks: Cluster -> number of the group's ranks in it.
+    `ranks` maps each cluster to the number of the group's ranks in it.
     """
 
     def message_s(pair: Pair) -> float:
@@ -550,8 +544,7 @@ def _relay_byte_s(
         rates_bps += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
         return 8 * route.message_share / min(rates_bps)
 
-    # Traffic of the reduce step: (from cluster, to cluster) -> bytes for each byte of the sum. The
-    # gather step has as much.
+    # (from cluster, to cluster) -> bytes for each byte of the sum; the gather step has equal ones.
     reduce_volumes, _ = route.halves
     # Seconds of all messages on each link. One message carries `message_share` of the sum, so
     # volume / message_share is the number of messages.
@@ -756,8 +749,8 @@ class Sharded(PricedReduction):
         scatter_s = _seconds_of(self.scatter, sizes)
         shard_sum_s = _seconds_of(self.shard_sum, sizes)
         if not prefetch:  # computation and collectives follow each other
-            forward_s = added(forward, gather_s)
-            return forward_s, added(backward, backward_gather_s, scatter_s, shard_sum_s)
+            forward_s = _sum_by_element(forward, gather_s)
+            return forward_s, _sum_by_element(backward, backward_gather_s, scatter_s, shard_sum_s)
         # Gathers and scatters share a NIC: their bytes add up, and the shorter latency is hidden.
         gather_and_scatter = Price(
             byte_s=backward_gather.byte_s + self.scatter.byte_s,
@@ -775,7 +768,9 @@ class Sharded(PricedReduction):
             _Activity(_seconds_of(gather_and_scatter, sizes)),
             _Activity(shard_sum_s),
         ]
-        return longest(forward_activities, repeats), longest(backward_activities, repeats)
+        return _row_of_longest(forward_activities, repeats), _row_of_longest(
+            backward_activities, repeats
+        )
 
 
 class _Activity(NamedTuple):
@@ -789,18 +784,17 @@ def _seconds_of(price: Price, sizes: Row) -> Row:
     return tuple(map(price.seconds, sizes))
 
 
-def added(*rows: Row) -> Row:
+def _sum_by_element(*rows: Row) -> Row:
     """Return the sums of the rows' elements."""
     return tuple(map(sum, zip(*rows)))
 
 
-def longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> Row:
+def _row_of_longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> Row:
     """Return the seconds of a layer of each type in the activity that takes longest.
 
-    An activity is the computation of a pass over all layers, or its use of one network. Activities
-    run at the same time, so the longest one sets the time of the pass. Its exposed seconds, which
-    overlap with nothing, are divided among the layers of the first type. `repeats` has the number
-    of layers of each type.
+    An activity is the computation of a pass, or its use of one network. Activities run at the same
+    time, so the longest one sets the time of the pass. Its exposed seconds, which overlap with
+    nothing, go to the layers of the first type. `repeats`: number of layers of each type.
     """
 
     def total_s(activity: _Activity) -> float:
@@ -808,8 +802,7 @@ def longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> Row:
         return layers_s + activity.exposed_s
 
     slowest = max(activities, key=total_s)
-    # Layers of one type have one time, so those of the first type share the exposed seconds evenly.
-    # (Any type could carry them: only the total of the pass counts.)
+    # Layers of one type have one time, so each gets an equal part. Only the total of the pass counts.
     first_s = slowest.layer_s[0] + slowest.exposed_s / repeats[0]
     return first_s, *slowest.layer_s[1:]
 
