@@ -1,11 +1,13 @@
 r"""Algorithms that add up the sums of whole clusters: which cluster sends how much to which, in which order.
 
-    direct   every cluster sends each other cluster one part, and gets the sums back      two exchanges
-    ring     parts go around the clusters twice, in an order                              2 (C - 1) rounds
-    tree     sums go up a tree of clusters to its root, and the total comes down again    2 x depth rounds
+    direct   every cluster sends each other cluster one part, then its sum of one part     2 rounds
+    ring     parts go around the clusters twice, in an order                               2 (C - 1) rounds
+    tree     sums go up a tree of clusters to its root, and the total comes down again     2 x depth rounds
 
-With C clusters, direct sends 1 / C of the bytes over every link, twice in each direction. A tree does not
-use all links. In this example, a tree with root b does not use the slow link:
+C is the number of clusters, and a part is 1 / C of the bytes. In the first round of direct, cluster i gets
+part i of all others and adds them up. In the second one, it sends this sum to all others. So each link
+carries 1 / C of the bytes per round, in each direction. A tree does not use all links: a tree with root b
+leaves the slow link of this example idle:
 
                  slow
            a ---------- c

@@ -1,8 +1,8 @@
 """Sizes of gradient buckets and of chunks, and the division of gradients into buckets.
 
-A bucket is one flat buffer and one reduction. Small buckets start early, but pay the latency often; the
-last one of large buckets is the part of the reduction that no overlap hides. A running job
-(runtime/reduce/) and the simulation use the same division.
+A bucket is one flat buffer and one reduction. Small buckets start early, but pay the latency often. With
+large buckets, more of the reduction is exposed: nothing is left to compute while the last bucket is reduced.
+A running job (runtime/reduce/) and the simulation use the same division.
 """
 
 from __future__ import annotations
@@ -134,8 +134,9 @@ def chunk_bytes(ranks: int, direct: bool) -> int:
 
 
 def chunks_of(size: float, chunk_bytes: float) -> int:
-    """Return the number of chunks of a sum of `size` bytes.
+    """Return the number of chunks of a sum of `size` bytes: size / chunk_bytes rounded down, at least 1.
 
-    All have the same size: a small chunk for the remainder would cost nearly as much as a whole one.
+    All chunks then have the same size, chunk_bytes or somewhat more. A separate chunk for the
+    remainder would cost nearly as much as a whole one.
     """
     return max(1, int(size // chunk_bytes))

@@ -158,11 +158,13 @@ def costs_of(
 ) -> StageCosts:
     """Return the costs of every layer on every stage, measured or predicted.
 
+    Times come from the profile if there is one, else from the model. Memory always comes from the model.
+
     Args:
         prices: Prices of the job, for its network and rules.
         placement: Nodes of each stage.
-        model: The model; memory always comes from it.
-        profile: Measured times, used in place of the model's. Either model or profile is given.
+        model: The model; None: not known.
+        profile: Measured times; None: there are none. Either model or profile is given.
         overlap: Whether gradients are reduced during the last backward pass.
 
     Raises:
@@ -183,16 +185,17 @@ def costs_of(
     clusters = [network.clusters(content) for content in placement.stages]
     costs = measured_costs(profile, clusters, overlap)
     if not rules.hide_stage_links:
-        costs = replace(costs, link_load_s=None)
+        costs = replace(costs, link_load_s=None)  # None: the framework's own schedule
     if predicted is None:
         return costs  # without a model nothing is known of the memory
-    # Measured costs have a number for each layer, not for each kind of layer.
+    # Predicted costs have one number for each kind of layer (embedding, block, output), measured ones
+    # for each layer. by_layer() repeats the number of a kind for all of its layers.
     return replace(
         costs,
         state_bytes=tuple(predicted.by_layer(predicted.state_bytes)),
-        kept_bytes=tuple(predicted.by_layer(predicted.kept_bytes)),
+        kept_bytes=tuple(predicted.by_layer(predicted.kept_bytes)),  # activations of a micro-batch
         limit_bytes=predicted.limit_bytes,
-        working_bytes=predicted.working_bytes,
+        working_bytes=predicted.working_bytes,  # buffers that exist for a moment
     )
 
 

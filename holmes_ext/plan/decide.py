@@ -54,8 +54,10 @@ LARGE_BYTES = float(2**30)
 class LinkTimes(NamedTuple):
     """Times of an activation over each stage link, in seconds."""
 
-    transfer_s: tuple[float, ...]  # until it has arrived
-    occupied_s: tuple[float, ...]  # that occupy the stage link
+    transfer_s: tuple[float, ...]  # until it has arrived, with the latency
+    occupied_s: tuple[
+        float, ...
+    ]  # without the latency, during which other messages can use the link
 
 
 class Decisions:
@@ -63,7 +65,7 @@ class Decisions:
 
     Args:
         plan: The plan.
-        network_api: "verbs" or "sockets".
+        network_api: "verbs" (NCCL's groups) or "sockets" (gloo's groups).
         site: The plan's networks as this network API reaches them.
         options: Options of the user.
         engine: Abilities of the training engine.
@@ -72,35 +74,33 @@ class Decisions:
     def __init__(
         self, plan: Plan, network_api: str, site: Site, options: Options, engine: EngineTraits
     ):
-        """Price the plan's placement on these networks."""
+        """Take over the arguments (see the class), and prepare prices; nothing is decided yet."""
         self.plan = plan
         self.network_api = network_api
         self.options = options
         self.engine = engine
-        sizes = plan.sizes or Sizes().complete(plan.world_size)
+        sizes = plan.sizes or Sizes().complete(plan.world_size)  # not known yet: only data-parallel
         self.network = Network(site)
         self.placement = self.network.placement(plan.nodes, sizes)
         rules = rules_of(engine, options, direct=network_api == SOCKETS)
-        # A workload does not say how large a tied weight is.
+        # A workload does not say how large a tied weight is: assume a size that the rates decide on.
         job = replace(RankModel.of_workload(plan.workload, sizes), tied_bytes=LARGE_BYTES)
         self.prices = Prices(self.network, job, rules)
 
     def traffic(self) -> Traffic:
         """Return the decisions: networks of groups, reductions, stage links and the order of passes."""
-        fabrics_of: dict[
-            str, list[str]
-        ] = {}  # role of groups, such as "data" -> fabric of each group
+        fabrics_of: dict[str, list[str]] = {}  # role, such as "data" -> fabric of each group
         for role, ranks in self.plan.groups():
             fabric = self.plan.fabric_of(ranks, self.network_api)
             fabrics_of.setdefault(role, []).append(name_of(fabric))
         traffic = Traffic(
             network_apis=(self.network_api,),
             transports={role: one_if_equal(tuple(fabrics)) for role, fabrics in fabrics_of.items()},
-            reductions=self.reductions(),
-            stage_links=self.stage_links(),
-            tied=self.tied(),
+            reductions=self.reductions(),  # how each stage sums gradients
+            stage_links=self.stage_links(),  # how each stage sends to the next one
+            tied=self.tied(),  # how a weight of the first and the last stage is summed
         )
-        return self.with_order(traffic)
+        return self.with_order(traffic)  # adds the order of passes, which may change the reductions
 
     # ------------------------------------------------------------------- reductions
 
@@ -120,16 +120,17 @@ class Decisions:
         sizes = self.placement.sizes
         options = self.options
         is_reducing = sizes.data * sizes.context > 1
-        is_possible = is_reducing and self.engine.can("overlap", options.off)
+        is_possible = is_reducing and self.engine.can(
+            "overlap", options.off
+        )  # off: disabled features
         if is_possible and self.engine.overlaps == "on":
             return (True,) * sizes.pipeline  # the engine does it, with or without the option
         if options.overlap != "auto" or not is_possible:
             return (options.overlap == "on" and is_possible,) * sizes.pipeline
-        # Without the tied weight's reduction, which runs after the backward pass in any case.
-        # `end_s` contains the exposed part of the reduction, so the difference is the end of the
-        # backward pass.
+        # Without the tied weight's reduction, which runs after the backward pass in any case. The job has
+        # one block for each stage. `exposed_s` is the part of `end_s` after the last backward pass.
         costs = replace(self.prices.costs(self.placement), tied_s=0.0)
-        step = estimate(costs, (1,) * costs.stages)  # with one block on each stage
+        step = estimate(costs, (1,) * costs.stages)
         first_backward_end_s = step.end_s[0] - step.exposed_s[0]
         return [
             bool(reduction_s) and end_s > first_backward_end_s
@@ -143,8 +144,8 @@ class Decisions:
             stage: Number of the stage.
             overlap: Whether they are reduced during the last backward pass.
         """
-        sums = self.prices.family_reductions(self.placement, stage)
-        return self._reduction(sums, overlap, self.plan.workload.gradient_bytes)
+        families = self.prices.family_reductions(self.placement, stage)
+        return self._reduction(families, overlap, self.plan.workload.gradient_bytes)
 
     def reduction_of_group(
         self, ranks: Sequence[int], overlap: bool, total_bytes: float
@@ -154,43 +155,46 @@ class Decisions:
         Args:
             ranks: The group.
             overlap: Whether gradients are reduced during the last backward pass.
-            total_bytes: Bytes of all gradients.
+            total_bytes: Bytes of all gradients; inf: not known.
         """
         family = family_of(self.placement, ranks)
-        # `total_bytes` may be infinite (not known). Larger sums are reduced like one of
-        # LARGE_BYTES.
+        # Larger sums, and those of unknown size, are reduced like one of LARGE_BYTES.
         reduced_bytes = min(total_bytes, LARGE_BYTES)
         # A model with a single layer, which has all gradients.
         job = replace(self.prices.job, reduced_bytes=(reduced_bytes,), repeats=(1,))
         prices = Prices(self.network, job, self.prices.rules)
-        sums = prices.reductions_of_family(
-            family, crossing_groups=1
-        )  # no other group uses the links between clusters
-        return self._reduction([sums], overlap, total_bytes)
+        # No other group uses the links between clusters.
+        options = prices.reductions_of_family(family, crossing_groups=1)
+        return self._reduction([options], overlap, total_bytes)
 
     def _reduction(
-        self, sums: Sequence[FamilyReductions], overlap: bool, total_bytes: float
+        self, families: Sequence[FamilyReductions], overlap: bool, total_bytes: float
     ) -> ReductionSpec:
-        """Return how the groups of a stage sum their gradients.
+        """Return how the groups of a stage sum their gradients: bucket size, and flat or hierarchical.
 
         Args:
-            sums: Possible ways, of each family of groups.
+            families: Flat and hierarchical reduction, with prices, of each family of equal groups.
             overlap: Whether gradients are reduced during the last backward pass.
             total_bytes: Bytes of all gradients of a rank.
         """
         fabrics = [
-            self.network.fabric(group.family.node_types) for group in sums if group.family.nodes > 1
+            self.network.fabric(ways.family.node_types)
+            for ways in families
+            if ways.family.nodes > 1
         ]
         suitable_bytes = INSIDE_BYTES  # if no group leaves its node
         if fabrics:
-            slowest = min(fabrics, key=lambda fabric: fabric.preference)
-            suitable_bytes = bucket_bytes(slowest, sums[0].family.ranks, total_bytes)
+            slowest = min(
+                fabrics, key=lambda fabric: fabric.preference
+            )  # faster ones are preferred
+            # All groups of a stage have equally many ranks.
+            suitable_bytes = bucket_bytes(slowest, families[0].family.ranks, total_bytes)
         flat = ReductionSpec(
             overlap=overlap,
             bucket_bytes=self.options.bucket_bytes or suitable_bytes,
             compress=self.options.compress_gradients,
         )
-        across = [group for group in sums if self.network.spans_clusters(group.family.node_types)]
+        across = [ways for ways in families if self.network.spans_clusters(ways.family.node_types)]
         return self._hierarchical_if_faster(flat, across)
 
     def _hierarchical_if_faster(
@@ -215,15 +219,13 @@ class Decisions:
             faster_from.append(threshold)
         if not candidates:
             return flat
-        # Clusters of a group -> algorithm (route) that adds up their sums. `candidate.ranks` is by
-        # cluster.
+        # Clusters of a group (keys of `ranks`) -> algorithm (route) that adds up their sums.
         routes = {frozenset(candidate.ranks): candidate.route for candidate in candidates}
         route = next(iter(routes.values()))
         streams = 1
         across = None  # direct exchanges
-        # Only gloo has several TCP streams, and other algorithms. The plan has one algorithm for a
-        # stage, which names clusters. So if groups lie on different sets of clusters, all use
-        # direct exchanges.
+        # Only gloo has several TCP streams, and other algorithms. A stage has one algorithm, which names
+        # clusters. So if groups lie on different sets of clusters, all use direct exchanges.
         if self.network_api == SOCKETS:
             streams = max(
                 candidate.streams(self.network, group.crossing_groups)
@@ -244,34 +246,35 @@ class Decisions:
     def tied(self) -> ReductionSpec | None:
         """Return how the gradient of a weight that the first and the last stage share is summed.
 
-        Returns:
-            The hierarchical reduction over the ranks of both stages, if it is faster for all of
-            them. None if each rank sums with its counterpart in the other stage, as engines do.
+        This is a hierarchical reduction over the ranks of both stages, if it is faster for all of
+        them. None: each rank sums with its counterpart in the other stage, as engines do.
         """
         last = self.placement.sizes.pipeline - 1
         if self.plan.sizes is None or not last or not self.prices.rules.tied:
             return None
-        # Pipelines with equal nodes form a class. A family are equal groups with the ranks of both
-        # stages.
+        # A fold has one pipeline of each class of equal ones; a family are equal groups of both stages.
         fold, _ = self.prices.fold(self.placement, 0, last)
         family_of_class = {
             pipeline_class: family
             for family in tied_weight_families(fold)
             for pipeline_class in family.pipeline_classes
         }
-        sums = []
+        families = []
         for pipeline_class in range(len(fold.pipeline_classes)):
-            pairs, joint = self.prices.tied_of(fold, pipeline_class, alone=False)
+            # Price of the sum between counterparts, and of the hierarchical sum of all ranks.
+            by_pairs, joint = self.prices.tied_of(fold, pipeline_class, alone=False)
             if pipeline_class not in family_of_class or joint is None:
                 return None
             family = family_of_class[pipeline_class]
-            sums.append(
+            # The sum by pairs takes the part of the flat ring in the comparison.
+            families.append(
                 FamilyReductions(
-                    family, flat=pairs, hierarchical=joint, crossing_groups=family.count
+                    family, flat=by_pairs, hierarchical=joint, crossing_groups=family.count
                 )
             )
-        planned = self._hierarchical_if_faster(ReductionSpec(overlap=False, bucket_bytes=0), sums)
-        return planned if planned.clusters else None
+        not_hierarchical = ReductionSpec(overlap=False, bucket_bytes=0)
+        planned = self._hierarchical_if_faster(not_hierarchical, families)
+        return None if planned is not_hierarchical else planned
 
     # ------------------------------------------------------------------- stages
 
@@ -300,9 +303,10 @@ class Decisions:
                 pair = tuple(sorted((ranks[stage], ranks[following])))
                 fabric = name_of(plan.fabric_of(pair, network_api))
                 fabrics.append(fabric)
-                # The group over which a framework sends may use a slower fabric than the pair. The
-                # pair then needs a group of its own.
-                frameworks = []  # by the group over which they send
+                # Some frameworks send over the group of the whole pipeline, others over that of all
+                # ranks ("world"). If this group uses a slower fabric than the two ranks share, they
+                # need a group of their own in such frameworks. "pipeline+world": in both kinds.
+                frameworks = []
                 if pair in pairs:
                     frameworks.append("pipeline")
                 if fabric != world_fabric:
@@ -323,24 +327,24 @@ class Decisions:
     def with_order(self, traffic: Traffic) -> Traffic:
         """Return `traffic` with the order of the stages' passes.
 
-        If backward passes are split in two, gradients are final at the end only, and are reduced then.
+        It is one of three: split backward passes in a given order (`schedule`), 1F1B with more micro-
+        batches in flight (`in_flight`), or the framework's own order (both are empty).
         """
         passes = self.passes()  # empty unless backward passes are split
         reductions = traffic.reductions
-        if passes:
+        if passes:  # gradients are final at the end only, and are reduced then
             reductions = tuple(replace(reduction, overlap=False) for reduction in reductions)
         return replace(
             traffic,
             reductions=reductions,
-            in_flight=() if passes else self.in_flight(),
+            in_flight=() if passes else self.in_flight(),  # an order of passes determines it
             schedule=passes,
         )
 
     def passes(self) -> tuple[str, ...]:
         """Return the passes of every stage in order, with split backward passes (see Traffic.schedule).
 
-        Returns:
-            () if 1F1B is as fast, or if it is not known which part of a backward pass can be delayed.
+        () if 1F1B is as fast, or if it is not known which part of a backward pass can be delayed.
         """
         loads = self.plan.loads
         if not self.prices.rules.splits or not loads:
@@ -349,9 +353,11 @@ class Decisions:
         stage_links = self.prices.stage_links(self.placement)
         size = work.activation_bytes
         transfer_s = tuple(stage_link.seconds(size) for stage_link in stage_links)
+        # The part of transfer_s in which the stage link is busy: without the latency.
         occupied_s = tuple(stage_link.byte_s * size for stage_link in stage_links)
         needs_message_order = self.network_api != SOCKETS  # NCCL
-        # quickest() of planner/schedule/solve.py, which plan/ does not import.
+        # quickest() of planner/schedule/solve.py, which plan/ does not import: an order that is faster
+        # than 1F1B, or None.
         find_quickest = extensions.contributed("pass_solvers", "quickest")
         pass_order: PassOrder | None = find_quickest(
             loads, transfer_s, occupied_s, work.micro_batches, needs_message_order
@@ -361,11 +367,8 @@ class Decisions:
     def in_flight(self) -> tuple[int, ...]:
         """Return the micro-batches that each stage begins before its first backward pass ends.
 
-        This is the number that the user asks for, or as many as hide the stage links. If the model is not
-        known, it is that of 1F1B.
-
-        Returns:
-            () for the framework's own schedule.
+        This is the number that the user asks for, or else as many as hide the stage links: a stage then
+        computes other micro-batches while a message travels. () means the framework's own schedule.
         """
         sizes = self.plan.sizes
         work = self.plan.workload
@@ -373,20 +376,18 @@ class Decisions:
             return ()
         if asked := asked_in_flight(self.options, sizes.pipeline, work.micro_batches):
             return asked
-        if self.plan.basis == NOMINAL:
-            return tuple(
-                range(sizes.pipeline, 0, -1)
-            )  # 1F1B: p on the first of p stages, 1 on the last
-        measured_loads = self.plan.loads
-        loads = measured_loads or (StageLoad(work.forward_s, work.backward_s),) * sizes.pipeline
+        if self.plan.basis == NOMINAL:  # the model is not known
+            return tuple(range(sizes.pipeline, 0, -1))  # 1F1B: p on the first stage, 1 on the last
+        plan_loads = self.plan.loads  # work of each stage; (): only the mean of the stages is known
+        loads = plan_loads or (StageLoad(work.forward_s, work.backward_s),) * sizes.pipeline
         transfer_s, occupied_s = self.stage_link_seconds()
         # Measured times of stage links contain the waiting for other messages on the NIC.
-        if not any(load.stage_link_s for load in measured_loads):
+        if not any(load.stage_link_s for load in plan_loads):
             busy_s = max(load.busy_s for load in loads)
             nics = self.prices.shared_nic_stages(self.placement)
             transfer_s, occupied_s = share_nics(transfer_s, occupied_s, nics, busy_s)
         forward_s, backward_s = passes_s(loads)
-        most = tuple(load.most for load in measured_loads)  # micro-batches that fit the memory
+        most = tuple(load.most for load in plan_loads)  # micro-batches that fit the memory
         return schedule(forward_s, backward_s, transfer_s, work.micro_batches, occupied_s, most)
 
     def stage_link_seconds(self) -> LinkTimes:
@@ -396,6 +397,7 @@ class Decisions:
         transfer_s = []
         occupied_s = []
         for stage, stage_link in enumerate(stage_links):
+            # A plan's load of a stage has the time of its stage link if it was measured; else 0.
             measured_s = self.plan.loads[stage].stage_link_s if self.plan.loads else 0.0
             if measured_s:
                 transfer_s.append(measured_s)
@@ -421,7 +423,7 @@ def derive_traffic(
         plan: The plan, new or with networks already.
         site: Nodes with the ports that work.
         options: Options of the user.
-        links: Measured rates of networks that the plan has no rate of. A new plan has none.
+        links: Measured rates, for fabrics that are not in the plan yet (all, if the plan is new).
         workload: Work of a rank in a step, for a new plan; one that has networks keeps its own.
         basis: Where `workload` comes from.
         engine: Abilities of the training engine.
@@ -434,10 +436,10 @@ def derive_traffic(
         clusters[node.cluster] = (*clusters.get(node.cluster, ()), node.name)
     wan = plan.wan if plan.fabrics else measured.wan
     resolved = replace(plan, fabrics=fabrics, clusters=clusters, wan=wan)
-    if not plan.fabrics:  # a new plan
+    if not plan.fabrics:  # a new plan: build_plan() leaves the fabrics to this function
         resolved = replace(resolved, workload=workload or Workload(), basis=basis)
     if plan.sizes is not None and fabrics != plan.fabrics:
-        # Other groups may span networks now.
+        # Ports have failed, or come back: other groups may have to use Ethernet now.
         network = Network(site_of(resolved))
         job = RankModel.of_workload(resolved.workload, plan.sizes)
         prices = Prices(network, job, rules_of(engine, options))
@@ -478,9 +480,7 @@ def spanning_groups_of(prices: Prices, placement: Placement) -> tuple[SpanningGr
     for role in INSIDE:
         spanning: list[set[str]] = []  # of each group that spans: its first node of each node type
         for ranks in groups(placement.sizes, role):
-            first_node: dict[
-                int, str
-            ] = {}  # node type -> name of the group's first node of this type
+            first_node: dict[int, str] = {}  # node type -> the group's first node of this type
             for index in sorted({rank // placement.processes for rank in ranks}):
                 first_node.setdefault(node_types[index], names[index])
             if network.spans_networks(frozenset(first_node)):

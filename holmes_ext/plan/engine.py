@@ -92,7 +92,11 @@ FLAT, HIERARCHICAL = REDUCTIONS = "flat", "hierarchical"
 
 @dataclass(frozen=True)
 class Rules:
-    """Assumptions of prices and decisions; the defaults are the behaviour without options."""
+    """Methods that prices and decisions assume for a job: reductions, sharding, schedule, compression.
+
+    They follow from the engine and the user's options (rules_of). The defaults are those of a job without
+    options, on an engine with all abilities of holmes.
+    """
 
     reductions: tuple[str, ...] = REDUCTIONS  # ways to sum gradients that are allowed
     #: Whether a hierarchical all-reduce uses gloo's direct exchanges; else NCCL's rings.
@@ -119,6 +123,9 @@ class Rules:
 def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **more: Any) -> Rules:
     """Return the rules for an engine and the user's options.
 
+    A method is used if the engine is able to (ABILITIES), the feature of holmes behind it is not
+    disabled (options.off, HOLMES_DISABLE), and the option for it is set.
+
     Args:
         engine: The training engine.
         options: Options of the user.
@@ -127,7 +134,7 @@ def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **mor
     """
 
     def can(ability: str) -> bool:
-        return engine.can(ability, options.off)
+        return engine.can(ability, off=options.off)
 
     compression = options.compress_activations if can("compressed-activations") else "off"
     # Not if the engine reduces hierarchically itself (its own flags): holmes then only prices flat
@@ -137,14 +144,14 @@ def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **mor
     return Rules(
         reductions=REDUCTIONS if is_hierarchical else (FLAT,),
         direct=direct,
-        compress=options.compress_gradients,
+        compress=options.compress_gradients,  # across clusters; `compression` is of activations
         bucket_bytes=options.bucket_bytes or 0,
         gathers=not engine.scatters,  # an engine that does not scatter gradients all-reduces them
         prefetch=engine.prefetches and not direct,  # gloo's collectives block the computation
         hide_stage_links=can("in-flight") and options.inflight != "off",
-        splits=can("schedule") and options.schedule == "auto",
-        slices=can("slices"),
-        tied=can("tied"),
+        splits=can("schedule") and options.schedule == "auto",  # split backward passes
+        slices=can("slices"),  # tensor-parallel ranks share the messages between stages
+        tied=can("tied"),  # hierarchical reduction of tied weights
         compression=compression,
         **more,
     )

@@ -2,13 +2,13 @@
 
 The token counts of a router's log have one of these forms:
 
-    {"version": 1, "rows": "rank", "counts": [[812, 5, ...], ...]}     row r, column e: tokens of rank r
-    that go to
-                                                                       expert e
-    {"version": 1, "rows": "expert", "counts": [[0, 31, ...], ...]}    row i, column j: tokens that go to both
-                                                                       experts i and j
-    {"version": 1, "rows": "rank", "layers": {"2": [[...], ...]}}      a table for each MoE layer (counted
-    from 1)
+    {"version": 1, "rows": "rank", "counts": [[812, 5, ...], ...]}
+        Row r, column e: tokens of rank r that go to expert e.
+    {"version": 1, "rows": "expert", "counts": [[0, 31, ...], ...]}
+        Row i, column j: tokens that go to both experts i and j. Experts that share many tokens are best
+        placed on one rank or node.
+    {"version": 1, "rows": "rank", "layers": {"2": [[...], ...]}}
+        A table for each MoE layer (counted from 1).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ ALL_LAYERS = 0
 _ADVICE = (
     'give the token counts of the router: {"version": 1, "rows": "rank", "counts": [[...], ...]}'
 )
+#: Advice at the end of error messages.
 _MADE_BY = "`holmes plan --experts TRAFFIC --experts-output FILE` writes one"
 
 
@@ -184,7 +185,9 @@ def load_order(path: str | Path) -> ExpertOrder:
     top = load_json(path, _MADE_BY)
     top.version(1)
     ranks = top.take("ranks", int)
-    orders: dict[int, Sequence[Any]] = {  # number of the layer (ALL_LAYERS: all) -> experts
+    # Number of the layer -> its experts in the order of the ranks. ALL_LAYERS (0) is the key if the file has
+    # one order for all layers. _layers() also returns the name of each key, which is not needed here.
+    orders: dict[int, Sequence[Any]] = {
         number: order for number, (_, order) in _layers(top, "order").items()
     }
     if ranks < 1 or not all(type(expert) is int for order in orders.values() for expert in order):

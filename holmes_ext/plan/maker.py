@@ -2,8 +2,8 @@
 
 PlanRequest makes the plan at the start of the job, from options, files and the reports of the nodes. The
 functions derive a plan from another one: for the ports that still work, or for the sizes that a framework
-reports when it starts. job.py hands this module to the runtime, for which it implements
-holmes_ext.runtime.planning.PlanMaker.
+reports when it starts. The module implements the protocol holmes_ext.runtime.planning.PlanMaker: job.py hands
+it to the runtime, which does not import plan/maker.py.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class PlanRequest:
         model = self.model
         engine = self.engine
         spec = part_of(self.spec, nodes) if self.spec is not None else None  # of these nodes only
+        # self.counted: whether nodes must have as many processes as cluster.toml says.
         site = resolve_site(nodes, spec, options.fallback == "ethernet", self.counted)
         links = Links.of_spec(spec) if spec is not None else Links()
         sizes = None
@@ -98,29 +99,33 @@ class PlanRequest:
             self._compare(plan, sizes)
             plan = derive_traffic(plan, site, options, links, engine=engine)
             return site, with_loads(plan, options, model, engine)
-        # Keyword arguments of build_plan that describe the model and its partition.
+        # `model_options`: arguments of build_plan that describe the model and its partition. If the user
+        # names a model file, or an option needs one, the plan has predictions for the model.
         if options.model or options.needs_model:
-            shape: dict[str, Any] = {
+            model_options: dict[str, Any] = {
                 "partition": options.partition,
                 "model": model,
                 "overlap": self.overlap,
             }
         else:
-            # A model from the command line is good enough for decisions. The training program itself checks
-            # whether it fits.
+            # A model that was derived from the framework's arguments is only used for its mean work per
+            # stage. The training program itself checks whether it fits.
             workload = workload_of(model, sizes)
             basis = model.source if model and workload else NOMINAL  # where the workload comes from
-            shape = {"workload": workload, "basis": basis}
+            model_options = {"workload": workload, "basis": basis}
         if options.stage_layers:
-            shape |= {"partition": "uniform", "stage_layers": options.stage_layers}
-        plan = build_plan(site, sizes, links=links, options=options, engine=engine, **shape)
+            model_options |= {"partition": "uniform", "stage_layers": options.stage_layers}
+        plan = build_plan(site, sizes, links=links, options=options, engine=engine, **model_options)
         return site, with_loads(plan, options, model, engine)
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
-        """Take over the layers and sizes that the previous start of the job has left in its store.
+        """Take over the layers of each stage that --holmes-restart auto has chosen.
+
+        The job was stopped to run with another partition. Before its end it wrote the layers and its
+        parallel sizes into the rendezvous store, which outlives it.
 
         Args:
-            layers: Layers of each stage, as --holmes-partition takes them; "" if it left nothing.
+            layers: Layers of each stage, as --holmes-partition takes them; "" if this is the first start.
             sizes: The parallel sizes of the previous start.
 
         Returns:
@@ -129,7 +134,7 @@ class PlanRequest:
         if not layers:
             return self.options, []
         self.options = replace(self.options, partition=layers)
-        self.sizes = self.sizes or sizes
+        self.sizes = self.sizes or sizes  # those of an option come first
         return self.options, [
             f"--holmes-restart auto: started again with --holmes-partition {layers}"
         ]
@@ -154,7 +159,7 @@ class PlanRequest:
 
 
 def on_ports(plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
-    """Return the plan for the ports that `site` has left."""
+    """Return the plan for the ports that still work, which are those of `site`."""
     return derive_traffic(plan, site, options, engine=engine)
 
 
@@ -201,8 +206,10 @@ def with_loads(
         engine: Traits of the training engine.
     """
     sizes = plan.sizes
-    if plan.loads or model is None or sizes is None or workload_of(model, sizes) is None:
+    if plan.loads or model is None or sizes is None:
         return plan
+    if workload_of(model, sizes) is None:
+        return plan  # the batch does not divide evenly, which the framework refuses
     if model.layers < sizes.pipeline:
         return plan  # the framework refuses a stage without layers
     network = Network(site_of(plan))
@@ -215,12 +222,12 @@ def with_loads(
         layers = uniform(model.layers, costs.stages)
     # The loads contain computation and memory only, so they do not depend on engine and options.
     plan = replace(plan, loads=costs.loads(layers))
-    # An entry for several network APIs has equal decisions for all of them, so the first one stands
-    # for all.
-    traffic = [
-        decisions(plan, decided.network_apis[0], options, engine).with_order(decided)
-        for decided in plan.traffic
-    ]
+    # plan.traffic has the decisions for each network API, or one entry for several if they are equal.
+    # So the first network API of an entry stands for all of them. Only the order of passes changes.
+    traffic = []
+    for decided in plan.traffic:
+        network_api = decided.network_apis[0]
+        traffic.append(decisions(plan, network_api, options, engine).with_order(decided))
     return replace(plan, traffic=tuple(traffic))
 
 
@@ -246,15 +253,15 @@ def spec_of_group(
     total_bytes: float = inf,
     engine: EngineTraits = EngineTraits(),
 ) -> ReductionSpec:
-    """Return how a group sums its gradients: as the plan says for its stage, if that fits.
+    """Return how a group sums its gradients: as the plan says for its stage, or decided again.
 
-    Else the decision is made again:
-    - for the group alone, if the plan has no such group;
-    - for the stage, if there are latencies between clusters and the plan did not know the model's
-    size;
-    - for the group alone, if the options set another compression than the plan, or if the group has
-    too few
-      bytes to fill buckets of the planned size.
+    It is decided again in these cases:
+
+        for the group alone   the plan has no such group, or
+                              the options set another compression than the plan, or
+                              the group has too few bytes to fill buckets of the planned size
+        for its stage         the plan did not know the model's size, and there are links between
+                              clusters with a latency: then the best way depends on the bytes
 
     Args:
         plan: The plan.
@@ -272,9 +279,8 @@ def spec_of_group(
             ranks, overlap, total_bytes
         )
     overlap = planned[stage].overlap
-    is_nominal = (
-        plan.basis == NOMINAL and plan.sizes is not None
-    )  # the plan did not know the model's size
+    # Whether the plan was made without knowing the model's size.
+    is_nominal = plan.basis == NOMINAL and plan.sizes is not None
     if plan.wan and is_nominal and total_bytes < inf:
         # With latencies between clusters the decision depends on the bytes, which are known now.
         resized = replace(plan, workload=replace(plan.workload, gradient_bytes=total_bytes))
@@ -292,17 +298,22 @@ def spec_of_group(
 def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
     """Return a line on the groups that span clusters, and how to avoid it.
 
+    An example is "8 data groups span clusters (on ethernet) and need not: start without
+    --holmes-sizes".
+
     Args:
         plan: The plan of the job.
         site: The nodes of the job, in the launcher's order.
         sizes: The parallel sizes that the framework has reported.
-        instances: Number of slices of each data-parallel group within which megatron-core reduces first.
+        instances: Number of equal slices of each data-parallel group. megatron-core reduces within each
+            slice first (its option --num-distributed-optimizer-instances).
 
     Returns:
         "" if no group spans, or if the line at the start of the job has said so.
     """
     spanning_groups = spanning(plan, sizes, instances)
-    if not spanning_groups or (plan.sizes == sizes and instances == 1):
+    was_printed_at_start = plan.sizes == sizes and instances == 1  # for the same groups
+    if not spanning_groups or was_printed_at_start:
         return ""
     measured = replace(site, fabrics=plan.fabrics)  # with the rates in the plan
     # Ways to start the job again -> sizes that holmes would then plan with.
@@ -321,9 +332,10 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
         if fewer > 0:
             avoidable[kind] = fewer
     way_out = ""
-    if avoidable:
-        which = " and" if avoidable == spanning_groups else f", {_counts(avoidable)}"
-        way_out = f"{which} need not: start {best}"
+    if avoidable == spanning_groups:
+        way_out = f" and need not: start {best}"
+    elif avoidable:  # name those that need not span
+        way_out = f", {_counts(avoidable)} need not: start {best}"
     return f"{_counts(spanning_groups)} span clusters (on ethernet){way_out}"
 
 

@@ -1,16 +1,18 @@
 """Number of layers that each pipeline stage gets.
 
+With N layers and p stages, the methods are:
+
     uniform     N / p each; the first N mod p stages get one more (DeepSpeed's and Megatron's rule)
-    speed       floor(alpha N S_i / sum of S) (Holmes, arXiv 2312.03549). S_i is the number of steps per
-    second of
-                a job with stages like stage i only. The paper leaves the remainder open: here, layers
-                that are left go one by one to the stage that lost most by rounding; layers that are too
-                many (alpha > 1) are taken from the slowest stages
-    balanced    the shortest predicted step. If there are few splits, all are tried. Otherwise the search
-    begins
-                with uniform, speed and the split with the fastest slowest stage, and moves one block at a
-                time from a stage to another while the step gets shorter: in closed form first, then pass
-                by pass
+    speed       floor(alpha N S_i / sum of S) (Holmes, arXiv 2312.03549), where S_i is the speed of
+                stage i: steps per second of a job that has only stages like this one
+    balanced    the split of the layers with the shortest predicted step
+
+The paper on `speed` leaves the remainder open. Here, layers that are left go one by one to the stage that
+lost most by rounding; layers that are too many (alpha > 1) are taken from the slowest stages.
+
+`balanced` tries all splits if they are few. Otherwise it begins with uniform, speed and the split
+with the fastest slowest stage. It moves one block at a time from a stage to another while the step gets
+shorter: predicted in closed form (a formula) first, then pass by pass (a simulation of the schedule).
 
 So the step of `balanced` is never predicted to be longer than those of the other two.
 """
@@ -30,7 +32,7 @@ from holmes_ext.units import format_bytes
 METHODS = ("uniform", "speed", "balanced")
 #: Times with a smaller relative difference are equal.
 ROUNDING = 1e-12
-#: Largest number of passes of micro-batches that `balanced` calculates (about 0.1 s).
+#: Largest number of passes (of a micro-batch on a stage) that `balanced` calculates (about 0.1 s).
 MOST_WALKED_PASSES = 100_000
 #: Largest number of predictions in closed form that `balanced` makes.
 MOST_FORMULAS = 1500
@@ -70,6 +72,9 @@ def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> Split:
 def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
     """Return the split with the shortest predicted step.
 
+    Predictions pass by pass are exact but slow, those in closed form fast. So with many splits, the closed
+    form selects candidates. The best one is then improved pass by pass, one moved block at a time.
+
     Args:
         costs: Costs of every layer on every stage.
         alpha: Factor of the method "speed", whose split is one of those that the search begins with.
@@ -77,23 +82,24 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
     Raises:
         HolmesError: No split fits the memory.
     """
-    passes = 2 * costs.stages * costs.micro_batches  # that the prediction of one split calculates
+    # Work of one prediction pass by pass: a forward and a backward pass of each micro-batch and stage.
+    passes = 2 * costs.stages * costs.micro_batches
     split_count = comb(costs.blocks - 1, costs.stages - 1)
     if split_count <= MOST_FORMULAS:
         splits = list(_all_splits(costs.blocks, costs.stages))
         if split_count * passes > MOST_WALKED_PASSES:  # too many to calculate them all pass by pass
             splits.sort(key=lambda split: in_closed_form(costs, split))
-            splits = splits[:MOST_WALKED_SPLITS]
+            splits = splits[:MOST_WALKED_SPLITS]  # the best ones
     else:
         splits = by_moves(costs, alpha)
-    best = min(splits, key=lambda split: walked(costs, split))
-    if walked(costs, best) == inf:
+    best = min(splits, key=lambda split: pass_by_pass_s(costs, split))
+    if pass_by_pass_s(costs, best) == inf:
         raise HolmesError(_too_large(costs))
     return improved(
         best,
-        seconds_of=lambda split: walked(costs, split),
+        seconds_of=lambda split: pass_by_pass_s(costs, split),
         moves_of=_over_borders,
-        tries=MOST_WALKED_PASSES // passes,
+        tries=MOST_WALKED_PASSES // passes,  # predictions that fit the budget of about 0.1 s
     )
 
 
@@ -103,7 +109,7 @@ def in_closed_form(costs: StageCosts, split: Sequence[int]) -> float:
     return step.step_s if all(step.fits) else inf
 
 
-def walked(costs: StageCosts, split: Sequence[int]) -> float:
+def pass_by_pass_s(costs: StageCosts, split: Sequence[int]) -> float:
     """Return the step time of a split pass by pass, in seconds; inf if it does not fit the memory."""
     step = predict(costs, split)
     return step.step_s if all(step.fits) else inf
@@ -122,18 +128,18 @@ def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
         alpha: Factor of the method "speed".
     """
     starts = [uniform(costs.blocks, costs.stages), by_speed(costs.blocks, speeds(costs), alpha)]
-    level = levelled(costs)
+    level = levelled(costs)  # the split with the fastest slowest stage; () if none fits the memory
     if level:
         starts.append(level)
-    # Mean time of a layer on each stage.
-    layer_s = [sum(row) / costs.layers for row in map(costs.by_layer, _busy(costs))]
+    # By stage: mean seconds of a layer if the stage had the whole model.
+    layer_s = [sum(costs.by_layer(row)) / costs.layers for row in _forward_and_backward_s(costs)]
 
     def moves(split: Split) -> Iterator[Move]:
-        """Yield moves from long to short stages, between neighbours, and from slow to fast stages."""
+        """Yield moves of a block: to less busy stages, to a neighbour, and to stages with faster GPUs."""
         stage_s = [count * seconds for count, seconds in zip(split, layer_s)]
-        yield from full_to_empty(stage_s)
+        yield from full_to_empty(stage_s)  # from stages that take long to stages that take little
         yield from _over_borders(split)
-        yield from full_to_empty(layer_s)
+        yield from full_to_empty(layer_s)  # from slow stages to fast ones, by the time of one layer
 
     tries = MOST_FORMULAS // len(starts)
     moved = [
@@ -148,7 +154,7 @@ def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
     return list(dict.fromkeys((*starts, *moved)))
 
 
-def _busy(costs: StageCosts) -> list[Row]:
+def _forward_and_backward_s(costs: StageCosts) -> list[Row]:
     """Return the seconds of a forward and a backward pass, by stage and kind of layer."""
     return [tuple(map(sum, zip(*rows))) for rows in zip(costs.forward_s, costs.backward_s)]
 

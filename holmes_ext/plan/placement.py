@@ -43,8 +43,8 @@ def runs(node_types: Iterable[int]) -> Content:
     return tuple((node_type, len(list(equal))) for node_type, equal in groupby(node_types))
 
 
-def joined(parts: Iterable[Run]) -> Content:
-    """Join neighbouring runs of one node type: (0, 2), (0, 1), (1, 1) -> (0, 3), (1, 1)."""
+def merge_neighbours(parts: Iterable[Run]) -> Content:
+    """Merge neighbouring runs of one node type: (0, 2), (0, 1), (1, 1) -> (0, 3), (1, 1)."""
     merged: list[Run] = []
     for node_type, count in parts:
         if merged and merged[-1][0] == node_type:
@@ -73,19 +73,21 @@ class Placement:
     def of_parts(cls, sizes: Sizes, processes: int, parts: Sequence[Sequence[int]]) -> Placement:
         """Return the placement with these nodes in each component (stages that share nodes).
 
-        Args: sizes: Parallel sizes, with the data size. processes: Ranks of each node. parts: For
-            each component, the types of its nodes. All components have equally many nodes.
+        Args:
+            sizes: Parallel sizes, with the data size.
+            processes: Ranks of each node.
+            parts: For each component, the types of its nodes, equally many in all components.
         """
         if len(parts) == 1:
             return cls.of(sizes, processes, parts[0])
         ranks = sum(map(len, parts)) * processes
         nodes = len(parts[0])
-        # The order of the ranks passes all stages, then all stages again, until each stage has all
-        # of its ranks. One such round contains `stride` neighbouring ranks of every stage. Nodes
-        # are dealt out to the components in the same rounds. A component fills whole nodes in each
-        # round, at least one.
-        stride = sizes.strides()["pp"]
+        # Global ranks number all stages, then all stages again, until each stage has all of its
+        # ranks. In one such round, every stage gets `stride` ranks that follow each other.
+        stride = sizes.strides()["pp"]  # distance from a rank to its counterpart in the next stage
         rounds = ranks // (stride * sizes.pipeline)
+        # So the nodes of the components alternate in the same rounds. (With several components, each
+        # of them fills whole nodes in a round.)
         nodes_per_round = nodes // rounds  # of each component
         node_types: list[int] = []
         for start in range(0, nodes, nodes_per_round):
@@ -114,41 +116,48 @@ class Placement:
 
     def rank(self, rank_in_stage: int, stage: int) -> int:
         """Return the global rank of the rank that has this number among the ranks of a stage."""
-        block, offset = divmod(rank_in_stage, self.stride)
-        return (block * self.sizes.pipeline + stage) * self.stride + offset
+        # Global ranks come in rounds: `stride` ranks of stage 0, of stage 1, ... of the last stage.
+        round_number, offset = divmod(rank_in_stage, self.stride)
+        return (round_number * self.sizes.pipeline + stage) * self.stride + offset
 
     @cached_property
     def stages(self) -> tuple[Content, ...]:
-        """Return the node types of each stage, in order, with the number of ranks on each.
+        """Return for each stage the types of its nodes, as runs: (node type, number of ranks on it).
 
-        Ranks come in blocks of pipeline x stride ranks. In a block, each stage has `stride` ranks that follow
-        each other.
+        Global ranks come in rounds of pipeline x stride ranks. In a round, each stage has `stride`
+        ranks that follow each other: with pipeline 2 and stride 2, stage 0 has the ranks 0 1, 4 5,
+        and stage 1 has 2 3, 6 7.
         """
-        block_ranks = self.stride * self.sizes.pipeline
-        parts: list[list[Run]] = [[] for _ in range(self.sizes.pipeline)]
+        round_ranks = self.stride * self.sizes.pipeline
+        runs_of: list[list[Run]] = [[] for _ in range(self.sizes.pipeline)]  # by stage
         rank = 0
         for node_type, nodes in self.node_runs:
-            end = rank + nodes * self.processes
+            end = rank + nodes * self.processes  # first rank after these equal nodes
             while rank < end:
-                stage, offset = divmod(rank % block_ranks, self.stride)
-                is_at_block_start = rank % block_ranks == 0
-                # Blocks that lie in this run of equal nodes as a whole are added at once.
-                whole_blocks = (end - rank) // block_ranks if is_at_block_start else 0
-                if whole_blocks:
-                    for part in parts:
-                        part.append((node_type, whole_blocks * self.stride))
-                    rank += whole_blocks * block_ranks
-                else:
+                stage, offset = divmod(rank % round_ranks, self.stride)
+                is_at_round_start = rank % round_ranks == 0
+                # Rounds that lie on these equal nodes as a whole are added at once.
+                whole_rounds = (end - rank) // round_ranks if is_at_round_start else 0
+                if whole_rounds:
+                    for stage_runs in runs_of:
+                        stage_runs.append((node_type, whole_rounds * self.stride))
+                    rank += whole_rounds * round_ranks
+                else:  # the ranks that one stage has in this round, as far as the nodes are equal
                     ranks = min(self.stride - offset, end - rank)
-                    parts[stage].append((node_type, ranks))
+                    runs_of[stage].append((node_type, ranks))
                     rank += ranks
         # Equal stages share one object, which makes comparisons fast.
         shared: dict[Content, Content] = {}
-        return tuple(shared.setdefault(content, content) for content in map(joined, parts))
+        contents = map(merge_neighbours, runs_of)
+        return tuple(shared.setdefault(content, content) for content in contents)
 
     @cached_property
     def borders(self) -> list[int]:
-        """Return where the node type changes in some stage (a rank in stage), with 0 and the end."""
+        """Return the ranks in stage (numbers 0 to stage_ranks - 1) at which some stage's node type changes.
+
+        The list ascends, from 0 to `stage_ranks`, both included. Between two neighbours in the list,
+        the nodes of every stage are equal.
+        """
         contents = dict.fromkeys(self.stages)
         ends = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
         return [0, *sorted(ends)]
@@ -175,13 +184,14 @@ class Placement:
 
     @cached_property
     def parts(self) -> tuple[Content, ...]:
-        """Return the types of the nodes of each component (stages that share nodes)."""
+        """Return for each component (stages that share nodes) its nodes: (node type, number in a row)."""
         if self.stages_per_component > 1:
             node_types = self.node_types()
             return tuple(
                 runs(node_types[index] for index in node_indices)
                 for node_indices in self.components
             )
+        # Each stage has its own nodes. `stages` counts ranks, so divide by those of a node.
         return tuple(
             tuple((node_type, ranks // self.processes) for node_type, ranks in content)
             for content in self.stages
@@ -201,7 +211,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class GroupPart:
-    """Equal nodes of a group: of one type, with equally many ranks of the same pipelines."""
+    """Nodes of a group that are equal: the same type, and equally many ranks of each pipeline class."""
 
     node_class: int  # number of the class that these nodes form in the placement
     node_type: int  # cluster and fabrics of the nodes: an index of Network.node_types
@@ -219,7 +229,7 @@ class GroupFamily:
     ranks: int  # of each group
     count: int  # number of groups
     parts: tuple[GroupPart, ...]
-    pipeline_classes: tuple[int, ...]  # classes of the pipelines whose ranks are in the groups
+    pipeline_classes: tuple[int, ...]  # classes of pipelines that have ranks in the groups
     ring: Content  # types of the nodes that a ring through all ranks of a group visits
 
     @cached_property
@@ -275,6 +285,7 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
     equal_nodes = Counter((node_types[index], count) for index, count in ranks_on.items())
     parts = []
     for node_class, ((node_type, ranks_per_node), nodes) in enumerate(equal_nodes.items()):
+        # Groups like this one fill the node, and all of them use its NIC at the same time.
         groups = max(1, placement.processes // ranks_per_node)
         part = GroupPart(
             node_class=node_class,
@@ -291,14 +302,15 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
         count=1,
         parts=tuple(parts),
         pipeline_classes=(),
-        ring=joined((node_types[index], 1) for index in ranks_on),
+        # Nodes that a ring visits, in the order of the ranks: (node type, number in a row).
+        ring=merge_neighbours((node_types[index], 1) for index in ranks_on),
     )
 
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-def numbered(signatures: Mapping[Key, Hashable]) -> dict[Key, int]:
+def _class_numbers(signatures: Mapping[Key, Hashable]) -> dict[Key, int]:
     """Return the number of each key's class, where keys with equal signatures form a class.
 
     {a: x, b: y, c: x} -> {a: 0, b: 1, c: 0}
@@ -309,23 +321,30 @@ def numbered(signatures: Mapping[Key, Hashable]) -> dict[Key, int]:
 
 
 class _Copies(NamedTuple):
-    """Numbers of real ranks and groups that one folded rank and one folded group represent."""
+    """Numbers of ranks and groups of a job that one rank and one group of a Fold (compact form) represent."""
 
     ranks: int  # of the same group
     groups: int
 
 
 class Fold:
-    """Compact form of a placement: one of several equal pipelines or nodes, with their number.
+    """Compact form of a placement: keeps one of several equal ranks, and counts them.
 
-    A pipeline consists of the ranks with the same `rank_in_stage` (number of a rank among the ranks
-    of its stage) in all stages. Of tensor-parallel ranks that are neighbours on a node, the fold
-    keeps one: `placement` contains only these, `full_placement` all ranks. Of the pipelines that
-    repeat in a run of equal nodes, it keeps the first piece (see `_count_repeating_ranks`).
+    Equal ranks put equal loads on equal nodes, so prices need only one of them. Two steps drop ranks:
+
+        tensor ranks   Of tensor-parallel ranks that are neighbours on a node, one is kept:
+                       `full_placement` has all ranks of the job, `placement` only the kept ones.
+        pipelines      A pipeline is one rank of each stage, all with the same `rank_in_stage` (number of a
+                       rank among those of its stage). On equal nodes, pipelines repeat with a period of
+                       `_repeating_ranks`; those of the first period are kept.
     """
 
     def __init__(self, placement: Placement):
-        """Choose the ranks to keep, and number the pipeline classes and the node classes."""
+        """Choose the ranks to keep (one of several equal ones), and number pipeline and node classes.
+
+        A pipeline class is a set of pipelines on equal nodes. A node class is a set of nodes of one type
+        that hold equally many ranks of the same pipeline classes.
+        """
         self.full_placement = placement
         #: Tensor-parallel ranks of a node that one folded rank represents.
         self.folded_tensor_ranks = _count_folded_tensor_ranks(placement)
@@ -379,43 +398,46 @@ class Fold:
             node_index: (self._node_type_at[node_index], frozenset(ranks.items()))
             for node_index, ranks in self._ranks_on.items()
         }
-        self.node_class_of = numbered(contents)  # node index -> node class
+        self.node_class_of = _class_numbers(contents)  # node index -> node class
         # Results that are computed once.
         self._families_of: dict[tuple[int, str], tuple[GroupFamily, ...]] = {}
         self._leaving_between: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
 
     def _kept_ranks(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranks in stage that the fold keeps, each with the number of equal ranks."""
-        borders = self.placement.borders
-        for low, high in zip(borders, borders[1:]):
-            # Between two borders all nodes are equal. If the ranks there consist of whole repeating
-            # pieces, only the first piece is kept.
+        """Yield (rank in stage, number of equal ranks) for the ranks of a stage that the fold keeps.
+
+        On equal nodes, the ranks of a stage repeat with a period of `_repeating_ranks`. Only those of
+        the first period are kept.
+        """
+        borders = self.placement.borders  # ranks in stage where the type of the nodes changes
+        for low, high in zip(borders, borders[1:]):  # ranks low..high - 1 are on equal nodes
             stop = high
             equal_ranks = 1
-            if low % self._repeating_ranks == 0 and high % self._repeating_ranks == 0:
+            has_whole_periods = low % self._repeating_ranks == high % self._repeating_ranks == 0
+            if has_whole_periods:
                 stop = low + self._repeating_ranks
                 equal_ranks = (high - low) // self._repeating_ranks
             for rank_in_stage in range(low, stop):
                 yield rank_in_stage, equal_ranks
 
     def _classes_of_pipelines(self) -> dict[int, int]:
-        """Return the class of each pipeline: rank in stage of its ranks -> pipeline class.
+        """Return the class of each kept pipeline: rank in stage of its ranks -> pipeline class.
 
-        Pipelines of one class have equal nodes and cross between nodes at the same stages. Their
-        data-parallel groups have equally many pipelines of every sort.
+        Two pipelines are in one class if their nodes are equal, and if their data-parallel groups
+        consist of the same numbers of pipelines with each sort of nodes.
         """
-        # A signature is a value that is equal for pipelines with equal nodes.
+        # First level: a signature is a value that is equal for pipelines with equal nodes.
         signatures = {
             rank_in_stage: self._signature(node_indices)
             for rank_in_stage, node_indices in self._node_indices.items()
         }
-        # Data-parallel group -> signature -> number of pipelines.
-        counts_of: dict[int, Counter[Hashable]] = {}
+        # Second level: which signatures a data-parallel group has, and how often.
+        counts_of: dict[int, Counter[Hashable]] = {}  # group -> signature -> number of pipelines
         for rank_in_stage, signature in signatures.items():
             counts = counts_of.setdefault(self._data_group[rank_in_stage], Counter())
-            counts[signature] += self._multiplicity[rank_in_stage]
+            counts[signature] += self._multiplicity[rank_in_stage]  # pipelines that it represents
         group_signatures = {group: frozenset(counts.items()) for group, counts in counts_of.items()}
-        return numbered(
+        return _class_numbers(
             {
                 rank_in_stage: (signature, group_signatures[self._data_group[rank_in_stage]])
                 for rank_in_stage, signature in signatures.items()
@@ -432,9 +454,9 @@ class Fold:
         return node_types, tuple(index == other for index, other in zip(node_indices, following))
 
     def pipeline_class_at(self, rank_in_stage: int) -> int:
-        """Return the class of the pipeline whose ranks have this number in their stages."""
+        """Return the class of the pipeline that consists of rank number `rank_in_stage` of each stage."""
         folded_rank = rank_in_stage // self.folded_tensor_ranks
-        # Of a run of equal nodes, the fold keeps the first repeating piece only.
+        # On equal nodes, the fold keeps only the ranks of the first period.
         if folded_rank not in self.pipeline_class_of:
             run_start = max(border for border in self.placement.borders if border <= folded_rank)
             folded_rank = run_start + (folded_rank - run_start) % self._repeating_ranks
@@ -450,6 +472,7 @@ class Fold:
         for first_rank, other_class in self.pipeline_class_of.items():
             if other_class != pipeline_class:
                 continue
+            # The equal ranks follow the kept one at distances of `_repeating_ranks`.
             stop = first_rank + self._multiplicity[first_rank] * self._repeating_ranks
             for rank_in_stage in range(first_rank, stop, self._repeating_ranks):
                 first = self.placement.rank(rank_in_stage, stage) * self.folded_tensor_ranks
@@ -494,6 +517,9 @@ class Fold:
     ) -> StageMessages:
         """Return the messages from a stage to another in a class of pipelines (on equal nodes).
 
+        Each pipeline sends one message. `leaving` and `reaching` of the result count the messages on
+        the NIC of one sending and one receiving node; `count` counts the pipelines of the class.
+
         Args:
             pipeline_class: Number of the class.
             stage: Number of the sending stage.
@@ -511,7 +537,8 @@ class Fold:
             sender=self.node_class_of[source],
             receiver=self.node_class_of[target],
             node_types=(self._node_type_at[source], self._node_type_at[target]),
-            # At least 1: if both stages are on one node, no message leaves it.
+            # The fold keeps one of `folded_tensor_ranks` equal tensor-parallel ranks, which all send. At
+            # least 1: if both stages are on one node (`local`), no message leaves it.
             leaving=max(1, self.folded_tensor_ranks * leaving),
             reaching=max(1, self.folded_tensor_ranks * reaching),
             count=self.count[pipeline_class],
@@ -521,11 +548,14 @@ class Fold:
     def _messages_leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
         """Return how many messages from `stage` to `other` leave each node, by pipeline class.
 
+        Each pipeline sends one message. It leaves the node if `other` is on another node.
+
         Returns:
-            (index of the sending node, pipeline class) -> pipelines with `other` on another node.
+            (index of the sending node, pipeline class) -> number of messages.
         """
         key = (stage, other)
         if key not in self._leaving_between:
+            # node_indices: index of the node of each stage of a pipeline, by its rank in stage
             self._leaving_between[key] = Counter(
                 (node_indices[stage], self.pipeline_class_of[rank_in_stage])
                 for rank_in_stage, node_indices in self._node_indices.items()
@@ -599,14 +629,14 @@ class Fold:
         Args:
             stage: Number of the stage.
             role: "data", "tensor", "context" or "expert".
-            groups: The equal groups that the fold keeps.
+            groups: The equal groups, as far as the fold keeps them (it drops equal ranks).
             members_of: Group -> its ranks, as numbers among the ranks of the stage, in order.
             node_index_of: Rank in stage -> index of the node that holds it in this stage.
             groups_on: Index of a node -> groups of this role with ranks on it.
         """
-        # Ranks of a stage repeat in equal pieces, of which the fold keeps the first. A
-        # data-parallel group contains all of these pieces, so its nodes are scaled. Another group
-        # lies within one piece, so the number of groups is scaled.
+        # Ranks of a stage repeat periodically, and the fold keeps the first period. _multiplicity is
+        # the number of periods. A data-parallel group passes through all periods, so its nodes are
+        # multiplied. Any other group lies within one period, so the number of groups is multiplied.
         is_data = role == "data"
         copies = self._copies(role)
         members = members_of[groups[0]]
@@ -645,10 +675,11 @@ class Fold:
         )
 
     def _copies(self, role: str) -> _Copies:
-        """Return how many real ranks and groups one rank and one group of this fold represent.
+        """Return how many ranks and groups of the job one rank and one group of this fold represent.
 
-        The fold keeps one of several tensor-parallel neighbours on a node. These are ranks of the
-        same tensor-parallel group, but of different groups of each other role.
+        The fold keeps one of n = `folded_tensor_ranks` tensor-parallel neighbours on a node. So it
+        represents n ranks of one tensor-parallel group. Of any other role, each of the n ranks has a
+        group of its own, so a kept group represents n groups.
         """
         if role == "tensor":
             return _Copies(ranks=self.folded_tensor_ranks, groups=1)
@@ -662,13 +693,16 @@ class Fold:
             equal_nodes: Index of a node -> number of equal nodes that it represents.
         """
         visited = [index for index, _ in groupby(node_indices)]  # neighbours on a node count once
-        return joined((self._node_type_at[index], equal_nodes[index]) for index in visited)
+        return merge_neighbours(
+            (self._node_type_at[index], equal_nodes[index]) for index in visited
+        )
 
     def _groups(self, role: str) -> dict[Hashable, list[int]]:
-        """Return the kept ranks of every group, as numbers among the ranks of the stage, in order.
+        """Return the ranks of every group that the fold keeps: key of the group -> ranks in stage, in order.
 
-        The ranks of a stage form a grid. Members of a group differ only along the axes of its role
-        ("dp" and "cp" for "data"). So the key of a group is its coordinates along all other axes.
+        (The fold keeps one of several equal ranks.) The ranks of a stage form a grid. Members of a
+        group differ only along the axes of its role, KINDS[role], such as "dp" and "cp" for "data".
+        So the key of a group is its coordinates along all other axes.
         """
         sizes = self.placement.sizes
         if role == "expert":
@@ -684,9 +718,9 @@ class Fold:
         for rank_in_stage in self._multiplicity:
             coordinates = tuple(rank_in_stage // stride % size for stride, size in axes)
             members_of.setdefault(coordinates, []).append(rank_in_stage)
-        # A group of one rank sends nothing, so it is left out. But one kept rank may represent
-        # several ranks of a tensor-parallel group. And data-parallel groups of one rank stay, as
-        # every stage needs a family.
+        # A group of one rank sends nothing, so it is left out, with two exceptions. One kept rank may
+        # represent several ranks of a tensor-parallel group. And every stage needs a family of
+        # data-parallel groups, as its reduction is priced by them.
         keep_single = role == "data" or (role == "tensor" and self.folded_tensor_ranks > 1)
         if keep_single:
             return members_of
@@ -694,14 +728,17 @@ class Fold:
 
 
 def _count_folded_tensor_ranks(placement: Placement) -> int:
-    """Return how many neighbours in a tensor-parallel group a Fold may replace by one rank.
+    """Return how many neighbours in a tensor-parallel group are equal, so that a Fold keeps one of them.
 
-    The result divides the ranks of a node, so equally many neighbours lie on every node. It is 1
-    (replace nothing) if tensor-parallel ranks are not neighbours, or if expert groups divide
-    tensor-parallel groups: then the ranks are not equal.
+    The neighbours must lie on one node. So the result is the greatest common divisor of the group's
+    ranks and the ranks of a node: then no such set of neighbours spans two nodes. It is 1 (keep all)
+    if tensor-parallel ranks are not neighbours, or if expert groups divide tensor-parallel groups:
+    then the ranks are not equal.
     """
     sizes = placement.sizes
     is_innermost = sizes.axes[0] == "tp"
+    # In the layers with experts, the grid of ranks has another tensor-parallel size if expert groups
+    # divide tensor-parallel groups.
     experts_keep_tensor = sizes.expert == 1 or expert_grid(sizes)[0]["tp"] == sizes.tensor
     if not is_innermost or not experts_keep_tensor:
         return 1
@@ -721,10 +758,11 @@ def _strides(placement: Placement) -> dict[str, int]:
 
 
 def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> int:
-    """Return the length, in ranks, of the shortest piece of a stage that repeats on equal nodes.
+    """Return the period, in ranks, with which the ranks of a stage repeat on equal nodes.
 
-    A piece contains whole nodes, and whole tensor, context and expert groups. So the result is a
-    common multiple of the lengths of these. If no shorter piece exists, it is the whole stage.
+    One period contains whole nodes, and whole tensor, context and expert groups. So the result is a
+    common multiple of the lengths of these. It is all ranks of the stage if no period exists, or if
+    the period does not divide the stage.
 
     Args:
         placement: The placement.
@@ -736,24 +774,24 @@ def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> 
     length = strides["dp"]  # contains whole tensor and context groups if data is the outermost axis
     is_data_outermost = length * sizes.data == stage_ranks
     if not is_data_outermost:
-        return stage_ranks
+        return stage_ranks  # tensor or context groups pass through the whole stage
     if sizes.expert > 1:
         grid, expert_strides = expert_grid(sizes)
         # Contains whole expert groups, if "dp" is the outermost axis there, too.
         expert_length = expert_strides["dp"]
         if expert_length * grid["dp"] != stage_ranks:
-            return stage_ranks
+            return stage_ranks  # expert groups pass through the whole stage
         length = lcm(length, expert_length)
     stride = placement.stride  # ranks of a stage that follow each other in the order of all ranks
     if stride % processes == 0:  # each stage has whole nodes
         length = lcm(length, processes)
     elif stride < stage_ranks:
-        # Stages begin in the middle of a node. The order of the ranks passes all stages in rounds
-        # of `round_ranks` ranks, `stride` of each stage. The order repeats where a round and a node
-        # end together.
+        # Stages begin in the middle of a node. Global ranks number all stages in rounds: `stride`
+        # ranks of each stage. After the least number of rounds that fills whole nodes, ranks lie on
+        # their nodes as in the first round.
         round_ranks = stride * sizes.pipeline
         rounds = lcm(round_ranks, processes) // round_ranks
         length = lcm(length, stride * rounds)
-    else:
+    else:  # all ranks of the stage follow each other, and do not fill whole nodes
         return stage_ranks
     return length if stage_ranks % length == 0 else stage_ranks

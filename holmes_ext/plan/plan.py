@@ -163,12 +163,18 @@ class Plan:
         return {ranks: ranks[0] // stride % sizes.pipeline for ranks in groups(sizes, "data")}
 
     def traffic_of(self, network_api: str = VERBS) -> Traffic:
-        """Return the decisions for the groups that a network API carries."""
+        """Return the networks, reductions and pass order of groups that use a network API.
+
+        NCCL's groups use "verbs", gloo's "sockets".
+        """
         return next(traffic for traffic in self.traffic if network_api in traffic.network_apis)
 
     @property
     def transports(self) -> dict[str, tuple[str, ...]]:
-        """Return kind of group -> fabrics of NCCL's groups; {} before derive_traffic()."""
+        """Return kind of group -> fabrics that NCCL's groups of this kind use (see Traffic.transports).
+
+        {}: the plan has no decisions yet (a plan that was just loaded; derive_traffic() adds them).
+        """
         return self.traffic_of().transports if self.traffic else {}
 
     @property
@@ -233,7 +239,9 @@ def _parsed(top: Table, traffic: bool) -> Plan:
     digest = top.take("digest", str)
     given: dict[str, Any] = {"source": top.source}
     if not traffic:
-        top.tables("traffic")  # in the output of `holmes plan --json`; the job derives it again
+        # The output of `holmes plan --json` has the key. tables() marks it as read, so that it is no
+        # unknown key. Its value is dropped: the job decides again, for the ports that work.
+        top.tables("traffic")
         given["traffic"] = ()
     plan = top.into(Plan, **given)
     if digest != digest_of({key: value for key, value in top.values.items() if key != "digest"}):
@@ -293,8 +301,12 @@ def site_of(plan: Plan, network_api: str = VERBS) -> Site:
 def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabric, ...]:
     """Return the fabrics of a site, the preferred one first, with the nodes that can use each.
 
+    Rates and latencies are those of the plan for fabrics that it has already, else the measured ones.
+    Two network APIs may reach different nodes: "verbs" (NCCL) needs an HCA, "sockets" (gloo) an IP
+    address.
+
     Args:
-        plan: Plan whose rates are kept, if it has any.
+        plan: The plan.
         site: Nodes with the ports that work.
         measured: The same site with measured rates.
     """
@@ -310,9 +322,9 @@ def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabr
             if port.fabric == fabric.name and _carries(port, network_api)
         )
 
-    # With the rates in the plan, if it has any.
     fabrics: list[Fabric] = [planned.get(fabric.name, fabric) for fabric in measured.fabrics]
     fabrics.sort(key=lambda fabric: fabric.preference, reverse=True)
+    # Fabric -> NCCL's name of the network (see Fabric.net), always as the site says now.
     net_of = {fabric.name: fabric.net for fabric in site.fabrics}
     return tuple(
         PlannedFabric(
@@ -360,12 +372,12 @@ def pair_needs_group(
 
 
 def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list[tuple[int, int]]:
-    """Return the pairs of neighbouring stages that need groups, if a framework sends over `ranks`.
+    """Return the pairs of neighbouring stages that need a process group of their own.
 
-    The result contains all pairs or none. NCCL creates the communicator of `ranks` when they first
-    send over it, and this needs all of them. If only some pairs had groups of their own, a rank
-    with groups for all of its messages would never send over `ranks`, and the others would wait for
-    it.
+    A framework sends over the group of the whole pipeline (`ranks`) otherwise. A pair needs its own if
+    it shares a faster network than `ranks`. The result contains all pairs of the pipeline or none:
+    NCCL creates the communicator of `ranks` at the first send, in which all ranks take part. A rank
+    with own groups on both sides would never send over `ranks`, and the others would hang.
 
     Args:
         plan: The plan.
@@ -382,10 +394,12 @@ def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list
 def more_bytes(plan: Plan) -> tuple[float, ...]:
     """Return the bytes of activations that each stage holds beyond those of 1F1B.
 
+    The plan either has an order of passes (`schedule`), or numbers of micro-batches in flight.
+
     Returns:
-        () if the plan knows nothing of the model's activations.
+        () under the framework's own schedule, or if the plan knows nothing of the model's activations.
     """
-    # An estimate: the decisions for sockets stand for those of both network APIs.
+    # The decisions for sockets (gloo) are close enough to those for verbs (NCCL) for an estimate.
     traffic = plan.traffic_of(SOCKETS)
     in_flight = traffic.in_flight
     if traffic.schedule:

@@ -25,7 +25,7 @@ VERSION = 1
 #: Largest relative difference between the gradients of a model's layer and those of the profile (because of
 #: biases, or padding of the vocabulary).
 _LAYER_BYTES_TOLERANCE = 0.05
-#: Index of a pass in a pair of numbers.
+#: Index of a pass in a pair of numbers: (seconds of the forward pass, seconds of the backward pass).
 _FORWARD, _BACKWARD = 0, 1
 
 
@@ -123,6 +123,8 @@ class Profile:
         Bytes of tensor, context and expert groups are 0: their time is part of the measured passes.
         """
         count = len(self.stages)
+        # Blocks, layers before the first block (before_s: embedding), and after the last one (after_s:
+        # output). The stages that lack such layers have 0.
         forward_s = sum(
             sum(stage.forward_s) + stage.before_s[_FORWARD] + stage.after_s[_FORWARD]
             for stage in self.stages
@@ -217,7 +219,8 @@ def measured_costs(
 ) -> StageCosts:
     """Return the measured costs of every layer, for stages on given clusters.
 
-    latency_s contains the optimizer too: both come once a step, after the reduction.
+    StageCosts has no field for the optimizer. It runs once a step, after the reduction, so its time is added
+    to `latency_s`, the part of a reduction's time that does not depend on the bytes.
 
     Args:
         profile: The measurements.
@@ -302,7 +305,10 @@ def _blocks_s(stage: StageTimes) -> float:
 
 
 def _ratio(measured: StageTimes, wanted: StageTimes) -> float:
-    """Return how many times as long a block takes on stage `wanted` as on stage `measured`."""
+    """Return how many times as long a block takes on stage `wanted` as on stage `measured`.
+
+    A time from `measured`, times the result, is the time on `wanted`.
+    """
     wanted_s = _blocks_s(wanted) / len(wanted.blocks)
     measured_s = _blocks_s(measured) / len(measured.blocks)
     return wanted_s / measured_s
@@ -319,6 +325,7 @@ def _block_times(profile: Profile, stage: StageTimes, direction: int) -> list[fl
         stage: The stage.
         direction: _FORWARD or _BACKWARD.
     """
+    # Gradients of each block; the first and last number are those of embedding and output layer.
     sizes = profile.gradient_bytes[1:-1]
     measured_s = stage.backward_s if direction == _BACKWARD else stage.forward_s
     times_of_size: dict[float, list[float]] = {}  # of the blocks that the stage itself had
@@ -331,8 +338,8 @@ def _block_times(profile: Profile, stage: StageTimes, direction: int) -> list[fl
         if same_size_s:
             result.append(sum(same_size_s) / len(same_size_s))
             continue
-        measured = stage_of[block]
+        measured = stage_of[block]  # the stage that had this block
         times_s = measured.backward_s if direction == _BACKWARD else measured.forward_s
         block_s = times_s[measured.blocks.index(block)]
-        result.append(block_s * _ratio(measured, stage))
+        result.append(block_s * _ratio(measured, wanted=stage))
     return result

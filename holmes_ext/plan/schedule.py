@@ -40,14 +40,17 @@ _NEEDED = {"B": "F", "I": "F", "W": "I"}
 
 
 def before(order: Sequence[OnePass], counted: str, of_letters: str) -> tuple[int, ...]:
-    """Return, for some passes of a stage, how many passes of some kinds come before them.
+    """Return how many passes with `counted` letters come before each pass with one of `of_letters`.
+
+    For the order F0 F1 B0 F2 B1, counted "F" and of_letters "B", it is (2, 3): two forward passes
+    come before B0, three before B1.
 
     Args:
         order: Passes of the stage.
         counted: Letters of the passes that are counted.
-        of_letters: Letters of the passes that get a number.
+        of_letters: Letters of the passes that get a number; none of them is in `counted`.
     """
-    counts = accumulate(letter in counted for letter, _ in order)
+    counts = accumulate(letter in counted for letter, _ in order)  # up to each pass
     return tuple(count for (letter, _), count in zip(order, counts) if letter in of_letters)
 
 
@@ -105,9 +108,12 @@ class PassOrder:
         orders = [
             [parse_entry(stage, word) for word in text.split()] for stage, text in enumerate(texts)
         ]
-        # "g" entries stand among the passes of the earlier stage of each stage link, so the last has none.
-        activations_before = tuple(before(order, "F", "g") for order in orders[:-1])
-        has_order = any(activations_before)
+        # "g0" is no pass: there the stage posts the receive of gradient 0. The forward passes before it
+        # send the activations that precede this gradient. The last stage receives no gradients.
+        activations_before = tuple(
+            before(order, counted="F", of_letters="g") for order in orders[:-1]
+        )
+        has_order = any(activations_before)  # without "g" entries (gloo) messages have no order
         passes_of = (tuple(entry for entry in order if entry[0] != "g") for order in orders)
         return cls(tuple(passes_of), activations_before if has_order else ())
 
@@ -116,8 +122,8 @@ class PassOrder:
         """Return the text of each stage, such as "F0 F1 g0 B0 ...", which parse() reads.
 
         "g0" stands where the stage posts the receive of gradient 0: after the forward pass that
-        sends the last activation before this gradient. A gradient cannot come before the first
-        activation.
+        sends the last activation before this gradient. If activations_before is (2, 2, 3), two
+        activations precede gradients 0 and 1, and three precede gradient 2: F0 F1 g0 g1 ... F2 g2.
         """
         result = []
         for stage, order in enumerate(self.stages):
@@ -127,10 +133,11 @@ class PassOrder:
             words: list[str] = []
             for letter, number in order:
                 words.append(f"{letter}{number}")
-                # `activations_before` ascends, and is empty without an order of messages.
                 if letter == "F":
                     sent = number + 1  # activations that the stage has sent when this pass ends
-                    # The gradients [first, stop) follow after exactly these activations.
+                    # `activations_before` ascends. Bisection finds its range with the value `sent`: the
+                    # gradients that follow after exactly these activations. Without an order of
+                    # messages it is empty.
                     first = bisect_left(activations_before, sent)
                     stop = bisect_right(activations_before, sent)
                     words += [f"g{gradient}" for gradient in range(first, stop)]
@@ -178,15 +185,17 @@ class PassOrder:
     def _check_message_order(self, stage_link: int, activations_before: Sequence[int]) -> None:
         """Raise HolmesError if the passes of both stages do not allow an order of a stage link's messages.
 
-        A gradient leaves the later stage after the activations that this stage needs for it, and reaches the
-        earlier stage before the activations that this stage sends after it.
+        The later stage makes a gradient after some forward passes, and needs their activations first. The
+        earlier stage waits for the gradient in a backward pass, and sends the activations of the following
+        forward passes only after it. These two numbers of forward passes limit the activations before the
+        gradient.
 
         Args:
             stage_link: Number of the stage link.
             activations_before: Number of activations that are sent before the gradient of each micro-batch.
         """
-        earliest = self._forwards_before_backward[stage_link + 1]
-        latest = self._forwards_before_backward[stage_link]
+        earliest = self._forwards_before_backward[stage_link + 1]  # of the later stage
+        latest = self._forwards_before_backward[stage_link]  # of the earlier stage
         is_possible = (
             len(activations_before) == len(latest)
             and list(activations_before) == sorted(activations_before)
@@ -204,34 +213,37 @@ class PassOrder:
     @cached_property
     def _forwards_before_backward(self) -> tuple[tuple[int, ...], ...]:
         """Return, by stage and micro-batch, the number of forward passes before its backward pass."""
-        return tuple(before(order, "F", "BI") for order in self.stages)
+        return tuple(before(order, counted="F", of_letters="BI") for order in self.stages)
 
     def receive_orders(self, stage_link: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return in which order each end of a stage link posts its receives among its sends.
 
-        An order of activations and gradients is given by the number of activations that precede
-        each gradient. With NCCL both ends use the same order. Without an order of messages, each
-        end assumes that the other one sends in the order of its own passes, so a receive is posted
-        in time.
+        An order of activations and gradients is written as one number for each gradient: the number
+        of activations before it. The order a0 a1 g0 a2 g1 is (2, 3). With NCCL both ends use one
+        order. Without it (gloo), a receiver assumes that the sender sends in the order of its own
+        passes: then it posts each receive in time.
 
         Args:
             stage_link: Number of the stage link, which connects this stage and the next one.
 
         Returns:
             The order by which the later stage receives activations, and the order by which the
-            earlier stage receives gradients: for each micro-batch, the activations before its
-            gradient.
+            earlier stage receives gradients.
         """
         if self.activations_before:
             in_one_order = self.activations_before[stage_link]
             return in_one_order, in_one_order
-        # The sender's passes tell when it sends: activations come from the earlier stage.
-        earlier_stage = self._forwards_before_backward[stage_link]
-        later_stage = self._forwards_before_backward[stage_link + 1]
+        # A stage sends an activation after each forward pass, or a gradient after each backward pass.
+        # So the numbers of forward passes before its backward passes are the order of its messages.
+        earlier_stage = self._forwards_before_backward[stage_link]  # sends the activations
+        later_stage = self._forwards_before_backward[stage_link + 1]  # sends the gradients
         return earlier_stage, later_stage
 
     def posted_after(self, stage_link: int, received: str, number: int) -> OnePass | None:
-        """Return the pass after whose message the receiver posts a receive.
+        """Return the pass of the receiver after which it posts a receive.
+
+        A receiver sends over the same stage link in the other direction. In the order of the link's
+        messages, it posts a receive after its last own message before the received one.
 
         Args:
             stage_link: Number of the stage link.
@@ -239,17 +251,16 @@ class PassOrder:
             number: Micro-batch of the received message.
 
         Returns:
-            The pass of the receiver that sends over the same stage link; None: the receive is posted at the
-            beginning of the step.
+            The pass that makes this message; None: the receive is posted at the beginning of the step.
         """
-        # For each gradient, the number of activations before it, in both directions.
+        # Two orders of the messages, each as the number of activations before each gradient.
         for_activations, for_gradients = self.receive_orders(stage_link)
         if received == "B":
             # Activations are sent in the order of their micro-batches. If n come before this
             # gradient, the last of them is that of micro-batch n - 1.
             return "F", for_gradients[number] - 1
-        # `number` activations come before this one. So the gradients before it have at most as
-        # many.
+        # Activation `number` follows after `number` activations. The gradients before it are those with
+        # at most `number` activations before them; bisect_right counts these.
         gradients_before = bisect_right(for_activations, number)
         if gradients_before == 0:
             return None
@@ -290,6 +301,9 @@ class PassOrder:
         self, stage: int, letter: str, number: int, ended: Collection[tuple[int, str, int]]
     ) -> bool:
         """Return whether the message that a pass needs has been sent, or whether it needs none.
+
+        A forward pass needs the activation of the previous stage. A backward pass needs the gradient of the
+        next stage, which its "I" (or "B", recorded as "I", too) makes.
 
         Args:
             stage: Stage of the pass.
@@ -347,8 +361,8 @@ class PassOrder:
                 if posting_pass is not None:
                     sent_letter, sent_number = posting_pass
                     posted_s = ready[stage, _recorded_letter(sent_letter), sent_number]
-                    # The receive is posted when this stage has sent the message of that pass, which
-                    # takes the time of one transfer.
+                    # The receive follows this stage's message of that pass on the link, so it is
+                    # posted only when that message has been transferred.
                     leaves_s = max(leaves_s, posted_s + transfer_s)
                 begin = max(begin, leaves_s + transfer_s)
             end = begin + times.of(letter, stage)
@@ -360,9 +374,9 @@ class PassOrder:
         """Return these passes with an order of each stage link's messages.
 
         Messages are ordered by the moment halfway between the end of the pass that makes a message
-        and the beginning of the pass that needs it, as far as the passes of both stages allow. The
-        result has the order as `activations_before`: for each gradient, the number of activations
-        before it.
+        and the beginning of the pass that needs it: so each is neither late nor delays others. The
+        order is written as the number of activations before each gradient (`activations_before`),
+        and kept within the limits that the passes of both stages allow.
 
         Args:
             times: Seconds of the passes and messages.
@@ -385,16 +399,17 @@ class PassOrder:
             ]
 
         counts_of_links = []  # by stage link and micro-batch: activations before the gradient
-        counts = self._forwards_before_backward
-        # A gradient follows the activations that the later stage needs first, and precedes those
-        # that the earlier stage sends after it has used the gradient.
-        for stage_link, (latest, earliest) in enumerate(zip(counts, counts[1:])):
+        for stage_link in range(len(self.stages) - 1):
             activations = moments(stage_link, stage_link + 1, "F")
             gradients = moments(stage_link + 1, stage_link, "I")  # of "B" passes, too
+            # A gradient follows the activations that the later stage needs for it, and precedes
+            # those that the earlier stage sends only after it has used the gradient.
+            least = self._forwards_before_backward[stage_link + 1]
+            most = self._forwards_before_backward[stage_link]
             counts_of_links.append(
-                tuple(
+                tuple(  # bisect_left counts the activations with an earlier moment
                     min(max(bisect_left(activations, moment), low), high)
-                    for moment, low, high in zip(gradients, earliest, latest)
+                    for moment, low, high in zip(gradients, least, most)
                 )
             )
         return replace(self, activations_before=tuple(counts_of_links))

@@ -13,7 +13,10 @@ _ZERO_STAGES = 4  # 0 to 3
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """Choice of everything except the order of nodes, the partition and the reductions."""
+    """Parallel sizes, batch sizes, recomputation and ZeRO stage of a job.
+
+    Order of the nodes, layers of each stage and reductions are chosen afterwards, for a given shape.
+    """
 
     pipeline: int
     tensor: int

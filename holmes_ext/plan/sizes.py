@@ -105,7 +105,7 @@ class Sizes:
                 problem = f"{product} x data {self.data} is not"
             else:
                 problem = f"{product} does not divide"
-            way_out = self._way_out(world_size, processes)
+            way_out = self._advice_on_sizes(world_size, processes)
             raise HolmesError(f"{problem} the world size {world_size}; {way_out}")
         if (data * self.context * self.tensor) % self.expert:
             raise HolmesError(
@@ -113,17 +113,22 @@ class Sizes:
             )
         return replace(self, data=data)
 
-    def _way_out(self, world_size: int, processes: int) -> str:
-        """Return advice for an error message: sizes, and numbers of nodes, that fit.
+    def _advice_on_sizes(self, world_size: int, processes: int) -> str:
+        """Return advice for an error message: sizes that fit the nodes, or numbers of nodes that fit.
 
-        An example is "for tensor 8: pipeline 1, 2, 7, 14; or 12 or 16 nodes for pipeline 4".
+        Examples, by the size that is named first:
+
+            data        "leave data out; or 12 or 16 nodes for pipeline 4"
+            tensor      "tensor 1, 2, 4 would (context 2); or 12 nodes for pipeline 4"
+            pipeline    "for tensor 8: pipeline 1, 2, 7, 14; or 12 or 16 nodes for pipeline 4"
 
         Args:
             world_size: Number of ranks, which the sizes do not divide.
             processes: Ranks of each node.
         """
         stage_ranks = self.tensor * self.context
-        # World sizes that fit consist of whole nodes and whole pipelines.
+        # World sizes that fit consist of whole nodes and whole pipelines: multiples of `unit`. Name the
+        # next ones below and above the present world size.
         unit = math.lcm(stage_ranks * self.pipeline, processes)
         below = world_size // unit * unit
         above = math.ceil(world_size / unit) * unit
@@ -131,14 +136,17 @@ class Sizes:
         counts = " or ".join(str(ranks // processes) for ranks in world_sizes)
         things = "nodes" if processes > 1 else "processes"
         others = f"{counts} {things} for pipeline {self.pipeline}"
-        if self.data:
+        if self.data:  # without a data size, it follows from the others
             return f"leave data out; or {others}" if counts else "leave data out"
-        if world_size % stage_ranks:
+        if (
+            world_size % stage_ranks
+        ):  # no pipeline size fits: name tensor sizes that divide the ranks
             most = min(world_size, _MOST_TENSOR)
             tensor_sizes = [
                 size for size in range(1, most + 1) if world_size % (size * self.context) == 0
             ]
             return f"tensor {_listed(tensor_sizes)} would (context {self.context}); or {others}"
+        # Tensor and context size fit: name pipeline sizes.
         fixed = f"tensor {self.tensor}"
         if self.context > 1:
             fixed += f" x context {self.context}"
@@ -196,8 +204,13 @@ def groups(sizes: Sizes, kind: str) -> list[tuple[int, ...]]:
 def expert_grid(sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
     """Return the sizes and strides of the grid of experts over the ranks of a stage, by axis.
 
-    This is the second grid of megatron.core.parallel_state, without a context axis. An expert-parallel
-    group is a line along its axis "ep". Its tensor size is 1 if expert x tensor does not divide a stage.
+    Layers with experts arrange the ranks of a stage in a second grid (as megatron.core.parallel_state):
+    "tp" x "ep" x "dp", without a context axis. An expert-parallel group is a line along "ep". The tensor
+    size of this grid is that of the job if the expert size divides data x context. If not, it is 1: the
+    expert size then divides only data x context x tensor.
+
+    Returns:
+        Axis -> size, and axis -> distance between neighbours, among the ranks of a stage.
     """
     is_tensor_kept = (sizes.data * sizes.context) % sizes.expert == 0
     tensor = sizes.tensor if is_tensor_kept else 1
@@ -206,9 +219,8 @@ def expert_grid(sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
     named = [axis for axis in sizes.order.split("-") if axis in grid]
     strides = {}
     stride = 1
-    for axis in dict.fromkeys(
-        (*named, *grid)
-    ):  # innermost first; axes that `order` lacks come last
+    # Innermost axis first; axes that `order` lacks come last.
+    for axis in dict.fromkeys((*named, *grid)):
         strides[axis] = stride
         stride *= grid[axis]
     return grid, strides
@@ -221,15 +233,18 @@ def _expert_groups(sizes: Sizes, rank_strides: dict[str, int]) -> list[tuple[int
         sizes: Parallel sizes, with the data size.
         rank_strides: Axis -> distance between neighbours in the grid of all ranks.
     """
-    # The grid of experts numbers the ranks of a stage from 0. For the first stage, `first_stage`
-    # maps these numbers to global ranks. Other stages are shifted by the stride of the pipeline.
+    # There are two numberings: global ranks, and the numbers of the grid of experts, which begin at 0
+    # in each stage. ranks_of_stage_0[number] is the global rank with this number in the first stage.
+    # Its counterparts in other stages are shifted by the stride of the pipeline.
     grid, strides = expert_grid(sizes)
-    first_stage = _offsets(rank_strides, {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
-    members = _offsets(strides, {"ep": grid["ep"]})
-    firsts = _offsets(strides, {"tp": grid["tp"], "dp": grid["dp"]})
+    axes_of_stage = {axis: sizes.size(axis) for axis in AXES if axis != "pp"}
+    ranks_of_stage_0 = _offsets(rank_strides, axes_of_stage)
+    # A group's numbers: those of its first member, plus the distances along "ep".
+    distances = _offsets(strides, {"ep": grid["ep"]})
+    first_members = _offsets(strides, {"tp": grid["tp"], "dp": grid["dp"]})
     result = []
-    for first in firsts:
-        group = [first_stage[first + member] for member in members]
+    for first in first_members:
+        group = [ranks_of_stage_0[first + distance] for distance in distances]
         for stage in range(sizes.pipeline):
             shift = stage * rank_strides["pp"]
             result.append(tuple(rank + shift for rank in group))

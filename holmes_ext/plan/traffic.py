@@ -46,9 +46,8 @@ class CrossClusterAlgorithm:
     """
 
     algorithm: str  # "direct", "ring" or "tree"
-    order: tuple[
-        str, ...
-    ]  # clusters; of a ring in its order, of a tree with parents before children
+    #: Clusters; those of a ring in its order, those of a tree with parents before children.
+    order: tuple[str, ...]
     parents: tuple[str, ...] = ()  # of a tree: parent of each cluster in `order`, "" for the root
 
     @property
@@ -85,13 +84,16 @@ class CrossClusterAlgorithm:
         Args:
             of: Returns the latency between two clusters, in seconds.
         """
-        if self.algorithm == "direct":
-            return max(map(of, self.halves[0]))
+        if self.algorithm == "direct":  # all clusters exchange their parts at the same time
+            reduce_step, _ = self.halves
+            return max(map(of, reduce_step))
         if self.algorithm == "ring":
             links_s = [of(pair) for pair in neighbours(self.order)]
             # A part begins at each cluster and passes all links of the ring but one. The slowest part is
-            # the one that does not pass the fastest link.
+            # the one that passes all but the fastest link.
             return sum(links_s) - min(links_s)
+        # A tree: `parents` has the parent of each cluster in `order`, "" for the root. Parents come before
+        # their children in `order`, so the latency of the parent is known already.
         to_root_s: dict[str, float] = {}  # cluster -> latency from it to the root
         for child, parent in zip(self.order, self.parents):
             to_root_s[child] = to_root_s[parent] + of((child, parent)) if parent else 0.0
@@ -137,21 +139,29 @@ class StageLink:
     """Messages between two neighbouring stages.
 
     `fabrics` and `pair_groups` have an entry for each pipeline group, in their order, or a single
-    entry if all are equal. An entry of `pair_groups` names the frameworks that need a process group
-    of the two ranks: those that send over "pipeline" groups, over the "world", over either
-    ("pipeline+world"), or none.
+    entry if all are equal. Some frameworks send over the group of a pipeline, others over that of
+    all ranks. If this group uses a slower fabric than the two ranks share, they need a process group
+    of their own. An entry of `pair_groups` says in which frameworks that is so:
+
+        ""                  in none
+        "pipeline"          in those that send over the group of a pipeline
+        "world"             in those that send over the group of all ranks
+        "pipeline+world"    in both
     """
 
     stages: tuple[int, ...]
     fabrics: tuple[str, ...]  # fabric between the two ranks
-    pair_groups: tuple[str, ...]  # frameworks that need a process group of the two ranks
+    pair_groups: tuple[str, ...]
     slices: int = 1  # tensor-parallel ranks that share the message that each of them has
     compression: str = "off"  # of activations and their gradients: "off", "bf16" or "int8"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Decisions of a plan for the groups that some network APIs carry."""
+    """Networks of groups, reductions, stage links and pass order, for groups of some network APIs.
+
+    NCCL's groups use the network API "verbs", gloo's "sockets". Equal decisions for both are one Traffic.
+    """
 
     network_apis: tuple[str, ...]
     #: Kind of group -> fabric of every group, in the order of first ranks, or a single entry if all are

@@ -1,4 +1,7 @@
-"""Work of a rank in a few numbers, with which orders of nodes are compared."""
+"""Work of a rank on an average stage, as a few numbers: seconds of computation, and bytes that are sent.
+
+These numbers are enough to compare orders of the nodes. A model (plan/cost/model.py) is more precise.
+"""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_chosen_route_is_never_slower_than_the_direct_one():
         chosen = sums_on_site(site, size=size).hierarchical
         assert (
             chosen.seconds(size)
-            <= direct.sized(size).seconds(size)
+            <= direct.with_best_chunks(size).seconds(size)
             <= direct.seconds(size) * (1 + 1e-9)
         )
 
@@ -182,7 +182,7 @@ def test_streams_fill_a_link_that_one_does_not():
 def test_chunks_outlast_the_latency():
     """Of an exchange that stalls: a chunk must have arrived before the next one leaves."""
     small = replace(sums_on_site(two(rate="1Gb/s", latency="80ms")).hierarchical, stalls=True)
-    sized = small.sized(1e9)
+    sized = small.with_best_chunks(1e9)
     assert sized.chunk_bytes >= 4 * small.chunk_bytes and sized.seconds(1e9) < 0.8 * small.seconds(
         1e9
     )

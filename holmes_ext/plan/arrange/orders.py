@@ -5,7 +5,7 @@
                               (AB)      AB AB AB AB    every cluster holds whole pipelines, gradients cross
     clusters A B C D          (AB)(CD)  AB AB CD CD    both
 
-A node type are nodes of one cluster on the same fabrics. An order divides the node types into
+Nodes of one cluster on the same fabrics form a node type. An order divides the node types into
 groups of equal size, and puts the groups into a sequence. The types of a group share stages: each
 holds a part of each of them. Types with equal nodes, GPUs, fabrics and links to other clusters are
 interchangeable, so only distinct orders are listed.
@@ -21,7 +21,7 @@ from itertools import chain, islice
 from holmes_ext.plan.across import best_order
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.placement import Placement, joined
+from holmes_ext.plan.placement import Placement, merge_neighbours
 from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
 
 #: Node types that share stages, in the order of the stages.
@@ -44,13 +44,18 @@ class Orders:
     """
 
     def __init__(self, network: Network, gpus: Sequence[Gpu]):
-        """Find the node types that are interchangeable."""
+        """Find the node types that are interchangeable.
+
+        Two types are if they have equally many nodes, equal GPUs and equal fabrics (_fabric_signature),
+        and links of equal rate and latency to all other clusters.
+        """
         self.network = network
         self.gpus = tuple(gpus)
         self.node_types = range(len(network.node_types))
         self.nodes = [len(names) for names in network.names]  # by node type
         fabrics_of = [fabrics for _, fabrics in network.node_types]
-        self._types_on = Counter(name for fabrics in fabrics_of for name in fabrics)  # by fabric
+        # Fabric -> number of node types on it. _fabric_signature needs it.
+        self._types_on = Counter(name for fabrics in fabrics_of for name in fabrics)
         # By node type: a value that is equal for node types with equal fabrics, numbers of nodes
         # and GPUs.
         self._signatures = [
@@ -106,12 +111,14 @@ class Orders:
             sizes: Parallel sizes with the data size, in the default order of the axes.
         """
         stages = sizes.pipeline
-        # Largest number of orders for each group size. Pricing an order takes time in proportion to
-        # its stages.
-        most = max(_LEAST_ORDERS, MAX_ORDERS // stages)
-        most = min(MOST_CHAINED if self.network.wan else MAX_ORDERS, most)
         if stages == 1:
             most = 1  # a single stage holds all clusters, in any order
+        elif self.network.wan:
+            # All orders differ, as the links do. So only chains over good links are worth pricing.
+            most = min(MOST_CHAINED, max(_LEAST_ORDERS, MAX_ORDERS // stages))
+        else:
+            # Pricing an order takes time in proportion to its stages.
+            most = min(MAX_ORDERS, max(_LEAST_ORDERS, MAX_ORDERS // stages))
         is_complete = True
         placements: list[Placement] = []
         types_count = len(self.node_types)
@@ -120,30 +127,31 @@ class Orders:
                 continue
             if stages == 1 and group_size > 1:
                 break  # all node types share the only stage in any case
-            # With a WAN, orders with good links between neighbours come first, and again among all
-            # orders.
+            # At most `most` orders for each group size. With a WAN, orders with good links between
+            # neighbours come first, and again among all orders.
             orders = chain(self._chained(group_size), self._distinct(group_size))
             first_orders = list(islice(orders, most))
             has_further_orders = next(orders, None) is not None
-            if stages > 1 and has_further_orders:
+            if stages > 1 and has_further_orders:  # with one stage, all orders are equal
                 is_complete = False
             for groups in dict.fromkeys(first_orders):  # each once
                 placements += self.placements_of(sizes, groups)
         return placements, is_complete
 
     def placements_of(self, sizes: Sizes, groups: Groups) -> list[Placement]:
-        """Return the placement in which each group of node types holds stages of its own.
+        """Return the placement in which the groups of node types follow each other over the stages.
 
         Args:
             sizes: Parallel sizes with the data size.
-            groups: Node types that share stages, in the order of the stages. All groups have
-                equally many.
+            groups: Groups of node types, equally many in each. The first group holds the first
+                stages; the types of one group share all of its stages.
 
         Returns:
             One placement, or [] if the nodes of a group do not divide evenly among its stages.
         """
         if len(groups[0]) > 1:
-            return self._shared(sizes, groups)
+            return self._placements_with_shared_stages(sizes, groups)
+        # One type in each group: its nodes follow each other. (node type, number of nodes)
         node_runs = tuple((node_type, self.nodes[node_type]) for (node_type,) in groups)
         return [Placement(sizes, self.network.processes, node_runs)]
 
@@ -176,31 +184,31 @@ class Orders:
         """Yield all sequences of groups of node types, without those that only swap equal types.
 
         A depth-first search: `extend` appends each possible next group, and takes it back again.
+        Interchangeable node types form a class, named by its first type. A group is chosen as
+        numbers of types of each class, because it does not matter which types of a class it has.
 
         Args:
             group_size: Number of node types in each group.
         """
-        # Equal types form a class. The key of a class is the first type in it.
-        members: dict[int, list[int]] = {}  # key of a class -> all types of the class
-        for node_type, first in enumerate(self.first_equal_type):
-            members.setdefault(first, []).append(node_type)
-        used = dict.fromkeys(members, 0)  # key of a class -> number of its types that are in groups
+        types_of: dict[int, list[int]] = {}  # class -> all of its types
+        for node_type, equal_class in enumerate(self.first_equal_type):
+            types_of.setdefault(equal_class, []).append(node_type)
+        used = dict.fromkeys(types_of, 0)  # class -> number of its types that are in groups already
 
-        def choices(size: int, firsts: list[int]) -> Iterator[tuple[int, ...]]:
-            """Yield the ways to choose `size` unused types from some classes, in any order.
+        def choices(size: int, classes: list[int]) -> Iterator[tuple[int, ...]]:
+            """Yield the ways to choose `size` unused types out of `classes`, as classes.
 
-            Args:
-                size: Number of types.
-                firsts: Keys of the classes. A choice has a key once for each type of the class.
+            (3, 3, 5) stands for two types of class 3 and one of class 5. `used` and `types_of` (of
+            the enclosing function) tell how many types of a class are left.
             """
             if not size:
                 yield ()
-            elif firsts:
-                first, *others = firsts
-                unused = len(members[first]) - used[first]
+            elif classes:
+                first_class, *others = classes
+                unused = len(types_of[first_class]) - used[first_class]
                 for amount in range(min(size, unused), -1, -1):
                     for choice in choices(size - amount, others):
-                        yield (first,) * amount + choice
+                        yield (first_class,) * amount + choice
 
         def extend(groups: Groups) -> Iterator[Groups]:
             """Yield all sequences that begin with `groups` and contain every node type."""
@@ -208,23 +216,28 @@ class Orders:
                 yield groups
                 return
             # A list, because the loop changes `used`, on which the choices depend.
-            for choice in list(choices(group_size, list(members))):
+            for choice in list(choices(group_size, list(types_of))):
                 group = []
-                for first in choice:
-                    group.append(members[first][used[first]])  # the next unused type of the class
-                    used[first] += 1
+                for equal_class in choice:
+                    group.append(types_of[equal_class][used[equal_class]])  # its next unused type
+                    used[equal_class] += 1
                 yield from extend((*groups, tuple(group)))
-                for first in choice:  # undo the choice
-                    used[first] -= 1
+                for equal_class in choice:  # undo the choice
+                    used[equal_class] -= 1
 
         return extend(())
 
-    def _shared(self, sizes: Sizes, groups: Groups) -> list[Placement]:
+    def _placements_with_shared_stages(self, sizes: Sizes, groups: Groups) -> list[Placement]:
         """Return the placement in which a node type holds an equal part of each stage of its group.
+
+        If these parts are whole nodes, each stage gets them next to each other. If not, several
+        stages share a node. This is possible only with a single group, in the order PIPELINES_FIRST
+        of the parallel axes: neighbouring ranks then form whole pipelines, so every node holds
+        ranks of all stages.
 
         Args:
             sizes: Parallel sizes with the data size.
-            groups: Node types that share stages, in the order of the stages.
+            groups: Groups of node types that share stages; the first group holds the first stages.
 
         Returns:
             One placement, or [] if the nodes do not divide evenly among the stages.
@@ -250,11 +263,9 @@ class Orders:
             ]
             node_runs += stage * stages
         if has_whole_nodes:
-            return [Placement(sizes, processes, joined(node_runs))]
-        # Stages share nodes. That is possible if neighbouring ranks form whole pipelines, but then
-        # all nodes hold all stages. So there can be only one group.
+            return [Placement(sizes, processes, merge_neighbours(node_runs))]
         if len(groups) > 1:
-            return []
+            return []  # every node would hold all stages, also those of other groups
         node_runs = [(node_type, self.nodes[node_type]) for node_type in groups[0]]
         return [Placement(replace(sizes, order=PIPELINES_FIRST), processes, tuple(node_runs))]
 

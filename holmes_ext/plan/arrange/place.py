@@ -8,13 +8,11 @@ component. If all nodes of each component share a fabric, no group has to use Et
 nodes are on different networks (it "spans networks"). pack() finds such a division of the nodes
 into components, if there is one.
 
-An order in which no group spans networks is better than one in which some group does. Of two such
-orders, the one with the shorter predicted step is better. If steps are equal, the launcher's order
-stays.
+An order in which no group spans networks is better than one in which some group does. Otherwise the
+shorter predicted step is better. If steps are equal, the launcher's order stays.
 
 If there are few distinct orders, all are tried. Else the search permutes runs of equal components,
-and then swaps pairs while that shortens the step. The result is never worse than the launcher's
-order.
+and then swaps pairs while that shortens the step.
 """
 
 from __future__ import annotations
@@ -56,11 +54,11 @@ def pack(
 
     A component are nodes with the same pipeline stages. Nodes on the same fabrics form a class.
 
-    The search assigns the nodes of one class after the other to fabrics. Whether the rest fits
-    depends only on the number of nodes that each fabric has beyond whole components. So assignments
-    with equal numbers are one state, of which the first is kept. With many nodes on three or more
-    fast fabrics there are too many states; then only PACK_BUDGET steps are tried, and None does not
-    mean that there is no division.
+    The search assigns the nodes of one class after the other to fabrics, which fills components.
+    Whether the remaining classes fit depends only on the last component of each fabric: how many
+    nodes it has if it is not full. Assignments that agree in these numbers are one state, and the
+    search continues only the first of them. With many nodes on three or more fast fabrics there are
+    too many states: it stops after PACK_BUDGET steps, and None is no proof then.
 
     Args:
         counts: Node class -> number of nodes.
@@ -109,16 +107,16 @@ def _with_class(
 ) -> dict[OpenComponents, tuple[Assignment, ...]]:
     """Assign the nodes of one class to fabrics, in all ways that matter, and return the new states.
 
-    pack() divides nodes into components that each use one fabric. A state is the set of open
-    components, which lack nodes; its value are the assignments of nodes to fabrics that lead to it.
+    pack() divides nodes into components of `size` nodes that each use one fabric. The last
+    component of a fabric is open until it is full.
 
     Args:
-        states: Open components -> assignments so far, before this class.
+        states: Set of (fabric, nodes of its open component) -> an assignment of the earlier classes
+            that leads to it.
         node_class: The class: nodes on the same fabrics.
         count: Number of nodes of the class.
         usable_fabrics: Fabrics that the nodes of the class can use.
-        later: Fabrics that the remaining classes can use. Other components can no longer be
-            completed.
+        later: Fabrics that the remaining classes can use, and so fill their open components.
         size: Nodes of a component.
         most: Largest number of combinations (a state, a division of the nodes) to try.
     """
@@ -131,7 +129,7 @@ def _with_class(
     for before, division in islice(steps, most):
         open_nodes = dict(before)  # fabric -> nodes beyond whole components
         for fabric, share in zip(usable_fabrics, division):
-            open_nodes[fabric] = (open_nodes.get(fabric, 0) + share) % size
+            open_nodes[fabric] = (open_nodes.get(fabric, 0) + share) % size  # 0: all are full
         after = frozenset((fabric, nodes) for fabric, nodes in open_nodes.items() if nodes)
         can_be_completed = all(fabric in later for fabric, _ in after)
         if after not in result and can_be_completed:
@@ -145,10 +143,10 @@ def _with_class(
 
 
 def _divisions(count: int, usable_fabrics: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to divide `count` nodes among a number of fabrics.
+    """Yield the ways to divide `count` nodes among some fabrics, as numbers of nodes by fabric.
 
-    Only the number of nodes beyond whole components of `size` nodes matters to pack(). So every
-    fabric but the first gets less than `size` nodes, and the first one gets the rest.
+    pack() fills components of `size` nodes on each fabric, and whole ones may be on any fabric. So
+    every fabric but the first gets less than `size` nodes, and the first one gets the rest.
     """
     if usable_fabrics == 1:
         yield (count,)
@@ -201,14 +199,14 @@ def fastest_first(network: Network) -> tuple[str, ...]:
     these end their backward passes first, so their slow reductions start earlier. With a WAN,
     clusters with good links are neighbours.
     """
-    nodes_of: dict[int, list[str]] = {}  # class -> its nodes
+    nodes_of: dict[int, list[str]] = {}  # class (number of its first node type) -> its nodes
     for name, node_class in classes_of(network).items():
         nodes_of.setdefault(node_class, []).append(name)
     ordered = sorted(nodes_of, key=lambda node_class: -network.fabric([node_class]).rate_bps)
     if not network.wan:
         return tuple(name for node_class in ordered for name in nodes_of[node_class])
-    clusters = list(dict.fromkeys(map(network.cluster, ordered)))
-    return tuple(
+    clusters = list(dict.fromkeys(map(network.cluster, ordered)))  # fastest first
+    return tuple(  # the better links decide; _chain uses the order only to choose a direction
         node.name
         for cluster in _chain(network, clusters)
         for node in network.site.nodes
@@ -250,7 +248,7 @@ class _Score(NamedTuple):
 class _Search:
     """Search for the best order of the nodes, which begins with the launcher's order.
 
-    `best` and `score` are the best order found so far, as classes by component, and its score.
+    `best` is the best order found so far: the class of each node, by component. `score` is its score.
     """
 
     def __init__(self, prices: Prices, sizes: Sizes):
@@ -267,9 +265,9 @@ class _Search:
         launcher = tuple(self.class_of.values())
         self.counts = Counter(launcher)  # class -> number of nodes
         placement = Placement.of(sizes, self.network.processes, launcher)
-        self.nodes_of_components = placement.components
+        self.nodes_of_components = placement.components  # node indices of each component
         component_ranks = placement.stage_ranks * placement.stages_per_component
-        self.ranks_per_order = component_ranks * len(placement.components)  # to price an order
+        self.ranks_per_order = component_ranks * len(placement.components)  # to price one order
         self.best = self.components_of(launcher)
         self.score = self._score_of(self.best)
 
@@ -278,7 +276,10 @@ class _Search:
         return tuple(tuple(order[index] for index in nodes) for nodes in self.nodes_of_components)
 
     def placement(self, components: Sequence[Component]) -> Placement:
-        """Return the placement with these components; with fewer than all, of a shorter pipeline."""
+        """Return the placement with these components (nodes that hold the same stages), in this order.
+
+        With only some of the components, the pipeline has only their stages.
+        """
         sizes = self.sizes
         if len(components) < len(self.nodes_of_components):
             sizes = replace(
@@ -289,17 +290,17 @@ class _Search:
     def _score_of(self, components: Sequence[Component]) -> _Score:
         """Return the score of an order: whether groups span networks, and the predicted step.
 
-        Args:
-            components: Node classes of each component (nodes that hold the same stages).
+        `components` has the node classes of each component (nodes that hold the same stages).
         """
         placement = self.placement(components)
         step_s = flat_s = self.prices.step_s(placement)
+        # Hierarchical reductions can make orders equal; flat rings (flat_prices) then tell them apart.
         if any(reduction.name == HIERARCHICAL for reduction in self.prices.reductions(placement)):
             flat_s = self.flat_prices.step_s(placement)
         return _Score(self.prices.spans_networks(placement), step_s, flat_s)
 
     def accept_if_better(self, components: Sequence[Component], gain: float = ROUNDING) -> bool:
-        """Make an order the best one if it is better than the best one so far.
+        """Make an order the best one if it is better than the best one so far; return whether it is.
 
         It is better if it avoids that some group has to use Ethernet because its nodes are on
         different networks. If both orders do, or both do not, it is better if the step is shorter.
@@ -307,9 +308,6 @@ class _Search:
         Args:
             components: Node classes of each component (nodes that hold the same stages).
             gain: Part of the best step time that it must save.
-
-        Returns:
-            Whether the order was accepted.
         """
         score = self._score_of(components)
         is_better = self._is_better(score, gain)
@@ -350,18 +348,17 @@ class _Search:
         known_orders = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
         component_nodes = len(self.nodes_of_components[0])
         usable_fabrics = {each: self.network.usable_fabrics(each) for each in self.counts}
-        # Components whose nodes share a fabric, so no group spans networks.
+        # Components with nodes that share a fabric: then no group spans networks. None: not found.
         unspanned = pack(self.counts, usable_fabrics, component_nodes)
+        # pack() returns one division into components. There may be others if nodes have a choice.
         has_choice = any(len(fabrics) > 1 for fabrics in usable_fabrics.values())
         is_small = order_count(self.counts) <= new_orders
         if is_small and (unspanned is None or has_choice):
-            # pack() found no good components, or one of several divisions: try everything.
             for order in distinct_orders(self.counts):
                 self.accept_if_better(self.components_of(order))
         elif unspanned is not None:
             self.try_orders_of(unspanned, known_orders)
-        # Some group has to span networks.
-        elif self.network.wan:
+        elif self.network.wan:  # some group has to span networks, here and below
             self.line_up_clusters(component_nodes, new_orders)
         else:
             self._try_mixtures(component_nodes, new_orders, known_orders)
@@ -377,10 +374,11 @@ class _Search:
             new_orders: Largest number of orders with components that were not priced before.
             known_orders: Largest number of orders of components that were priced before.
         """
-        # Each way to mix the nodes has new components, and at least one order. So the ways get half
-        # of the slow orders, but two in any case, and share the budget evenly.
+        # A mixture is a division of the nodes into components, some of them mixed. Its first order is
+        # slow to price, as its components are new. So the mixtures may be half as many as new orders,
+        # which leaves each of them two orders. At least two are compared.
         mixture_count = min(MIXTURES, max(2, new_orders // 2))
-        mixtures = list(islice(_with_leftovers(self.counts, size), mixture_count))
+        mixtures = list(islice(_divisions_with_leftovers(self.counts, size), mixture_count))
         orders_per_mixture = min(known_orders, new_orders) // len(mixtures)
         for components in mixtures:
             self.try_orders_of(components, orders_per_mixture)
@@ -436,7 +434,8 @@ class _Search:
             return tuple(part for part in distinct for _ in range(counts[part]))
 
         distinct = list(counts)
-        # Permutations may take half of the tries. Each of the two rounds of swaps gets a quarter.
+        # The tries (`limit`): half for permutations, a quarter for each of the two rounds of swaps below:
+        # of the different components with their equals, and of single components.
         has_few_permutations = math.factorial(len(counts)) <= limit // 2
         if has_few_permutations:
             for order in permutations(distinct):
@@ -447,7 +446,7 @@ class _Search:
             # there.
             distinct.sort(key=self._reduction_s)
             self.accept_if_better(with_equal_together(distinct))
-        if self.network.wan and 2 < len(distinct) <= MOST_CHAINED:
+        if self.network.wan and 2 < len(distinct) <= MOST_CHAINED:  # chains over good links
             for chain in self._chains(distinct):
                 self.accept_if_better(with_equal_together(chain))
             distinct = list(dict.fromkeys(self.best))  # swaps begin with the best order so far
@@ -473,10 +472,11 @@ class _Search:
         size = self.prices.job.block.activation_bytes
         link_s = {}  # (component, next component) -> seconds of an activation
         for first, second in permutations(distinct, 2):
-            placement = self.placement([first, second])
-            border = placement.sizes.pipeline // 2 - 1
-            link = self.prices.stage_link(placement, border, border + 1)
+            placement = self.placement([first, second])  # a pipeline of these two components only
+            last_of_first = placement.sizes.pipeline // 2 - 1
+            link = self.prices.stage_link(placement, last_of_first, last_of_first + 1)
             link_s[first, second] = link.seconds(size)
+        # best_order minimizes the largest first number of all pairs, then the sums of the numbers.
         by_slowest = best_order(distinct, lambda pair: (link_s[pair], link_s[pair]))
         by_sum = best_order(distinct, lambda pair: (0.0, link_s[pair]))
         for chain in (by_slowest, by_sum):
@@ -484,7 +484,7 @@ class _Search:
             yield chain[::-1]
 
 
-def _with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Component]]:
+def _divisions_with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Component]]:
     """Yield divisions of nodes into components: of one class as far as possible, then mixed.
 
     The nodes that do not fill components of their class are mixed in every order of the classes.

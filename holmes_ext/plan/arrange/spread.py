@@ -1,14 +1,13 @@
 """Distribution of nodes over pipeline stages, if the nodes of a cluster need not stay together.
 
-Example: four clusters A, B, C and D of four nodes, and a pipeline of four stages. A | B are two
-    stages, on
-nodes of A and on nodes of B. (A B) is a group of clusters, whose nodes are mixed evenly over its
-stages.
+Example: four clusters A, B, C and D of four nodes each, and a pipeline of four stages. "|"
+separates the stages, and each letter is a node. (A B) is a group of clusters: its nodes are mixed
+evenly over its stages.
 
     groups          stages                        traffic between clusters
     (A)(B)(C)(D)    AAAA | BBBB | CCCC | DDDD     activations, at three borders of stages
     (A B)(C D)      AABB | AABB | CCDD | CCDD     activations at one border, and gradients
-    none            AAAB | ABBB | CCDD | CCDD     any mixture
+    (no groups)     AAAB | ABBB | CCDD | CCDD     depends on the mixture: single nodes were exchanged
 
 Nodes of a cluster are interchangeable, so only the number of nodes of each cluster on a stage
 matters. The search is simulated annealing (Kirkpatrick et al. 1983) with a fixed seed. It first
@@ -46,10 +45,11 @@ def spread(
     tries: int,
     chain: Sequence[int] = (),
 ) -> tuple[Stages, float]:
-    """Return the best distribution of units (nodes or GPUs) over pipeline stages, and its time in seconds.
+    """Return the best distribution of units over pipeline stages, and its time in seconds.
 
-    The search first changes groups of clusters whose units are mixed evenly, then exchanges single units of
-    the best results. Both use simulated annealing.
+    A unit is a node or a GPU; all stages get equally many. The search first mixes the units of groups of
+    clusters evenly over stages, and changes the groups. Then it exchanges single units of the best results.
+    Both use simulated annealing.
 
     Args:
         units: Number of units of each cluster.
@@ -64,7 +64,10 @@ def spread(
     seconds: dict[Stages, float] = {}  # of the distributions that were tried
 
     def seconds_of_groups(groups: Groups) -> float:
-        """Return the time of the stages that result from mixing each group's units, calculated once."""
+        """Return the time of the stages if the units (nodes or GPUs) of each group are mixed evenly.
+
+        Each distribution is timed once; `seconds` keeps the result.
+        """
         mixture = mixed(units, groups, size)
         if mixture not in seconds:
             seconds[mixture] = seconds_of(mixture)
@@ -88,16 +91,22 @@ def spread(
 
 
 def mixed(units: Sequence[int], groups: Groups, size: int) -> Stages:
-    """Return stages of `size` units, with the units of each group mixed evenly.
+    """Return stages of `size` units (nodes or GPUs), with the units of each group of clusters mixed evenly.
+
+    All units stand in one line: group after group, and within a group the units of each cluster at equal
+    distances. Each `size` neighbours are a stage. A stage may have units of two groups.
 
     Args:
         units: Number of units of each cluster.
         groups: Clusters whose units are mixed; the groups follow each other.
         size: Units of a stage.
+
+    Returns:
+        For each stage, the cluster of each of its units.
     """
     line: list[int] = []  # cluster of each unit
     for group in groups:
-        # Unit n of a cluster with N units has the position (n + 1/2) / N.
+        # Unit n of a cluster with N units has the position (n + 1/2) / N, from 0 to 1.
         positions = [
             ((n + 0.5) / units[cluster], cluster)
             for cluster in group

@@ -89,7 +89,10 @@ class Curve:
 
     @property
     def least_s(self) -> float:
-        """Return a latency with which, at rate_bps, no message takes longer than on this curve."""
+        """Return the least fixed_s() of all measured sizes, for lower bounds.
+
+        least_s + 8 size / rate_bps is at most seconds(size), for every measured size.
+        """
         return min((self.fixed_s(size) for size, _ in self.points), default=self.latency_s)
 
     def scaled(self, factor: float) -> Curve:
@@ -120,13 +123,16 @@ def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> C
     if len(points) < 2 or points[0][0] <= 0 or points[0][1] <= 0:
         raise HolmesError(f"{source}: a curve needs two or more points, sizes and times above 0")
     (low, low_s), (high, high_s) = points[-2:]  # the two largest messages
-    last_bps = 8 * high / high_s
+    last_bps = 8 * high / high_s  # contains the latency, so the true rate is not below it
     rate_bps = last_bps
     if high_s > low_s:
-        rate_bps = min(8 * (high - low) / (high_s - low_s), _MOST_ABOVE_LAST * last_bps)
+        slope_bps = 8 * (high - low) / (high_s - low_s)
+        # Two measurements with small errors can have a slope that is far too steep.
+        rate_bps = min(slope_bps, _MOST_ABOVE_LAST * last_bps)
+    smallest_message_s = points[0][1]
     return Curve(
         rate_bps=max(rate_bps, last_bps),
-        latency_s=points[0][1],
+        latency_s=smallest_message_s,  # nearly all of this time is latency
         points=tuple(points),
         source=source,
     )
@@ -134,7 +140,7 @@ def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> C
 
 @dataclass(frozen=True)
 class Link:
-    """Measured times of a fabric's messages."""
+    """Times of a message between two nodes on a fabric (such as InfiniBand or Ethernet)."""
 
     name: str  # of the fabric
     send: Curve  # one message between two nodes
@@ -180,13 +186,14 @@ class Links:
         return self.measured.get(fabric.name) or Link.of(fabric)
 
     def line(self, fabric: Fabric) -> Fabric:
-        """Return `fabric` with a measured rate and latency.
+        """Return `fabric` with the measured rate and latency, which make a straight line.
 
-        With these, no message takes longer than on the measured curves.
+        Times from these two numbers are lower bounds: no measured message was faster.
         """
         if fabric.name not in self.measured:
             return fabric
         link = self.measured[fabric.name]
+        # The largest rate and the least latency of both curves: the line lies below both.
         return replace(
             fabric,
             rate_bps=ceil(link.rate_bps),
@@ -212,11 +219,13 @@ class Links:
             messages: Messages of a hierarchical all-reduce per byte of the flow.
 
         Returns:
-            (CORES, part of a core's `core_bps` that a flow of 1 bit/s uses), or () if it uses no
-            cores.
+            (CORES, number of bits/s out of `core_bps` that a flow of 1 bit/s uses), or () if it
+            uses no cores.
         """
-        # CPU seconds for each byte of the flow: to copy its bytes, and to handle its messages.
-        cpu_byte_s = self.of(fabric).host_s * senders + self.host_message_s * messages
+        # CPU seconds for each byte of the flow. Each sender copies its own bytes; `messages` already
+        # counts the messages of all senders.
+        copy_s = self.of(fabric).host_s * senders
+        cpu_byte_s = copy_s + self.host_message_s * messages
         if not cpu_byte_s:
             return ()
         cpu_bit_s = cpu_byte_s / 8
@@ -224,10 +233,10 @@ class Links:
 
     @property
     def core_bps(self) -> float:
-        """Return the largest rate at which a CPU core can copy the bytes of some fabric, in bits/s.
+        """Return the rate, in bits/s, at which one CPU core copies bytes of the fabric it copies fastest.
 
-        The simulation counts the use of cores in parts of this rate. If no fabric uses shared
-        cores, the rate does not matter, and the result is 1.
+        The simulation treats a core as a NIC with this rate. If no fabric uses shared cores, the
+        rate does not matter, and the result is 1.
         """
         return max((8 / link.host_s for link in self.measured.values() if link.host_s), default=1.0)
 

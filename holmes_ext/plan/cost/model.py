@@ -17,12 +17,12 @@ The formulas use these letters:
     activations  s b h (10 + 24 / t + 5 a s / (h t)) bytes in a block, in 16 bits. "selective" recomputation
                  removes the last term; "full" recomputation leaves 2 s b h
                  (Korthikanti et al. 2022, arXiv 2205.05198, equations 2 and 5, table 2)
-    flash        FlashAttention removes the last term of the activations too; its backward pass computes the
-                 attention scores again: 5 matrix products for the 2 of the forward pass
+    flash        FlashAttention removes the last term of the activations too. Its backward pass has 5 matrix
+                 products over the sequence (the forward pass has 2): 4 gradients, and the scores again
                  (Dao et al. 2022, arXiv 2205.14135, algorithm 4)
 
-The 24 of the activations is 8 for attention (4 for query and output, 4 for keys and values) and 16 for an MLP
-of width 4 h. Other widths and SwiGLU change these terms in proportion.
+The 24 of the activations is 4 for query and output, 4 for keys and values, and 16 for an MLP of width 4 h.
+Each of these terms grows with the width of its matrices; SwiGLU multiplies that of the MLP by 6 / 4.
 
 Special cases:
 
@@ -98,8 +98,8 @@ class Layer:
     def reduced(self, ranks: int, expert: int) -> tuple[float, ...]:
         """Return the size of each gradient, in elements, for an all-reduce among all `ranks` ranks.
 
-        Experts are reduced among `ranks / expert` ranks only. The last size is the number of elements that
-        would cost as much traffic in a ring of all ranks.
+        With experts there is one size more, the last one. Experts are reduced among only `ranks / expert`
+        ranks, so it is the number of elements that would cause the same traffic in a ring of all ranks.
 
         Args:
             ranks: Number of ranks that reduce the gradients of this layer's dense parameters.
@@ -108,11 +108,11 @@ class Layer:
         if not self.expert_parameters:
             return self.tensors
         expert_ranks = max(1, ranks // expert)
-        # A ring all-reduce among n ranks sends 2 (n - 1) / n of the bytes.
-        share = 1.0
+        # A ring all-reduce among n ranks sends 2 (n - 1) / n of the bytes. The factor 2 cancels out.
+        traffic_ratio = 1.0  # traffic of an element among expert_ranks / traffic among all ranks
         if ranks > 1:
-            share = (expert_ranks - 1) / expert_ranks / ((ranks - 1) / ranks)
-        return (*self.tensors, self.expert_parameters * share)
+            traffic_ratio = (expert_ranks - 1) / expert_ranks / ((ranks - 1) / ranks)
+        return (*self.tensors, self.expert_parameters * traffic_ratio)
 
 
 @dataclass(frozen=True)
@@ -241,10 +241,12 @@ class Model:
     def _check_ranges(self) -> None:
         """Raise HolmesError if a number is negative, too large, or 0 although it is required."""
         for item in fields(self):
+            # Only sizes and counts. Experts per token are checked together with `experts`.
             if item.type != "int" or item.name == "experts_per_token":
                 continue
             value = getattr(self, item.name)
-            is_optional = item.default == 0  # 0 then stands for another value, such as 4 x hidden
+            # A key with default 0 may be 0: "none", or a value that follows from other keys (see _key).
+            is_optional = item.default == 0
             least = 0 if is_optional else 1
             if not least <= value < _MOST_ELEMENTS:
                 raise self._error(item.name, f"{value} is not {least} or more")
@@ -354,11 +356,12 @@ class Model:
         flops = self._block_flops(widths, tokens, tensor)
         traffic = self._block_traffic(widths, tokens, tensor, context, expert)
         # A split backward pass can delay the weight gradients, which take as many FLOPs as the forward pass
-        # without the attention scores, because these have no weights.
+        # without the attention scores, because these have no weights. None are counted with experts or
+        # recomputation.
         weight_flops = 0.0
         if self.recompute == "none" and not self.experts:
-            weight_flops = flops.forward - flops.scores / tensor
-        # The paper's coefficients count bytes of elements that have 2 bytes each.
+            weight_flops = flops.forward - flops.scores / tensor  # `scores` is of all tensor ranks
+        # _kept_per_element counts bytes as for elements of 2 bytes (16 bits).
         kept_bytes = hidden_bytes / 2 * self._kept_per_element(widths, tensor)
         return Layer(
             kind="block",
@@ -377,11 +380,16 @@ class Model:
     def _block_widths(self) -> _BlockWidths:
         """Return the widths of a block's matrices, with defaults in place of optional sizes.
 
-        If only some blocks have experts, the widths of the MLPs are the mean of all blocks.
+        If only some blocks have experts, `dense_mlp` and `token_mlp` are the mean of all blocks. In a block
+        with experts, every token passes the shared expert (width shared_ffn, 0: none) in place of the dense
+        MLP (width ffn), and experts_per_token routed experts (width expert_ffn each).
         """
         head_size = self.head_size or self.hidden // self.heads
-        expert_share = 0.0
-        active_experts = 0
+        key_value_heads = (
+            self.groups or self.heads
+        )  # grouped-query attention has fewer than `heads`
+        expert_share = 0.0  # of the blocks
+        active_experts = 0  # of a token
         if self.experts:
             expert_share = (self.expert_layers or self.layers) / self.layers
             active_experts = self.experts_per_token
@@ -389,7 +397,7 @@ class Model:
         expert_mlp = self.expert_ffn or self._ffn
         return _BlockWidths(
             query=self.heads * head_size,
-            key_value=(self.groups or self.heads) * head_size,
+            key_value=key_value_heads * head_size,
             dense_mlp=dense_mlp,
             expert_mlp=expert_mlp,
             token_mlp=dense_mlp + expert_share * active_experts * expert_mlp,
@@ -418,6 +426,8 @@ class Model:
     def _block_tensors(self, widths: _BlockWidths, tensor: int) -> tuple[float, ...]:
         """Return the elements of each parameter of a block on a rank, without experts, in forward order.
 
+        If only some blocks have experts, router and MLP are those of a mean block, with broken numbers.
+
         Args:
             widths: Widths of the block's matrices.
             tensor: Tensor-parallel size.
@@ -425,7 +435,7 @@ class Model:
         h = self.hidden
         router: tuple[float, ...] = ()
         if self.experts:
-            router = (h * self.experts * widths.expert_share,)
+            router = (h * self.experts * widths.expert_share,)  # only blocks with experts have one
         return (
             *self._norm_parameters,
             *self._linear_tensors(h, widths.query + 2 * widths.key_value, tensor),
@@ -477,17 +487,20 @@ class Model:
         """
         h = self.hidden
         # Norms and dropout are divided among the tensor-parallel ranks only with sequence parallelism.
-        unsplit_parts = tensor if self.sequence_parallel else 1
+        norm_parts = tensor if self.sequence_parallel else 1
         if self.recompute == "full":
-            return 2.0 / unsplit_parts  # the input of the block
+            return 2.0 / norm_parts  # the input of the block, 2 bytes an element
+        # 2 bytes each of query and attention output (width `query`), and of keys and values.
         attention_bytes = 4 * (widths.query + widths.key_value) / h
         # Without gate: 2 bytes each for the input and the output of GeLU. SwiGLU has one more input.
         mlp_bytes = (6 if self.gated else 4) * widths.token_mlp / h
-        # Each further expert of a token has a copy of the MLP's input and output.
+        # Each further expert of a token has a copy of the MLP's input (2 bytes) and a dropout mask (1 byte).
         expert_bytes = 3 * widths.expert_share * max(0, widths.active_experts - 1)
+        # 2 bytes each of the inputs of two norms, of attention and of the MLP; 1 byte for each of two
+        # dropout masks.
         norm_and_dropout_bytes = 10
         kept = (
-            norm_and_dropout_bytes / unsplit_parts
+            norm_and_dropout_bytes / norm_parts
             + (attention_bytes + mlp_bytes + expert_bytes) / tensor
         )
         if self.recompute == "selective":
@@ -518,13 +531,15 @@ class Model:
         two_per_pass_bytes = 2 * passes * hidden_bytes
         context_bytes = 0.0
         if context > 1:
-            # Keys, values and their gradients go around the ring.
+            # Keys, values and the gradients of both go around the ring: 4 tensors. Recomputation sends them
+            # again; this model leaves that out.
             context_bytes = 4 * tokens * widths.key_value * self.activation_width / tensor
         routed_bytes = two_per_pass_bytes * widths.expert_share * widths.active_experts
         return _BlockTraffic(
             tensor=two_per_pass_bytes if tensor > 1 else 0.0,
             context=context_bytes,
-            expert=routed_bytes * (expert - 1) / expert / tensor,  # 1 / expert stays on the rank
+            # 1 / expert stays on the rank. Tensor-parallel ranks send a part of the tokens each.
+            expert=routed_bytes * (expert - 1) / expert / tensor,
         )
 
     def _embedding(self, tensor: int, context: int) -> Layer:
@@ -601,11 +616,11 @@ class Model:
             backward_s=stage_mean("backward_flops") / slowest_flops,
             micro_batches=self.micro_batches_of(sizes.data),
             gradient_bytes=stage_mean("parameters") * self.gradient_width,
-            activation_bytes=layers[0].activation_bytes,
+            activation_bytes=layers[0].activation_bytes,  # equal for the embedding and all blocks
             tensor_bytes=stage_mean("tensor_bytes"),
             context_bytes=stage_mean("context_bytes"),
             expert_bytes=stage_mean("expert_bytes"),
-            copies=self.copies(sizes),
+            copies=self.copies(sizes),  # tensor-parallel ranks that send the same activation
             activation_width=self.activation_width,
         )
 
@@ -647,6 +662,8 @@ def load_model(path: str | Path) -> Model:
     training = top.table("training")
     gpu = top.table("gpu", default={})
     values: dict[str, Any] = {}
+    # A field of Model that _key() made is a key of the file. It has the type of its default value, and an
+    # int if it is required.
     for item in fields(Model):
         if not item.metadata:
             continue  # not a key of the file
@@ -659,7 +676,7 @@ def load_model(path: str | Path) -> Model:
     default_gpu = _take_gpu(gpu, Gpu())
     gpus = {name: _take_gpu(clusters.table(name), default_gpu) for name in list(clusters.values)}
     for table in (top, training):
-        table.done()
+        table.done()  # raises HolmesError for a key that nothing has read, such as a misspelt one
     return Model(**values, gpu=default_gpu, gpus=gpus, source=str(path))
 
 

@@ -62,8 +62,8 @@ class Load:
     The defaults are those of a single message from one rank to another.
     """
 
-    nics: tuple[tuple[Nic, float], ...] = ()  # NIC, and number of such messages that share it
-    hops: tuple[tuple[Hop, float], ...] = ()  # link between clusters, and number of messages on it
+    nics: tuple[tuple[Nic, float], ...] = ()  # NIC, and number of equal flows that share its rate
+    hops: tuple[tuple[Hop, float], ...] = ()  # the same for links and uplinks between clusters
     fabric: Fabric | None = None  # None: inside a node
     inside_bps: float = 0.0  # bits/s inside a node; 0: not known, counts as free
     volume: float = 1.0  # bytes through a NIC for each byte of the message or reduced tensor
@@ -93,13 +93,16 @@ class Load:
             if not self.inside_bps:
                 return FREE
             return Price(byte_s=8 * self.volume / self.inside_bps)
-        rate = self.fabric.rate_bps
-        # Seconds per bit on the NIC or link that its flows keep busy for longest.
-        slowest_bit_s = max([1 / rate, *(flows / rate for _, flows in self.nics)])
+        nic_bps = self.fabric.rate_bps
+        # Seconds per bit of one flow, if n equal flows share a NIC or a link: n / rate. The slowest
+        # one decides. A flow that shares nothing (1 / rate) is the least, as no NIC is faster.
+        slowest_bit_s = max([1 / nic_bps, *(flows / nic_bps for _, flows in self.nics)])
         for hop, flows in self.hops:
             slowest_bit_s = max(slowest_bit_s, flows / hop.rate_bps)
         return Price(
+            # volume: bytes on the NIC for each byte of the message or of the reduced tensor
             byte_s=8 * self.volume * slowest_bit_s,
+            # messages: number of messages that follow each other, so their latencies add up
             latency_s=self.messages * self.fabric.latency_s + self.wan_latency_s,
         )
 
@@ -129,15 +132,17 @@ class Network:
         uneven: bool = False,
         on_best_fabrics: bool = False,
     ):
-        """Find the node types of the site, and number them."""
+        """Find the node types of the site, and number them. The class describes the arguments."""
         self.site = site
         self.links = links
         self.single_fabric = single_fabric
         self.uneven = uneven
         self.on_best_fabrics = on_best_fabrics
-        self.processes = site.processes  # of each node
+        self.processes = site.processes  # ranks of each node
         self.world = site.world_size
-        self.measured = links.site(site)  # with measured rates, by which fabrics are chosen
+        #: The site with measured rates, which decide what fabric is the fastest. `site` keeps the
+        #: rates of cluster.toml.
+        self.measured = links.site(site)
         self.wan: Wan = self.measured.wan
         type_of_node = {node.name: (node.cluster, node.fabrics) for node in site.nodes}
         self.node_types = tuple(dict.fromkeys(type_of_node.values()))  # (cluster, nodes' fabrics)
@@ -205,7 +210,7 @@ class Network:
         return self.remember(node_types, fastest)
 
     def line(self, fabric: Fabric) -> Fabric:
-        """Return `fabric` with the rate and latency that were measured, if any."""
+        """Return `fabric` with its measured rate and latency, if any: a line, not the measured curve."""
         return self.remember(fabric.name, lambda: self.links.line(fabric))
 
     # ------------------------------------------------------------------- links between clusters
@@ -256,9 +261,11 @@ class Network:
             family: Groups that are equal.
             groups: Number of all groups that cross between clusters at the same time. 0: count only
                 the groups of this family (for the simulation, which adds the loads of other groups
-                itself).
+                itself), on NICs, too.
         """
         ranks = family.ranks
+        counts_all_groups = groups > 0
+        crossing_groups = groups if counts_all_groups else family.count
         fabric = self.fabric(family.node_types)
         # (from cluster, to cluster) -> number of links of the ring between them.
         pairs = Counter(self.neighbours(family.ring))
@@ -270,23 +277,25 @@ class Network:
         # A chunk passes all links but one, first for the sum and again to distribute it. The
         # slowest chunk leaves out the fastest link.
         wan_latency_s = 2 * (sum(link_latency_s) - min(link_latency_s))
-        crossing = {pair: times * (groups or family.count) for pair, times in pairs.items()}
-        # Node class -> groups that share a NIC: those of all families, or of this family only.
+        crossing = {pair: times * crossing_groups for pair, times in pairs.items()}
+        # Node class -> groups that share a NIC. concurrent_groups counts all groups with ranks on
+        # the node, `groups` only those of this family. Each sends one flow into the next node.
         flows = {
-            part.node_class: part.concurrent_groups if groups else part.groups
+            part.node_class: part.concurrent_groups if counts_all_groups else part.groups
             for part in family.parts
         }
         return Load(
             nics=self.both_ways(fabric, flows),
             hops=self.hops(fabric, crossing),
             fabric=self.line(fabric),
+            # 2 (ranks - 1) steps; in each of them a rank passes on 1 / ranks of the bytes.
             volume=2 * (ranks - 1) / ranks,
             messages=2 * (ranks - 1),
             message_share=1 / ranks,
             ring=True,
             wan_latency_s=wan_latency_s,
             crosses_clusters=self.spans_clusters(family.node_types),
-            senders=family.count * family.nodes,
+            senders=family.count * family.nodes,  # one rank of each node sends to another node
         )
 
     def exchange(self, family: GroupFamily, all_to_all: bool, inside_bps: float = 0.0) -> Load:
@@ -307,16 +316,17 @@ class Network:
         pairs = Counter(self.neighbours(family.ring))
         flows = {}
         for part in family.parts:
-            # In a ring, only the last rank on a node sends to another node.
-            senders = part.ranks_per_node if all_to_all else 1
-            flows[part.node_class] = part.concurrent_groups * senders
-        # In every step, some rank waits for the slowest link.
+            # In a ring, only the last rank of a group on a node sends to another node.
+            senders_per_group = part.ranks_per_node if all_to_all else 1
+            # concurrent_groups: all groups with ranks on the node, which exchange at the same time
+            flows[part.node_class] = part.concurrent_groups * senders_per_group
+        # In every step, some rank waits for the slowest link between clusters.
         step_latency_s = max((self.wan_latency_s(fabric, pair) for pair in pairs), default=0.0)
         messages = family.ranks - 1
-        # The volume stays 1: `size` of such a load is the number of bytes that a rank sends in all
-        # steps.
+        # Callers multiply the price by the bytes that a rank sends in all steps together, so a byte
+        # is one byte on the NIC: `volume` keeps its default, 1.
         return Load(
-            nics=self.both_ways(fabric, flows),
+            nics=self.both_ways(fabric, flows),  # node class -> messages that share a NIC
             hops=self.hops(fabric, pairs),
             fabric=self.line(fabric),
             messages=messages,
@@ -327,13 +337,16 @@ class Network:
     def message(
         self, stage_link: StageMessages, inside_bps: float = 0.0, crossing: float = 0
     ) -> Load:
-        """Return the load of the messages from a pipeline stage to another.
+        """Return the load of the messages from a pipeline stage to another, one in each pipeline.
 
         Args:
-            stage_link: Messages of one pipeline class.
+            stage_link: Messages of one class of equal pipelines: their number (`count`), how many
+                leave the NIC of a sending node (`leaving`), and how many reach the NIC of a
+                receiving node (`reaching`) at the same time.
             inside_bps: Bits/s between the GPUs of a node.
-            crossing: Number of all pipelines that cross between clusters at the same time; 0: only
-                those of this class.
+            crossing: Number of messages of all classes that use the same links between clusters;
+                0: only those of this class. NICs need no such number: `leaving` and `reaching`
+                count all classes.
         """
         if stage_link.local:
             return Load(inside_bps=inside_bps)
@@ -343,7 +356,7 @@ class Network:
         crosses = pair[0] != pair[1]
         flows = {pair: crossing or stage_link.count} if crosses else {}
         return Load(
-            nics=(
+            nics=(  # ((node class, fabric, direction), messages that share this NIC)
                 ((stage_link.sender, fabric.name, "out"), stage_link.leaving),
                 ((stage_link.receiver, fabric.name, "in"), stage_link.reaching),
             ),
@@ -369,19 +382,22 @@ class Network:
         if forward.fabric is None:
             return forward
         backward = self.message(stage_link.turned, inside_bps)
+        # Flows of both directions add up on a link.
         hops: dict[Hop, float] = {}
         for hop, flows in (*forward.hops, *backward.hops):
             hops[hop] = hops.get(hop, 0.0) + flows
+        # NICs differ by direction ("out" or "in"). If both stages are on nodes of one class, the
+        # number of the backward message counts.
         nics = dict((*forward.nics, *backward.nics))
         return replace(
             forward,
             nics=tuple(nics.items()),
             hops=tuple(hops.items()),
-            messages=2,
-            message_share=0.5,
+            messages=2,  # that follow each other
+            message_share=0.5,  # each message has half of the gradient's bytes
             ring=True,  # both ends send at the same time, as in a ring of two ranks
             wan_latency_s=2 * forward.wan_latency_s,  # of two messages that follow each other
-            senders=2 * stage_link.count,
+            senders=2 * stage_link.count,  # both ranks of each pair
         )
 
     def both_ways(

@@ -71,10 +71,9 @@ def in_flight(
 ) -> tuple[int, ...]:
     """Return the micro-batches that each stage must have in flight so that no stage waits for a stage link.
 
-    With k[s] micro-batches in flight, stage s runs the backward of micro-batch n after the forward of
-    n + k[s] - 1. A micro-batch travels from stage s to a later stage t, an earlier micro-batch's backward
-    follows there, and its gradient travels back. Stage s needs it k[s] - k[t] + 1 micro-batches later. In
-    this time the stages s..t compute and the stage links between them are used twice, so
+    With k[s] micro-batches in flight, stage s runs k[s] - 1 further forward passes between the forward and
+    the backward of a micro-batch, and a later stage t runs k[t] - 1. The difference, and one for the
+    micro-batch itself, is the time that stages s..t have to pass it forward and its gradient back:
 
         (k[s] - k[t] + 1) pace  >=  sum of busy[s..t]  +  2 x sum of transfer[s..t-1]
 
@@ -88,7 +87,7 @@ def in_flight(
         load: Part of `transfer` that occupies the stage link (without latency).
         most: Largest number that fits each stage's memory. If the needed numbers do not fit, the result is
             that of the shortest pace that fits. 1F1B's own numbers always count as fitting.
-        pace_s: A longer pace than that of the slowest stage, in seconds; 0: the slowest stage's.
+        pace_s: Seconds between micro-batches to aim at; 0: those of the slowest stage.
     """
     stages = len(busy)
     of_1f1b = range(stages, 0, -1)  # micro-batches in flight, by stage: 1 on the last one
@@ -130,8 +129,9 @@ def quickest_in_flight(
 ) -> tuple[int, ...]:
     """Return the micro-batches in flight on each stage with the shorter step, out of two candidates.
 
-    The first candidate suits the pace of the slowest stage (see in_flight), the second the mean pace of all
-    stages. With few micro-batches the second may win: faster stages work ahead and messages have more time.
+    Candidates are the numbers that hide the stage links (see in_flight) at the pace of the slowest stage, and
+    at the mean pace of all stages. The mean pace is shorter, so it needs more micro-batches in flight. With
+    few micro-batches per step this may be faster, as fast stages then work ahead of the slowest one.
 
     Args:
         forward: Seconds of a forward pass, by stage.
@@ -143,7 +143,7 @@ def quickest_in_flight(
     """
     busy = [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
     counts = in_flight(busy, transfer, micro_batches, load=load, most=most)
-    if micro_batches > SETTLED * counts[0]:
+    if micro_batches > SETTLED * counts[0]:  # many more than fit into the pipeline at once
         return counts  # the pace of the slowest stage decides the step
     mean_s = sum(busy) / len(busy)
     more_counts = in_flight(busy, transfer, micro_batches, load=load, most=most, pace_s=mean_s)
@@ -154,6 +154,7 @@ def quickest_in_flight(
         """Return the end of the last stage to end, with these micro-batches in flight."""
         return max(walked_ends(forward, backward, transfer, micro_batches, numbers))
 
+    # More activations need more memory, so they must save the share WORTH_MORE of the step.
     is_worth_it = step_s(more_counts) < step_s(counts) * (1 - WORTH_MORE)
     return more_counts if is_worth_it else counts
 
@@ -181,9 +182,9 @@ def share_nics(
     load_s = list(load)
     for first, last in nics:
         # Stage links first - 1 (before these stages) and last (after them) share the NIC.
-        shared_s = min(load[first - 1], load[last])
+        shared_s = min(load[first - 1], load[last])  # time of the shorter message on the NIC
         if 2 * shared_s <= busy_s:
-            continue  # the NIC carries both messages while the slowest stage computes
+            continue  # while the slowest stage computes, both messages pass, at least for this time
         for stage_link in (first - 1, last):
             shared_transfer_s = transfer[stage_link] + shared_s
             transfer_s[stage_link] = max(transfer_s[stage_link], shared_transfer_s)
@@ -237,16 +238,17 @@ def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
 
     Args:
         busy: Seconds of a forward and a backward pass together, by stage.
-        transfer: Seconds of an activation over each stage link.
+        transfer: Seconds of an activation over each stage link; a gradient takes as long.
         pace_s: Seconds from one micro-batch to the next.
     """
     stages = len(busy)
     counts = [1] * stages
     for stage in reversed(range(stages - 1)):
-        trip_s = min(busy[stage], pace_s)  # of a micro-batch from `stage` to `other` and back
+        # Right side of the inequality: a micro-batch's trip from `stage` to `other` and back.
+        trip_s = min(busy[stage], pace_s)
         for other in range(stage + 1, stages):
             trip_s += min(busy[other], pace_s) + 2 * transfer[other - 1]
-            # The inequality, solved for k[s]. A number that lacks a small part of a pass is not rounded up.
+            # The inequality, solved for k[s]. An excess below _ROUNDING_PASS costs no further micro-batch.
             needed = counts[other] - 1 + ceil(trip_s / pace_s - _ROUNDING_PASS)
             counts[stage] = max(counts[stage], needed)
         of_1f1b = stages - stage
@@ -257,35 +259,34 @@ def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
 def pace(busy: Seconds, transfer: Seconds) -> float:
     """Return the seconds from a micro-batch to the next under 1F1B.
 
-    The slowest run of neighbouring stages s..t decides: the maximum over all runs of
+    A run of stages s..t holds t - s + 1 micro-batches at once, and each makes a round trip through it. So the
+    slowest run decides: the maximum over all runs of
 
         (sum of busy[s..t] + 2 x sum of transfer[s..t-1]) / (t - s + 1)
 
-    This maximal ratio is found by Dinkelbach's method (1967).
+    Dinkelbach's method (1967) finds it: for a guess, find the run whose sum exceeds guess x stages most
+    (a maximal subarray, Kadane's algorithm); its ratio is the next guess, until no ratio is larger.
 
     Args:
         busy: Seconds of a forward and a backward pass together, by stage.
         transfer: Seconds of an activation over each stage link.
     """
-    best_s = slowest_s = max(
-        busy
-    )  # ratio of the slowest run found so far: begin with runs of one stage
+    guess_s = largest_s = max(busy)  # ratio of the slowest run of one stage
     while True:
         run_s = busy[-1]  # seconds of the slowest run that begins with `stage`, below
         count = 1  # stages in that run
         for stage in reversed(range(len(busy) - 1)):
-            link_s = 2 * transfer[stage]
-            if run_s + link_s > best_s * count:
-                # The run that begins with the next stage is slower than best_s: extend it by this stage.
+            link_s = 2 * transfer[stage]  # an activation and a gradient
+            if run_s + link_s > guess_s * count:  # the run after `stage` is worth adding
                 run_s = run_s + link_s + busy[stage]
                 count += 1
-            else:
+            else:  # begin a new run
                 run_s = busy[stage]
                 count = 1
-            slowest_s = max(slowest_s, run_s / count)
-        if slowest_s <= best_s * (1 + _CONVERGED):
-            return best_s
-        best_s = slowest_s
+            largest_s = max(largest_s, run_s / count)
+        if largest_s <= guess_s * (1 + _CONVERGED):
+            return guess_s
+        guess_s = largest_s
 
 
 def formula_ends(
@@ -310,21 +311,21 @@ def formula_ends(
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step.
         virtual: Chunks per stage.
-        load_s: Seconds that a NIC needs to send one micro-batch of all chunks of a stage.
+        load_s: Seconds that a NIC needs to send one micro-batch of all chunks of a stage (interleaved).
         link_load_s: Part of `transfer` that occupies the stage link, if enough micro-batches are in
-            flight to hide the stage links; None under the framework's own schedule.
+            flight to hide the stage links; None under the framework's own schedule (StageCosts).
         nics: (first, last) of stages that send to both sides through one NIC.
     """
     busy = [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
     links_s = 2 * sum(transfer)
-    if link_load_s is not None:
+    if link_load_s is not None:  # hidden stage links: the slowest stage, link or NIC sets the pace
         # A NIC that two stage links share carries the messages of both for each micro-batch.
         nics_s = (link_load_s[first - 1] + link_load_s[last] for first, last in nics)
         pace_s = max((*busy, *link_load_s, *nics_s))
         first_end_s = sum(busy) + links_s + (micro_batches - 1) * pace_s
-    elif virtual == 1:
+    elif virtual == 1:  # 1F1B: stages wait for messages (see pace)
         first_end_s = sum(busy) + links_s + (micro_batches - 1) * pace(busy, transfer)
-    else:  # interleaved: a chunk takes 1 / virtual of the stage's time
+    else:  # interleaved: the first chunk of the first micro-batch travels, all other chunks follow
         pace_s = max(*busy, load_s)
         first_end_s = sum(busy) / virtual + links_s + (micro_batches - 1 / virtual) * pace_s
     # A gradient travels from the last stage to the first one, so later stages end earlier.
@@ -427,9 +428,10 @@ def _least_end_s(
     """Return a lower bound on the end of stage `first` - 1, if the stages after it share a NIC.
 
     Stages `first` to `final` are on the same nodes. Their NIC sends two messages for each
-    micro-batch: an activation to the next stages and a gradient to the previous ones. It receives
-    as many. So the step takes at least the time of all messages of one direction, and the time in
-    which none can be sent that way.
+    micro-batch: an activation to the stage after them and a gradient to the stage before them. It
+    receives two as well. Sending all messages takes a fixed time, and there are moments in which
+    nothing can be sent yet or any more. The sum is a bound; the same holds for receiving. The
+    result is the larger bound: the end of the last backward pass of the stage before them.
 
     Args:
         forward: Seconds of a forward pass, by stage.

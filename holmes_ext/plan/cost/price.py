@@ -89,12 +89,14 @@ class ReductionPrices:
         self.network = network
         self.job = job
         self.rules = rules
-        self.stock = network.single_fabric is not None  # one fabric: training without holmes
+        #: Whether prices are those of training without holmes, with one fabric for all traffic.
+        self.stock = network.single_fabric is not None
         self.hide_stage_links = rules.hide_stage_links and not self.stock and rules.virtual == 1
         self.cached_results: dict[Hashable, Any] = {}  # results of `remember`
         #: Role of a group ("data", "tensor", ...) -> network that its groups are priced on.
         self.network_of_role: dict[str, Network] = dict.fromkeys(INSIDE, network)
         if role_on_best_fabrics:
+            # The difference of both prices is the cost of groups that span networks.
             self.network_of_role[role_on_best_fabrics] = Network(
                 network.site, network.links, network.single_fabric, on_best_fabrics=True
             )
@@ -104,29 +106,32 @@ class ReductionPrices:
     def _key_and_fold(
         self, placement: Placement, *stages: int
     ) -> tuple[_StageKey, Callable[[], FoldedStages]]:
-        """Return a key that equal stages share, and a function that folds the nodes of the stages.
+        """Return a cache key that equal stages share, and a function that makes the stages' fold.
 
-        Results are cached under the key, so equal stages are priced once. The fold (a count of
-        equal pipelines, nodes and groups) is made only if no result is cached. A component is a set
-        of stages that share nodes. Stages are equal if their components have nodes of the same
-        types, and if they have the same numbers within their components.
+        A component is a set of neighbouring stages that share nodes; each component has equally
+        many stages. Stages are equal if their components have nodes of the same types, and if they
+        have the same numbers within their components. A fold is a compact placement that keeps one
+        of several equal pipelines and counts them; it contains only these components. It takes
+        time, so callers make it only if no result is cached under the key.
 
         Args:
             placement: Nodes of each stage.
             stages: Numbers of the stages.
         """
-        count = placement.stages_per_component
-        components = sorted({stage // count for stage in stages})
-        # The fold has only these components, so the stages have other numbers in it.
+        per_component = placement.stages_per_component
+        components = sorted({stage // per_component for stage in stages})
+        # The fold has only these components, in this order, so the stages have other numbers in it.
         folded_stages = tuple(
-            components.index(stage // count) * count + stage % count for stage in stages
+            components.index(stage // per_component) * per_component + stage % per_component
+            for stage in stages
         )
-        parts = tuple(placement.parts[index] for index in components)
+        parts = tuple(placement.parts[index] for index in components)  # the components' nodes
         sizes = placement.sizes
 
         def folded() -> FoldedStages:
             fold = self.network.remember(
-                ("fold", (parts, sizes)), lambda: Fold(placement.alone(*components))
+                ("fold", (parts, sizes)),
+                lambda: Fold(placement.alone(*components)),  # without the nodes of other components
             )
             return FoldedStages(fold, folded_stages)
 
@@ -172,63 +177,66 @@ class ReductionPrices:
         result = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
         if not self.rules.same_reductions:
             return result
-        # The engine has one setting for all stages that lie on as many clusters. So if the stages differ,
-        # all of them use the flat ring.
+        # The engine can be set to reduce hierarchically only if all stages reduce in the same way, on
+        # the same number of runs of equal nodes (`content` lists the runs; mostly one a cluster). If
+        # the stages differ, all of them use the flat ring.
         choices = {
             (reduction.name, len(content)) for reduction, content in zip(result, placement.stages)
-        }  # (reduction, number of runs of equal nodes) of each stage
+        }
         if len(choices) > 1 and any(name == HIERARCHICAL for name, _ in choices):
             flat = ReductionPrices(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
             return flat.reductions(placement)
         return result
 
     def _reduction(self, placement: Placement, stage: int) -> PricedReduction:
-        """Return the reduction of a stage's slowest group, computed once for equal stages.
+        """Return the gradient reduction of a stage's slowest group, computed once for equal stages.
 
-        The reduction is hierarchical if that is faster for each group of the stage that spans clusters.
+        Groups are priced as families of equal groups. Each family has a flat ring, and perhaps a
+        hierarchical all-reduce. A stage reduces hierarchically if that is faster for each of its
+        families that spans clusters. (The groups of a stage run at the same time and share NICs, so
+        they all reduce in one way.)
         """
         key, _ = self._key_and_fold(placement, stage)
         size = self.job.total_bytes / placement.sizes.pipeline  # gradients of an average stage
 
         def slowest() -> PricedReduction:
-            """Return the reduction that takes longest, out of those of all families of groups."""
-            all_sums = self.family_reductions(placement, stage)
-            across = [
-                sums
-                for sums in all_sums
-                if sums.hierarchical is not None
-                or self.network.spans_clusters(sums.family.node_types)
+            """Choose a reduction for each family of groups; return the one that takes longest."""
+            families = self.family_reductions(placement, stage)
+            spanning = [  # families whose groups span clusters
+                options
+                for options in families
+                if options.hierarchical is not None
+                or self.network.spans_clusters(options.family.node_types)
             ]
-            # The groups of a stage reduce at the same time, so they all use the same way.
-            use_hierarchical = bool(across) and all(
-                self._prefers_hierarchical(sums, size) for sums in across
+            use_hierarchical = bool(spanning) and all(
+                self._prefers_hierarchical(options, size) for options in spanning
             )
-            chosen = [self._chosen(sums, use_hierarchical) for sums in all_sums]
+            chosen = [self._chosen(options, use_hierarchical) for options in families]
             return max(chosen, key=lambda reduction: reduction.seconds(size))
 
         return self.remember(
             "reduction", (key, self._stages_on_same_nodes(placement, stage)), slowest
         )
 
-    def _prefers_hierarchical(self, sums: FamilyReductions, size: float) -> bool:
+    def _prefers_hierarchical(self, options: FamilyReductions, size: float) -> bool:
         """Return whether the hierarchical all-reduce of `size` bytes is possible, and faster or required."""
-        if sums.hierarchical is None:
+        if options.hierarchical is None:
             return False
         if FLAT not in self.rules.reductions:
             return True
-        return sums.hierarchical.seconds(size) < sums.flat.seconds(size)
+        return options.hierarchical.seconds(size) < options.flat.seconds(size)
 
-    def _chosen(self, sums: FamilyReductions, use_hierarchical: bool) -> PricedReduction:
+    def _chosen(self, options: FamilyReductions, use_hierarchical: bool) -> PricedReduction:
         """Return the reduction of a family: hierarchical if wanted and possible, sharded (ZeRO), or flat."""
-        if sums.family.ranks == 1:
+        if options.family.ranks == 1:
             return NONE
-        sharded = self._sharded(sums) if self.rules.zero else None
-        if use_hierarchical and sums.hierarchical is not None:
+        sharded = self._sharded(options) if self.rules.zero else None
+        if use_hierarchical and options.hierarchical is not None:
             if sharded is not None and self.rules.gathers:
                 # ZeRO 1: all-reduced gradients, and the updated weights are gathered afterwards.
-                return replace(sums.hierarchical, weight_gather=sharded.gather)
-            return sums.hierarchical
-        return sharded or sums.flat
+                return replace(options.hierarchical, weight_gather=sharded.gather)
+            return options.hierarchical
+        return sharded or options.flat
 
     def _stages_on_same_nodes(self, placement: Placement, stage: int) -> int:
         """Return how many stages, with this one, use the links between clusters at the same time.
@@ -242,15 +250,16 @@ class ReductionPrices:
     def family_reductions(self, placement: Placement, stage: int) -> list[FamilyReductions]:
         """Return the possible gradient reductions of each family (equal groups) of a stage, priced.
 
-        Results are cached: equal stages share them, if as many stages use the links between
-        clusters.
+        Results are cached. Equal stages share them, if the same number of stages competes for the
+        links between clusters.
         """
         key, folded = self._key_and_fold(placement, stage)
         stages_at_once = self._stages_on_same_nodes(placement, stage)
 
         def price_families() -> list[FamilyReductions]:
+            # The fold is a compact placement of the stage's nodes. It numbers stages from 0 again.
             fold, (folded_stage,) = folded()
-            families = fold.families(folded_stage)
+            families = fold.families(folded_stage)  # families of equal data-parallel groups
             # All stages on the same nodes reduce at the same time, in all of their groups.
             crossing_groups = stages_at_once * sum(family.count for family in families)
             return [
@@ -258,7 +267,7 @@ class ReductionPrices:
                 for family in families
             ]
 
-        return self.remember("sums", (key, stages_at_once), price_families)
+        return self.remember("family reductions", (key, stages_at_once), price_families)
 
     def reductions_of_family(
         self, family: GroupFamily, crossing_groups: float, pipeline: int = 1
@@ -274,17 +283,18 @@ class ReductionPrices:
         rules = self.rules
         link_bps = self.link_bps(family.node_types)
         hierarchical_reduction = None
-        # Not without holmes. ZeRO 2 and 3 reduce-scatter the gradients of each micro-batch instead.
+        # Training without holmes (`stock`) has none. ZeRO 2 and 3 reduce-scatter the gradients of
+        # each micro-batch instead.
         if not self.stock and rules.zero < 2 and HIERARCHICAL in rules.reductions:
             hierarchical_reduction = hierarchical(
                 network,
                 family,
                 self.job.total_bytes / pipeline,
-                direct=rules.direct,
+                direct=rules.direct,  # gloo's exchanges in place of NCCL's rings
                 groups=crossing_groups,
                 compress=rules.compress,
                 inside_bps=link_bps,
-                chunk_bytes=rules.bucket_bytes,
+                chunk_bytes=rules.bucket_bytes,  # each bucket is one chunk; 0: choose it
             )
         flat = PricedReduction(
             load=network.ring(family, crossing_groups, link_bps),
@@ -297,31 +307,36 @@ class ReductionPrices:
             crossing_groups=crossing_groups,
         )
 
-    def _sharded(self, sums: FamilyReductions) -> Sharded:
-        """Return the collectives of sharded training (ZeRO, FSDP) for a family of equal groups."""
+    def _sharded(self, options: FamilyReductions) -> Sharded:
+        """Return the collectives of sharded training (ZeRO, FSDP) for a family of equal groups.
+
+        With hybrid sharding (FSDP's HSDP), every cluster has all shards: its ranks gather weights
+        and reduce-scatter gradients among themselves. Ranks with the same shard in different
+        clusters then all-reduce the gradient of their shard.
+        """
         sharded = Sharded(
-            load=sums.flat.load,
-            name=sums.flat.name,
+            load=options.flat.load,
+            name=options.flat.name,
             zero=self.rules.zero,
             weight_bytes_per_gradient_byte=self.job.weight_bytes_per_gradient_byte,
         )
         if self.rules.zero == 1 and self.rules.gathers:
-            # The engine all-reduces gradients in place of a reduce-scatter, and still gathers
-            # weights.
+            # The engine all-reduces gradients, although a rank needs only its shard's, and gathers
+            # the updated weights. So its scatter takes the whole time of an all-reduce.
             sharded = replace(sharded, scatter_share=1.0)
-        cluster_families = inside_clusters(self.network, sums.family) if self.rules.hybrid else []
-        if not cluster_families:
+        if not self.rules.hybrid:
+            return sharded
+        cluster_families = inside_clusters(self.network, options.family)
+        if not cluster_families:  # the groups do not span clusters evenly
             return sharded  # all shards are divided among the ranks of all clusters
-        # Hybrid: every cluster has all shards. Ranks gather and reduce-scatter inside their
-        # cluster.
         rings_inside = [
-            self.network.ring(family, sums.crossing_groups, self.link_bps(family.node_types))
+            self.network.ring(family, options.crossing_groups, self.link_bps(family.node_types))
             for family in cluster_families
         ]
         slowest = max(rings_inside, key=lambda ring: (ring.price.byte_s, ring.price.latency_s))
-        # Ranks with the same shard in different clusters all-reduce its gradient.
-        across = self.network.ring(owners(self.network, sums.family), sums.crossing_groups)
-        shards = cluster_families[0].ranks
+        shard_owners = owners(self.network, options.family)  # groups of one rank of each cluster
+        across = self.network.ring(shard_owners, options.crossing_groups)
+        shards = cluster_families[0].ranks  # ranks of a group in each cluster
         return replace(sharded, load=slowest, name="hybrid", across=across, shards=shards)
 
     def link_bps(self, node_types: Iterable[int]) -> float:
@@ -386,7 +401,10 @@ class Prices(ReductionPrices):
         )
 
     def step_s(self, placement: Placement) -> float:
-        """Return the step time in closed form, in seconds, with a block on each stage."""
+        """Return the step time in closed form, in seconds, for a job with one block on each stage.
+
+        This suits a RankModel.of_workload: its block has the work of a whole average stage.
+        """
         costs = self.costs(placement)
         return estimate(costs, (1,) * costs.stages).step_s
 
@@ -416,7 +434,8 @@ class Prices(ReductionPrices):
         """Return the costs of each type of layer (embedding, block, output) on a stage.
 
         Args:
-            folded: Returns a compact placement with the stage, and the stage's number in it.
+            folded: Returns (fold, stages): a compact placement of the stage's nodes, and a tuple
+                with the number of this one stage in it.
             reduction: Reduction of the stage's gradients.
             sharded: Whether passes include the collectives of ZeRO 2 and 3 in each micro-batch.
         """
@@ -426,19 +445,23 @@ class Prices(ReductionPrices):
         flops = job.slowest(self.network.clusters(content)).flops
         # Half of the groups' collectives run in the forward pass, half in the backward pass.
         half_s = self.collective_s(fold, stage) / 2
-        groups_s = [half_s if layer.kind == "block" else 0.0 for layer in job.layers]
+        # By type of layer: seconds of its tensor, context and expert groups in one pass.
+        collectives_s = [half_s if layer.kind == "block" else 0.0 for layer in job.layers]
         forward_s = tuple(
-            layer.forward_flops / flops + more_s for layer, more_s in zip(job.layers, groups_s)
+            layer.forward_flops / flops + group_s
+            for layer, group_s in zip(job.layers, collectives_s)
         )
         backward_s = tuple(
-            layer.backward_flops / flops + more_s for layer, more_s in zip(job.layers, groups_s)
+            layer.backward_flops / flops + group_s
+            for layer, group_s in zip(job.layers, collectives_s)
         )
         if sharded and isinstance(reduction, Sharded):
             # Adds the gathers and reduce-scatters of each micro-batch (ZeRO 2 and 3).
             forward_s, backward_s = reduction.passes(
                 forward_s, backward_s, job.reduced_bytes, job.repeats, self.rules.prefetch
             )
-        reduction_byte_s = reduction.once.byte_s  # of the collectives that run once a step
+        # `once` is the price of the collectives that run once a step, not in each micro-batch.
+        reduction_byte_s = reduction.once.byte_s
         return _LayerCosts(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -507,23 +530,31 @@ class Prices(ReductionPrices):
             stages: Numbers of the sending and the receiving stage in the fold.
         """
         sender, receiver = stages
+        # Over Ethernet, `slices` ranks send a part of the activation each, and compression (not in
+        # training without holmes, `stock`) leaves `share` of its bytes.
         slices = self.slices(fold.full_placement)
         share = 1.0 if self.stock else self.job.compressed_share(self.rules.compression)
 
         def prices() -> list[Price]:
-            """Return the price of a message of each pipeline class, which all send at the same time."""
-            stage_links = self._messages(fold, sender, receiver)
-            crossing: Counter[tuple[int, int]] = Counter()  # types of both nodes -> messages
-            for stage_link in stage_links:
-                crossing[stage_link.node_types] += stage_link.count
+            """Return the price of an activation from stage `sender` to `receiver`, by pipeline class.
+
+            The fold groups equal pipelines into classes. All of them send at the same time.
+            """
+            messages_of_classes = self._messages(fold, sender, receiver)
+            # Types of both nodes -> messages between such nodes, which share the links between
+            # their clusters.
+            crossing: Counter[tuple[int, int]] = Counter()
+            for messages in messages_of_classes:
+                crossing[messages.node_types] += messages.count
             result = []
-            for stage_link in stage_links:
-                link_bps = self.link_bps(stage_link.node_types)
-                load = self.network.message(stage_link, link_bps, crossing[stage_link.node_types])
-                result.append(_sliced(load, link_bps, slices, share))
+            for messages in messages_of_classes:
+                link_bps = self.link_bps(messages.node_types)
+                load = self.network.message(messages, link_bps, crossing[messages.node_types])
+                result.append(_price_of_slices(load, link_bps, slices, share))
             return result
 
-        # The prices depend on the job only by its GPUs, so jobs with the same GPUs share them.
+        # The prices depend on the job only by its GPUs, so jobs with the same GPUs share them. The
+        # network and the job keep both objects alive, so their ids are not used again.
         key = "stage_link", id(fold), stages, slices, share, id(self.job.gpus)
         size = self.job.block.activation_bytes or 1.0  # 0: compare by the latency and a single byte
         return max(self.network.remember(key, prices), key=lambda price: price.seconds(size))
@@ -549,24 +580,25 @@ class Prices(ReductionPrices):
             first and after the last of them use the same fabric.
         """
         last = placement.sizes.pipeline - 1
-        # By stage link: fabrics of its messages. Link i connects stages i and i + 1.
+        # By stage link: fabrics of its messages, {_INSIDE_NODE} if none leaves a node. Stage link i
+        # connects stages i and i + 1.
         fabrics = [
             self._computed_once("fabrics", self._fabrics, placement, stage, stage + 1)
             for stage in range(last)
         ]
         inside_node = {_INSIDE_NODE}
         ranges = []
-        first = 0  # first of the stages on the same nodes as `stage`
+        first_on_nodes = 0  # first of the stages on the same nodes as `stage`
         for stage in range(1, last):
-            if fabrics[stage - 1] != inside_node:
-                first = stage  # the link before this stage leaves the node: its nodes begin here
-            has_link_before = first > 0
-            has_link_after = fabrics[stage] != inside_node
-            if not has_link_before or not has_link_after:
-                continue
+            link_before = stage - 1
+            link_after = stage
+            if fabrics[link_before] != inside_node:
+                first_on_nodes = stage  # messages arrive from other nodes
+            if first_on_nodes == 0 or fabrics[link_after] == inside_node:
+                continue  # the nodes have a stage link to other nodes on one side only, or not yet
             # A node has one NIC on each fabric. So links on one fabric share it.
-            if fabrics[first - 1] & fabrics[stage]:
-                ranges.append((first, stage))
+            if fabrics[first_on_nodes - 1] & fabrics[link_after]:
+                ranges.append((first_on_nodes, stage))
         return tuple(ranges)
 
     def _fabrics(self, fold: Fold, stages: tuple[int, ...]) -> set[str]:
@@ -583,20 +615,22 @@ class Prices(ReductionPrices):
         Without sequence parallelism, all ranks of a tensor-parallel group have the same activation.
         So each of them sends one slice, and the receivers gather the slices inside their node
         (runtime/groups/wire.py). The result is 1 (no slices) if a tensor-parallel group has several
-        nodes. If it is not known whether the job uses sequence parallelism, the result assumes that
-        it does not.
+        nodes, or in training without holmes (`stock`).
         """
         is_possible = placement.sizes.tensor_inside(placement.processes)
         if self.stock or not self.rules.slices or not is_possible:
             return 1
+        # Ranks that have the same activation: 1 with sequence parallelism, else the tensor-parallel
+        # size. 0: not known whether the job uses it; assume that it does not.
         return self.job.copies or placement.sizes.tensor
 
     def _load_s(self, placement: Placement, stage_links: Sequence[Price]) -> float:
         """Return the seconds that the busiest NIC needs to send one micro-batch of an interleaved schedule.
 
-        With v chunks per stage, a stage sends v activations down and v gradients up. The last stage sends
-        v - 1 activations to the first one, which sends as many gradients back. Messages inside a cluster and
-        between clusters use different NICs.
+        A micro-batch passes all stages v times, once for each of the v chunks of a stage. So it crosses every
+        stage link v times, and from the last stage back to the first one v - 1 times. For each crossing the
+        sender sends an activation, and later the receiver sends a gradient back. Messages inside a cluster
+        and between clusters use different NICs.
 
         Args:
             placement: Nodes of each stage.
@@ -610,7 +644,7 @@ class Prices(ReductionPrices):
         across_s = [0.0] * (last + 1)  # by stage: its NICs between clusters
 
         def add(stage: int, other: int, seconds: float) -> None:
-            """Add the seconds of the messages between two stages to the NICs of both."""
+            """Add the time of messages between two stages: activations one way, gradients back."""
             crosses = len(clusters[stage] | clusters[other]) > 1
             load_s = across_s if crosses else inside_s
             load_s[stage] += seconds
@@ -652,12 +686,17 @@ class Prices(ReductionPrices):
     def tied_of(
         self, fold: Fold, pipeline_class: int, alone: bool
     ) -> tuple[PricedReduction, Hierarchical | None]:
-        """Return the reductions of a tied weight: by pairs, and hierarchically (None: not possible).
+        """Return the two ways to reduce a tied weight: by pairs, and hierarchically (None: not possible).
+
+        A tied weight is the embedding that the first and the last stage share. By pairs, each rank of
+        the first stage all-reduces with its counterpart in the last stage. Hierarchically, the ranks
+        of both stages form one group (`joint`).
 
         Args:
-            fold: The placement.
+            fold: The placement, with equal pipelines counted as classes.
             pipeline_class: Number of the class; pipelines of one class run on equal nodes.
-            alone: Whether no other group sends at the same time.
+            alone: Whether the price leaves out the other groups that send at the same time (for the
+                simulation, which adds their loads itself).
         """
         last = fold.stages[-1]
         node_types = [fold.node_type_on(pipeline_class, stage) for stage in (0, last)]
@@ -671,7 +710,7 @@ class Prices(ReductionPrices):
                     family,
                     self.job.tied_bytes,
                     direct=self.rules.direct,
-                    groups=0 if alone else family.count,  # that share the links between clusters
+                    groups=0 if alone else family.count,  # crossing groups; 0: leave out others
                     inside_bps=self.link_bps(family.node_types),
                 )
                 return pairs, joint
@@ -709,7 +748,7 @@ class _LayerCosts(NamedTuple):
     weights_s: Row  # part of backward_s that computes weight gradients
 
 
-def _sliced(load: Load, link_bps: float, slices: int, share: float) -> Price:
+def _price_of_slices(load: Load, link_bps: float, slices: int, share: float) -> Price:
     """Return the price of a message that is compressed and divided among ranks if it uses Ethernet.
 
     Args:
@@ -719,7 +758,8 @@ def _sliced(load: Load, link_bps: float, slices: int, share: float) -> Price:
         share: Part of the bytes that compression leaves.
     """
     if load.fabric is None or load.fabric.name != ETHERNET:
-        return load.price
+        return load.price  # messages inside a node or on a fast fabric stay whole
+    # A receiver has one slice and gets the others from its node.
     gather_byte_s = 8 * (slices - 1) / slices / link_bps if link_bps else 0.0
     return Price(share * load.price.byte_s / slices + gather_byte_s, load.price.latency_s)
 

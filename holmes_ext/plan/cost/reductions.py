@@ -1,6 +1,6 @@
 """Costs of the ways to sum gradients over a data-parallel group.
 
-Each class below prices one way, and lists its transfers for the simulation:
+Each class or function below prices one way; classes also list the transfers for the simulation:
 
     PricedReduction   one ring all-reduce over all ranks of a group
     Hierarchical      reduce inside every cluster, then across clusters, then distribute inside again
@@ -8,7 +8,8 @@ Each class below prices one way, and lists its transfers for the simulation:
     by_pairs          all-reduce of the gradient of a weight that the first and last stage share
 
 A hierarchical all-reduce sends only the sums of whole clusters over the slow network between clusters. It
-cuts the gradients into chunks that follow each other in a pipeline, so the slower network is always busy:
+cuts the gradients into chunks that follow each other in a pipeline, so the slower network is always busy.
+"inside" steps use the network inside each cluster, "across" steps the network between clusters:
 
     chunk 0   reduce inside | reduce across | gather across | gather inside
     chunk 1                 | reduce inside | reduce across | gather across | gather inside
@@ -59,18 +60,19 @@ Tag = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Flow:
-    """A transfer of the simulation.
+    """A transfer of the simulation: collectives with the same loads that run one after the other.
 
-    It is a sequence of collectives, one for each bucket. Or, if `chained`, it is one of the four
-    steps of a chunk of a hierarchical all-reduce.
+    A flat all-reduce is one Flow, with a collective for each bucket. A hierarchical all-reduce has
+    four Flows for each chunk of the gradients (reduce inside and across clusters, gather across and
+    inside). Each has a single collective and is `chained`: it starts the next one.
     """
 
     loads: tuple[Load, ...]  # of a step inside clusters: one for each cluster; else a single one
-    sizes: tuple[float, ...]  # bytes of each collective, or of the chunk
+    sizes: tuple[float, ...]  # bytes of each collective
     tag: Hashable  # name of the transfer
     channel: Hashable = None  # transfers on one channel run one after the other
-    then: Hashable = None  # tag of the step that starts when this one has arrived
-    chained: bool = False
+    then: Hashable = None  # tag of the transfer that starts when this one has arrived
+    chained: bool = False  # whether it is one step of a chunk
     wan_latency_s: float = 0.0  # latency between clusters beyond the fabric's own
     awaits_arrival: bool = False  # whether the next transfer on the channel waits for the latency
 
@@ -84,7 +86,7 @@ class PricedReduction:
 
     @property
     def once(self) -> Price:
-        """Return the price of reducing all gradients of a step, per byte of gradients."""
+        """Return the price of the collectives that run once a step (seconds per byte, and latency)."""
         return self.load.price
 
     def seconds(self, size: float) -> float:
@@ -153,7 +155,7 @@ class Hierarchical(PricedReduction):
 
     @property
     def _stall_byte_s(self) -> float:
-        """Return the latency that chunks add if each waits for the one before, in s per byte.
+        """Return the latency that chunks add if each waits for the one before, in seconds per byte.
 
         If chunks stall, a chunk is sent across clusters only after the previous one has arrived.
         Then every chunk takes two latencies (reduce and gather), which are divided by its bytes.
@@ -166,28 +168,29 @@ class Hierarchical(PricedReduction):
     def across(self) -> Price:
         """Return the price of reduce and gather step across clusters, per byte of gradients.
 
-        The rate is that of the busiest NIC or link between clusters. Compression sends fewer bytes.
-        Each chunk that stalls (see `_stall_byte_s`) adds its latency.
+        The busiest NIC or link between clusters sets the rate. Compression sends fewer bytes. If
+        `stalls`, each chunk waits until the one before has arrived, and so adds its latency.
         """
         # NIC or link between clusters -> seconds that it is busy per bit, in both steps.
         bit_s: dict[object, float] = defaultdict(float)
         for load in (self.reduce_across, self.gather_across):
             assert load.fabric is not None
-            for nic, flows in load.nics:
+            for nic, flows in load.nics:  # bytes through this NIC for each byte of gradients
                 bit_s[nic] += flows / load.fabric.rate_bps
             for hop, flows in load.hops:
                 bit_s[hop] += flows / hop.rate_bps
-        # Each of the two steps takes one latency. gloo sends only after the receiver has announced its
-        # receive, which takes another latency if the receive is posted together with the send.
+        # Each of the two steps takes one latency. gloo's direct exchanges over a WAN (`stalls`) take a
+        # second one: a send waits for the receiver's announcement, posted at the same time.
         latencies = 4 if self.stalls else 2
+        busiest_byte_s = 8 * max(bit_s.values())
         return Price(
-            byte_s=8 * self.compressed_share * max(bit_s.values()) + self._stall_byte_s,
+            byte_s=self.compressed_share * busiest_byte_s + self._stall_byte_s,
             latency_s=latencies * self.step_latency_s,
         )
 
     @property
     def once(self) -> Price:
-        """Return the price of reducing all gradients of a step, in many chunks.
+        """Return the price of reducing all gradients of a step once, in many chunks.
 
         Chunks pass the network inside clusters and the network across clusters in a pipeline. So
         the slower of the two is always busy, and the faster one adds only the time of the first
@@ -197,12 +200,18 @@ class Hierarchical(PricedReduction):
             (self.inside.byte_s, self.across.byte_s), reverse=True
         )
         latency_s = self.inside.latency_s + self.across.latency_s
-        relay_byte_s = 2 * self.relay_byte_s  # of the reduce step and the gather step
+        # Clusters on the route forward a chunk after they have received all of it, in the reduce and in the
+        # gather step. Chunks follow each other, so this delay counts once.
+        relay_byte_s = 2 * self.relay_byte_s
         first_chunk_s = self.chunk_bytes * (faster_byte_s + relay_byte_s)
         return Price(slower_byte_s, latency_s + first_chunk_s) + self.weight_gather
 
     def seconds(self, size: float) -> float:
-        """Return the seconds that a sum of `size` bytes takes; a single chunk overlaps nothing."""
+        """Return the seconds that the all-reduce of `size` bytes of gradients takes.
+
+        Up to the size of a chunk, all is one chunk. Its steps inside and across clusters do not
+        overlap, so their times add up.
+        """
         if size > self.chunk_bytes:
             return self.once.seconds(size)
         relay_byte_s = 2 * self.relay_byte_s  # of the reduce step and the gather step
@@ -211,7 +220,7 @@ class Hierarchical(PricedReduction):
         single_chunk = Price(byte_s, self.inside.latency_s + self.across.latency_s)
         return (single_chunk + self.weight_gather).seconds(size)
 
-    def sized(self, size: float) -> Hierarchical:
+    def with_best_chunks(self, size: float) -> Hierarchical:
         """Return this reduction with the chunk size that is fastest for a sum of `size` bytes.
 
         Candidates are the present chunk size, twice, four times ... of it. Small chunks keep the
@@ -230,6 +239,9 @@ class Hierarchical(PricedReduction):
     def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
         """Return the transfers of each chunk: steps inside, across, back across and inside again.
 
+        All simulated chunks have an equal part of all bytes. The sizes of the buckets decide only
+        how many chunks there are, as a chunk never spans buckets.
+
         Args:
             sizes: Bytes of each bucket of gradients.
             tag: Name of the last transfer of the last chunk.
@@ -241,8 +253,8 @@ class Hierarchical(PricedReduction):
         """
         real_chunks = sum(chunks_of(size, self.chunk_bytes) for size in sizes)
         chunks = min(most, real_chunks)
-        # A cluster on the way forwards a chunk after it has received all of it. This time depends
-        # on the real size of a chunk, also if larger chunks are simulated.
+        # A cluster on the way forwards a chunk after it has received all of it: as a longer latency. This
+        # time depends on the real size of a chunk, also if larger chunks are simulated.
         real_chunk_bytes = sum(sizes) / real_chunks
         relay_s = self.relay_byte_s * real_chunk_bytes
         chains = []
@@ -262,15 +274,19 @@ class Hierarchical(PricedReduction):
     ) -> Iterator[Flow]:
         """Yield the transfers of a chunk: inside, across, back across, inside.
 
+        Each transfer is `chained`: its end starts the one that `then` names. Transfers on one
+        `channel` run one after the other; with `awaits_arrival` the next one waits for the latency.
+
         Args:
             size: Bytes of the chunk.
             wan_latency_s: Seconds between the end of sending a chunk to another cluster and its
                 arrival, beyond the latency of the fabric.
-            tag: Name of the reduction; its first three elements are (collective, stage, pipelines).
+            tag: Name of the reduction; its first three elements are (collective, stage, pipelines):
+                name of the collective, number of the stage, classes of equal pipelines.
             chunk: Number of the chunk.
             is_last: Whether this is the last chunk; its last transfer is named `tag`.
         """
-        reduction = tag[:3]  # equal for all buckets of a stage, which share the channels
+        reduction = tag[:3]  # without the bucket: all buckets of a stage share the channels
         # Reduce-scatter inside, reduce across, gather across, all-gather inside.
         steps = [self.inside_loads, (self.reduce_across,), (self.gather_across,), self.inside_loads]
         names: list[Tag] = [(*tag, chunk, step) for step in range(len(steps))]
@@ -303,16 +319,18 @@ class Hierarchical(PricedReduction):
             crossing_groups: Number of groups that cross at the same time.
         """
         assert self.reduce_across.fabric is not None
-        nic_bps = self.reduce_across.fabric.rate_bps / self.senders  # share of each sending rank
+        # `senders` ranks of a node send across at the same time; each has this share of the NIC.
+        nic_bps = self.reduce_across.fabric.rate_bps / self.senders
         count = 1
-        reduce_volumes, _ = self.route.halves  # the gather step uses the same links
+        # (from cluster, to cluster) -> bytes per byte of the sum. The gather step uses the same links.
+        reduce_volumes, _ = self.route.halves
         for source, target in reduce_volumes:
             link = network.wan.pair_of.get((source, target))
             if link is None or not link.stream_bps or not link.rate_bps:
                 continue
             # Pairs of ranks that share the link: each rank of the smaller cluster sends.
             rank_pairs = crossing_groups * min(self.ranks[source], self.ranks[target])
-            pair_bps = min(nic_bps, link.rate_bps / rank_pairs)
+            pair_bps = min(nic_bps, link.rate_bps / rank_pairs)  # the most that a pair can use
             count = max(count, ceil(STREAM_SHARE * pair_bps / link.stream_bps))
         return min(count, MOST_STREAMS)
 
@@ -397,7 +415,7 @@ def _hierarchical(
         return None
     clusters = tuple(members.parts)
     if request.direct:
-        routes = ways_across(network.wan, clusters)
+        routes = ways_across(network.wan, clusters)  # direct exchanges first, then rings and trees
     else:
         # NCCL's all-reduce is a ring.
         algorithm = "ring" if network.wan else "direct"
@@ -413,9 +431,9 @@ def _hierarchical(
     for route in routes:
         candidate = _priced_route(network, request, members, route, inside_loads)
         if not request.chunk_bytes:
-            candidate = candidate.sized(size)
+            candidate = candidate.with_best_chunks(size)
         candidates.append(candidate)
-    default = candidates[0]  # "direct", or NCCL's ring
+    default, *_ = candidates  # "direct", or NCCL's ring; kept if another gains only a little
     best = min(candidates, key=lambda candidate: candidate.seconds(size))
     is_worth_it = best.seconds(size) < OTHER_ROUTE_SHARE * default.seconds(size)
     return best if is_worth_it else default
@@ -443,17 +461,21 @@ def _can_be_hierarchical(
         parts for parts in members.parts.values() if sum(part.nodes for part in parts) > 1
     ]
     # With one node in every cluster, no step inside clusters takes bytes off the slow network: a
-    # flat ring already adds up the ranks of a node first.
+    # flat ring already adds up the ranks of a node first. `spread` asks for more nodes than that.
     if request.spread and not with_several_nodes:
         return False
-    # NCCL's steps need equally many ranks in each cluster; lower bounds (uneven) ignore that.
+    # NCCL's steps need equally many ranks in each cluster. `uneven` networks ignore that: lower
+    # bounds may use a reduction that is faster than any possible one.
     has_equal_ranks = len(set(members.ranks.values())) == 1
     if not (request.direct or network.uneven or has_equal_ranks):
         return False
-    across = network.fabric(request.family.node_types)
-    inside = {network.fabric(part.node_type for part in parts) for parts in with_several_nodes}
-    # If a cluster uses the same network inside and across, a flat ring sends no more over it.
-    return across not in inside or bool(network.wan)
+    fabric_across = network.fabric(request.family.node_types)
+    fabrics_inside = {
+        network.fabric(part.node_type for part in parts) for parts in with_several_nodes
+    }
+    # If a cluster uses one fabric inside and across, a flat ring sends as little over the NICs. But
+    # on a WAN, the links between clusters are slower than the NICs, so saving bytes there pays.
+    return fabric_across not in fabrics_inside or bool(network.wan)
 
 
 def _priced_route(
@@ -463,7 +485,12 @@ def _priced_route(
     route: CrossClusterAlgorithm,
     inside_loads: tuple[Load, ...],
 ) -> Hierarchical:
-    """Return the price of a hierarchical all-reduce with one algorithm (route) across clusters."""
+    """Return the price of a hierarchical all-reduce with one algorithm across clusters.
+
+    The algorithm (`route`) that adds up the clusters' sums is direct exchanges, a ring or a tree.
+    `inside_loads` has the load of the step inside each cluster.
+    """
+    # route.halves: traffic between clusters in the reduce step, and in the gather step.
     reduce_across, gather_across = (
         _step_across_clusters(network, request, members, volumes) for volumes in route.halves
     )
@@ -475,10 +502,10 @@ def _priced_route(
         wan_s = sum(hop.latency_s for hop in network.wan.hops(*pair))
         return wan_s or fabric.latency_s
 
-    share = SHARES[request.compress]
+    share = SHARES[request.compress]  # bytes on the wire for each byte of gradients
     if request.compress != "off" and not request.direct:
-        # Compressed NCCL groups all-gather the sums of all C clusters. A rank then receives C - 1 sums, in
-        # place of 2 (C - 1) / C in a ring.
+        # Compressed NCCL groups all-gather the sums of all C clusters, as NCCL cannot add compressed
+        # numbers. A rank then receives C - 1 sums, in place of 2 (C - 1) / C in a ring: C / 2 times.
         share *= len(members.parts) / 2
     suitable_bytes = chunk_bytes(min(members.ranks.values()), request.direct)
     return Hierarchical(
@@ -492,7 +519,9 @@ def _priced_route(
         compressed_share=share,
         wan_latency_s=route.latency_s(lambda pair: network.wan_latency_s(fabric, pair)),
         relay_byte_s=_relay_byte_s(network, fabric, route, members.ranks),
+        # gloo's direct exchanges over a WAN send a chunk only after the previous one has arrived.
         stalls=bool(network.wan) and request.direct and route.algorithm == "direct",
+        # Ranks of the busiest node that send across at the same time.
         senders=max(_sending_ranks(part, request.groups) for part in request.family.parts),
     )
 
@@ -500,12 +529,12 @@ def _priced_route(
 def _relay_byte_s(
     network: Network, fabric: Fabric, route: CrossClusterAlgorithm, ranks: Mapping[str, int]
 ) -> float:
-    """Return the seconds that relaying adds to a step across clusters, per byte of the sum.
+    """Return the seconds per byte of the sum that relaying adds to a step across clusters.
 
     On a ring or a tree of clusters, a message passes several links, one after the other: a cluster
-    forwards it after it has received all of it. The loss is the time of the longest such sequence,
-    less the time that the busiest link is busy anyway. `ranks` maps each cluster to the number of
-    the group's ranks in it.
+    forwards it after it has received all of it. The price of a step already contains the time of
+    its busiest link. Relaying adds the time of the longest sequence of messages, less that time.
+    `ranks` maps each cluster to the number of the group's ranks in it.
     """
 
     def message_s(pair: Pair) -> float:
@@ -517,13 +546,15 @@ def _relay_byte_s(
 
     # (from cluster, to cluster) -> bytes for each byte of the sum; the gather step has equal ones.
     reduce_volumes, _ = route.halves
-    # Seconds of all messages on each link: volume / message_share is their number.
+    # Seconds of all messages on each link. One message carries `message_share` of the sum, so
+    # volume / message_share is the number of messages.
     busy_s = [
         message_s(pair) * volume / route.message_share for pair, volume in reduce_volumes.items()
     ]
-    # Seconds of all messages that follow each other on the way of a sum, as if they were latencies.
-    way_s = route.latency_s(message_s)
-    return max(0.0, way_s - max(busy_s))
+    # route.latency_s adds up a time of each link along the longest path of a sum. With the times of
+    # messages it returns the seconds of all messages that follow each other.
+    longest_path_s = route.latency_s(message_s)
+    return max(0.0, longest_path_s - max(busy_s))
 
 
 def _sending_ranks(part: GroupPart, groups: float) -> float:
@@ -531,11 +562,13 @@ def _sending_ranks(part: GroupPart, groups: float) -> float:
 
     Args:
         part: Equal nodes of a group.
-        groups: 0: count only the groups of the part's family (for the simulation, which adds the
-            loads of other groups itself). Else the groups of all families and stages on the node
-            count.
+        groups: 0: count only ranks in groups equal to this one (for the simulation, which adds the
+            loads of other groups itself). Any other number: count the ranks of all groups and
+            stages on the node. The number itself does not matter.
     """
-    return part.ranks_per_node * (part.concurrent_groups if groups else part.groups)
+    counts_all_groups = groups > 0
+    groups_on_node = part.concurrent_groups if counts_all_groups else part.groups
+    return part.ranks_per_node * groups_on_node
 
 
 def _step_inside_cluster(
@@ -555,7 +588,8 @@ def _step_inside_cluster(
         return Load(inside_bps=request.inside_bps, volume=ring_volume)
     family = request.family
     fabric = network.fabric(part.node_type for part in parts)
-    # Node class -> groups that share a NIC: those of all families, or only of this one.
+    # Node class -> groups that share a NIC. concurrent_groups counts all groups on the node, `groups`
+    # only those of this family (if request.groups is 0, for the simulation).
     flows = {
         part.node_class: float(part.concurrent_groups if request.groups else part.groups)
         for part in parts
@@ -567,7 +601,9 @@ def _step_inside_cluster(
         ranks_per_node = max(part.ranks_per_node for part in parts)
         volume = ranks_per_node * (ranks - ranks_per_node) / ranks
         messages = 1
-        cpu_messages = family.count * ranks * (ranks - 1)
+        cpu_messages = (
+            family.count * ranks * (ranks - 1)
+        )  # of all groups: every rank to every other
     else:
         volume = ring_volume
         messages = ranks - 1
@@ -579,7 +615,7 @@ def _step_inside_cluster(
         message_share=1 / ranks,
         ring=not request.direct,
         crosses_clusters=True,  # as a part of a reduction that crosses
-        senders=family.count * nodes,
+        senders=family.count * nodes,  # each node copies `volume` bytes for each byte of the sum
         cpu_messages=cpu_messages,
     )
 
@@ -713,8 +749,8 @@ class Sharded(PricedReduction):
         scatter_s = _seconds_of(self.scatter, sizes)
         shard_sum_s = _seconds_of(self.shard_sum, sizes)
         if not prefetch:  # computation and collectives follow each other
-            forward_s = added(forward, gather_s)
-            return forward_s, added(backward, backward_gather_s, scatter_s, shard_sum_s)
+            forward_s = _sum_by_element(forward, gather_s)
+            return forward_s, _sum_by_element(backward, backward_gather_s, scatter_s, shard_sum_s)
         # Gathers and scatters share a NIC: their bytes add up, and the shorter latency is hidden.
         gather_and_scatter = Price(
             byte_s=backward_gather.byte_s + self.scatter.byte_s,
@@ -732,7 +768,9 @@ class Sharded(PricedReduction):
             _Activity(_seconds_of(gather_and_scatter, sizes)),
             _Activity(shard_sum_s),
         ]
-        return longest(forward_activities, repeats), longest(backward_activities, repeats)
+        return _row_of_longest(forward_activities, repeats), _row_of_longest(
+            backward_activities, repeats
+        )
 
 
 class _Activity(NamedTuple):
@@ -746,17 +784,17 @@ def _seconds_of(price: Price, sizes: Row) -> Row:
     return tuple(map(price.seconds, sizes))
 
 
-def added(*rows: Row) -> Row:
+def _sum_by_element(*rows: Row) -> Row:
     """Return the sums of the rows' elements."""
     return tuple(map(sum, zip(*rows)))
 
 
-def longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> Row:
+def _row_of_longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> Row:
     """Return the seconds of a layer of each type in the activity that takes longest.
 
-    Activities run at the same time, so the longest one sets the time of the pass. Its exposed
-    seconds, which overlap with nothing, are divided among the layers of the first type. `repeats`
-    has the number of layers of each type.
+    An activity is the computation of a pass, or its use of one network. Activities run at the same
+    time, so the longest one sets the time of the pass. Its exposed seconds, which overlap with
+    nothing, go to the layers of the first type. `repeats`: number of layers of each type.
     """
 
     def total_s(activity: _Activity) -> float:
@@ -764,25 +802,26 @@ def longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> Row:
         return layers_s + activity.exposed_s
 
     slowest = max(activities, key=total_s)
-    # Layers of one type have one time, so each of them gets an equal part.
+    # Layers of one type have one time, so each gets an equal part. Only the total of the pass counts.
     first_s = slowest.layer_s[0] + slowest.exposed_s / repeats[0]
     return first_s, *slowest.layer_s[1:]
 
 
 def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
-    """Split the groups of a family by cluster.
+    """Split the groups of a family (equal groups) by cluster.
 
     Returns:
-        One family for each cluster; [] if the groups lie in one cluster, or if clusters have
-        different numbers of their ranks.
+        For each cluster, a family with the groups' ranks in this cluster. []: the groups lie in one
+        cluster, or a group has more ranks in one cluster than in another.
     """
-    members = _by_cluster(network, family)
+    members = _by_cluster(network, family)  # cluster -> nodes (`parts`), and number of ranks
     sizes = set(members.ranks.values())
     if len(members.parts) < 2 or len(sizes) > 1:
         return []
     (ranks,) = sizes  # the only number of ranks, of every cluster
     families = []
     for parts in members.parts.values():
+        # Nodes that a ring through the ranks visits: (node type, number of nodes in a row).
         ring = tuple((part.node_type, part.nodes) for part in parts)
         families.append(replace(family, ranks=ranks, parts=tuple(parts), ring=ring))
     return families
@@ -798,8 +837,8 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
         network: The site.
         family: Data-parallel groups with equally many ranks in every cluster.
     """
-    # Cluster -> its first nodes in the group. They stand for all of its nodes: with equally many
-    # ranks on each node, the NICs are equally busy.
+    # Cluster -> the first of its node sets (GroupPart: equal nodes of a group). It stands for all of
+    # the cluster: with equally many ranks on each node, the NICs are equally busy.
     first_of: dict[str, GroupPart] = {}
     for part in family.parts:
         first_of.setdefault(network.cluster(part.node_type), part)
@@ -808,7 +847,8 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
             part,
             nodes=1,
             ranks_per_node=1,
-            # Each rank of a node is in another group.
+            # Each rank of a node is in another of the new groups. So every old group with ranks on
+            # the node (`groups`: of this family, `concurrent_groups`: of all) becomes as many groups.
             groups=part.ranks_per_node * part.groups,
             concurrent_groups=part.ranks_per_node * part.concurrent_groups,
         )
@@ -828,7 +868,7 @@ def tied_weight_families(fold: Fold) -> Iterator[GroupFamily]:
     """Yield the groups of all ranks that hold the same part of a weight of the first and last stage.
 
     Each group unites a data-parallel group of the first stage with that of the same pipelines in the
-    last stage. Where the two differ in their classes of pipelines, there is none.
+    last stage. A first-stage group without such a counterpart is left out.
     """
     last_of = {family.pipeline_classes: family for family in fold.families(fold.stages[-1])}
     for first in fold.families(0):
@@ -852,12 +892,12 @@ def by_pairs(
 
     Args:
         network: The site.
-        fold: The placement.
-        pipeline: Pipeline class; pipelines of one class run on equal nodes.
-        inside_bps: Bits/s between the GPUs of a node.
+        fold: The placement, compact: equal pipelines are counted as a class.
+        pipeline: Number of the pipeline class.
+        inside_bps: Bits/s between the GPUs of a node; 0: not known, counts as free.
     """
-    stage_link = fold.stage_link(pipeline, 0, fold.stages[-1])
-    return PricedReduction(network.pairwise(stage_link, inside_bps), "pairs")
+    messages = fold.stage_link(pipeline, 0, fold.stages[-1])
+    return PricedReduction(network.pairwise(messages, inside_bps), name="pairs")
 
 
 def tied_hierarchical(
@@ -870,9 +910,9 @@ def tied_hierarchical(
 ) -> Hierarchical | None:
     """Return the hierarchical all-reduce of a tied weight's gradient, or None if it is not possible.
 
-    The weight is on the first and the last stage. Each of them must have two or more ranks in a
-    group, and lie in a single cluster, not both in the same. It is not possible without holmes,
-    either.
+    The weight is on the first and the last stage. It is possible if each of the two stages lies in
+    one cluster, the two clusters differ, and a group has two or more ranks on each stage. Training
+    without holmes (a network with `single_fabric`) never reduces so.
 
     Args:
         network: The site.

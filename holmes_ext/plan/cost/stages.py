@@ -49,7 +49,7 @@ def compressed_share(compression: str, width: int) -> float:
 
 
 def kinds_of(model: Model, sizes: Sizes) -> Kinds:
-    """Return the kinds of layers as one rank of a job with these sizes has them."""
+    """Return the costs of one embedding, one block and the output layer on a rank of these sizes."""
     layers = model.layers_of(sizes)
     expert = sizes.expert if model.experts else 1
     return Kinds(
@@ -81,7 +81,7 @@ class RankModel:
     def of(
         cls, model: Model, sizes: Sizes, kinds: Kinds | None = None, replicas: int = 1
     ) -> RankModel:
-        """Return the layers of a rank of a job.
+        """Return the layers of a rank, with the bytes that it reduces, keeps and sends.
 
         Args:
             model: The model.
@@ -89,10 +89,10 @@ class RankModel:
             kinds: Result of kinds_of(model, sizes), if it is known already.
             replicas: Number of clusters that each have all shards (hybrid sharding); else 1.
         """
-        layers, working = kinds or kinds_of(model, sizes)  # working memory, in bytes
-        reducing_ranks = sizes.data * sizes.context
+        layers, working = kinds or kinds_of(model, sizes)  # `working`: bytes needed for a moment
+        reducing_ranks = sizes.data * sizes.context  # these have equal dense parameters
         shards = reducing_ranks // replicas
-        expert_shards = max(1, shards // sizes.expert)
+        expert_shards = max(1, shards // sizes.expert)  # ranks that have the same experts
         reduced_bytes = [
             model.gradient_width * sum(layer.reduced(reducing_ranks, sizes.expert))
             for layer in layers
@@ -100,7 +100,7 @@ class RankModel:
         if reducing_ranks > 1:
             block_bytes = reduced_bytes[1]  # layers are (embedding, block, output)
             stage_gradient_bytes = block_bytes * model.layers / sizes.pipeline
-            working += buffer_bytes(stage_gradient_bytes)
+            working += buffer_bytes(stage_gradient_bytes)  # gradient buckets have their own memory
         return cls(
             layers=layers,
             repeats=(1, model.layers, 1),
@@ -118,12 +118,11 @@ class RankModel:
 
     @classmethod
     def of_workload(cls, work: Workload, sizes: Sizes) -> RankModel:
-        """Return a model with a block on each stage, with the computation and messages of `work`."""
+        """Return a model with one block for each stage, which has all the work of a stage."""
         block = Layer(
             kind="block",
             tensors=(work.gradient_bytes,),
-            # With 1 FLOP/s, FLOPs are seconds.
-            forward_flops=work.forward_s,
+            forward_flops=work.forward_s,  # seconds, as the GPU below computes 1 FLOP/s
             backward_flops=work.backward_s,
             activation_bytes=work.activation_bytes,
             kept_bytes=0.0,
@@ -137,7 +136,7 @@ class RankModel:
             reduced_bytes=(work.gradient_bytes,),
             state_bytes=(0.0,),
             micro_batches=work.micro_batches,
-            before=0,
+            before=0,  # no embedding, and no output layer
             after=0,
             copies=work.copies,
             activation_width=work.activation_width,
@@ -201,7 +200,7 @@ class StageCosts:
     forward_s: Rows  # of a micro-batch
     backward_s: Rows  # of a micro-batch
     reduction_s: Rows  # of the layer's gradients, without latency
-    transfer_s: Rows  # of the layer's output to the next stage
+    transfer_s: Rows  # of the output to the next stage, if a stage ends after the layer
     micro_batches: int
     latency_s: Row = ()  # by stage: of the reduction
     # By kind of layer.
@@ -217,8 +216,8 @@ class StageCosts:
     virtual: int = 1  # chunks per stage
     load_s: float = 0.0  # seconds that a NIC needs to send one micro-batch of all chunks of a stage
     places: tuple[str, ...] = ()  # by stage: names of its clusters
-    #: By stage link: part of transfer_s that occupies the link, if enough micro-batches are in flight to hide
-    #: the stage links (in_flight of plan/cost/pipeline.py). None: the framework's own schedule runs.
+    #: By stage link: part of transfer_s that occupies the link (without latency), if holmes sets the micro-
+    #: batches in flight so that they hide the stage links. None: the framework's own schedule runs.
     link_load_s: Row | None = None
     #: (first, last) of neighbouring stages that share NICs for the stage links before and after them.
     shared_nic_stages: tuple[tuple[int, int], ...] = ()
@@ -301,7 +300,7 @@ class StageCosts:
 
     @cached_property
     def memory(self) -> Rows:
-        """Return the bytes of every kind of layer on every stage, with all micro-batches in flight."""
+        """Return bytes[stage][kind of layer]: state, and activations of all micro-batches in flight."""
         rows = []
         for stage in range(self.stages):
             count = in_flight(stage, self.stages, self.virtual, self.micro_batches)
@@ -341,8 +340,7 @@ class StageCosts:
 
     @cached_property
     def transfer(self) -> list[Row]:
-        """Return the seconds of every layer's output to the next stage, by stage and layer."""
-        # Equal stages share one tuple.
+        """Return seconds[stage][layer] of a layer's output to the next stage; equal stages share a row."""
         row_of = {row: tuple(self.by_layer(row)) for row in dict.fromkeys(self.transfer_s)}
         return [row_of[row] for row in self.transfer_s]
 
@@ -362,17 +360,24 @@ class StageCosts:
         before layer l is done, and is hidden only by the backward pass of layers low..l-1. The
         largest difference over all l is exposed.
         """
-        reduction = self.sums["reduction_s"][stage]
+        # Prefix sums: reduction_of_first[n] is the time of the model's first n layers.
+        reduction_of_first = self.sums["reduction_s"][stage]
         if not self.overlap:
-            return reduction[high] - reduction[low] + self.latency_s[stage]
-        backward = self.sums["backward_s"][stage]
-        # Costs of equal layers are linear: the maximum is at the first or the last layer of a type.
+            return reduction_of_first[high] - reduction_of_first[low] + self.latency_s[stage]
+        backward_of_first = self.sums["backward_s"][stage]
+        # Costs are linear between the first and the last layer of each kind (_corners).
         candidates = (layer for layer in (low, high - 1, *self._corners) if low <= layer < high)
-        longest = max(reduction[layer + 1] - backward[layer] for layer in candidates)
-        return longest - (reduction[low] - backward[low]) + self.latency_s[stage]
+        # Reduction of the first l + 1 layers, less the backward pass of the first l. The part of both
+        # that lies below `low`, on other stages, is taken off afterwards.
+        longest = max(
+            reduction_of_first[layer + 1] - backward_of_first[layer] for layer in candidates
+        )
+        below_low = reduction_of_first[low] - backward_of_first[low]
+        return longest - below_low + self.latency_s[stage]
 
     def loads(self, stage_layers: Sequence[int]) -> tuple[StageLoad, ...]:
         """Return the computation and memory of every stage, given the number of its blocks."""
+        # totals[n]: cost of the model's first n layers. So layers [low, high) cost the difference.
         state_totals = self._totals(self.state_bytes)
         kept_totals = self._totals(self.kept_bytes)
         loads = []
@@ -385,24 +390,20 @@ class StageCosts:
                 forward_s=forward_totals[high] - forward_totals[low],
                 backward_s=backward_totals[high] - backward_totals[low],
                 fixed_bytes=state_totals[high] - state_totals[low] + self.working_bytes,
-                kept_bytes=kept_totals[high] - kept_totals[low],
-                limit_bytes=limit if limit < inf else 0.0,
-                weights_s=weights_totals[high] - weights_totals[low],
+                kept_bytes=kept_totals[high] - kept_totals[low],  # of each micro-batch in flight
+                limit_bytes=limit if limit < inf else 0.0,  # a StageLoad has 0 for "no limit"
+                weights_s=weights_totals[high] - weights_totals[low],  # weight gradients
             )
             loads.append(load)
         return tuple(loads)
 
     def in_flight(self, stage_layers: Sequence[int]) -> tuple[int, ...]:
-        """Return the micro-batches in flight on each stage that hide the stage links and fit the memory.
+        """Return how many micro-batches in flight hide the stage links, by stage, as far as memory allows.
 
-        Args:
-            stage_layers: Number of blocks of each stage.
-
-        Returns:
-            () if the framework's own schedule is as good, or is the only possible one.
+        () if the framework's schedule is as good or the only one. stage_layers: blocks of each stage.
         """
         if self.link_load_s is None:
-            return ()  # the framework's schedule
+            return ()  # holmes cannot change the number of micro-batches in flight
         loads = self.loads(stage_layers)
         forward_s, backward_s = passes_s(loads)
         # Longer for stage links that share a NIC which is busier than the slowest stage.
@@ -418,7 +419,7 @@ class StageCosts:
             transfer_s,
             self.micro_batches,
             link_load_s,
-            most=tuple(load.most for load in loads),
+            most=tuple(load.most for load in loads),  # micro-batches that fit the stage's memory
         )
 
     def stage_links_s(self, stage_layers: Sequence[int]) -> Row:
@@ -433,8 +434,7 @@ def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int]
     Args:
         costs: Costs of every layer on every stage.
         stage_layers: Number of blocks of each stage.
-        asked: Micro-batches in flight on each stage that the user sets; (): as many as hide the stage links
-            and fit the memory.
+        asked: Micro-batches in flight on each stage that the user sets; (): those of costs.in_flight().
     """
     in_flight = tuple(asked) or costs.in_flight(stage_layers)
     if not in_flight:  # the framework's own schedule
@@ -442,7 +442,7 @@ def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int]
     link_load_s = costs.link_load_s or ()  # part of each transfer that occupies its stage link
     ends = partial(walked_ends, in_flight=in_flight, load=link_load_s, nics=costs.shared_nic_stages)
     step = estimate(costs, stage_layers, ends)
-    memory_bytes = tuple(
+    memory_bytes = tuple(  # with this number of micro-batches in flight, not the framework's
         load.bytes_of(count) for load, count in zip(costs.loads(stage_layers), in_flight)
     )
     return replace(step, in_flight=in_flight, memory_bytes=memory_bytes)
