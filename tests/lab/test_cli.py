@@ -41,6 +41,10 @@ def parse(tmp_path):
             ["run", "--cluster", "FILE", "--", "/usr/bin/deepspeed", "--num_gpus", "2", "t.py"],
             "-- python t.py$",
         ),
+        (
+            ["run", "--cluster", "FILE", "--", "torchrun", "-m", "package.train", "--steps", "2"],
+            "-- python -m package.train --steps 2$",
+        ),
         (["measure", "--cluster", "no.toml"], "no.toml"),
     ],
 )

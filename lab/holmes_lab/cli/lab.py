@@ -292,9 +292,8 @@ def refuse_launcher(command: Sequence[str]) -> None:
         return
     try:
         parsed = split_command(command)
-        # Without a script, split_command() counts the module's name as a word of the launcher, so
-        # it is missing in `arguments`.
-        program = [parsed.script] if parsed.script else ["-m"]
+        # Without a script, split_command() counts the module's name as the launcher's last word.
+        program = [parsed.script] if parsed.script else ["-m", parsed.launcher[-1]]
         script = " ".join(["python", *program, *parsed.arguments])
     except HolmesError:  # neither a script nor a module was found: show an example
         script = "python train.py"
