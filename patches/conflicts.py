@@ -26,7 +26,11 @@ class Conflict(NamedTuple):
 
 
 class FailingCombination(NamedTuple):
-    """Two ranges of versions that were run together and failed."""
+    """Version ranges of two packages that failed together when they were run.
+
+    For example, deepspeed<0.14.4 failed with torch>=2.4. If the installed version of each package
+    lies in its range, conflicts() reports the two versions.
+    """
 
     first: Requirement
     second: Requirement

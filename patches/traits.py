@@ -26,12 +26,16 @@ ENGINES: dict[str, EngineTraits] = {
 def any_engine() -> EngineTraits:
     """Return the traits that the planner assumes for the training engine of an unknown framework.
 
-    An ability is something that holmes can make an engine do, e.g. "overlap": reduce gradients during the
-    backward pass. The unknown engine is assumed to have every ability.
+    An ability is something that holmes can make an engine do, e.g. "overlap": reduce gradients
+    during the backward pass. The unknown engine is assumed to have every ability.
 
-    In each framework, features (groups of patches) provide an ability. The user may switch features off.
-    It is not known which of them this job would need. Therefore an ability needs those of all frameworks,
-    and is lost if one of them is off.
+    Each framework provides an ability by features of its own. A feature is a group of patches,
+    which the user may switch off. It is not known which of these features the job needs. Therefore
+    an ability depends on its features in all frameworks: without any one of these features, it is
+    lost.
+
+    Returns:
+        Traits that map each ability to the names of its features in all frameworks.
     """
     features_of_ability: dict[str, tuple[str, ...]] = {}
     for ability in ABILITIES:

@@ -49,14 +49,16 @@ _C10D = "torch.distributed.distributed_c10d"
 def _host_store_where_launched(current: Session, call: Call, instance: Any, rank: int) -> Any:
     """Create the rendezvous store, hosted by the process that the launcher started as rank 0.
 
-    Runs instead of torch's _create_c10d_store; `call()` runs the original.
+    Runs instead of torch's _create_c10d_store; `call()` runs the original, with the launcher's
+    rank.
 
-    MASTER_ADDR is the address of this process. holmes may have renumbered the ranks, so that the job's rank 0
-    runs on another node.
+    holmes may have renumbered the ranks, so that the new rank 0 runs on another node. MASTER_ADDR
+    is still the address of the launcher's rank 0, and all ranks connect to that address. If
+    torchrun hosts the store, its keys get a prefix for each start of the job.
 
     Args:
-        rank: The rank after renumbering. Its value is not read, but `call` replaces it. It is a parameter of
-            this wrapper so that holmes checks that torch's function has it.
+        rank: The rank after renumbering, which torch passes. The original receives the launcher's
+            rank in its place. holmes checks that torch's function has a parameter of this name.
     """
     launched_rank = current.process.rank  # the rank before holmes renumbered it
     store = call(rank=launched_rank)

@@ -34,7 +34,12 @@ from holmes_ext.runtime.session import Session, tell
 
 
 class PlannedRuntime(NamedTuple):
-    """Executor of a pipeline schedule's steps, in the order of passes that holmes's plan lists."""
+    """torch's runtime for training steps of a pipeline schedule, in a planned order of passes.
+
+    A pass is the forward or backward pass of a micro-batch. holmes's plan lists their order for
+    each pipeline stage. The runtime is made in the first training step, once for each schedule of
+    the program. The wrapper of the schedule's step() then runs each training step by it.
+    """
 
     runtime: Any  # a _PipelineScheduleRuntime of torch
     #: Whether _step() must divide the gradients by the number of micro-batches, because the runtime

@@ -40,7 +40,10 @@ _MIN_HANDLE_FIELDS = 3
 
 
 class _Membership(NamedTuple):
-    """Members of a process group between two reconfigurations."""
+    """Members of a process group from one reconfiguration to the next.
+
+    A reconfiguration gives the group other members.
+    """
 
     uuid: int  # identifies the communicator; chosen by the program, _NO_UUID before any reconfiguration
     planned_ranks: tuple[int, ...]  # planned rank of the member with group rank 0, 1, ...
@@ -122,16 +125,18 @@ def _reconfigure_and_record_group(
     handles: Collection[str],
     group: Any = None,
 ) -> Any:
-    """Reconfigure a process group, and add it to Session.groups if its members have changed.
+    """Reconfigure a process group, and add it to the job's report if its members have changed.
 
-    Runs instead of torch.distributed._reconfigure; `call()` runs the original, which replaces the group's
-    communicator by one of other members. Session.groups is the list of groups in the job's report.
+    Runs instead of torch.distributed._reconfigure; `call()` runs the original, which replaces the
+    group's communicator by one with other members.
 
-    Planned ranks are those of the job's start, which the plan uses. torch numbers the members anew.
+    The report (Session.groups) lists the members by the ranks that they had at the job's start. The
+    plan uses these numbers, too. torch numbers the members of the reconfigured group anew, from 0.
 
     Args:
         uuid: Identifies the new communicator; chosen by the program.
-        handles: torch's texts that identify the new members: each has the former rank of the member.
+        handles: torch's texts that identify the new members: each has the former rank of the
+            member.
         group: The group; None for the default group.
     """
     import torch.distributed as dist
@@ -162,23 +167,27 @@ def _reconfigure_and_record_group(
 def _new_planned_ranks(
     handles: Collection[str], former: _Membership, original_ranks: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the planned ranks of a reconfigured group's members, ordered by new group rank.
+    """Translate members of a reconfigured group into the ranks that they had at the job's start.
 
-    A handle has the form "BACKEND:RANK:UUID:...". UUID says which membership RANK belongs to:
+    torch describes each new member by a handle "BACKEND:RANK:UUID:...". RANK is a former rank
+    within the group. UUID says to which members of the group RANK refers:
 
-        UUID of the former membership    RANK is the member's rank in the group until now.
-        -1                               The member's process has just started. RANK is the rank in the group
-                                         as the program first made it.
+    - UUID of the group's last reconfiguration: the members since that reconfiguration.
+    - UUID -1: the members with which the program first made the group. The process of this new
+      member has just started.
+
+    A member's rank at the job's start is called its planned rank, because the plan uses it.
 
     Args:
-        handles: torch's handles of the new members. A list is in the order of the new ranks. A set has no
+        handles: Handles of the new members. A list is in the order of the new ranks. A set has no
             order: torch sorts it, and so does this function.
-        former: Members of the group until now.
-        original_ranks: Planned ranks of the group as the program first made it.
+        former: Members since the last reconfiguration, with its UUID.
+        original_ranks: Planned ranks of the members with which the program first made the group.
 
     Returns:
-        None if a handle has another UUID. This happens on a process that has just started: it has not seen
-        the former membership, so it cannot translate the ranks of members that have.
+        Planned rank of the member with new group rank 0, 1, ... None if a handle has another UUID.
+        This happens in a process that has just started, because it does not know the former
+        members.
     """
     is_set = isinstance(handles, (set, frozenset))
     ordered_handles = sorted(handles) if is_set else list(handles)
@@ -200,14 +209,18 @@ def _new_planned_ranks(
 
 
 def _update_renumbered_rounds(current: Session, default_group_ranks: tuple[int, ...]) -> None:
-    """Record whether torch's ranks differ from the planned ranks.
+    """Record whether torch's ranks now differ from the planned ranks, those of the job's start.
 
-    Called after the default group has changed. Planned ranks are those of the job's start. When a
-    member has left, torch numbers the remaining ones from 0 without gaps. While the numberings
-    differ, _raise_if_renumbered() refuses to make new groups.
+    Called after the default group has changed. When a member has left, torch numbers the remaining
+    members from 0 without gaps. While the two numberings differ, new process groups are refused:
+    the plan has no network for them.
+
+    The record is the set _renumbered_rounds. A round is one start of the job by the launcher. A
+    restart begins a new round, in which both numberings agree again.
 
     Args:
-        default_group_ranks: Planned ranks of the default group's new members, ordered by torch's new rank.
+        default_group_ranks: Planned ranks of the default group's new members, ordered by torch's
+            new rank. For example, (0, 2) after rank 1 of three has left: torch's ranks are 0 and 1.
     """
     # current.key_prefix identifies this start of the job: after a restart, torch's ranks are the planned
     # ones.
@@ -223,15 +236,16 @@ def _update_renumbered_rounds(current: Session, default_group_ranks: tuple[int, 
 def _make_group_unless_renumbered(
     current: Session, call: Call, instance: Any, global_ranks_in_group: Any
 ) -> Any:
-    """Make a process group, or raise an error if torch has renumbered the ranks since the job's start.
-
-    torch does so when the default group loses a member. The plan keeps the ranks of the job's start (planned
-    ranks), so it has no network for groups of the new ones.
+    """Make a process group, or raise an error if torch has renumbered the job's ranks.
 
     Runs instead of torch's _new_process_group_helper; `call()` runs the original.
 
+    When the default group loses a member, torch numbers the remaining ranks anew. holmes's plan
+    assigns networks to ranks by their numbers at the job's start. Therefore the plan has no network
+    for a group of renumbered ranks. A new default group is always made.
+
     Raises:
-        HolmesError: the numbers differ.
+        HolmesError: torch's ranks differ from those of the job's start.
     """
     is_default_group = not global_ranks_in_group
     if not is_default_group:  # a new default group is always allowed: it has all planned ranks
@@ -242,26 +256,27 @@ def _make_group_unless_renumbered(
 @with_session
 @by_name
 def _split_group_unless_renumbered(current: Session, call: Call, instance: Any) -> Any:
-    """Split a process group, or raise an error if torch has renumbered the ranks since the job's start.
-
-    torch does so when the default group loses a member. The plan keeps the ranks of the job's start (planned
-    ranks), so it has no network for groups of the new ones.
+    """Split a process group, or raise an error if torch has renumbered the job's ranks.
 
     Runs instead of torch.distributed.split_group; `call()` runs the original.
 
+    When the default group loses a member, torch numbers the remaining ranks anew. holmes's plan
+    assigns networks to ranks by their numbers at the job's start. Therefore the plan has no network
+    for a group of renumbered ranks.
+
     Raises:
-        HolmesError: the numbers differ.
+        HolmesError: torch's ranks differ from those of the job's start.
     """
     _raise_if_renumbered(current)
     return call()
 
 
 def _raise_if_renumbered(current: Session) -> None:
-    """Raise an error if torch's ranks differ from the planned ranks.
+    """Raise an error if torch's ranks differ from those of the job's start, which the plan uses.
 
     Raises:
-        HolmesError: the default process group has lost or changed ranks, so torch has renumbered its ranks,
-            and the plan has no network for a new group.
+        HolmesError: the default process group has lost or replaced members, so torch has renumbered
+            the ranks. The plan has no network for a new group of renumbered ranks.
     """
     if current.key_prefix not in _renumbered_rounds:
         return

@@ -119,7 +119,15 @@ def _recording(original: Any, operation: Operation) -> Any:
     last_position = max(read_positions, default=-1)  # of the arguments that are recorded
 
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record the operation, and call the method of ProcessGroup (`self`) that starts it."""
+        """Run the original method, and record the collective, send or receive that it starts.
+
+        Programs call this function in place of a method of torch's ProcessGroup, e.g. allreduce.
+        This process's telemetry gets a record with the operation's name, its bytes and its peer.
+        Without telemetry, only the original method runs.
+
+        Returns:
+            What the original method returns: torch's Work of the operation.
+        """
         recorder = telemetry.recorder
         if recorder is None:  # telemetry is off
             return original(self, *args, **kwargs)
