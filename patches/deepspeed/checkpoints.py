@@ -97,15 +97,23 @@ def _record_split(folder: Path, engine: Any) -> None:
 
 @dataclass(frozen=True)
 class Split:
-    """Pipeline stages and tensor-parallel size of a checkpoint or a job. DeepSpeed calls layers modules."""
+    """Division of a model's layers into pipeline stages, with the tensor-parallel size.
 
-    #: Index of the first module of each stage, then their number; () if not known.
+    One Split describes this job, and another one the checkpoint that the job loads. Without
+    conversion, the checkpoint can be loaded only if both are equal.
+    """
+
+    #: Index of the first layer of each stage, then the number of layers, e.g. (0, 4, 11); () if not
+    #: known.
     parts: tuple[int, ...]
     tensor: int  # tensor-parallel ranks of each stage; 0 if not known
     files: int = 0  # if `parts` is not known: the number of model files of the checkpoint
 
     def __str__(self) -> str:
-        """Return a text for messages, e.g. "stages of 4+7 modules x tensor 2"."""
+        """Return a text for messages, e.g. "stages of 4+7 modules x tensor 2".
+
+        DeepSpeed calls the layers of a pipeline model "modules".
+        """
         if not self.parts:
             return f"{self.files} stages x tensor ranks"
         sizes = "+".join(str(end - start) for start, end in zip(self.parts, self.parts[1:]))
@@ -189,15 +197,18 @@ def ways_out(folder: Path, saved: Split, job_split: Split, module: Any) -> str:
 
 
 def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
-    """Return the number of transformer blocks of each stage, if that describes the stages.
+    """Return how many transformer blocks each stage has; [] if these numbers do not fix the stages.
 
-    A plan has only these numbers. They determine the stages because each later stage of a plan
-    begins with a block. Return [] for other stages: one without blocks, or one that begins with
-    another layer, such as a norm that stands between two blocks.
+    For example, [4, 7] is suggested to the user as --holmes-partition 4,7, to make the same stages
+    again. That option lets every stage but the first begin with a block. Therefore the result is []
+    in two cases:
+
+    - A stage has no block.
+    - A stage other than the first begins with another layer, such as a norm between two blocks.
 
     Args:
-        module: The PipelineModule, whose layers are counted.
-        parts: Index of the first layer of each stage, and then the number of layers.
+        module: DeepSpeed's PipelineModule, which lists all layers of the model.
+        parts: Index of the first layer of each stage, then the number of layers: (0, 4, 11).
     """
     names = [class_name(spec) for spec in module._layer_specs]
     block_class = most_frequent(names)  # the class of the transformer blocks

@@ -53,13 +53,20 @@ def from_arguments(argv: list[str]) -> DsConfig | None:
 
 
 def checked(config: DsConfig, current: Session) -> list[str]:
-    """Call check() with the plan of the job, and let only rank 0 print an error.
+    """Compare a ds_config file with plan and --holmes-overlap; only rank 0 prints an error.
 
-    The file and the plan are the same on all ranks. Therefore all ranks find the same error.
+    Compared are pipeline.stages, pipeline.partition and zero_optimization.overlap_comm (see
+    check()). The file and the plan are the same on all ranks. Therefore all ranks find the same
+    error.
+
+    Returns:
+        Lines for the user about settings of the file that have no effect, e.g. "ds_config.json: key
+        'zero_optimization.overlap_comm' has no effect: ..."; [] if there are none.
 
     Raises:
-        HolmesError: On rank 0, a setting contradicts the plan.
-        RemoteError: On other ranks, a setting contradicts the plan. This error ends a rank without a message.
+        HolmesError: On rank 0, a setting contradicts the plan or --holmes-overlap.
+        RemoteError: On other ranks, a setting contradicts one of them. This error ends a rank
+            without a message.
     """
     try:
         return check(config, current.plan, current.options.overlap)
@@ -70,16 +77,22 @@ def checked(config: DsConfig, current: Session) -> list[str]:
 
 
 def check(config: DsConfig, plan: Plan, overlap: str = "auto") -> list[str]:
-    """Compare settings of a ds_config file with the plan and with --holmes-overlap.
+    """Compare a ds_config file with the plan's stages and layers, and with --holmes-overlap.
+
+    The compared settings are pipeline.stages, pipeline.partition and
+    zero_optimization.overlap_comm.
 
     Args:
+        plan: holmes's decisions for the job, such as the parallel sizes and the layers of each
+            stage.
         overlap: The value of --holmes-overlap: "auto", "on" or "off".
 
     Returns:
-        Lines for the user about settings that have no effect.
+        Lines for the user about settings that have no effect; [] if there are none.
 
     Raises:
-        HolmesError: A setting contradicts the plan or the option. The message names the file and the key.
+        HolmesError: A setting contradicts the plan or the option. The message names the file and
+            the key.
     """
     pipeline_size = plan.sizes.pipeline if plan.sizes else 1
     pipeline_settings = _table_of(config, "pipeline")

@@ -26,7 +26,10 @@ class PartOfGradient(NamedTuple):
 
 
 def gradients_of(engine: Any) -> PlainGradients:
-    """Return the object that finds the gradients which the optimizer of a DeepSpeed engine reads."""
+    """Return the object that finds the gradients which the optimizer of a DeepSpeed engine reads.
+
+    The class of the object depends on the optimizer: BF16_Optimizer, ZeRO 1, or any other.
+    """
     optimizer_name = type(engine.optimizer).__name__
     if optimizer_name == "BF16_Optimizer":
         return Bf16Gradients(engine)
@@ -36,9 +39,11 @@ def gradients_of(engine: Any) -> PlainGradients:
 
 
 class PlainGradients:
-    """Gradients of ZeRO 0, which need no special care: the optimizer reads .grad.
+    """Access to the gradients of a DeepSpeed engine with ZeRO 0, where the optimizer reads .grad.
 
-    Base class for other optimizers of DeepSpeed.
+    gradients_of() makes one object for each engine. The reduction during the backward pass calls it
+    to find each gradient and the divisor of the sum. It also says which ranks need the sum. The
+    subclasses do the same for BF16_Optimizer and ZeRO 1, which read gradients from other tensors.
     """
 
     def __init__(self, engine: Any):
@@ -99,11 +104,11 @@ class PlainGradients:
 
 
 class Bf16Gradients(PlainGradients):
-    """Gradients of BF16_Optimizer, which adds the bf16 gradients of each micro-batch to float32 sums.
+    """Access to the gradients of BF16_Optimizer, which keeps float32 sums over the micro-batches.
 
-    DeepSpeed adds them after a backward pass, in update_hp_grads. The last backward pass differs: gradients
-    are sent while it runs, so each is added to its float32 sum just before it is sent. update_hp_grads then
-    adds nothing.
+    DeepSpeed adds the bf16 gradients to these sums after a backward pass, in update_hp_grads. In
+    the last backward pass, gradients are sent while the pass runs. Therefore each gradient is added
+    to its float32 sum just before the sum is sent, and update_hp_grads then adds nothing.
 
     With DeepSpeed's setting immediate_grad_update, a hook of DeepSpeed adds each gradient at once.
     """
@@ -165,10 +170,11 @@ class Bf16Gradients(PlainGradients):
 
 
 class ZeroGradients(PlainGradients):
-    """Gradients of ZeRO 1, in which each rank updates only its own part (partition) of the weights.
+    """Access to the gradients of ZeRO 1, where each rank updates only its own part of the weights.
 
-    When all gradients have been averaged over the ranks, the optimizer copies the averages of the
-    rank's own partition, and updates the weights from this copy.
+    Such a part is called a partition. When all gradients have been averaged over the ranks, the
+    optimizer copies the averages of the rank's own partition. It updates the weights from this
+    copy.
     """
 
     def __init__(self, engine: Any):
@@ -236,12 +242,14 @@ class ZeroGradients(PlainGradients):
         return float(ranks) if divides_before else super().predivide(ranks)
 
     def after_reduction(self) -> None:
-        """Copy the averaged gradients of this rank's partition, for ZeRO's optimizer.
+        """Copy this rank's part of the averaged gradients to where ZeRO's optimizer reads it.
 
-        A partition is the part of the weights that one rank updates. DeepSpeed's
-        allreduce_gradients first averages the gradients, and then makes this copy. Here they are
-        averaged already. Therefore it runs with empty functions in place of those that average, so
-        that only the copy is made.
+        The part belongs to the weights that this rank updates (its partition). This method is
+        called when all gradients have been averaged over the ranks.
+
+        DeepSpeed's allreduce_gradients averages the gradients, and then makes the copy. This method
+        calls allreduce_gradients while the averaging functions are replaced by functions that do
+        nothing. So nothing is averaged twice.
         """
         # The functions that reduce: with DeepSpeed's setting contiguous_gradients, and without it.
         names = ("average_tensor", "buffered_reduce_fallback")

@@ -109,10 +109,14 @@ class PlannedPasses:
         yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
 
     def _run_forward(self, micro_batch: int) -> Iterator[list[Any]]:
-        """Yield the instructions of a forward pass, and report its begin and end to the mailbox.
+        """Yield a forward pass's instructions, then free gradients that the previous stage has.
 
-        This pass waits for the activation of the previous stage. That stage received some gradients from
-        this stage before it computed the activation. After this pass, the mailbox may free them.
+        The mailbox sends and receives this stage's messages in the background. It keeps a sent
+        tensor until the neighbouring stage must have received that tensor.
+
+        This pass first receives an activation. The previous stage computed the activation in its
+        own forward pass. By then it had received some gradients from this stage. Their number
+        follows from the planned order. The mailbox frees these gradients after this pass.
         """
         # Mailbox.send labels the sent tensors with the pass.
         self.mailbox.sending_pass = (FORWARD, micro_batch)
@@ -127,10 +131,14 @@ class PlannedPasses:
             self.mailbox.release_sent(BACKWARD, last_received)  # frees gradients up to this one
 
     def _run_backward(self, kind: str, micro_batch: int) -> Iterator[list[Any]]:
-        """Yield the instructions of a backward pass, and report its begin and end to the mailbox.
+        """Yield a backward pass's instructions, then free the activation that the next stage has.
 
-        The gradient that arrives for this pass shows that the next stage has received the activation of the
-        micro-batch. The mailbox may free the activation.
+        The mailbox sends and receives this stage's messages in the background. It keeps a sent
+        tensor until the neighbouring stage must have received that tensor.
+
+        This pass first receives a gradient from the next stage. The gradient shows that the next
+        stage has received the activation of this micro-batch. The mailbox frees the activation
+        after this pass.
 
         Args:
             kind: BACKWARD, or INPUT_GRADIENTS for the first part only.
@@ -182,11 +190,16 @@ class PlannedPasses:
     def _backward_instructions(self, micro_batch: int, buffer: int) -> Iterator[list[Any]]:
         """Yield the engine's instructions for the backward pass of a micro-batch.
 
-        If the plan splits backward passes, these compute the first part: the gradients of the inputs.
+        The instructions receive the gradient of the next stage, compute, and send the gradient of
+        this stage's inputs to the previous stage. If the plan splits backward passes, only the
+        gradients of the inputs are computed. The gradients of the weights follow in
+        _compute_weight_gradients().
+
         The engine executes each yielded list before this generator goes on.
 
         Args:
-            buffer: Number of the buffer in which the engine keeps the activations of the micro-batch.
+            buffer: Number of the buffer in which the engine keeps the activations of the
+                micro-batch.
         """
         from deepspeed.runtime.pipe import schedule
 
@@ -211,11 +224,12 @@ class PlannedPasses:
         engine.grad_layer = receive_buffer  # the next RecvGrad writes into the same buffer again
 
     def _compute_weight_gradients(self, micro_batch: int) -> None:
-        """Compute the gradients of the weights: the second part of a micro-batch's split backward pass.
+        """Compute a micro-batch's weight gradients: the second part of its split backward pass.
 
-        BF16_Optimizer has a float32 sum of the bf16 gradients of all micro-batches. Without the setting
-        immediate_grad_update, the engine adds the bf16 gradients to the sum after each BackwardPass. This
-        part is no BackwardPass, so this method adds its gradients.
+        With BF16_Optimizer, this method then adds these bf16 gradients to the float32 sums over the
+        micro-batches. The engine adds gradients only after its instruction BackwardPass, which runs
+        only for the first part. With DeepSpeed's setting immediate_grad_update, a hook has added
+        the gradients already, and this method adds nothing.
         """
         engine = self.engine
         has_float32_sums = engine.using_bf16_optimizer

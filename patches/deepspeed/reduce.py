@@ -258,16 +258,17 @@ def _run_backward(call: Call, instance: Any) -> Any:
 
 @by_name
 def _send_held_buckets(call: Call, instance: Any) -> Any:
-    """Send the gradients that the last backward pass held back, then reduce tied gradients.
+    """Send gradients that the last backward pass held back, then let DeepSpeed sum tied gradients.
 
-    This wrapper runs in place of DeepSpeed's _exec_reduce_tied_grads, which call() runs: it sums
-    the gradients of weights that two pipeline stages share. Here it is the first step after the
-    backward pass.
+    Tied gradients are those of weights that two pipeline stages share. This wrapper runs instead of
+    DeepSpeed's _exec_reduce_tied_grads, the first instruction after the backward pass. call() runs
+    the original, which sums the tied gradients.
 
     Normally a bucket of gradients is sent while the backward pass goes on. With a single hardware
-    queue (CUDA_DEVICE_MAX_CONNECTIONS=1), a send would block the kernels of the backward pass
-    behind it, so the buckets of this stage were held back. They are sent before the tied gradients:
-    this stage may have to wait for the other stage, and the buckets travel in that time.
+    queue (CUDA_DEVICE_MAX_CONNECTIONS=1), a send would block the later kernels of the backward
+    pass. Therefore this stage holds its buckets back until the backward pass has ended. The sum of
+    tied gradients may wait for the other stage. The buckets are sent first, so that they travel in
+    that time.
     """
     overlap = _overlaps.get(instance)  # None if DeepSpeed's own reduction is used
     # armed: _run_backward has started the reduction of this batch, which has not ended yet

@@ -190,17 +190,22 @@ def _wire_to(stage: int) -> Wire:
 
 
 def _transfer_compressed(direction: str, call: Call, tensor: Any, stage: Any, async_op: Any) -> Any:
-    """Send a tensor as bf16 or int8 (--holmes-compress-activations), or receive and decode such a message.
+    """Send a tensor as bf16 or int8 (--holmes-compress-activations), or receive such a message.
 
-    `call` makes the transfer. During a training step it uses the mailbox, which sends and receives in the
-    background and does the encoding itself. At other times the transfer blocks, and this function encodes
-    before it or decodes after it.
+    Runs instead of DeepSpeed's p2p.send or p2p.recv. There are two cases:
+
+    - During a training step, `call` passes the tensor to a mailbox. The mailbox sends and receives
+      in the background, and encodes and decodes messages.
+    - At other times, as in evaluation, `call` blocks until the transfer ends. This function encodes
+      the tensor before the call, or decodes the message after the call.
 
     Args:
         direction: "send" or "recv".
+        call: Makes the transfer.
+        tensor: The tensor to send, or the tensor that receives the decoded message.
         stage: The neighbouring stage.
-        async_op: Not used: DeepSpeed's pipeline engine always passes False. p2p_patches() passes it to every
-            function like this one.
+        async_op: Not used: DeepSpeed's pipeline engine always passes False. p2p_patches() passes it
+            to every function like this one.
     """
     import torch
 

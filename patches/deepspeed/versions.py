@@ -14,7 +14,12 @@ from holmes_ext.patches.engine.patch import installed_version, release_of
 
 
 class Reader(NamedTuple):
-    """Function that reads a setting, and the releases of DeepSpeed for which it does."""
+    """Function that reads one setting of DeepSpeed in a range of DeepSpeed's releases.
+
+    Releases store the same setting in different attributes of the engine or optimizer. _TABLE
+    therefore lists one or more Readers for each setting. read_by_version() uses the Reader for the
+    installed release.
+    """
 
     since: str  # first release; the last one is that before the next reader of the same setting
     read: Callable[[Any], Any]  # takes the engine or the optimizer
