@@ -128,7 +128,13 @@ class Location:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            """Call the patch's wrapper. Programs call this new function in place of `function`."""
+            """Run a patch's wrapper in place of the framework's function that the patch changes.
+
+            Programs call this function, because it is the new value of the patched attribute. The
+            wrapper receives the framework's function, the object whose method that is (or None),
+            and the arguments. After the patch has been removed, only the framework's function is
+            called.
+            """
             instance = None
             target = function
             if has_self:

@@ -114,11 +114,12 @@ class Registry:
 
         Args:
             patches: Patches that are imported already.
-            extension_features: Names of the features of all extensions. HOLMES_DISABLE may name them
-                in every job. Only a job that uses an extension adds its patches, with add(); without
-                them, enable() raises an error for the feature.
-            modules: Modules of holmes with more patches, which are imported when the patches are needed.
-                Unlike an extension's, their features can be enabled before that.
+            extension_features: Names of the features of all extensions (packages that extend
+                holmes). HOLMES_DISABLE may name these features in every job. add() adds their
+                patches, but only in jobs that use the extension. In other jobs, enable() raises an
+                error for such a feature.
+            modules: Modules of holmes with more patches, which are imported when the patches are
+                needed. Unlike an extension's, their features can be enabled before that.
         """
         self._extension_features = frozenset(extension_features)
         self._lock = threading.RLock()
@@ -161,13 +162,14 @@ class Registry:
     ) -> None:
         """Apply the patches of some features (groups of patches), now or later.
 
-        A patch is applied now if the framework's module that it changes is imported, or else when this module
-        is imported later.
+        A patch changes a module of a framework. It is applied now if the program has imported that
+        module, or else when the program imports the module.
 
         Args:
             names: Names of the features.
-            required: Whether HolmesError is raised if a patch does not fit the framework, here or by the
-                import. Otherwise the feature is switched off.
+            required: Whether a patch that does not fit the framework is an error. HolmesError is
+                then raised by this method, or later by the program's import of the module. If
+                False, the feature is switched off, and no error is raised.
             disabled: Features that stay off; by default those in HOLMES_DISABLE.
 
         Raises:
@@ -192,7 +194,8 @@ class Registry:
 
         Args:
             state: State of the feature.
-            required: Whether HolmesError is raised if a patch does not fit the framework.
+            required: Whether a patch that does not fit the framework raises HolmesError. If False,
+                the feature is switched off instead.
             is_disabled: Whether HOLMES_DISABLE switches the feature off.
         """
         with self._lock:
@@ -409,7 +412,10 @@ class Registry:
         return summary
 
     def untried(self) -> dict[str, list[str]]:
-        """Return the features that are on under a version that they do not support (--holmes-try).
+        """Return the features that are on although they do not support the framework's version.
+
+        The option --holmes-try switches such features on, if their patches fit the framework's
+        code. "Untried" means that holmes was not tested with this version.
 
         Returns:
             A dict: framework and version, e.g. "deepspeed 0.20.0" -> names of the features.
@@ -425,7 +431,8 @@ class Registry:
     def warnings_of_newer_frameworks(self) -> list[str]:
         """Return a warning for each framework that is newer than all versions holmes was run with.
 
-        Only frameworks with a feature that is on are checked. Features that untried() returns are left out.
+        Only frameworks with a feature that is on are checked. Features that --holmes-try has
+        switched on in an unsupported version are left out: untried() returns them.
         """
         warnings = set()  # several features of a framework may have the same warning
         with self._lock:
@@ -454,10 +461,13 @@ class Registry:
         return states
 
     def _apply_patches_after_import_of(self, name: str) -> None:
-        """Apply the patches of a module, at once if it is imported, or else after its import.
+        """Apply the patches of a framework's module: now if it is imported, else after its import.
 
-        wrapt calls a post-import hook when the import of the module ends. If the module is imported already,
-        it calls the hook at once, so the caller must not hold the lock. One hook for each module is enough.
+        wrapt's post-import hook does both: it runs at once if the module is imported already. This
+        method registers no second hook for a module that already waits for its import.
+
+        The caller must not hold self._lock. wrapt has a lock of its own, and two threads that take
+        both locks in different orders could deadlock.
 
         Args:
             name: Name of the framework's module.

@@ -320,20 +320,25 @@ def _name_of(target: Callable[..., Any]) -> str:
 
 
 def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert a wrapper that names the parameters it reads to the form that Patch.wrap needs.
+    """Convert a function with named parameters into a wrapper that a Patch can use.
 
-    A wrapper runs instead of a framework's function, its target. Patch.wrap is called as
-    (target, instance, args, kwargs).
+    A wrapper runs instead of a framework's function, its target. Patch.wrap is called as (target,
+    instance, args, kwargs). With by_name, a wrapper instead lists the target's parameters that it
+    reads:
+
+        @by_name
+        def wrapper(call, instance, timeout):  # timeout: the program's argument
+            return call(timeout=2 * timeout)  # runs the target with a changed argument
 
     Args:
-        wrapper: A function (call, instance, ...), or (current, call, instance, ...) if with_session decorates
-            the result. Each further parameter has the name of a parameter of the target, and receives the
-            value with which the program calls the target. A default in the wrapper is used if the installed
-            version of the target has no such parameter.
+        wrapper: A function (call, instance, ...), or (current, call, instance, ...) if with_session
+            decorates the result. Each further parameter has the name of a parameter of the target.
+            A default in the wrapper is used if the installed version of the target has no such
+            parameter.
 
     Returns:
-        The function. Its attribute `parameters` lists the parameters that the target must have: those without
-        a default in the wrapper.
+        The function for Patch.wrap. Its attribute `parameters` lists the parameters that the target
+        must have: those without a default in the wrapper.
 
     Raises:
         TypeError: the wrapper has *args or **kwargs.
@@ -357,13 +362,16 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(wrapper)
     def wrap(*arguments: Any) -> Any:
-        """Call the wrapper with the values of the parameters that it names.
+        """Call the function that by_name decorates, with values for its named parameters.
+
+        For a decorated function (call, instance, timeout), the value of `timeout` is taken from the
+        program's call of the framework's function.
 
         Args:
-            arguments: (target, instance, args, kwargs): the framework's function, the object whose
-                method it is or None, and the arguments of the program's call, as a tuple and a
-                dict. If with_session decorates this function, the session of holmes comes before
-                them.
+            arguments: (target, instance, args, kwargs), as for Patch.wrap: the framework's
+                function, the object whose method that is (or None), and the arguments of the
+                program's call. If the patch also uses the decorator with_session, the session of
+                holmes precedes these four values.
         """
         *session_if_taken, target, instance, args, kwargs = arguments  # [session], or []
         call = Call(target, args, kwargs, names)  # the wrapper calls the target through it
