@@ -37,11 +37,13 @@ _IMPORT_EARLIER = (
 def drop_in(enable: Callable[..., None]):
     """Return the function that programs call as holmes_ext.initialize_model_parallel.
 
-    The returned function has the signature of megatron-core's initialize_model_parallel and calls it. If
-    holmes is still off, the returned function first switches it on.
+    The returned function has the signature of megatron-core's initialize_model_parallel and calls
+    it. If holmes is still off, the returned function first switches it on.
 
-    Before init_process_group, this function lets torch 2.15 postpone the communicator of the default process
-    group (patches/torch/late_start.py). Otherwise holmes could not be switched on afterwards.
+    drop_in() itself runs when the program imports initialize_model_parallel from holmes_ext. If the
+    import comes before init_process_group, drop_in() makes torch 2.15 postpone the first
+    communicator of the default process group. Once that communicator exists, holmes can no longer
+    be switched on.
 
     Args:
         enable: holmes_ext.enable, which switches holmes on.
@@ -119,7 +121,14 @@ def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]
 
 
 def _init_arguments(world: Any) -> dict[str, Any]:
-    """Return the arguments of init_process_group that make a new default group with the settings of `world`.
+    """Return arguments with which init_process_group makes the default process group anew.
+
+    The arguments are the backend, NCCL options, timeout and device of the present group. The caller
+    then destroys the present group and makes a new one, because holmes changes the numbers of the
+    ranks.
+
+    Args:
+        world: The present default process group (torch.distributed.group.WORLD).
 
     Raises:
         HolmesError: The group has an NCCL communicator already. holmes can then no longer choose

@@ -22,12 +22,18 @@ MIN_SIMILARITY = 0.75
 
 
 def add_flags(parser: ArgumentParser, current: Session) -> ArgumentParser:
-    """Add the --holmes flags to a parser, and two arguments without a flag: the plan's digest and nodes.
+    """Add the --holmes flags to a program's parser, with the values of this job as defaults.
 
-    The plan is what holmes has decided for this job, for example which rank runs on which node.
-    holmes has removed its flags from sys.argv before the program parses the rest. Therefore the
-    values that they had become the defaults here, so that they are recorded in checkpoints like all
-    other arguments.
+    holmes has read its flags and removed them from sys.argv before the program parses the rest.
+    With the values as defaults, the program's checkpoints record each value like all other
+    arguments.
+
+    Two arguments without a flag are also recorded: holmes_plan_digest and holmes_nodes. The plan is
+    what holmes has decided for this job, for example which rank runs on which node.
+
+    Args:
+        parser: The parser, which is changed.
+        current: The session of holmes, with its options and the plan.
 
     Returns:
         The parser.
@@ -65,11 +71,15 @@ def _escape_percent_signs(parser: ArgumentParser) -> None:
 @with_session
 @by_name
 def _add_flags_to_megatron_lm(current: Session, call: Call, instance: Any) -> Any:
-    """Add the --holmes flags to Megatron-LM's argument parser, and the planned layers of each stage.
+    """Add the --holmes flags, and the planned layers of each stage, to Megatron-LM's parser.
 
-    This wrapper runs in place of add_megatron_arguments, which call() runs and which returns the parser. All
-    versions build their parser by that function. The usual way, an extra_args_provider of pretrain(), does
-    not exist on Megatron-LM's main branch.
+    The layers become an argument without a flag, holmes_stage_layers, by a default of the parser.
+    It lists the planned number of layers of each pipeline stage. Megatron-LM's checkpoints record
+    it with all other arguments.
+
+    This wrapper runs in place of add_megatron_arguments, which call() runs and which returns the
+    parser. All versions build their parser by that function. The usual way, an extra_args_provider
+    of pretrain(), does not exist on Megatron-LM's main branch.
     """
     parser = call()
     add_flags(parser, current)

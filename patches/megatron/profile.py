@@ -157,11 +157,13 @@ def _schedule(
 def _timed_reduction(config: Any, prof: Profiler) -> Iterator[None]:
     """Measure the gradient reduction of a schedule that runs within this context.
 
-    The schedule reduces gradients by config.finalize_model_grads_func. Until the context ends, that is a
-    function which measures the program's function.
+    The schedule reduces gradients by calling config.finalize_model_grads_func. Within the context,
+    this attribute is another function, which calls the program's function and records its time as
+    "reduce". At the end, the attribute is the program's function again.
 
     Args:
-        config: The model's configuration, with finalize_model_grads_func.
+        config: The model's configuration, with finalize_model_grads_func. If that is None, nothing
+            is measured.
         prof: Records the time.
     """
     finalize = config.finalize_model_grads_func

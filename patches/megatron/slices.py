@@ -61,7 +61,11 @@ class _DecodingRequest:
 
 
 class _Neighbour(NamedTuple):
-    """Neighbouring pipeline stage, and the stage link between it and the stage of this rank."""
+    """Neighbouring pipeline stage, and the position of its connection to this stage in the plan.
+
+    The plan has a list with an entry for each connection of two neighbouring stages, called stage
+    link. An entry says whether messages are cut into slices or compressed.
+    """
 
     stage: int
     link_index: int  # in the plan's list of stage links
@@ -173,12 +177,19 @@ def _exchange(call: Call, instance: Any, group: Any) -> Any:
 def _decoding_requests(
     requests: dict[str, Any] | list[Any], decoders: dict[str, Finish], sent_tensors: list[Any]
 ) -> dict[str, Any] | list[Any]:
-    """Return requests for which the schedule waits, and which then also decode the received messages.
+    """Wrap requests of sends and receives so that waiting for them also decodes received messages.
+
+    megatron-core's pipeline schedule waits for the returned requests as for torch's:
+
+    - A dict has the same names. The wait() of each request waits for the transfer, then decodes.
+    - A list has torch's requests first. Then follow requests that only decode. The schedule waits
+      in order, so the transfers are complete by then.
 
     Args:
-        requests: The requests of torch.distributed: a dict by names like "recv_prev", or a list in the order
-            in which the schedule waits.
-        decoders: Name of a request -> function that decodes its message.
+        requests: The requests of torch.distributed: a dict by names like "recv_prev", or a list in
+            the order in which the schedule waits.
+        decoders: Name of a request -> function without arguments that decodes its received message
+            into the schedule's tensor.
         sent_tensors: Tensors that must be kept until they have been sent.
     """
     if isinstance(requests, dict):

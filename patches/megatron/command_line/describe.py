@@ -143,13 +143,14 @@ def describe(argv: Sequence[str]) -> CommandLine:
 def sizes_from_arguments(argv: Sequence[str]) -> Sizes | None:
     """Return the parallel sizes in the flags of a command line, or None if no flag gives any.
 
-    Sizes in a ds_config file are not read. A script may ignore them, and the framework reports its sizes when
-    it starts.
+    Sizes in a ds_config file are not read. A script may ignore them, and the framework reports its
+    sizes when it starts.
 
-    The result is also None if Megatron-LM's distributed optimizer has several instances
-    (--num-distributed-optimizer-instances). An instance is a group of consecutive ranks, and should
-    lie in one cluster. A plan without sizes numbers the ranks cluster by cluster, so it does.
-    A plan with sizes may keep the launcher's numbers, in which clusters can alternate.
+    The result is also None with --num-distributed-optimizer-instances above 1, because holmes
+    should then plan without sizes. An instance of Megatron-LM's distributed optimizer is a group of
+    consecutive ranks, and should lie in one cluster. A plan without sizes numbers the ranks cluster
+    by cluster, so each instance lies in one. A plan with sizes may keep the launcher's rank
+    numbers. In the launcher's order, clusters can alternate.
     """
     settings = settings_of(SETTING_OF_FLAG, words_by_flag(argv))
     optimizer_instances = settings.get("instances", 1)
@@ -349,14 +350,24 @@ def _split_by_ends(
 def _split_by_layout(
     layout: str, layers: int, pipeline_size: int, assumed: list[str]
 ) -> LayerSplit:
-    """Return the split of layers by a value of --pipeline-model-parallel-layout, such as "Ettt|tL".
+    """Return how --pipeline-model-parallel-layout divides the layers among the pipeline stages.
 
-    Bars separate chunks, and each "t" is a layer. With more chunks than stages, each stage has several
-    (interleaved schedule). The prediction of a step cannot count every layout: it needs a layer in each
-    chunk, and even chunks in an interleaved schedule. In place of another layout, even layers are assumed.
+    In a value such as "Ettt|tL", bars separate chunks, and each "t" is a layer. With two stages,
+    the first stage has 3 layers and the second has 1. With more chunks than stages, each stage has
+    several chunks (interleaved schedule).
+
+    In three cases an even split is assumed instead, because the prediction of a step cannot count
+    the layout:
+
+    - A chunk has no layer.
+    - The schedule is interleaved, and the chunks have different numbers of layers.
+    - The layout does not fit the number of stages or of layers.
 
     Args:
-        assumed: Lines for the user about assumptions; a line is appended if even layers are assumed.
+        layout: The value of the flag.
+        layers: Number of layers of the model.
+        assumed: Lines for the user about assumptions; a line is appended if an even split is
+            assumed.
     """
     chunk_layers = [chunk.count("t") for chunk in _expand_layout(layout)]
     virtual, remainder = divmod(len(chunk_layers), pipeline_size)  # virtual: chunks on each stage

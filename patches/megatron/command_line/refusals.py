@@ -11,10 +11,13 @@ from holmes_ext.plan.sizes import Sizes, divisors
 def refusals(
     command_line: CommandLine, sizes: Sizes, world: int, partitioned: bool = False
 ) -> Iterator[str]:
-    """Yield a line for each number of the model that its framework cannot divide by the parallel sizes.
+    """Yield a message for each count of the model that the parallel sizes do not divide.
+
+    The counts are attention heads, query groups and layers. The framework would refuse such sizes.
+    Each message is for the user, and names the nearest valid sizes.
 
     Args:
-        command_line: The job, with its model. If there is no model, nothing is refused.
+        command_line: The job, with its model. If there is no model, nothing is yielded.
         sizes: The parallel sizes, including the data-parallel size.
         world: Number of ranks.
         partitioned: Whether holmes decides how many layers each pipeline stage gets.
@@ -51,16 +54,20 @@ def refusals(
 def _line_if_indivisible(
     count_flag: str, count: int, size_flag: str, size: int, chunks: int, world: int
 ) -> Iterator[str]:
-    """Yield a line if a number of the model does not divide by a parallel size x the chunks of a rank.
+    """Yield an error message if a count, e.g. of layers, is not divisible by size * chunks.
 
-    The line names the nearest smaller and the nearest larger size that divide the number.
+    The message is for the user, and names the nearest smaller and larger sizes that are valid.
+    Example: "--num-layers 10 does not divide by --pipeline-model-parallel-size 4; nearest that do:
+    2 or 5".
 
     Args:
-        count_flag: Flag of the number.
-        count: The number, such as that of the layers.
-        size_flag: Flag of the parallel size.
-        chunks: Parts that each rank or stage gets.
-        world: Number of ranks, which the suggested sizes divide.
+        count_flag: Flag of the count, e.g. "--num-layers".
+        count: Number of layers, attention heads or query groups of the model.
+        size_flag: Flag of the parallel size, e.g. "--pipeline-model-parallel-size".
+        size: The parallel size.
+        chunks: Number of chunks of layers on each pipeline stage (interleaved schedule); otherwise
+            1.
+        world: Number of ranks. Only divisors of it are suggested as sizes.
     """
     if count % (size * chunks) == 0:
         return

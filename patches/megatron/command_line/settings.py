@@ -29,7 +29,12 @@ MAX_DIGITS = 12
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a command line and of its ds_config file, and the flags and keys that gave none."""
+    """Settings of a training job, e.g. "layers" -> 24, from its command line and ds_config file.
+
+    read_settings() makes this object. The prediction of the step time uses `values`. Flags and keys
+    that give no setting are in two more fields. `not_counted` has those with an effect that the
+    prediction cannot count. `unknown` has those that holmes does not know.
+    """
 
     values: dict[str, Any]  # name of a setting -> value
     flags: dict[str, list[str]]  # flag -> the words that follow it
@@ -97,10 +102,15 @@ def read_settings(argv: Sequence[str]) -> Settings:
 
 
 def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
-    """Return the settings of a command line, completed and overruled by those of its ds_config file.
+    """Return the settings of a command line merged with those of its ds_config file.
 
-    Keys of the file that give no setting are sorted like flags: some change a step's time or memory but
-    are not counted in the prediction, some have no effect on it, and the others are unknown.
+    If both give a setting, the value of the file counts. Keys of the file that give no setting are
+    handled like flags that give none:
+
+    - A key that changes a step's time or memory is added to `not_counted`, with the reason why the
+      prediction leaves it out.
+    - A key without effect on time and memory is ignored.
+    - A key in none of the tables of flags.py is added to `unknown`.
 
     Args:
         from_flags: Settings that the flags give.

@@ -40,12 +40,20 @@ class BucketedParameter(NamedTuple):
 def bucket_ends(
     parameters: Sequence[BucketedParameter], bucket_size: int | None, divisor: int
 ) -> list[int]:
-    """Return the offsets at which megatron-core ends the buckets in the gradient buffer, before padding.
+    """Return the offset in the gradient buffer at which each bucket of megatron-core ends.
+
+    megatron-core fills a bucket with parameters until it has `bucket_size` elements, then begins
+    the next one. It pads each bucket to a multiple of `divisor`. A returned offset is that before
+    the bucket's own padding, but includes the padding of earlier buckets.
+
+    For example, parameters of 100, 300 and 100 elements, bucket size 350 and divisor 256 give the
+    offsets 428 and 612. Every parameter starts at a multiple of 64, and the second bucket at 512.
 
     Args:
         parameters: In the order of the backward pass.
-        bucket_size: Elements after which a bucket ends; None: only shared embeddings end one.
-        divisor: The end of each bucket is padded to a multiple of this number.
+        bucket_size: Number of elements at which a bucket is full. None: there is no limit, and a
+            bucket ends only before and after a shared embedding, which has a bucket of its own.
+        divisor: Each bucket starts at a multiple of this number of elements.
     """
     ends = []
     bucket_start = 0

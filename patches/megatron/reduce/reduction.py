@@ -42,21 +42,24 @@ checkpoints_allow_buckets = False
 def may_change_optimizer_buckets(current: Session) -> bool:
     """Return whether holmes may set another bucket size for the distributed optimizer.
 
-    It may if no checkpoint of the job depends on the buckets, or if the user gave --holmes-overlap on.
+    It may if no checkpoint of the job depends on the buckets, or if the user gave the option
+    `--holmes-overlap on`.
     """
     return checkpoints_allow_buckets or current.options.overlap == "on"
 
 
 def warn_that_buckets_stay(current: Session, other_option: str = "") -> None:
-    """Print once that holmes keeps the distributed optimizer's bucket size, and how the user can change that.
+    """Print once that the distributed optimizer's bucket size stays, and how to change that.
 
-    The format of this optimizer's checkpoints depends on the bucket size. It must therefore be the same in
-    all checkpoints of a job. A user who gives --holmes-overlap on from the first checkpoint on allows
-    holmes to set another size. Then the buckets are reduced during the backward pass, and updated
-    weights are gathered during the next forward pass.
+    The format of this optimizer's checkpoints depends on the bucket size. The size must therefore
+    be the same in all checkpoints of a job. With the option `--holmes-overlap on`, the user allows
+    holmes to set another size. The option must be given before the first checkpoint. Then the
+    buckets are reduced during the backward pass, and updated weights are gathered during the next
+    forward pass.
 
     Args:
-        other_option: Another option that allows this, which the message also names; "" if there is none.
+        other_option: Another option that allows this, which the message also names; "" if there is
+            none.
     """
     alternative = f"{other_option}, or " if other_option else ""
     tell(
@@ -209,14 +212,19 @@ def _no_sync_between_micro_batches(config, ddp) -> None:
 
 
 def _distributed_layout(arguments: Mapping[str, Any], elements: int):
-    """Return the layout of the distributed optimizer's buckets, with this number of elements in each.
+    """Return a layout of the distributed optimizer's gradients in buckets of the given size.
 
-    megatron-core 0.18 and later pass such a layout to DistributedDataParallel, which on later pipeline stages
-    has a single bucket. Therefore holmes computes the layout anew, by megatron-core's own function.
+    DistributedDataParallel of megatron-core 0.18 and later takes such a layout as an argument. On
+    later pipeline stages, megatron-core passes a layout with a single bucket. Such a bucket cannot
+    be reduced before the backward pass has ended. Therefore holmes passes this layout instead, on
+    every stage.
 
     Args:
         arguments: Arguments of DistributedDataParallel's constructor, by name.
-        elements: Bucket size.
+        elements: Number of elements of a bucket.
+
+    Returns:
+        The result of megatron-core's own function, DistributedOptimizer.compute_full_param_layout.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection

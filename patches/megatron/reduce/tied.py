@@ -110,18 +110,22 @@ def _is_pair_member(group: Any) -> bool:
 
 
 def _chunk_with_embedding(model: list[Any], pipeline_group: Any) -> Any:
-    """Return this rank's chunk of the model that has the shared embedding, whose gradient holmes can sum.
+    """Return this rank's chunk with the shared embedding; None if holmes cannot sum its gradient.
 
-    The chunk has the embedding's gradient. holmes sums it over the first and the last pipeline stage if the
-    chunk is in an ordinary DistributedDataParallel, whose distributed optimizer has one instance.
+    The input and output embeddings share a weight. The first and the last pipeline stage have a
+    copy each, and their gradients must be summed. holmes can do so only if all of these conditions
+    hold:
+
+    - The rank is on the first or the last stage of a single pipeline.
+    - The chunk is in a DistributedDataParallel, but not in Megatron-FSDP.
+    - Its distributed optimizer, if any, has one instance.
+
+    Otherwise the result is None: megatron-core sums the gradient if this rank has one.
 
     Args:
         model: The chunks of the model on this rank.
-        pipeline_group: Process group of the pipeline; a list if the rank is in several pipelines; None if
-            the program passed none.
-
-    Returns:
-        None if this rank is on another stage, or if megatron-core is to sum the gradient.
+        pipeline_group: Process group of the pipeline; a list if the rank is in several pipelines;
+            None if the program passed none.
     """
     if pipeline_group is None or isinstance(pipeline_group, list):
         return None
