@@ -167,7 +167,7 @@ class DelayedGradients(NamedTuple):
 
 
 class _Role(Enum):
-    """How the emulation treats the modules of one class: whether a call takes the emulated GPU's time.
+    """How the emulation treats calls of one class of modules: slowed down, or left as they are.
 
     Calls of an emulated layer compute, and then sleep until the time computed from its FLOP is
     over. Attention adds FLOP. Other modules run unchanged.
@@ -213,9 +213,9 @@ class Pacer:
     def install(self, module_class: Any) -> Callable[[], None]:
         """Patch torch.nn.Module, so that calls of layers take as long as on the emulated GPU.
 
-        These are the layers whose classes Config.classes and Config.plain name. A call computes, and
-        then sleeps until the forward time computed from the layer's FLOP is over. Autograd hooks do
-        the same for the backward pass. Other modules run unchanged, and so do layers inside another
+        Config.classes and Config.plain name the classes of these layers. A call computes, and then
+        sleeps until the forward time computed from the layer's FLOP is over. Autograd hooks do the
+        same for the backward pass. Other modules run unchanged, and so do layers inside another
         such layer.
 
         Args:
@@ -243,11 +243,12 @@ class Pacer:
     def pace_delayed_gradients(self, weight_gradients: Any) -> Callable[[], None]:
         """Make the delayed computation of weight gradients take as long as on the emulated GPU.
 
-        A pipeline schedule may compute weight gradients after the backward pass, to fill idle times.
-        It uses holmes's class WeightGradients for this. Two methods of the class are patched:
+        A pipeline schedule may compute weight gradients after the backward pass, to fill idle
+        times. It uses holmes's class WeightGradients for this. Two methods of the class are
+        patched:
 
-            of(micro_batch)      context manager around a forward pass. The gradients of the weights in
-                                 this pass are delayed. The patch adds up the emulated seconds that
+            of(micro_batch)      context manager around a forward pass. The gradients of its weights
+                                 are delayed. The patch adds up the emulated seconds that
                                  computing them takes (_delay_gradients()).
             make(micro_batch)    computes these gradients. The patch then sleeps until the call has
                                  taken these seconds. Traces show the call as a backward pass.
@@ -402,14 +403,15 @@ class Pacer:
     def _delay_gradients(
         self, delayed: DelayedGradients, module: Any, shape: tuple[int, ...]
     ) -> float:
-        """Move the emulated time of a layer's weight gradients from its backward pass to a later call.
+        """Move the emulated time of a layer's weight gradients from its backward pass to later.
 
-        The pipeline schedule itself delays computing these gradients. This function only moves their
-        seconds: it adds them to self._delayed_s, for the later call (pace_delayed_gradients()).
+        The pipeline schedule itself delays computing these gradients. This function only moves
+        their seconds: it adds them to self._delayed_s, for the later call
+        (pace_delayed_gradients()).
 
         Only weight matrices, the parameters with two dimensions, have delayed gradients. Computing
-        them takes the FLOP of the forward products with these matrices. Attention has no weights, so
-        its FLOP are not moved.
+        them takes the FLOP of the forward products with these matrices. Attention has no weights,
+        so its FLOP are not moved.
 
         Args:
             delayed: Key of self._delayed_s: which later call computes the gradients.

@@ -36,17 +36,17 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module, with a loader that calls the module's callback after the import.
+        """Return a module's spec, with a loader that calls the module's callback after the import.
 
-        The callbacks are those given to call_after_import(). The other finders of sys.meta_path find
-        the spec. Its loader is patched, and the callback is removed: it is called once.
+        The callbacks are those given to call_after_import(). The other finders of sys.meta_path
+        find the spec. Its loader is patched, and the callback is removed: it is called once.
 
         Args:
             name, path, target: As of importlib.abc.MetaPathFinder.find_spec().
 
         Returns:
-            None for a module without a callback, or if no other finder finds the module. Python then
-            asks the next finder.
+            None for a module without a callback, or if no other finder finds the module.
+            Python then asks the next finder.
         """
         if name not in self._callbacks:
             return None
@@ -59,7 +59,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
     @staticmethod
     def _call_after(loader: importlib.abc.Loader, callback: Callable[[ModuleType], None]) -> None:
-        """Patch a module's loader, so that it calls `callback` with the module after executing it."""
+        """Patch a loader, so that it calls `callback` with a module after executing the module."""
         original = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

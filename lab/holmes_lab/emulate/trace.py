@@ -89,10 +89,10 @@ def _write(directory: str, events: list[Event]) -> None:
 
 
 def _wrap_distributed(module: Any, events: list[Event]) -> None:
-    """Replace the sends, receives and collectives of torch.distributed by functions that record events.
+    """Make the sends, receives and collectives of torch.distributed record events.
 
-    The replaced functions are the keys of KINDS, such as isend, all_reduce, broadcast and barrier.
-    Each replacement does the same, and records its start, its end and the bytes of its tensor.
+    The functions are the keys of KINDS, such as isend, all_reduce, broadcast and barrier. Each is
+    replaced by one that does the same, and records its start, its end and the bytes of its tensor.
 
     Args:
         module: torch.distributed.
@@ -110,8 +110,8 @@ def _wrap_distributed(module: Any, events: list[Event]) -> None:
 def _traced(function: Callable, kind: str, events: list[Event]) -> Callable:
     """Return a function that does the same as `function`, and appends an event to a list.
 
-    An asynchronous operation returns a handle (torch's Work). Its event ends when the first call
-    of the handle's wait() returns, and is appended then.
+    An asynchronous operation returns a handle (torch's Work). Its event ends when the first call of
+    the handle's wait() returns, and is appended then.
 
     Args:
         function: A function of torch.distributed.
@@ -121,7 +121,7 @@ def _traced(function: Callable, kind: str, events: list[Event]) -> Callable:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Call the traced function of torch.distributed, and record an event when the operation ends.
+        """Call the function of torch.distributed, and record an event when the operation ends.
 
         A synchronous operation ends when the function returns. An asynchronous operation returns a
         handle (torch's Work), and ends when the first call of the handle's wait() returns.
