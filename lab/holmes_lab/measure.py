@@ -102,7 +102,7 @@ def measure(spec: SiteSpec, scale: float = 1.0) -> tuple[list[LinkRow], list[Bet
 
 
 def measure_between(lab: Lab, first: int, second: int) -> list[BetweenClustersRow]:
-    """Measure the round trip and the TCP rates between two clusters; compare them with cluster.toml.
+    """Measure round trip and TCP rates between two clusters, and compare them with cluster.toml.
 
     Args:
         lab: The emulated clusters.
@@ -178,7 +178,7 @@ def flood(
         sizes: Sizes in bytes of the single messages; not used if `count` is above 1.
 
     Returns:
-        For each sender, "flood": its rate in bits/s. With a single pair and sizes also "round_trip":
+        For each sender, "flood": rate in bits/s. With a single pair and sizes also "round_trip":
         median in seconds, and "seconds": mean time until a message is acknowledged, for each size.
     """
     senders, receivers = (list(side[:count]) for side in sides)
