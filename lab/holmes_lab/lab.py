@@ -365,7 +365,7 @@ class Lab:
         """Return the PID of the holder of a node's namespaces, for `nsenter -t PID -n -u -m`.
 
         Args:
-            node: Name of a node, or "login". The holder is a process that keeps its namespaces alive.
+            node: Name of a node, or "login". The holder is a process that keeps these namespaces.
             inside: True: the PID in the lab's PID namespace; False: the PID that this process sees.
         """
         pids = self._holders[self._node(node).name]

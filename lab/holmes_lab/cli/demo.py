@@ -279,7 +279,7 @@ def _report(
     result: dict[str, Any],
     traces: dict[str, list[dict[str, Any]]],
 ) -> str:
-    """Return the report of the demo as an HTML page: a table of the three variants and two pictures.
+    """Return the report of the demo as an HTML page: a table of three variants and two pictures.
 
     One picture shows on which node each rank runs, and which NICs connect the nodes. The other is
     the timeline of one training step, with a row for each rank.

@@ -106,11 +106,11 @@ def start(ask: Callable[..., object], log: Path, modules: Sequence[str]) -> sock
     A fork server is a Python process that imports modules once, and then forks ranks.
 
     Args:
-        ask: Starts the process, with a command that names the modules. It is called as
+        ask: Starts the process, and tells it what to import. Called as
             ask(descriptors=[CONTROL, LOG]): the process's end of the control socket, and `log` as
             an open file for its output.
         log: File for the output of the process.
-        modules: Names of the modules. They are only used in the error message here.
+        modules: Names of the modules, only for the error message.
 
     Raises:
         HolmesError: A module cannot be imported. The message has the reason.

@@ -238,7 +238,8 @@ class Keeper:
             sysctl: Kernel settings of the node's network: "net.ipv4..." -> value.
 
         Returns:
-            {"pids": [PID seen from outside of the lab, PID in the lab's PID namespace]} of it.
+            {"pids": [PID as seen outside of the lab, PID in the lab's PID namespace]}, both of the
+            forked process.
         """
         self.hold(name, lambda: _furnish_node(name, hosts, nsswitch, sysctl))
         return {"pids": self.holders[name]}
