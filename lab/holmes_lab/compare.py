@@ -63,10 +63,10 @@ class SentMegabytes(NamedTuple):
 
 @dataclass
 class Series:
-    """Measurements of all runs of one variant.
+    """Measurements of all runs of one variant, such as "stock" or "holmes".
 
-    Step times vary from run to run, so those of all runs are kept. Of losses, traffic and output,
-    the last run is an example, and only that is kept.
+    Step times vary from run to run, so the step times of all runs are kept. Losses, traffic and
+    output are kept of the last run only.
     """
 
     name: str

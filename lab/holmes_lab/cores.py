@@ -19,10 +19,13 @@ BOUND_TEXT = "bound by this machine's cores"
 
 @dataclass(frozen=True)
 class CoreTimes:
-    """Time of all cores since this machine started, in clock ticks."""
+    """Busy time and total time of all cores together, since this machine started, in clock ticks.
 
-    used: int  # by any program on this machine
-    total: int
+    Two readings at different times give the load of the cores between them (busy_since()).
+    """
+
+    used: int  # busy with any program or with the kernel
+    total: int  # busy and idle
 
     def busy_since(self, before: CoreTimes) -> float:
         """Return the load of the cores since an earlier time, from 0 to 1."""

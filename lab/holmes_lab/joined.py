@@ -79,11 +79,14 @@ def coordinator(lab: Lab) -> Iterator[tuple[str, list[str]]]:
 
 @dataclass
 class LabJob:
-    """Running job of examples/plain_torch."""
+    """Running training job on emulated nodes, with access to its logged steps and its end.
+
+    start() makes it. The job runs the script examples/plain_torch/train.py, which logs every step.
+    """
 
     name: str
     job: Job
-    log: Path  # has a line of JSON for each step
+    log: Path  # has a line of JSON for each step, with "loss" and "seconds"
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the logged lines, one for each finished step, without a half-written last line."""
@@ -116,9 +119,10 @@ def start(
     log: Path,
     flops: float = FLOPS,
 ) -> LabJob:
-    """Start examples/plain_torch on some nodes of a lab.
+    """Start the training script examples/plain_torch/train.py on some emulated nodes.
 
     Args:
+        lab: The emulated clusters.
         name: Name of the job.
         nodes: Names of the nodes in the order of their ranks.
         flags: Further arguments of the script, such as those of join_flags().

@@ -40,8 +40,7 @@ class Lab:
     Args:
         spec: The site, as in a cluster.toml.
         scale: Factor of all rates.
-        realtime: Whether ranks run under SCHED_RR if that is permitted. RunResult.realtime says whether it
-            was.
+        realtime: Whether ranks run under SCHED_RR if that is permitted (RunResult.realtime tells).
         sysctl: Kernel settings of the network namespace of each node, such as
             {"net.ipv4.tcp_wmem": "4096 16384 67108864"}. Others are as on this machine.
         login: Whether there is a host "login" besides the nodes, on which lab/launchers/ start jobs.
@@ -145,8 +144,7 @@ class Lab:
             accelerator: Settings of the emulated accelerator (emulate/accelerator.py); None: none.
             grace: Seconds that the other ranks have to end by themselves when one fails.
             cwd: Working directory; None for that of this process.
-            gpus: Emulated GPUs of the ranks. Job.watch is then the folder in which the ranks record what
-                they do.
+            gpus: Emulated GPUs of the ranks. The ranks then record what they do in Job.watch.
         """
         nodes = list(self.nodes) if order is None else [self._node(name) for name in order]
         ranks.check_order(nodes)
@@ -202,9 +200,17 @@ class Lab:
         grace: float = 5.0,
         cwd: str | Path | None = None,
     ) -> Job:
-        """Start programs that are no ranks, such as daemons, each on its host.
+        """Start programs that are no ranks of a training job, such as daemons, each on its host.
 
-        The job numbers them in their order. The other arguments are those of start().
+        The returned Job treats program i of `programs` (from 0) as its rank i.
+
+        Args:
+            programs: Each has its host (a node or "login"), its arguments and its environment.
+            timeout: Seconds after which all end with status 124; None: no limit.
+            on_line: Called in a thread as on_line(i, line, "stdout" or "stderr") for each line.
+            logs: Folder for the output of the programs (rank0.log, ...).
+            grace: Seconds that the others have to end by themselves when one fails.
+            cwd: Working directory; None for that of this process.
         """
         directory = str(cwd or os.getcwd())
         messages = [
@@ -251,10 +257,9 @@ class Lab:
 
         Args:
             messages: One message of _message() for each process.
-            server_control: Control socket of a fork server, a Python that has imported the job's
-                modules. It forks the supervisor, and each process runs its script in a fork of that
-                Python. None: the keeper, which owns all processes of the lab, forks the supervisor,
-                and each process executes its command.
+            server_control: Control socket of a fork server, a Python with the job's modules.
+                Supervisor and processes are then its forks. None: the keeper, which owns the lab's
+                processes, forks the supervisor, and each process executes its command.
             options: Further keyword arguments of Job.
         """
         ours, theirs = wire.pair()  # `theirs` is the end for the supervisor
@@ -266,8 +271,7 @@ class Lab:
             theirs.close()
             return Job(messages, ours, **options)
         except OSError as error:
-            # For example: --logs cannot be written, too many open files, or the fork server was
-            # killed.
+            # Such as: --logs cannot be written, too many open files, the fork server was killed.
             raise HolmesError(f"lab: the job cannot be started: {error}") from None
 
     def counters(self) -> dict[str, dict[str, tuple[int, int]]]:
@@ -327,9 +331,7 @@ class Lab:
         new_node = replace(old_node, nics=tuple(new_nics))
         self._by_name[node] = new_node
         self.hosts = tuple(self._by_name.values())
-        self.nodes = self.hosts[
-            : len(self.nodes)
-        ]  # without the host "login", the last of the hosts
+        self.nodes = self.hosts[: len(self.nodes)]  # "login" is the last of the hosts
         shutil.rmtree(self.sysfs(node))
         sysfs_tree.write_tree(self.sysfs(node), new_node)
 
@@ -360,12 +362,11 @@ class Lab:
         return self.directory / "sysfs" / node
 
     def holder(self, node: str, inside: bool = False) -> int:
-        """Return the PID of the process that keeps a node's namespaces alive, for `nsenter -t PID -n -u -m`.
+        """Return the PID of the holder of a node's namespaces, for `nsenter -t PID -n -u -m`.
 
         Args:
-            node: Name of a node, or "login".
-            inside: Whether to return its PID in the PID namespace of the lab; False: its PID as this process
-                sees it.
+            node: Name of a node, or "login". The holder is a process that keeps these namespaces.
+            inside: True: the PID in the lab's PID namespace; False: the PID that this process sees.
         """
         pids = self._holders[self._node(node).name]
         return pids.pid_in_lab if inside else pids.pid
@@ -390,7 +391,12 @@ class Lab:
         self._init = self._keeper.wait_until_ready()  # PID of the init of the lab's PID namespace
 
     def _make_nodes(self) -> None:
-        """Create the nodes and their sysfs trees, connect them by the switch, and start the delay line."""
+        """Create the nodes and the networks between them, and record the nodes in state.json.
+
+        Each node gets Linux namespaces and a folder that imitates /sys. Bridges in another
+        namespace (the switch) connect the NICs. For links between clusters, a process that delays
+        their frames (the delay line) is started.
+        """
         self._make_namespaces()
         # `ip` runs in the PID namespace of the lab, and takes PIDs of that namespace.
         inner_pids = {name: self.holder(name, inside=True) for name in self._by_name}
@@ -468,19 +474,13 @@ class Lab:
     ) -> socket.socket:
         """Return the control socket of a fork server, which is started if there is none yet.
 
-        A fork server is a Python in the lab that has imported some modules. The ranks of jobs are
-        forked from it. It is started in one of two ways:
-
-            with Lab.templates    as a fork of a template, a Python outside of the labs with the
-                                  same imports, which takes no time
-            otherwise             by the keeper, the process that owns all processes of the lab, as
-                                  a new Python that imports the modules
+        A fork server is a Python in the lab that imports modules once, and then forks ranks. With
+        Lab.templates, it is forked from a template, a Python outside of the labs with the same
+        imports. Otherwise the keeper, which owns the lab's processes, starts it as a new Python.
 
         Args:
-            interpreter: The Python.
-            modules: Modules that it imports.
-            env: Environment of the ranks.
-            directory: Working directory.
+            interpreter, modules: Path of the Python, and names of the modules that it imports.
+            env, directory: Environment and working directory of the ranks.
         """
         env = preload_environment(env)
         key = TemplateKey(interpreter, modules, tuple(sorted(env.items())), directory)

@@ -102,15 +102,20 @@ def measure(spec: SiteSpec, scale: float = 1.0) -> tuple[list[LinkRow], list[Bet
 
 
 def measure_between(lab: Lab, first: int, second: int) -> list[BetweenClustersRow]:
-    """Measure the link between two clusters.
-
-    The rows are the round trip, the messages of each size, one pair of nodes, and up to MOST_PAIRS
-    pairs at once.
+    """Measure round trip and TCP rates between two clusters, and compare them with cluster.toml.
 
     Args:
-        lab: The running lab.
-        first: Number of a cluster, from 0.
-        second: Number of the other cluster.
+        lab: The emulated clusters.
+        first: Number of the sending cluster, from 0.
+        second: Number of the receiving cluster.
+
+    Returns:
+        The rows, by their `what`:
+            "round trip"         seconds
+            "128 KiB", ...       bits/s of single messages of this size between two nodes
+            "1 pair"             bits/s of a stream without pauses between two nodes
+            "4 pairs at once"    sum of several such streams, up to MOST_PAIRS; missing if a
+                                 cluster has only one node
     """
     spec = lab.spec
     sides = [
@@ -161,18 +166,20 @@ def _rate_row(
 def flood(
     lab: Lab, sides: Sequence[Sequence[LabNode]], count: int, sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Let several nodes of a cluster send to another cluster at once, without a pause.
+    """Measure the TCP rates of several nodes of a cluster that send to another cluster at once.
+
+    Each sends to a receiver of its own, without a pause, for some seconds. With a single pair, the
+    round trip and single messages are then measured, too.
 
     Args:
-        lab: The running lab.
+        lab: The emulated clusters.
         sides: Nodes of the sending cluster, and nodes of the receiving cluster.
         count: Number of pairs: the first `count` nodes of both clusters.
-        sizes: Sizes in bytes of single messages. They are measured after that if there is one pair.
+        sizes: Sizes in bytes of the single messages; not used if `count` is above 1.
 
     Returns:
-        For each sender, "flood": its rate in bits/s. With one pair and sizes also "round_trip":
-        median in seconds, and "seconds": [mean of a message with its acknowledgement, for each
-        size].
+        For each sender, "flood": rate in bits/s. With a single pair and sizes also "round_trip":
+        median in seconds, and "seconds": mean time until a message is acknowledged, for each size.
     """
     senders, receivers = (list(side[:count]) for side in sides)
     return _run_stream_program(
@@ -274,9 +281,15 @@ def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[
 
 
 def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
-    """Return the name of each network -> the two nodes between which it is measured.
+    """Choose the two nodes between which each network is measured.
 
-    For a fast network, these are its first two nodes. For Ethernet, see _ethernet_pair().
+    Returns:
+        Name of the network -> (sender, receiver). A network without a suitable pair is missing.
+
+            fast network    the first two nodes that have a NIC in it
+            "ethernet"      If all clusters share one Ethernet: the first two nodes of different
+                            clusters, or of the only cluster. If each cluster has an Ethernet of its
+                            own: the first two nodes of the same cluster.
     """
     pairs: dict[str, tuple[LabNode, LabNode]] = {}
     for first, second in itertools.combinations(nodes, 2):
@@ -290,13 +303,13 @@ def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabN
 
 
 def _ethernet_pair(nodes: Sequence[LabNode]) -> tuple[LabNode, LabNode] | None:
-    """Return the two nodes between which Ethernet is measured, None if no pair is suitable.
+    """Choose the two nodes between which Ethernet is measured; None if no pair is suitable.
 
     If all clusters share one Ethernet, they are the first two nodes of different clusters, or the
     first two nodes if there is one cluster.
 
-    If each cluster has an Ethernet of its own, they are the first two nodes of the same cluster. The
-    links between the Ethernets have other rates, and are measured separately.
+    If each cluster has an Ethernet of its own, they are the first two nodes of the same cluster.
+    The links between the Ethernets have other rates, and are measured separately.
     """
     pairs = list(itertools.combinations(nodes, 2))
     each_cluster_has_ethernet = nodes[0].ethernet_segment is not None

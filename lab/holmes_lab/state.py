@@ -86,23 +86,27 @@ class Found:
 
 
 def clear(running_too: bool = False) -> list[Found]:
-    """End labs whose owner has ended, remove their folders, and return all labs that were found.
+    """End all labs of this user whose creator has ended, remove their folders, and return all labs.
 
     Args:
-        running_too: End all other labs as well.
+        running_too: End the labs whose creator still runs as well.
+
+    Returns:
+        All labs that were found, also those that were left alone (`cleared` is false).
     """
     return [_clear_one(directory, running_too) for directory in directories()]
 
 
 def _clear_one(directory: Path, running_too: bool) -> Found:
-    """End one lab and remove its folder, if the process that created the lab has ended or `running_too`.
+    """End one lab and remove its folder, if the process that created the lab has ended.
 
     Args:
         directory: Folder of the lab.
-        running_too: Also end a lab whose creator still runs.
+        running_too: Do so also if the process that created the lab still runs.
 
     Returns:
-        The lab, with the states of its processes before.
+        The lab. `cleared` is false if it was left alone. `owner_alive` and `keeper_alive` say which
+        of its processes ran when this function was called.
     """
     try:
         state = json.loads((directory / "state.json").read_text())

@@ -211,10 +211,19 @@ def _measure(
 
 
 def _result(series: dict[str, Series]) -> dict[str, Any]:
-    """Return the document that --json prints.
+    """Return the comparison of the three variants as the JSON document that --json prints.
+
+    "stock" trains without holmes on two clusters, and "holmes" with it on the same clusters.
+    "all-RDMA" trains without holmes on one cluster with RDMA between all nodes: the upper bound.
 
     Args:
-        series: Measurements of "stock", "holmes" and "all-RDMA".
+        series: Name of each variant -> its measurements.
+
+    Returns:
+        "ratio_to_stock", "ratio_to_bound", "stock_to_bound": ratios of throughput.
+        "max_loss_difference": between stock and holmes. "step_seconds" (median and spread),
+        "tokens_per_second", "final_loss", "bytes_sent_each_step": for each variant. "emulated" and
+        "realtime": whether all runs had emulated compute, and ran under SCHED_RR.
     """
     stock, holmes, bound = series["stock"], series["holmes"], series["all-RDMA"]
     return {
@@ -270,13 +279,17 @@ def _report(
     result: dict[str, Any],
     traces: dict[str, list[dict[str, Any]]],
 ) -> str:
-    """Return the report as one HTML page, with the table, and pictures of the placement and of one step.
+    """Return the report of the demo as an HTML page: a table of three variants and two pictures.
+
+    One picture shows on which node each rank runs, and which NICs connect the nodes. The other is
+    the timeline of one training step, with a row for each rank.
 
     Args:
-        variants: stock, holmes and all-RDMA.
+        variants: stock, holmes and all-RDMA: without holmes, with holmes, and the upper bound.
         series: Name of each variant -> its measurements.
-        result: The document of _result().
-        traces: Name of each variant -> traces of its ranks (emulate/trace.py).
+        result: The comparison that _result() returns. Its ratios and its loss difference are shown.
+        traces: Name of each variant -> for each rank, the times of its passes and communication
+            (emulate/trace.py).
     """
     panels = []  # for each variant: (name, site, nodes in the order of their ranks, whether holmes plans)
     for variant in variants:

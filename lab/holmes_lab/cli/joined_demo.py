@@ -101,7 +101,11 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
     jobs: list[dict[str, Any]] = []  # entries of the result, in the order of the starts
 
     def start_job(lab: Lab, coordinator_address: str, name: str, count: int, seed: int) -> LabJob:
-        """Start a job that joins the coordinator, and append its entry to `jobs`.
+        """Start a training job that exchanges weights with the other, and list it in the result.
+
+        It appends {"job": name, "from": seconds since the beginning of the demo, "losses": []} to
+        `jobs`, the list "jobs" in the result of _run_jobs(). record_end() later fills in the end,
+        the losses and the step times.
 
         Args:
             lab: The emulated clusters.
@@ -126,7 +130,12 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
         return job
 
     def record_end(job: LabJob, index: int) -> None:
-        """Add the end and the losses of a job to its entry in `jobs`, which has the given index."""
+        """Add the end and the losses of a job to its entry in the result (start_job()).
+
+        Args:
+            job: The job, which has ended or was killed.
+            index: Index of its entry in `jobs`.
+        """
         lines = job.steps()
         jobs[index] |= {
             "to": time.monotonic() - demo_start,

@@ -189,9 +189,11 @@ def run(
     labels: Sequence[str],
     **options: Any,
 ) -> RunResult:
-    """Run a command on emulated GPUs, and print the networks and the bytes.
+    """Run a command on emulated GPUs, and print the networks that NCCL chose and each NIC's bytes.
 
-    With --beside-stock, it first runs without its --holmes flags.
+    With --beside-stock, the command runs twice: first without its flags --holmes..., which is stock
+    training, and then as given. The printed tables show both runs. The second run is left out if
+    the first one fails.
 
     Args:
         lab: The emulated clusters.

@@ -167,10 +167,14 @@ class DelayedGradients(NamedTuple):
 
 
 class _Role(Enum):
-    """Role of a class of modules in the emulation."""
+    """How the emulation treats calls of one class of modules: slowed down, or left as they are.
 
-    WITH_ATTENTION = "layer with attention"  # named in the setting `classes`
-    WITHOUT_ATTENTION = "layer without attention"  # named in the setting `plain`
+    Calls of an emulated layer compute, and then sleep until the time computed from its FLOP is
+    over. Attention adds FLOP. Other modules run unchanged.
+    """
+
+    WITH_ATTENTION = "layer with attention"  # its name is in Config.classes
+    WITHOUT_ATTENTION = "layer without attention"  # its name is in Config.plain
     NOT_EMULATED = "other module"  # it runs as fast as this machine does
 
 
@@ -207,10 +211,15 @@ class Pacer:
         self._delayed_key: DelayedGradients | None = None
 
     def install(self, module_class: Any) -> Callable[[], None]:
-        """Patch a module class, so that calls of configured layers take the emulated time.
+        """Patch torch.nn.Module, so that calls of layers take as long as on the emulated GPU.
+
+        Config.classes and Config.plain name the classes of these layers. A call computes, and then
+        sleeps until the forward time computed from the layer's FLOP is over. Autograd hooks do the
+        same for the backward pass. Other modules run unchanged, and so do layers inside another
+        such layer.
 
         Args:
-            module_class: torch.nn.Module.
+            module_class: torch.nn.Module. The caller passes it, because this file imports no torch.
 
         Returns:
             A function that removes the patch.
@@ -232,16 +241,17 @@ class Pacer:
         return lambda: setattr(module_class, "__call__", original)
 
     def pace_delayed_gradients(self, weight_gradients: Any) -> Callable[[], None]:
-        """Let weight gradients that are computed after their backward pass take the emulated time.
+        """Make the delayed computation of weight gradients take as long as on the emulated GPU.
 
-        A pipeline schedule uses holmes's class WeightGradients for this. Two of its methods are
+        A pipeline schedule may compute weight gradients after the backward pass, to fill idle
+        times. It uses holmes's class WeightGradients for this. Two methods of the class are
         patched:
 
-            of(micro_batch)      context manager around a forward pass, whose weights get their
-                                 gradients later. The patch lets _call() add their seconds to
-                                 self._delayed_s.
-            make(micro_batch)    computes these gradients. The patch then sleeps until these seconds
-                                 are over. For the trace, this is a part of a backward pass.
+            of(micro_batch)      context manager around a forward pass. The gradients of its weights
+                                 are delayed. The patch adds up the emulated seconds that
+                                 computing them takes (_delay_gradients()).
+            make(micro_batch)    computes these gradients. The patch then sleeps until the call has
+                                 taken these seconds. Traces show the call as a backward pass.
 
         Args:
             weight_gradients: The class WeightGradients (runtime/reduce/weight_gradients.py).
@@ -393,20 +403,23 @@ class Pacer:
     def _delay_gradients(
         self, delayed: DelayedGradients, module: Any, shape: tuple[int, ...]
     ) -> float:
-        """Move the computation of a layer's weight gradients out of its backward pass.
+        """Move the emulated time of a layer's weight gradients from its backward pass to later.
 
-        Only gradients of weight matrices, the parameters with two dimensions, are delayed.
-        Computing them takes as long as the forward products with these matrices, which have no
-        attention.
+        The pipeline schedule itself delays computing these gradients. This function only moves
+        their seconds: it adds them to self._delayed_s, for the later call
+        (pace_delayed_gradients()).
+
+        Only weight matrices, the parameters with two dimensions, have delayed gradients. Computing
+        them takes the FLOP of the forward products with these matrices. Attention has no weights,
+        so its FLOP are not moved.
 
         Args:
-            delayed: The entry of self._delayed_s to which the seconds are added.
-                pace_delayed_gradients() lets them pass when the schedule computes the gradients.
+            delayed: Key of self._delayed_s: which later call computes the gradients.
             module: The layer.
             shape: Shape of its input.
 
         Returns:
-            The moved seconds: the backward pass of the layer is shorter by them.
+            The moved seconds. The caller subtracts them from the time of the backward pass.
         """
         weights = sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
         seconds = self.seconds(weights, shape, has_attention=False)

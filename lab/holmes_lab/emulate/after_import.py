@@ -14,24 +14,40 @@ from types import ModuleType
 
 
 def call_after_import(callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
-    """Register functions that are called once, after a module has been imported.
+    """Register functions that are called once, after the program has imported a module.
 
     Args:
-        callbacks: Name of a module -> function, which is called with the module.
+        callbacks: Name of a module -> function that is called with the imported module.
     """
     sys.meta_path.insert(0, _AfterImport(callbacks))
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finder that lets the other finders find a module, and adds the callback to the module's loader."""
+    """Import finder that calls a registered function (a callback) after a module has been imported.
+
+    call_after_import() puts it first into sys.meta_path. For a module with a callback, it gets the
+    spec from the other finders, and patches the spec's loader. The loader then calls the callback
+    when it has executed the module.
+    """
 
     def __init__(self, callbacks: dict[str, Callable[[ModuleType], None]]):
-        self._callbacks = dict(callbacks)
+        self._callbacks = dict(callbacks)  # name of a module -> function to be called with it
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the specification of a module that has a callback, None for all others."""
+        """Return a module's spec, with a loader that calls the module's callback after the import.
+
+        The callbacks are those given to call_after_import(). The other finders of sys.meta_path
+        find the spec. Its loader is patched, and the callback is removed: it is called once.
+
+        Args:
+            name, path, target: As of importlib.abc.MetaPathFinder.find_spec().
+
+        Returns:
+            None for a module without a callback, or if no other finder finds the module.
+            Python then asks the next finder.
+        """
         if name not in self._callbacks:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
@@ -43,7 +59,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
     @staticmethod
     def _call_after(loader: importlib.abc.Loader, callback: Callable[[ModuleType], None]) -> None:
-        """Let a loader call the callback after it has executed the module."""
+        """Patch a loader, so that it calls `callback` with a module after executing the module."""
         original = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

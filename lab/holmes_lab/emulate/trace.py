@@ -45,10 +45,13 @@ _inside = threading.local()  # has the attribute `kind` while this thread is in 
 
 
 class Event(NamedTuple):
-    """Something that a rank did. In the file of the trace, it is a list of these values."""
+    """One timed operation of a rank: a pass, an optimizer step, or a send, receive or collective.
+
+    In the file of a trace, an event is the list [kind, start, end, bytes].
+    """
 
     kind: str  # "forward", "backward", "optimizer" or a value of KINDS
-    start: float  # time.monotonic()
+    start: float  # seconds of time.monotonic(), as `end`
     end: float
     bytes: int  # of the tensor that is communicated; 0 for passes and optimizers
 
@@ -86,11 +89,14 @@ def _write(directory: str, events: list[Event]) -> None:
 
 
 def _wrap_distributed(module: Any, events: list[Event]) -> None:
-    """Replace the functions of torch.distributed by functions that also record events.
+    """Make the sends, receives and collectives of torch.distributed record events.
+
+    The functions are the keys of KINDS, such as isend, all_reduce, broadcast and barrier. Each is
+    replaced by one that does the same, and records its start, its end and the bytes of its tensor.
 
     Args:
         module: torch.distributed.
-        events: The events are appended.
+        events: List to which each call of a replacement appends an Event.
     """
     if not module.is_available():
         return
@@ -102,20 +108,24 @@ def _wrap_distributed(module: Any, events: list[Event]) -> None:
 
 
 def _traced(function: Callable, kind: str, events: list[Event]) -> Callable:
-    """Return a function that does the same and appends an event.
+    """Return a function that does the same as `function`, and appends an event to a list.
 
-    An asynchronous operation returns a handle (torch's Work). Its event ends when the first call
-    of the handle's wait() returns, and is appended then.
+    An asynchronous operation returns a handle (torch's Work). Its event ends when the first call of
+    the handle's wait() returns, and is appended then.
 
     Args:
         function: A function of torch.distributed.
         kind: Kind of the event.
-        events: The event is appended when the operation has ended.
+        events: List to which the event is appended when the operation has ended.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Call the function, and record its event: now, or at the first wait() for its handle."""
+        """Call the function of torch.distributed, and record an event when the operation ends.
+
+        A synchronous operation ends when the function returns. An asynchronous operation returns a
+        handle (torch's Work), and ends when the first call of the handle's wait() returns.
+        """
         # Some functions call each other, such as send and isend: only the outermost call is recorded.
         if hasattr(_inside, "kind"):
             return function(*args, **kwargs)

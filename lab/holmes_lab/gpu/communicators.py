@@ -131,11 +131,14 @@ class _GroupKey(NamedTuple):
 def group_networks(
     communicators: Sequence[Communicator], nodes: Sequence[LabNode], processes: int
 ) -> list[GroupNetwork]:
-    """Group communicators that have the same name, size, number of nodes, network and NICs.
+    """Merge a job's communicators that are alike into one GroupNetwork each, for a report.
 
-    A communicator with a single rank uses no network and is left out. A member whose rank is
-    unknown (None), because its process wrote no record, is left out of the ranks, and its node is
-    not counted for it.
+    They are alike if they have the same group name, size, number of nodes, network and NICs. For
+    example, with 2 processes on each node, two communicators of the group "dp" with the ranks (0,
+    2) and (1, 3), both over "IB", become one GroupNetwork with ranks ((0, 2), (1, 3)).
+
+    A communicator with a single rank uses no network, and is left out. A rank may be None, if its
+    process wrote no record. It counts in the size only, not in the ranks or in the number of nodes.
 
     Args:
         communicators: The communicators of the job.

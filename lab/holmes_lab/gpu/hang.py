@@ -210,7 +210,15 @@ class WaitForGraph:
         return all(self._runs_operation(rank, kernel) for rank in self.members[kernel.communicator])
 
     def _runs_operation(self, rank: int | None, kernel: StreamWork) -> bool:
-        """Return whether a rank is known to run the same NCCL operation as `kernel`."""
+        """Return whether a rank reported that it now runs the same NCCL operation as `kernel`.
+
+        Args:
+            rank: The job's rank of a member of the kernel's communicator; None if it is unknown.
+            kernel: Running NCCL kernel of some rank.
+
+        Returns:
+            False also if the rank is None, or did not report its state.
+        """
         if rank not in self.states:
             return False
         for work in self.states[rank].works():
@@ -232,9 +240,14 @@ class WaitForGraph:
         return rank if rank in self.states else None
 
     def _nearest_reported(self, work_id: WorkId) -> WorkId:
-        """Return the work itself if its rank reported it, else the last reported work before it.
+        """Return the work that stands for `work_id` in the graph: itself, if its rank reported it.
 
-        A rank reports only the first work of a long stream (csrc/runtime/state.cc).
+        Of a stream with much pending work, a rank reports only the first items
+        (csrc/runtime/state.cc). Work further back is replaced by the last reported item of its
+        stream, behind which it waits.
+
+        Returns:
+            `work_id` unchanged also if no earlier work of its stream was reported.
         """
         if work_id in self.work:
             return work_id

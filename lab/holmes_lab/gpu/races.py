@@ -18,10 +18,18 @@ _TORCH_FOLDER = "/site-packages/torch/"
 
 
 def missing_waits(directory: Path) -> list[str]:
-    """Return lines that describe each missing wait of a job once, with the ranks that found it.
+    """Return report lines about the data races of a job: missing waits between CUDA streams.
+
+    A wait is missing if two streams access the same memory, at least one of them writes, and no
+    event or other synchronization orders them. The emulated GPU of each rank finds these. A race
+    that several ranks found is described once.
 
     Args:
-        directory: Directory in which each rank wrote its file rank<N>.races.
+        directory: Directory in which each rank wrote its file rank<N>.races, a line of JSON for
+            each race.
+
+    Returns:
+        For each race "a wait is missing (rank 0, 1): ...", and then lines with its Python stack.
     """
     ranks_of: dict[tuple[str, ...], set[int]] = defaultdict(set)  # lines of a description -> ranks
     paths = {int(path.stem.removeprefix("rank")): path for path in directory.glob("rank*.races")}
@@ -38,11 +46,16 @@ def missing_waits(directory: Path) -> list[str]:
 
 
 def _describe(race: Mapping[str, Any]) -> list[str]:
-    """Return a summary line of a missing wait, and lines with the Python stack of the later launch.
+    """Return a summary line of a data race, and lines with the Python stack where it was found.
 
     Args:
-        race: A record of rank<N>.races. Without "second", the host itself changed pinned memory that the work
-            "first" reads.
+        race: A record of rank<N>.races:
+            "bytes": Size of the memory that both sides access.
+            "first": The kernel or copy that was launched first: "kind", "name", "stream",
+                "writes" (false: it reads).
+            "second": The same for work of another stream that was launched later without waiting.
+                Missing if the host (CPU) changed pinned memory before the copy "first" read it.
+            "stack": Python stack, one line for each frame, innermost first.
     """
     first = race["first"]
     second = race.get("second")

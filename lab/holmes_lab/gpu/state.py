@@ -204,13 +204,16 @@ class Watch:
     def _request(
         self, offset: int, value: int, *, answer_offset: int, expected: int, timeout_s: float
     ) -> list[int]:
-        """Write a counter into the pages of all ranks, and return the ranks that answer.
+        """Write a number into a counter of every rank, and return the ranks that answer in time.
+
+        Each rank shares a memory-mapped page of 8-byte counters with this process, the file
+        rank<N>.watch. A rank answers by writing a number into a counter of its page.
 
         Args:
-            offset: Byte offset of the counter to write.
-            value: The value to write.
+            offset: Byte offset in the page of the counter to write.
+            value: The number to write.
             answer_offset: Byte offset of the counter in which a rank answers.
-            expected: Value of that counter that counts as the answer.
+            expected: Number in that counter that counts as the answer.
             timeout_s: Seconds to wait for the answers.
         """
         for page in self._pages.values():

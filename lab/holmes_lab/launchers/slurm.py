@@ -145,11 +145,13 @@ def _task_prolog(variables: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def daemons(directory: Path, order: Sequence[str], env: Mapping[str, str]) -> list[Program]:
-    """Return the daemons of Slurm and munge on all hosts, as programs that can be started there.
+    """Return the programs that make up Slurm on the emulated hosts, ready to be started.
+
+    They are munged on every host, slurmctld on the host "login", and slurmd on each node.
 
     Args:
-        directory: Directory of the configuration files.
-        order: Names of the nodes.
+        directory: Directory of the files that configure() has written.
+        order: Names of the nodes, on which slurmd runs. They only set the order of the result.
         env: Environment of the daemons.
     """
     slurm_env = {**env, "SLURM_CONF": str(directory / "slurm.conf")}

@@ -13,8 +13,7 @@ its rate. All pairs of nodes get the same share of the rate, so a small message 
 all frames of a large one. A frame that finds the buffer of the queue full is dropped, as in a
 router.
 
-Only the standard library is needed, because the lab's keeper forks this process. The kernel needs
-TUN/TAP, not netem.
+Forked by the lab's keeper, so it uses only the standard library. It needs TUN/TAP, not netem.
 """
 
 from __future__ import annotations
@@ -185,8 +184,7 @@ class FairQueue:
         """
         if not self.waiting:
             if self.free_at_s <= now:
-                # The link is idle: no flow has a claim from before. Tags start at 0 again, which
-                # also keeps the dictionary small.
+                # The link is idle: no flow has a claim from before, so tags start at 0 again.
                 self.free_at_s = now
                 self._virtual_time = 0.0
                 self._finish_tags.clear()
@@ -227,7 +225,12 @@ class ReceivingNode(NamedTuple):
 
 
 class Router:
-    """Network between the clusters with the frames that are on it."""
+    """Simulation of the network between clusters: holds each frame until it arrives at its cluster.
+
+    It stands for the router of each cluster and the links between the routers. take() gets a frame
+    that a node has sent. pop_arrived() returns the frames that have passed the rate limits and the
+    latency of their path. run() moves frames between a Router and the TAP devices.
+    """
 
     def __init__(
         self,
@@ -272,8 +275,7 @@ class Router:
             )
             for address, (cluster, mac) in nodes.items()
         }
-        #: Frames that wait for a time, as a heap: for the end of the latency, or for the end of
-        #: their transmission on the last uplink.
+        #: Heap of frames that wait for the end of the latency, or of their last transmission.
         self._timed: list[_TimedFrame] = []
         self._wait_count = 0  # waits so far, which numbers them
         self.dropped = 0  # frames

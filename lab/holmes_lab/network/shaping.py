@@ -295,9 +295,11 @@ class Shaping:
 
 
 class _SlowLink(NamedTuple):
-    """Shaping of links up to a rate, without a peak rate.
+    """Settings of the kernel's token bucket filter (tbf) for links up to `largest_rate_bps`.
 
-    The burst has room for the largest packet with its headers and for one more frame.
+    shaping() takes the first row of _SLOW_LINKS with a sufficient largest rate. The burst has room
+    for the largest packet with its headers and for one more frame. It is so small that the rate
+    within a burst needs no limit (peakrate of tbf).
     """
 
     largest_rate_bps: int  # of TCP data

@@ -86,11 +86,11 @@ def write_tree(root: Path, node: LabNode) -> None:
 
 
 def set_link(root: Path, nic: LabNic, up: bool) -> None:
-    """Write the state of a NIC's link into a tree.
+    """Write into an emulated node's imitation of /sys whether the cable of a NIC is plugged in.
 
     Args:
-        root: Folder of the tree.
-        nic: The NIC.
+        root: Folder that holmes reads in place of /sys on this node (write_tree()).
+        nic: A NIC of the node.
         up: Whether its cable is plugged in.
     """
     _write(

@@ -101,15 +101,19 @@ def script_of(command: list[str]) -> tuple[str, list[str]] | None:
 
 
 def start(ask: Callable[..., object], log: Path, modules: Sequence[str]) -> socket.socket:
-    """Start a fork server, wait until it has imported the modules, and return its control socket.
+    """Start a fork server, wait until it has imported its modules, and return its control socket.
+
+    A fork server is a Python process that imports modules once, and then forks ranks.
 
     Args:
-        ask: Starts the process. Called as ask(descriptors=[control socket, log]) with its two descriptors.
-        log: File for the output of the fork server.
-        modules: The modules, for error messages.
+        ask: Starts the process, and tells it what to import. Called as
+            ask(descriptors=[CONTROL, LOG]): the process's end of the control socket, and `log` as
+            an open file for its output.
+        log: File for the output of the process.
+        modules: Names of the modules, only for the error message.
 
     Raises:
-        HolmesError: The modules cannot be imported.
+        HolmesError: A module cannot be imported. The message has the reason.
     """
     ours, theirs = wire.pair()
     with open(log, "wb") as file:
@@ -289,11 +293,14 @@ def _fork_job_supervisors(control: socket.socket) -> launch.Entry | None:
 
 
 def import_for_ranks() -> None:
-    """Import modules that each rank would import later, so that ranks forked from this process have them.
+    """Import modules in this process (the fork server) that each rank would otherwise import later.
 
-    They are modules that frameworks import at their first use, and those of holmes and its
-    extensions. The names of the latter go into _holmes_modules: a rank that does not use holmes
-    removes them again (_forget_holmes).
+    Ranks are forked from this process, and so have these modules from the start. They are of two
+    kinds: modules that frameworks such as torch import at their first use, and, if torch has been
+    imported, the modules of holmes and of its extensions.
+
+    The names of the modules of holmes and of its extensions are added to _holmes_modules. A rank
+    that does not use holmes removes these modules again (_forget_holmes()).
     """
     for framework, modules in _FIRST_USE.items():
         for module in modules if framework in sys.modules else ():

@@ -85,7 +85,10 @@ class _Pipe:
 
 
 class Job:
-    """Running job, as returned by Lab.start()."""
+    """Running job in a lab: a handle to wait for its ranks, signal them, and read their output.
+
+    Lab.start() makes it. A lab is a set of emulated nodes on this machine.
+    """
 
     def __init__(
         self,
@@ -101,11 +104,15 @@ class Job:
         """Start the ranks, and the thread that reads their output.
 
         Args:
-            ranks: Message that starts each rank (process/launch.py), in the order of the ranks.
+            ranks: For each rank, the message that starts it: "rank", "argv", "env", "cwd", "holder"
+                (PID of a process in the namespaces of its node), "realtime" (run under SCHED_RR).
             supervisor: Socket of the job supervisor, the process that forks the ranks.
+            on_line: Called in a thread as on_line(rank, line, "stdout" or "stderr").
+            logs: Folder for the output of the ranks (rank0.log, ...); None: no files.
+            timeout: Seconds after which the job ends with status 124; None: no limit.
+            grace: Seconds that the other ranks have to end by themselves when one fails.
             emulated: Whether the ranks have an emulated accelerator.
-            watch: Folder in which ranks on emulated GPUs record what they do; None without such GPUs.
-            on_line, logs, timeout, grace: As in Lab.start().
+            watch: Folder in which ranks on emulated GPUs record what they do; None without them.
         """
         self.watch = watch
         self._supervisor = supervisor
@@ -249,7 +256,12 @@ class Job:
         return max(0.0, min(times) - time.monotonic())
 
     def _end_when_due(self) -> None:
-        """Send the ranks the signals that are due: after the time-out, or after the failure of a rank."""
+        """Send SIGTERM or SIGKILL to all ranks if the time for it has come.
+
+        The loop of _run() calls this again and again. After the time-out of the job, SIGTERM is
+        sent at once, and the status of the job becomes 124. After the first failure of a rank,
+        SIGTERM is sent when `grace` seconds are over. SIGKILL follows TERM_SECONDS after SIGTERM.
+        """
         now = time.monotonic()
         if (
             self._deadline is not None

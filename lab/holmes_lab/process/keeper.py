@@ -34,10 +34,14 @@ WAN = " wan"  # the delay line, which emulates the network between clusters
 
 
 def main(arguments: list[str]) -> None:
-    """Run the keeper until the lab ends.
+    """Run the keeper, the process that owns all other processes of a lab, until the lab ends.
+
+    It creates the namespaces of the nodes, and forks the processes of jobs, when the caller (the
+    process that created the lab) requests it. At the end it kills them all.
 
     Args:
-        arguments: Descriptor numbers of the control socket and of the caller's pidfd, and the lab's folder.
+        arguments: Descriptor number of the socket for the requests, descriptor number of a pidfd of
+            the caller, and the lab's folder. The folder is removed at the end.
     """
     control = socket.socket(fileno=int(arguments[0]))
     caller = int(arguments[1])
@@ -123,7 +127,7 @@ def _furnish_node(name: str, hosts: str, nsswitch: str, sysctl: dict[str, str]) 
         name: Hostname of the node.
         hosts: File that becomes /etc/hosts.
         nsswitch: File that becomes /etc/nsswitch.conf.
-        sysctl: Kernel settings of the node's network.
+        sysctl: Kernel settings of the node's network: "net.ipv4..." -> value.
 
     Raises:
         OSError: A setting cannot be made. The message names it.
@@ -227,10 +231,15 @@ class Keeper:
     ) -> dict[str, Any]:
         """Fork a process that creates the namespaces of a node and keeps them alive.
 
-        The arguments are those of _furnish_node().
+        Args:
+            name: Name of the node, which becomes its hostname.
+            hosts: File that becomes /etc/hosts of the node.
+            nsswitch: File that becomes /etc/nsswitch.conf of the node.
+            sysctl: Kernel settings of the node's network: "net.ipv4..." -> value.
 
         Returns:
-            {"pids": [PID as seen outside of the lab, PID in the lab's PID namespace]} of that process.
+            {"pids": [PID as seen outside of the lab, PID in the lab's PID namespace]}, both of the
+            forked process.
         """
         self.hold(name, lambda: _furnish_node(name, hosts, nsswitch, sysctl))
         return {"pids": self.holders[name]}
@@ -274,9 +283,11 @@ class Keeper:
         switch_pid = self.holders[SWITCH].pid
 
         def open_taps() -> Callable[[], None]:
-            """Open a TAP device for each cluster, and return the function that runs the delay line.
+            """Open a TAP device for each cluster, and return the function that delays frames.
 
-            The forked process calls it (hold()), and then runs the returned function.
+            Each TAP device connects the delay line to the Ethernet bridge of a cluster, and has the
+            name clusters[i]["tap"]. hold() calls open_taps() in the forked process, which then runs
+            the returned function.
             """
             namespaces.enter(switch_pid, ("net",))
             try:
@@ -300,7 +311,10 @@ class Keeper:
         """Fork a job supervisor, the process that forks the ranks of one job (process/launch.py).
 
         Args:
-            job: Descriptor of the job's socket.
+            job: Descriptor of the socket over which the caller and the job supervisor talk.
+
+        Returns:
+            An empty dict: the caller hears of the job over that socket.
         """
         if os.fork() == 0:
             namespaces.die_with_parent()
@@ -318,11 +332,14 @@ class Keeper:
         It runs process/fork_server.py.
 
         Args:
-            control: Descriptor of its control socket. The number becomes the last argument of the command.
+            control: Descriptor of its control socket. The number becomes the last argument.
             log: Descriptor of the file for its output.
-            argv: The command, without that argument.
-            env: Its environment.
-            cwd: Its working directory.
+            argv: The command, without the number of `control`.
+            env: Environment of the fork server.
+            cwd: Working directory of the fork server.
+
+        Returns:
+            An empty dict: the caller talks to the fork server over the control socket.
         """
         if os.fork() == 0:
             try:

@@ -106,10 +106,10 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill all processes that the ranks have left.
+    """Kill all processes of the job that still run: ranks, and processes that ranks have started.
 
-    Only children of this process are killed. Their children then become children of this process
-    (adopt_orphans()), and are killed in the next turn.
+    The children of this process are killed, again and again, until it has none. When a child has
+    ended, the children of that child become children of this process (adopt_orphans()).
     """
     me = os.readlink(
         "/proc/self"

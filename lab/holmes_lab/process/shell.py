@@ -23,14 +23,18 @@ from holmes_lab.network import namespaces
 
 @dataclass(frozen=True)
 class Host:
-    """Host of a running lab."""
+    """Emulated node, or login host, of a running lab, on which a command can be started.
+
+    A host is a set of Linux namespaces. running_host() finds it by its name. run_on_host() starts a
+    command in the namespaces of the process `holder`.
+    """
 
     holder: int  # PID of the process that keeps the host's namespaces alive
     variables: Mapping[str, str]  # environment of the host's processes
 
 
 def running_host(host: str, directory: str | None = None) -> Host:
-    """Return a host of a running lab.
+    """Return a host (a node, or the login host) of a running lab, found by its name.
 
     Args:
         host: Name of the host.
@@ -58,7 +62,15 @@ def running_host(host: str, directory: str | None = None) -> Host:
 
 
 def _hosts(directory: Path) -> dict[str, Host]:
-    """Return the running hosts of a lab's folder by name, {} if the lab is not complete."""
+    """Return the hosts that a lab has recorded in its folder and that still run: name -> host.
+
+    Args:
+        directory: Folder of the lab, with state.json.
+
+    Returns:
+        {} if the lab has recorded no hosts, because it is still being created, or if state.json
+        is missing or cannot be read.
+    """
     try:
         hosts = json.loads((directory / "state.json").read_text()).get("hosts", {})
     except (OSError, ValueError):

@@ -83,12 +83,12 @@ class Templates:
     def fork_server(
         self, key: TemplateKey, roots: str, lab_init: int, log: Path
     ) -> socket.socket | None:
-        """Start a fork server in a lab without imports, and return its control socket.
+        """Fork a fork server into a lab from a template, and return the socket that controls it.
 
-        A fork server is a Python in a lab that has imported some modules, and forks ranks. Here it
-        is itself forked from a template: a Python outside of the labs that has imported the same
-        modules. The template is started if there is none for this key. Of the templates, the
-        _KEPT that were used last are kept.
+        A fork server is a Python in a lab that has imported some modules, and forks ranks. A
+        template is a Python outside of the labs that has imported the same modules, so its fork
+        imports nothing. The template is started if there is none for this key. The _KEPT templates
+        that were used last are kept.
 
         Args:
             key: What the fork server must have imported, and in which environment.
@@ -97,8 +97,8 @@ class Templates:
             log: File for the output of the fork server.
 
         Returns:
-            None if the lab is in another user namespace, which a template cannot enter, or if the template
-            was killed. The lab must then start a fork server by itself.
+            None if the lab is in another user namespace, which a template cannot enter, or if the
+            template was killed. The lab must then start a fork server by itself.
 
         Raises:
             HolmesError: The modules cannot be imported.
@@ -149,10 +149,13 @@ class Templates:
         started: list[subprocess.Popen[bytes]] = []
 
         def start_process(descriptors: list[int]) -> None:
-            """Start the template's Python process, and append it to `started`.
+            """Start the template's Python process, and append it to `started`, a list of _start().
+
+            A template is a Python that imports modules once, and that labs fork.
+            fork_server.start() calls this function, and then waits for the end of the imports.
 
             Args:
-                descriptors: Its end of the control socket, and the file for its output.
+                descriptors: The template's end of its control socket, and the file for its output.
             """
             control, output = descriptors
             # The program TEMPLATE_BOOT imports holmes_lab from `roots`, and calls serve_template().
