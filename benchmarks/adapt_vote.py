@@ -133,10 +133,14 @@ def _deciding() -> Deciding:
 
 
 def main() -> None:
-    """Run the ranks of one process, each in a thread, and print their times as JSON.
+    """Let some of the simulated ranks vote on a new plan, and print the times of the vote as JSON.
 
-    The line has the time at which the last rank had measured, the time at which the last rank knew the
-    verdict, and the distinct verdicts.
+    Each rank is a thread of this process. It sends rank 0 a report with measured step times. Rank 0
+    proposes a new plan, and every rank agrees or not. The verdict is the result of this vote.
+
+    The printed line is [start, end, verdicts]. `start` is the time at which the last rank began to
+    send its report. At `end`, the last rank knew the verdict. Times are in seconds of the monotonic
+    clock, and `verdicts` are the distinct ones.
     """
     import torch.distributed as dist
 

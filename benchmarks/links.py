@@ -247,13 +247,16 @@ def probe_eight(repetitions: int) -> list[Row]:
 
 
 def _probe(text: str) -> tuple[SiteSpec, float]:
-    """Run `holmes probe` in a lab.
+    """Run `holmes probe` on emulated clusters, and return the networks that it measured.
+
+    The nodes are network namespaces of this machine. Their links have the given rates and
+    latencies.
 
     Args:
-        text: The cluster.toml of the lab.
+        text: The cluster.toml of the emulated clusters.
 
     Returns:
-        The clusters as probed, and the seconds of the probe.
+        (the clusters with measured rates and latencies, the seconds that the probe took).
     """
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "cluster.toml")
