@@ -342,7 +342,14 @@ def measure(case: Case) -> list[float]:
 
 
 def probe(spec: SiteSpec, file: Path) -> str:
-    """Run `holmes probe` in a lab, and return the cluster.toml with the measured networks."""
+    """Run `holmes probe` on emulated clusters, and return a cluster.toml with what it measured.
+
+    The nodes are network namespaces of this machine, with links of limited rates.
+
+    Args:
+        spec: The clusters to emulate.
+        file: Cluster file of `spec`.
+    """
     with tempfile.TemporaryDirectory() as directory, lab_for_measurements(spec) as lab:
         copy = Path(directory, "cluster.toml")
         copy.write_text(file.read_text())
