@@ -71,7 +71,10 @@ THEIRS = Path(__file__).with_name("placement_dtfm.py")
 
 
 class SlowLinkBound(NamedTuple):
-    """Lower bound on the time of the slowest data-parallel group, for a number of slow stage links."""
+    """Lower bound on the time of the slowest data-parallel group, for a number of slow links.
+
+    The links are those between neighbouring pipeline stages.
+    """
 
     group_s: float  # the bound, in seconds
     slow_links: int  # links between neighbouring stages that are slower than some limit
@@ -175,7 +178,7 @@ class Matrix:
         return self._memo[stage]
 
     def stage_link(self, left: Sequence[int], right: Sequence[int]) -> float:
-        """Return the seconds of the slowest link between two stages, with their GPUs paired at best.
+        """Return the seconds of the slowest link between two stages, for the best pairing of GPUs.
 
         Args:
             left, right: For each GPU of the stage, the index of its location in `units`. A location

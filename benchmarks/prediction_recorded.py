@@ -106,7 +106,7 @@ def step_rows(
 
 
 def recorded_rows(prediction: Any) -> list[Row]:
-    """Predict steps that earlier benchmarks have measured, and return rows with both and the errors.
+    """Predict steps that earlier benchmarks have measured, and return rows with the errors.
 
     The measured steps (RECORDED) are in the results files of two_clusters.py and
     megatron_two_clusters.py.

@@ -130,7 +130,7 @@ def _row(case: str, metric: str, values: list[float], unit: str, target: str = "
 
 
 class BackgroundChecks:
-    """What holmes runs beside training: the watch over the NICs, telemetry and the watchdog."""
+    """Background checks of holmes during training: watch over the NICs, telemetry and watchdog."""
 
     def __init__(self):
         from holmes_ext.runtime.measure import telemetry

@@ -257,14 +257,14 @@ def _searched_s(table: Table, case: str, planner: str) -> float:
 
 
 def _search_time_ratio(table: Table, cases: list[str], field: set[str]) -> Row:
-    """Return a row with the search time of holmes, divided by that of the best other planner.
+    """Return a row with the search time of holmes, divided by that of the best published planner.
 
-    The best other planner is the one with the smallest median regret, among those with a plan for
-    more than half of the cases. (Regret: how much longer the step of a plan is than that of the
-    best plan of all planners, relative.) The value is the median ratio of CPU seconds over the
-    cases for which that planner has a plan. It should be at most a fifth.
+    It is the median ratio of CPU seconds over all cases for which that planner has a plan, and
+    should be at most 0.2. The best one has the smallest median regret: how much longer the steps of
+    its plans are than those of the best plans. It must have plans for more than half of the cases.
 
     Args:
+        table: The results of all planners.
         cases: Names of the cases that have been planned.
         field: Names of the published planners.
     """
