@@ -152,11 +152,11 @@ def main() -> None:
     outcomes: list[tuple[float, float, str]] = []  # (start, end, verdict) of each rank
 
     def run_rank(rank: int) -> None:
-        """Vote as one rank, and append its times and its verdict to `outcomes`.
+        """Vote as one rank, and append its times and the verdict of the vote to `outcomes`.
 
-        A vote: all ranks send their report to rank 0, rank 0 proposes a change of the plan, each
-        rank agrees or not, and the verdict is ADOPT_CHANGE if all agree. It begins when all ranks
-        have connected to the store.
+        The vote begins when all ranks have connected to the store. All ranks send their report to
+        rank 0. Rank 0 proposes a change of the plan, and each rank agrees or not. The verdict is
+        ADOPT_CHANGE if all agree.
         """
         store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
         vote = Vote(

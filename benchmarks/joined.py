@@ -69,7 +69,7 @@ class MeasuredSteps(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Joined jobs in the lab, and the link between their clusters."""
+    """Joined jobs on emulated clusters, and the link between these clusters."""
 
     rate: str  # of the link between clusters
     outer: str  # value of --holmes-outer: how often and how the jobs exchange weights

@@ -129,7 +129,7 @@ def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
 
 
 class PartitionPlan(NamedTuple):
-    """Plan of a method of partitioning, and the layers of each of its two stages."""
+    """Plan with two pipeline stages, and the number of layers on each stage."""
 
     plan: Plan
     stage_layers: tuple[int, ...]
@@ -137,9 +137,10 @@ class PartitionPlan(NamedTuple):
 
 @dataclass
 class Configuration:
-    """One model and number of micro-batches of a case, with the plan and the run of each method.
+    """One model and number of micro-batches, with the plan and the run of each partitioning method.
 
-    Methods that find the same layers of the stages share a run.
+    A method of partitioning divides the model's layers among the stages. Methods with the same
+    result share a run.
     """
 
     title: str  # its name in the results

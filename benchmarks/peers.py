@@ -122,7 +122,7 @@ def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """Two jobs in the lab that train with one seed, joined by one library with its settings."""
+    """Two jobs on two emulated nodes that train with one seed, joined by one library."""
 
     lab: Lab
     python: str  # interpreter that has the library

@@ -292,7 +292,7 @@ def site_and_order(case: Case, spec: SiteSpec) -> tuple[Site, tuple[str, ...]]:
 
 
 def measure(case: Case) -> list[float]:
-    """Run a case in the lab, and return the seconds of its measured steps."""
+    """Run a case on emulated clusters, and return the seconds of its measured steps."""
     file = cluster_file(case.file)
     spec = load_spec(file)
     script = {
@@ -374,7 +374,7 @@ def probe(spec: SiteSpec, file: Path) -> str:
 
 
 def predict(case: Case, links: Links, overhead: Overheads) -> float:
-    """Return the predicted seconds of a training step on the nodes of a lab.
+    """Return the predicted seconds of a training step on emulated clusters.
 
     Args:
         case: The job.

@@ -279,8 +279,8 @@ def of_bytes(phases: list[dict]) -> dict[str, float]:
 def busy_seconds() -> float:
     """Return the seconds in which this machine's cores were not idle since it started.
 
-    Interrupts count. Programs with a lower priority (nice) do not count: no process of a lab is
-    one.
+    Interrupts count. Programs with a lower priority (nice) do not count: no process of an emulated
+    node is one.
     """
     cpu = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     user, _nice, system, _idle, _iowait, irq, softirq, *_ = map(int, cpu)

@@ -223,7 +223,7 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
 
 
 def rows(case: str) -> list[Row]:
-    """Run all schedules in the lab, and return the rows of results."""
+    """Run all schedules on emulated clusters, and return the rows of results."""
     with tempfile.TemporaryDirectory() as directory:
         plans_of, by_variant = run(ENGINES_OF[case], Path(directory))
     table = []

@@ -114,8 +114,8 @@ def networks() -> list[Row]:
     """Measure the CPU time that communication needs on this machine, and return rows with it.
 
     It is the CPU time of a sent byte on each network, of a message, and of a parameter in an
-    optimizer step. Simulations of steps in the lab need them. What results/stacks_measured.json
-    already has is not measured again.
+    optimizer step. Simulations of steps on emulated clusters need them. What
+    results/stacks_measured.json already has is not measured again.
     """
     known = prediction.Networks.load()
     known.measure(CLUSTERS)

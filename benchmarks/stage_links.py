@@ -127,7 +127,7 @@ def two(ethernet: str) -> str:
 
 
 def _cases() -> dict[str, Case]:
-    """Return the jobs by name: pipelines that run over a slow and a fast ("free") link between stages.
+    """Return the jobs by name: pipelines over a slow and a fast ("free") link between the stages.
 
     Names begin with the engine. In "ENGINE 8" and "ENGINE 16", with 8 and 16 micro-batches, the
     slow link has a low rate: an activation takes half as long as the compute of a stage for a

@@ -7,7 +7,7 @@ NICs in a node, half of the nodes with InfiniBand and half with RoCE. Rank 0 mak
 4, tensor 8). The store is torch's TCPStore in rank 0's process. The other ranks are threads of 64
 processes on the same machine, in a network namespace. All are connected to the store before the time
 begins. One rank of a node communicates for the node (neighbours.py), and the other seven receive the
-verdict from it.
+verdict (the site and the plan, by rank 0) from it.
 
     verdict    seconds from the report of the last rank until the last rank has the verdict. All ranks share
                the cores of this machine, so that work which nodes do at the same time is done one after the

@@ -306,7 +306,7 @@ def one_cluster_toml(spec: SiteSpec) -> str:
 def run(
     name: str, variants: list[Variant], case: Case, repetitions: int, steps: int
 ) -> dict[str, Series]:
-    """Run the variants of a case in the lab, and return their measurements by name.
+    """Run the variants of a case on emulated clusters, and return their measurements by name.
 
     In a case with `slower` above 1, GPUs and networks are slower by this factor. The ratio of
     communication to compute stays the same, and the CPU work of the nodes, which share this

@@ -142,10 +142,10 @@ def regrets(table: Table, cases: list[str]) -> None:
 def over_cases(table: Table, cases: list[str]) -> list[Row]:
     """Return rows with each planner's medians over all cases for which it has a plan.
 
-    The metrics are the number of such cases, the regret (how much longer the step is than that of
-    the best plan of all planners), the CPU seconds of the search, and two errors of predictions: of
-    the planner's own cost model against the simulation, and of the simulation against the lab. Rows
-    with the targets of `holmes plan` follow.
+    The metrics are the number of such cases, the CPU seconds of the search, and the regret: how
+    much longer the step is than that of the best plan of all planners. Two further metrics are
+    errors of predictions: of the planner's own cost model against the simulation, and of the
+    simulation against runs on emulated clusters. Rows with the targets of `holmes plan` follow.
 
     Args:
         cases: Names of the cases that have been planned.
@@ -188,9 +188,10 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
 def targets(table: Table, cases: list[str]) -> list[Row]:
     """Return rows that compare `holmes plan` with its targets.
 
-    The targets are for its regret (how much longer its step is than that of the best plan of all
-    planners), the error of simulated steps against the lab, and the search time relative to the
-    published planners. There are no rows before other planners have run on every case.
+    One target is for its regret: how much longer its step is than that of the best plan of all
+    planners. Others are for the error of simulated steps against runs on emulated clusters, and for
+    the search time relative to the published planners. There are no rows before other planners have
+    run on every case.
 
     Args:
         cases: Names of the cases that have been planned.
