@@ -138,9 +138,8 @@ def main() -> None:
     Each rank is a thread of this process. It sends rank 0 a report with measured step times. Rank 0
     proposes a new plan, and every rank agrees or not. The verdict is the result of this vote.
 
-    The printed line is [start, end, verdicts]. `start` is the time at which the last rank began to
-    send its report. At `end`, the last rank knew the verdict. Times are in seconds of the monotonic
-    clock, and `verdicts` are the distinct ones.
+    The printed line is [start, end, distinct verdicts]. `start` is the time at which the last rank
+    began to send its report. At `end`, the last rank knew the verdict. Times are in seconds.
     """
     import torch.distributed as dist
 

@@ -139,7 +139,7 @@ def measure(case: str) -> list[Row]:
         change nothing       known to change neither the step time nor the memory
         unknown              in no list of holmes
 
-    Unknown flags, and scripts without a model that holmes understands, are printed on stderr.
+    Unknown flags, and scripts with an unknown model, are printed on stderr.
 
     Args:
         case: "megatron-lm" or "megatron-deepspeed".

@@ -219,15 +219,15 @@ def time_sums(
 ) -> None:
     """Measure an all-reduce, print its median seconds on rank 0, and end the process.
 
-    A tensor of ones is reduced. After each all-reduce, an assertion checks that every element
-    equals the number of ranks.
+    A tensor of ones is reduced. After each all-reduce, an assertion checks that elements equal the
+    number of ranks.
 
     Args:
         all_reduce: Starts an all-reduce of a tensor in place, and returns a request to wait for.
         size: Bytes of the tensor.
         times: Number of measurements; a first one does not count.
-        summed: Returns the part of the tensor to check: a rank may get only the sum of its own
-            part, as in a reduce-scatter. Default: all of it.
+        summed: Returns the elements to check: in a reduce-scatter, those of this rank's part.
+            Default: all.
     """
     import torch
     import torch.distributed as dist

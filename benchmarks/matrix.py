@@ -208,8 +208,7 @@ def extend_import_path(row: Row, folder: Path) -> None:
 
         always                 the folder of holmes
         with `row.source`      the source of this Megatron-LM version, extracted into `folder`
-        with `row.torch`       integration_tests, and an import of its torch_on_cpu.py (which adds
-                               to old versions of torch what they lack on CPUs)
+        with `row.torch`       integration_tests; its torch_on_cpu.py mends old versions of torch
         without `row.torch`    all packages of the environment that runs this program
     """
     (site_packages,) = folder.glob("lib/python*/site-packages")

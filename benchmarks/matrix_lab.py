@@ -65,10 +65,8 @@ def run(
 ) -> dict[str, Series]:
     """Run a training script on emulated clusters in several variants, and return the measurements.
 
-    A variant is the script without or with holmes, for example.
-
     Args:
-        compared: The variants.
+        compared: The variants, such as the script without and with holmes.
         script: The training script and its arguments.
         classes: Name of one class, the transformer layer. Its instances sleep as long as a GPU
             would compute.

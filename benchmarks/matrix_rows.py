@@ -129,15 +129,14 @@ ALL = ("torch", "deepspeed", "megatron-core", "transformers", "lightning")
 def _pair(name: str, torch: str, *packages: str, **more) -> Row:
     """Return a row: one version of torch with several frameworks that were released at that time.
 
-    matrix.py installs such a combination, and tests what one framework can break in another. Fields
-    that are not in `more` get default values: `tests` are PAIR_TESTS, and `few` are FEW_PAIR, the
-    few tests of `make old-versions`. `lab` names four training jobs for emulated clusters.
+    matrix.py installs such a combination, and tests what one framework can break in another.
 
     Args:
         name: Name of the row.
         torch: Version of torch.
         packages: Requirements of the frameworks, such as "deepspeed==0.18.1".
-        more: Fields of Row, which replace the default values.
+        more: Fields of Row. They replace the defaults: the tests PAIR_TESTS, the few tests FEW_PAIR
+            (for `make old-versions`), and four training jobs on emulated clusters (`lab`).
     """
     features = tuple(
         project

@@ -47,8 +47,8 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
         kind: The table: "pair", "torch", "deepspeed" or "megatron" (see matrix_rows.py). Or "few":
             the combinations in FEW, without their packages.
         figures: All results.
-        about: Combination -> {"parts": dates}. The dates are by part of the tests ("check",
-            "tests", "lab", "nccl"), of the day on which it ran.
+        about: Combination -> {"parts": part of the tests -> date of its result}. The parts are
+            "check", "tests", "lab" and "nccl".
     """
     of_row: dict[str, dict[str, Figure]] = {}
     for figure in figures:

@@ -72,10 +72,9 @@ def run(
 ) -> dict[str, Series]:
     """Run a training script on emulated clusters in several variants, and return the measurements.
 
-    A variant is the script without or with holmes, for example.
-
     Args:
         case: Name of the case, for lines about the progress.
+        variants: Such as the script without and with holmes.
         script: The training script and its arguments.
         classes: Name of one class, the transformer layer. Its instances sleep as long as a GPU
             would compute.

@@ -95,15 +95,14 @@ class Networks:
     def measure(self, file: Path, turns: int = 3) -> None:
         """Measure networks and CPU times on emulated clusters, if they are not stored already.
 
-        There are two networks: the clusters of `file`, and the same nodes in a single fast cluster.
-        Their rates and latencies are stored in `self.probes`, and the CPU time of an optimizer
-        step, for each parameter, in `self.parameter_s`. The CPU times of communication are measured
-        several times, with both networks in turn, because the speed of this machine changes. Each
-        of these measurements is an entry of `self.turns`.
+        Rates and latencies are stored in `self.probes`, and the CPU time of an optimizer step, for
+        each parameter, in `self.parameter_s`.
 
         Args:
-            file: The cluster file.
-            turns: Number of entries that `self.turns` shall have.
+            file: The cluster file. Measured are its clusters, and the same nodes in a single fast
+                cluster.
+            turns: Measurements of the CPU time of communication on both networks, in turn, because
+                the speed of this machine changes. Each is an entry of `self.turns`.
         """
         spec = load_spec(file)
         with tempfile.TemporaryDirectory() as directory:

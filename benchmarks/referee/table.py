@@ -260,9 +260,9 @@ def _searched_s(table: Table, case: str, planner: str) -> float:
 def _search_time_ratio(table: Table, cases: list[str], field: set[str]) -> Row:
     """Return a row with the search time of holmes, divided by that of the best published planner.
 
-    It is the median ratio of CPU seconds over all cases for which that planner has a plan, and
-    should be at most 0.2. The best one has the smallest median regret: how much longer the steps of
-    its plans are than those of the best plans. It must have plans for more than half of the cases.
+    It is the median ratio of CPU seconds over all cases for which that planner has a plan. The
+    target is at most 0.2. The best planner has the smallest median regret (how much longer its
+    steps are than those of the best plans), and plans for more than half of the cases.
 
     Args:
         table: The results of all planners.
