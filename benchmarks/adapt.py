@@ -91,8 +91,13 @@ class Case:
     def gpu_flops(self, engine: str) -> float:
         """Return the FLOP/s of an emulated GPU on which the two stages take `stage_s` on average.
 
-        The clock of an emulated GPU also counts the output layer, and the part of the attention's forward
-        pass that fused attention computes again in its backward pass.
+        `stage_s` is the compute time of a stage for a micro-batch. An emulated GPU also charges
+        time for the output layer, and for attention that the backward pass computes again. These
+        FLOP count here, so the result is higher than that of `flops`.
+
+        Args:
+            engine: "deepspeed" or "megatron". DeepSpeed's backward pass computes half of the
+                attention's forward pass again, megatron's nothing.
         """
         attention_flop = 4 * SEQUENCE**2 * self.hidden
         recomputed_flop = RECOMPUTED_ATTENTION[engine] * attention_flop
@@ -227,7 +232,12 @@ def half_a_stage(
 
 
 def steps_of(name: str, by_variant: dict[str, Series]) -> list[Row]:
-    """Return a row with the median step time of each variant."""
+    """Return one row of results for each variant, with its median step time in seconds.
+
+    Args:
+        name: Name of the case in the results.
+        by_variant: Name of a variant -> its measured steps.
+    """
     return [
         Row.of(
             name,
@@ -257,7 +267,12 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
     case = Case(layers=6, hidden=32, micro_batches=6 if engine in ENGINES else 2, stage_s=0.1)
 
     def run_off_on_off() -> list[tuple[float, float]]:
-        """Return (seconds of a step, busy share of the cores) of three runs: off, on, off again."""
+        """Run the job with --holmes-adapt off, then on, then off again, and return its step times.
+
+        Returns:
+            Three pairs, in this order: (median seconds of a step, share of this machine's cores
+            that was in use, from 0 to 1).
+        """
         with tempfile.TemporaryDirectory() as directory:
             fast_network = _write_cluster_file(Path(directory), UNLIMITED_BPS)
             variants = [
@@ -360,12 +375,14 @@ def measure_predictions(engine: str, name: str, repetitions: int, runs: Runs) ->
 
 
 def kept_as_one_run(measure: Callable[[str, int], list[Row]]) -> Rows:
-    """Return a function that measures the rows of a case, or takes them from the file of earlier runs.
+    """Return a function that measures a case, unless the results file of earlier runs has its rows.
 
-    All rows of a case are kept as one run.
+    That file is the one of the option --runs. It stores all rows of a case as a single entry:
+    either all of them are measured now, or all come from the file. There are no rows if the time
+    limit of the program is over.
 
     Args:
-        measure: Called with the name of the case and the number of repetitions.
+        measure: Measures the case. Called with its name and the number of repetitions.
     """
 
     def rows(name: str, repetitions: int, runs: Runs) -> list[Row]:

@@ -64,7 +64,11 @@ RANK_SPEED = 1.3
 
 @dataclass(frozen=True)
 class Part:
-    """Period of the hour in which the rate of Ethernet and the speed of the GPUs stay the same."""
+    """Part of a simulated hour of training, with a constant Ethernet rate and GPU speed.
+
+    A job trains for one simulated hour while the network changes. random_periods() divides the hour
+    into such parts.
+    """
 
     seconds: float
     rate: float  # of Ethernet between the clusters; MIN_RATE has the unit
@@ -163,12 +167,15 @@ class DataParallelJob(SimulatedJob):
     """
 
     def __init__(self, hour: DataParallelHour, part: Part):
-        """Start the ranks.
+        """Start a thread for each rank, which measures and votes as in a real job.
+
+        Only the steps are simulated.
 
         Args:
-            hour: The model, the clusters, and the function that simulates a step.
-            part: Conditions (network rate, speed of the GPUs) at the start. They may be replaced
-                later.
+            hour: What is simulated for an hour: the model, the two clusters, and a function that
+                returns the times of a step for a network rate and a GPU speed.
+            part: Network rate and GPU speed of the first part of the hour. The caller changes
+                `self.part` when the next part begins.
         """
         self.hour = hour
         self.part = part
@@ -189,15 +196,16 @@ class DataParallelJob(SimulatedJob):
         super().__init__(hour.site(part.rate), Sizes(), stage_of, patient=True)
 
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
-        """Simulate the next step, in which gradients are reduced by the ranks' current plan.
+        """Simulate the next step, and return its seconds and what each rank is told of it.
 
-        The base class SimulatedJob calls this once for each step. If the Ethernet link is down at
-        the start of the step, it adds the time of the outage (`self.gone`) to the step itself.
+        The base class SimulatedJob calls this once for each step. The ranks reduce gradients by
+        their current plan.
 
         Returns:
-            The seconds of the step without an outage, and a function. The function takes a rank,
-            and returns the measurements that this rank would make in the step: the operations of
-            its gradient reduction, its pipeline messages (none: ()), and totals of the reduction.
+            (seconds, measurements_of). The seconds are without an outage of the Ethernet link,
+            which the base class adds (`self.gone`). measurements_of(rank) returns the measurements
+            that a real rank would make in the step: all-reduces, pipeline messages (none), and
+            totals.
         """
         # each() applies a function to the current plan of every rank, and checks that all agree.
         reduction: ReductionSpec = self.each(lambda traffic: traffic.reductions[0])
@@ -208,13 +216,16 @@ class DataParallelJob(SimulatedJob):
         group_fields = {"ranks": ranks, "description": "hierarchical" if hierarchical else ""}
 
         def measurements_of(rank: Any) -> tuple[Any, ...]:
-            """Return a rank's measurements: operations, pipeline messages (none), and totals.
+            """Return what a rank measures in this step, and record how it reduced its gradients.
 
-            An operation is the work of the gradient reduction on one network. Totals are its bytes,
-            its seconds, and its exposed seconds, in which the rank only waits for it. Operations
-            over Ethernet wait until the link is up again. The function also stores how the
-            gradients were reduced in the rank's session, because voting reads it there: in a real
-            job, the gradient reducer stores it.
+            The record is an entry of `rank.current.reductions`. In a real job, the gradient reducer
+            writes it. The ranks' vote on a new plan reads it.
+
+            Returns:
+                (all-reduces, pipeline messages, totals). There is one all-reduce for each network.
+                Over Ethernet it ends after an outage of the link. There are no pipeline messages.
+                Totals are those of the gradients: "bytes", "seconds", and "exposed" seconds, in
+                which the rank only waits.
             """
             rank.current.reductions[ranks] = DoneReduction(
                 planned=reduction,
@@ -255,15 +266,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Op:
-    """Operation of a gradient reduction. Times are seconds from the start of the step."""
+    """All-reduce of gradients over one network, with the attributes that telemetry records of it.
+
+    Times are seconds from the start of the step.
+    """
 
     group: Group
     end: float
     start: float = 0.0
-    peer: int | None = None
+    peer: int | None = None  # rank of the other end of a message; None: a collective
     name: str = "all_reduce"
-    payload: float = 1.0
-    waited: float = 0.0
+    payload: float = 1.0  # bytes; this value is a placeholder
+    waited: float = 0.0  # seconds for which the program stood still; a placeholder
 
 
 @dataclass(frozen=True)

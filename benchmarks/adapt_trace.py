@@ -23,7 +23,11 @@ from holmes_lab.compare import Variant
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the trace, in which the rate of Ethernet and the speed of node b0 stay the same."""
+    """Period in which the Ethernet rate and the accelerator speed of node b0 stay the same.
+
+    TRACE is a sequence of such periods. Every measured job trains while its network changes by
+    TRACE.
+    """
 
     seconds: float
     rate: float  # in units of the rate at which an activation takes half of a stage's time
@@ -55,10 +59,11 @@ def rows(
     variant: Callable[..., Variant],
     runs: Runs,
 ) -> list[Row]:
-    """Count the steps of a job with an adaptive plan, and with fixed plans, on a changing network.
+    """Count the steps of a job on a changing network, with an adaptive plan and with fixed plans.
 
-    All jobs see the same sequence of network rates, link failures and GPU speeds (TRACE). The plans
-    differ in the number of micro-batches in flight (FIXED has those that stay).
+    TRACE is the sequence of network rates, link failures and GPU speeds, the same for all jobs. One
+    job ("learns") changes its number of micro-batches in flight while it runs. Each other job keeps
+    one value of FIXED (values of the option --holmes-inflight).
 
     Args:
         name: Name of the case in the results.
@@ -77,7 +82,7 @@ def rows(
         flags = () if plan == "learns" else ("--holmes-inflight", plan, "--holmes-adapt", "off")
 
         def run(flags: tuple[str, ...] = flags) -> list[int]:
-            """Run the trace with these flags; return the number of steps in each part."""
+            """Run the job through all periods of TRACE, and return its steps in each of them."""
             with tempfile.TemporaryDirectory() as directory:
                 file = write(Path(directory), half_bps)
                 return _steps_of(
@@ -122,15 +127,17 @@ def _steps_of(
     half_bps: float,
     folder: Path,
 ) -> list[int]:
-    """Run one job through the trace, and return the number of steps in each part.
+    """Run one job while the network changes, and return its number of steps in each period.
 
-    The job is killed after the last part.
+    TRACE has the periods (Part), each with an Ethernet rate and an accelerator speed. The job is
+    killed after the last period.
 
     Args:
         variant: The job's clusters, order of nodes and flags.
         script: The training script and its arguments.
         accelerator: Settings of the emulated accelerator.
-        half_bps: Rate in bits/s that corresponds to the rate 1 of a part.
+        half_bps: Unit of the rates in TRACE, in bits/s. At this rate an activation takes half of a
+            stage's time.
         folder: For the job's log and the speeds of its accelerators.
     """
     log = folder / "log.jsonl"  # the job writes a line for each step

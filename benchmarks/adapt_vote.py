@@ -133,10 +133,13 @@ def _deciding() -> Deciding:
 
 
 def main() -> None:
-    """Run the ranks of one process, each in a thread, and print their times as JSON.
+    """Let some of the simulated ranks vote on a new plan, and print the times of the vote as JSON.
 
-    The line has the time at which the last rank had measured, the time at which the last rank knew the
-    verdict, and the distinct verdicts.
+    Each rank is a thread of this process. It sends rank 0 a report with measured step times. Rank 0
+    proposes a new plan, and every rank agrees or not. The verdict is the result of this vote.
+
+    The printed line is [start, end, distinct verdicts]. `start` is the time at which the last rank
+    began to send its report. At `end`, the last rank knew the verdict. Times are in seconds.
     """
     import torch.distributed as dist
 
@@ -148,11 +151,11 @@ def main() -> None:
     outcomes: list[tuple[float, float, str]] = []  # (start, end, verdict) of each rank
 
     def run_rank(rank: int) -> None:
-        """Vote as one rank, and append its times and its verdict to `outcomes`.
+        """Vote as one rank, and append its times and the verdict of the vote to `outcomes`.
 
-        A vote: all ranks send their report to rank 0, rank 0 proposes a change of the plan, each
-        rank agrees or not, and the verdict is ADOPT_CHANGE if all agree. It begins when all ranks
-        have connected to the store.
+        The vote begins when all ranks have connected to the store. All ranks send their report to
+        rank 0. Rank 0 proposes a change of the plan, and each rank agrees or not. The verdict is
+        ADOPT_CHANGE if all agree.
         """
         store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
         vote = Vote(

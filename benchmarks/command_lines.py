@@ -130,14 +130,16 @@ def priced(description: CommandLine) -> float:
 
 
 def measure(case: str) -> list[Row]:
-    """Count the command lines and flags of the example scripts of one repository.
+    """Count the command lines and the flags in the example scripts of one repository.
 
-    A flag is of one of four kinds. holmes uses it ("with an effect": it is in READ), or prints that
-    it does not use it ("named as not read": in NOT_READ), or has it in a list of flags that change
-    neither the step time nor the memory ("change nothing": all others), or has never heard of it
-    ("unknown").
+    Every flag is of one of four kinds, each with a row of its own:
 
-    Unknown flags, and scripts without a model that holmes understands, are printed on stderr.
+        with an effect       holmes reads the flag
+        named as not read    holmes prints that it does not read the flag
+        change nothing       known to change neither the step time nor the memory
+        unknown              in no list of holmes
+
+    Unknown flags, and scripts with an unknown model, are printed on stderr.
 
     Args:
         case: "megatron-lm" or "megatron-deepspeed".

@@ -255,7 +255,7 @@ def run(
     steps: int,
     accelerator: dict,
 ) -> dict[str, Series]:
-    """Run the variants in the lab, and return their measurements by name.
+    """Run the variants on emulated clusters, and return their measurements by name.
 
     Args:
         case: Name of the case, for lines about the progress.

@@ -53,7 +53,12 @@ ROUNDS = 20  # all-reduces of a run
 
 
 def build() -> list[Row]:
-    """Measure `holmes lab build` with an empty and with a full cache."""
+    """Measure how long `holmes lab build` takes, with an empty and with a full cache.
+
+    The command compiles the libraries of the emulated GPU into a cache folder, and checks NCCL's
+    results. A job on emulated GPUs needs them. The rows have the seconds of the command and, for
+    the empty cache, its CPU seconds.
+    """
     with tempfile.TemporaryDirectory() as directory:
         seconds, cpu, busy, begin_times = [], [], [], core_times()
         for what in ("cold", "from the cache"):

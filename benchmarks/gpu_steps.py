@@ -115,11 +115,15 @@ def flops_of(name: str) -> float:
 
 
 def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
-    """Return the variants of a case: stock, holmes and all-RDMA.
+    """Return the three ways in which each training script runs: stock, holmes and all-RDMA.
+
+    "stock" and "holmes" run on the given clusters, without and with the flags of holmes. "all-RDMA"
+    runs without holmes, with all nodes in a single cluster on the fastest network: nothing can be
+    faster. A Variant has a name, clusters, the order of the nodes, flags and environment variables.
 
     Args:
-        spec: The clusters.
-        file: Cluster file of `spec`.
+        spec: The emulated clusters.
+        file: Cluster file of `spec`, for the flags of holmes.
     """
     order, holmes = interleave(spec), ("--holmes", "--holmes-cluster", str(file))
     return [

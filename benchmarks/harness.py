@@ -65,14 +65,16 @@ class Row:
         target: str = "",
         busy: float | None = None,
     ) -> Row:
-        """Return a row, and compare the value with its target.
+        """Return a row of results, after comparing the value with its target.
 
-        The row does not say whether the target is met if the cores of this machine had no time left.
+        `met` of the row says whether the value keeps the target. It is None without a target, and
+        if more than 80 % of this machine's cores were in use (BOUND): then the value may show the
+        limit of the machine.
 
         Args:
             spread: Smallest and largest value.
             target: A bound such as ">= 1.6" or "<= 0.01"; "" if there is none.
-            busy: Share of this machine's cores that was used meanwhile; None if it was not measured.
+            busy: Share of this machine's cores in use meanwhile, from 0 to 1; None: not measured.
         """
         met = None
         if target and (busy is None or busy <= BOUND):

@@ -69,7 +69,7 @@ class MeasuredSteps(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Joined jobs in the lab, and the link between their clusters."""
+    """Joined jobs on emulated clusters, and the link between these clusters."""
 
     rate: str  # of the link between clusters
     outer: str  # value of --holmes-outer: how often and how the jobs exchange weights
@@ -89,11 +89,11 @@ class Case:
 
     @property
     def clusters(self) -> str:
-        """The text of the cluster.toml.
+        """The text of the cluster.toml for this case.
 
-        With `jobs` (each of one node), every node is a cluster behind an uplink of the case's rate.
-        Else the text is CLUSTERS: two clusters of 2 nodes, with `rate = "20Mb/s"` for the link
-        between them, which is replaced.
+        If `jobs` is 0, there are two clusters of 2 nodes, and the link between them has the rate
+        `rate`. Otherwise each job has one node, in a cluster of its own behind an uplink with that
+        rate.
         """
         if not self.jobs:
             return CLUSTERS.replace("20Mb/s", self.rate)

@@ -83,16 +83,17 @@ WAYS = {
 
 
 class Comparison(NamedTuple):
-    """Two methods of joining jobs, and a target for the difference of their evaluation losses.
+    """Two methods of joining jobs, and a bound on the difference of their evaluation losses.
 
-    The target is loss of `way` - loss of `baseline` <= noise or >= noise, by `sign`. The noise is
-    the largest minus the smallest loss of the method `noise_of` over the seeds.
+    The difference is the loss of `way` minus the loss of `baseline`. The bound is the noise: the
+    largest minus the smallest loss of the method `noise_of`, over several random seeds. The
+    difference must be at most the noise (sign "<="), or at least the noise (sign ">=").
     """
 
-    way: str  # method of joining: a key of WAYS, "synchronous" or "alone"
+    way: str  # method: a key of WAYS, "synchronous" (one job) or "alone" (jobs do not join)
     baseline: str  # another method
     noise_of: str  # method from whose seeds the noise is computed
-    sign: str  # "<=": the difference must not exceed the noise; ">=": it must exceed it
+    sign: str  # "<=": the difference must be at most the noise; ">=": at least the noise
 
 
 COMPARED = (
@@ -106,7 +107,8 @@ COMPARED = (
 class Losses(NamedTuple):
     """Three losses of one training run, in nats for each byte of text.
 
-    The names of the fields in the results file are, in this order, those of MEASURED.
+    The results file names them "evaluation loss", "evaluation loss of one job's weights" and
+    "training loss".
     """
 
     evaluation: float  # of the mean weights of all jobs, on text that no job has read
@@ -353,13 +355,13 @@ def train(
     training: torch.Tensor,
     held_out: torch.Tensor,
 ) -> Losses:
-    """Train jobs that join by one method, and return their losses on unread and on training text.
+    """Train jobs that exchange weights by one method, and return their losses at the end.
 
     Args:
         case: A key of CASES: model size and learning rate.
-        way: The method of joining. A key of WAYS: jobs that exchange weights by these settings of
-            --holmes-outer. "synchronous": one job that reads the batches of all jobs in each step.
-            "alone": one job that reads its own batches only.
+        way: The method. "synchronous": a single job reads the batches of all jobs in each step.
+            "alone": a single job reads only its own batches. A key of WAYS: several jobs exchange
+            weights now and then, with the settings in WAYS (values of --holmes-outer).
         seed: Seed of the weights and of the order of the text.
         jobs: Number of jobs.
         steps: Training steps of each job.
@@ -393,9 +395,11 @@ def train(
 
 
 def differences(rows: list[Row]) -> list[Row]:
-    """Return rows with the difference of two ways' evaluation losses, and the noise as target.
+    """Return rows with the difference between the evaluation losses of two methods of joining jobs.
 
-    The pairs of ways are those of COMPARED.
+    COMPARED has the pairs of methods. A row's target is the noise: the largest minus the smallest
+    loss of one method over the seeds. The target "<= noise" demands that the first method is not
+    worse than the second, ">= noise" that it is clearly worse.
 
     Args:
         rows: All rows. A case with a single seed shows no noise, and is left out.
@@ -428,7 +432,11 @@ def differences(rows: list[Row]) -> list[Row]:
 
 
 def main() -> int:
-    """Measure the ways cases, print the table of results, and write the results file."""
+    """Train jobs with the chosen models and methods of joining; print and write their losses.
+
+    Returns:
+        The exit status: 2 if a method is unknown, 1 if a target is not met, else 0.
+    """
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=3)

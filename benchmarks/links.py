@@ -74,11 +74,11 @@ def cluster_toml(
 
 
 def lab(repetitions: int) -> list[Row]:
-    """Measure how exactly the lab emulates rates and round trips of links between clusters.
+    """Measure how exactly `holmes lab` emulates rates and round trips of links between clusters.
 
-    The lab is that of SITE: three clusters, whose links have unequal rates and latencies. Errors of
-    rates are relative. The error of a round trip is in units of its tolerance: 1 ms, or 5 % of the
-    configured round trip if that is more.
+    There are three emulated clusters (SITE), and their links have unequal rates and latencies.
+    Errors of rates are relative. The error of a round trip is in units of its tolerance: 1 ms, or 5
+    % of the configured round trip if that is more.
     """
     # The links of cluster a also share an uplink, which is slower than their sum.
     spec = parse_spec(cluster_toml(SITE, nodes=4, uplinks={"a": "400Mb/s"}))
@@ -127,11 +127,11 @@ def _latency_error(row: BetweenClustersRow) -> float:
 
 
 def delay_line(repetitions: int) -> list[Row]:
-    """Measure the CPU time of the lab's delay line while a link between two clusters is fully used.
+    """Measure the CPU time of the process that delays messages between emulated clusters.
 
-    The delay line is a process of the lab that delays messages between clusters. One node, or two,
-    of cluster a send as fast as they can to cluster b over a link of 500 Mb/s and 10 ms. The
-    results are the share of a core that the delay line uses, and the rate that is reached.
+    It is called delay line. One node, or two, of cluster a send as fast as they can to cluster b
+    over a link of 500 Mb/s and 10 ms. The results are the share of a core that the delay line uses,
+    and the rate that is reached.
     """
     rows = []
     for nodes, ethernet, target in ((1, "2Gb/s", "<= 0.1"), (2, "250Mb/s", "")):
@@ -247,13 +247,16 @@ def probe_eight(repetitions: int) -> list[Row]:
 
 
 def _probe(text: str) -> tuple[SiteSpec, float]:
-    """Run `holmes probe` in a lab.
+    """Run `holmes probe` on emulated clusters, and return the networks that it measured.
+
+    The nodes are network namespaces of this machine. Their links have the given rates and
+    latencies.
 
     Args:
-        text: The cluster.toml of the lab.
+        text: The cluster.toml of the emulated clusters.
 
     Returns:
-        The clusters as probed, and the seconds of the probe.
+        (the clusters with measured rates and latencies, the seconds that the probe took).
     """
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "cluster.toml")

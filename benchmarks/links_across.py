@@ -99,9 +99,10 @@ def _planned_reduction(spec: SiteSpec) -> dict[str, Any]:
     """Return how the plan of holmes reduces 10 MiB over all nodes.
 
     Returns:
-        {} if the plan has a flat ring. Else the settings of a hierarchical all-reduce: "clusters":
-        True; "chunk_bytes": size of the chunks that it pipelines; "across": the algorithm between
-        clusters, as fields of CrossClusterAlgorithm, or None for direct exchanges.
+        {} for a flat ring. Otherwise the settings of a hierarchical all-reduce. "clusters": always
+        True, it means "hierarchical". "chunk_bytes": size of the chunks that are pipelined.
+        "across": the algorithm between clusters, as fields of CrossClusterAlgorithm, or None for
+        direct exchanges.
     """
     plan = build_plan(site_from_spec(spec), Sizes(pipeline=1), Workload(gradient_bytes=BYTES))
     # A plan has traffic for gloo (SOCKETS) and for NCCL. The lab uses gloo.
@@ -116,10 +117,19 @@ def _planned_reduction(spec: SiteSpec) -> dict[str, Any]:
 def _time_all_reduces(
     lab: Lab, spec: SiteSpec, ways: dict[str, dict[str, Any]], repetitions: int
 ) -> dict[str, list[float]]:
-    """Run each way to sum in every repetition, in changing order, and return the seconds by way.
+    """Measure the seconds of a 10 MiB all-reduce by several methods, on emulated clusters.
+
+    Every repetition runs each method once, in changing order. A run gives the median of four
+    all-reduces.
 
     Args:
-        ways: Name of a way -> its JSON for rank().
+        lab: The running emulated nodes.
+        spec: The clusters of these nodes.
+        ways: Name of a method -> {} for a flat ring, or else the settings of a hierarchical
+            all-reduce (see _planned_reduction()).
+
+    Returns:
+        Name of a method -> seconds of an all-reduce, one number for each repetition.
     """
     order = [node for cluster in spec.clusters for node in cluster.nodes]
     members: dict[str, list[int]] = {}  # cluster -> its ranks
@@ -207,13 +217,17 @@ def time_sums(
     times: int,
     summed: Callable[[Any], Any] = lambda flat: flat,
 ) -> None:
-    """Print the median seconds of an all-reduce on rank 0, and end the process.
+    """Measure an all-reduce, print its median seconds on rank 0, and end the process.
+
+    A tensor of ones is reduced. After each all-reduce, an assertion checks that elements equal the
+    number of ranks.
 
     Args:
         all_reduce: Starts an all-reduce of a tensor in place, and returns a request to wait for.
         size: Bytes of the tensor.
         times: Number of measurements; a first one does not count.
-        summed: Returns the part of the tensor that this rank then has.
+        summed: Returns the elements to check: in a reduce-scatter, those of this rank's part.
+            Default: all.
     """
     import torch
     import torch.distributed as dist

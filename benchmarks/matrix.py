@@ -201,14 +201,15 @@ def _create_with_packages_only(row: Row, python: Path) -> None:
 
 
 def extend_import_path(row: Row, folder: Path) -> None:
-    """Write a .pth file that extends the import path of the Python environment in `folder`.
+    """Let the Python environment in `folder` import holmes and what its tests need.
 
-    The environment is that of the row, a combination of versions. The file adds:
-        - the folder of holmes
-        - the source of Megatron-LM, if the row names a version of it (it is extracted into `folder`)
-        - integration_tests, if the environment has a torch of its own; torch_on_cpu.py in it, which adds to
-          old versions of torch what they lack on CPUs, is imported whenever Python starts
-        - otherwise the packages of the environment that runs this program
+    A .pth file is written, whose folders Python adds to its import path. A row is a combination of
+    versions to test. The file lists:
+
+        always                 the folder of holmes
+        with `row.source`      the source of this Megatron-LM version, extracted into `folder`
+        with `row.torch`       integration_tests; its torch_on_cpu.py mends old versions of torch
+        without `row.torch`    all packages of the environment that runs this program
     """
     (site_packages,) = folder.glob("lib/python*/site-packages")
     lines = [str(ROOT)]  # of the .pth file; Python adds each folder to the import path
@@ -281,10 +282,16 @@ def run(row: Row, python: Path, *arguments: str, **env: str) -> subprocess.Compl
 
 
 def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
-    """Return the JSON output of a command of holmes.
+    """Run a command of holmes with --check --json in a row's environment, and return the JSON.
 
-    megatron-core imports its shim on CPUs, because it needs one there. Other frameworks are imported
-    before it: torch's compiler, for example, looks for Triton if the shim reports CUDA.
+    A row is a combination of versions. megatron-core needs a CUDA device when it is imported. On
+    this machine, the module megatron_cpu_shim pretends that there is one. DeepSpeed and
+    transformers are imported before that module, because it would mislead them.
+
+    Args:
+        row: The combination of versions.
+        python: The interpreter of its environment.
+        words: The command: "patches" or "doctor".
     """
     # Framework -> module that imports all that holmes patches.
     others = {"deepspeed": "deepspeed.runtime.pipe.engine", "transformers": "transformers.trainer"}
@@ -388,12 +395,14 @@ def tests(
 
 
 def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
-    """Measure the training jobs of a row in the lab, and return the results.
+    """Measure the training jobs of a row on emulated clusters, with and without holmes.
+
+    Returns the results: the ratio of the step times, and the largest difference of the losses.
 
     Args:
         row: The combination of versions.
         python: The interpreter of its environment.
-        repetitions: Runs of each variant.
+        repetitions: Runs with holmes, and as many without it.
         cases: Names of jobs, separated by commas; "": all jobs of the row.
     """
     figures = []
@@ -438,9 +447,10 @@ def figure(row: Row, metric: str, value: float, unit: str, target: str = "") -> 
 
 
 def next_versions(pip: list[str], slim: bool) -> int:
-    """Test holmes with the newest versions of torch and all frameworks, and print what fails.
+    """Test holmes with the newest releases of torch and all frameworks, and print what fails.
 
-    The versions are those of NEXT, and are installed into an environment.
+    The releases are installed into a new Python environment in build/matrix. A feature of holmes is
+    off there if one of its patches does not fit the installed framework.
 
     Args:
         pip: Further arguments of pip for the installation of torch.

@@ -63,15 +63,19 @@ def run(
     preload: Sequence[str],
     **accelerator: str,
 ) -> dict[str, Series]:
-    """Run the variants of a script in the lab, and return their measurements.
+    """Run a training script on emulated clusters in several variants, and return the measurements.
 
     Args:
-        compared: The variants.
+        compared: The variants, such as the script without and with holmes.
         script: The training script and its arguments.
-        classes: Name of the class of transformer layers, which sleep as long as a GPU would compute.
+        classes: Name of one class, the transformer layer. Its instances sleep as long as a GPU
+            would compute.
         flops: FLOP/s of an emulated GPU.
         preload: Modules that are imported once for all ranks.
         accelerator: Further settings of the emulated GPU.
+
+    Returns:
+        Name of a variant -> its step times and losses.
     """
     return compare(
         compared,
@@ -189,7 +193,12 @@ MAKERS: dict[str, Callable[[int], dict[str, Series]]] = dict(
 
 
 def main() -> int:
-    """Measure the job of the command line, and print its results as JSON."""
+    """Measure a training job with and without holmes, and print its step times as JSON.
+
+    The command line names the job, one of CASES. The JSON has the median seconds of a step for each
+    repetition ("stock": without holmes, "holmes": with it). It also has the largest "difference" of
+    the losses, and the share of the cores in use ("busy").
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--repetitions", type=int, default=3)

@@ -127,17 +127,16 @@ ALL = ("torch", "deepspeed", "megatron-core", "transformers", "lightning")
 
 
 def _pair(name: str, torch: str, *packages: str, **more) -> Row:
-    """Return a row with a version of torch and several frameworks that were released at that time.
+    """Return a row: one version of torch with several frameworks that were released at that time.
 
-    Such a row tests what one framework can break in another: `tests` are PAIR_TESTS. `few` are a
-    few tests (FEW_PAIR) that also run in `make old-versions`. `lab` names the jobs that are
-    measured on emulated clusters.
+    matrix.py installs such a combination, and tests what one framework can break in another.
 
     Args:
         name: Name of the row.
         torch: Version of torch.
         packages: Requirements of the frameworks, such as "deepspeed==0.18.1".
-        more: Further fields of Row, also in place of the default ones.
+        more: Fields of Row. They replace the defaults: the tests PAIR_TESTS, the few tests FEW_PAIR
+            (for `make old-versions`), and four training jobs on emulated clusters (`lab`).
     """
     features = tuple(
         project
@@ -154,11 +153,11 @@ def _pair(name: str, torch: str, *packages: str, **more) -> Row:
 
 
 def _torch(version: str, packages: tuple[str, ...]) -> Row:
-    """Return a row with a version of torch.
+    """Return a row: one version of torch, with the tests that matrix.py runs with it.
 
-    All versions run the tests. Jobs on emulated clusters (`lab`) take long, and run only with the
-    oldest, a middle and the newest version. Tests over NCCL use emulated GPUs, which have the
-    runtime of CUDA 13. One version of torch with CUDA 13 runs them.
+    All versions run the tests. Training jobs on emulated clusters (Row.lab) take long, and run only
+    with the oldest, a middle and the newest version. Tests over NCCL (Row.nccl) use emulated GPUs,
+    which have the runtime of CUDA 13. One version of torch with CUDA 13 runs them.
 
     Args:
         version: Version of torch.
@@ -178,10 +177,13 @@ def _torch(version: str, packages: tuple[str, ...]) -> Row:
 
 
 def _deepspeed(version: str) -> Row:
-    """Return a row with a version of DeepSpeed.
+    """Return a row: one version of DeepSpeed, with the tests that matrix.py runs with it.
 
-    `few` are a few tests that also run in `make old-versions`. `lab` names the job that is measured
-    on emulated clusters.
+    The field `few` of the row has the few tests that also run in `make old-versions`. The field
+    `lab` names the training job that matrix.py measures on emulated clusters.
+
+    Args:
+        version: Version of DeepSpeed, such as "0.18.9".
     """
     return Row(
         f"deepspeed {version}",
@@ -195,10 +197,10 @@ def _deepspeed(version: str) -> Row:
 
 
 def _megatron(version: str, source: str = "") -> Row:
-    """Return a row with a version of megatron-core.
+    """Return a row: one version of megatron-core, with the tests that matrix.py runs with it.
 
-    `few` are a few tests that also run in `make old-versions`. `lab` names the job that is measured
-    on emulated clusters.
+    The field `few` of the row has the few tests that also run in `make old-versions`. The field
+    `lab` names the training job that matrix.py measures on emulated clusters.
 
     Args:
         version: Version of megatron-core.

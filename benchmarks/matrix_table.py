@@ -44,10 +44,11 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
     Columns without any entry are left out. The date is that of the oldest result.
 
     Args:
-        kind: The table: "pair", "torch", "deepspeed" or "megatron" (see matrix_rows.py). Or "few": the
-            combinations in FEW, without their packages.
+        kind: The table: "pair", "torch", "deepspeed" or "megatron" (see matrix_rows.py). Or "few":
+            the combinations in FEW, without their packages.
         figures: All results.
-        about: Combination -> {"parts": part -> date, "off": feature -> reason}.
+        about: Combination -> {"parts": part of the tests -> date of its result}. The parts are
+            "check", "tests", "lab" and "nccl".
     """
     of_row: dict[str, dict[str, Figure]] = {}
     for figure in figures:
@@ -134,7 +135,16 @@ def disabled_features(about: dict[str, Any]) -> str:
 
 
 def write_pages(figures: list[Figure], about: dict[str, Any]) -> None:
-    """Write the tables between the markers <!-- matrix KIND --> and <!-- matrix off --> of the pages."""
+    """Write the tables of tested versions into README.md and docs/versions.md.
+
+    A table goes between the markers <!-- matrix KIND --> and <!-- /matrix -->. KIND is the argument
+    of table(), such as "torch". A list of the features that are off follows <!-- matrix off -->.
+
+    Args:
+        figures: All results.
+        about: Combination of versions -> {"parts": part of the tests -> date, "off": feature that
+            is off -> reason}.
+    """
     for path, tables in PAGES.items():
         page = path.read_text()
         texts = {kind: table(kind, figures, about) for kind in tables}

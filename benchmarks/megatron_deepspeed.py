@@ -245,16 +245,16 @@ def measure(
 
 
 def case(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Row]:
-    """Train on an emulated site without holmes, with holmes, and in three more variants; return the results.
+    """Train on emulated clusters in five variants, and return the rows of results.
+
+    The variants are "stock" (without holmes), "stock again" (the noise), "holmes", "holmes, overlap
+    off", and "all-RDMA": without holmes, all nodes in one fast cluster.
 
     Args:
         name: A key of CASES, e.g. "4+4" for two clusters of 4 nodes.
         checkout: The copy of Megatron-DeepSpeed that is trained with.
         repetitions: Runs of each variant.
         steps: Training steps of a run.
-
-    Returns:
-        Rows of the table of results: metrics with their values and targets.
     """
     definition = CASES[name]
     cluster_file = examples() / "clusters" / definition.cluster_file

@@ -102,9 +102,16 @@ def cluster_toml(case: Case) -> str:
 
 
 def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
-    """Return the model with the GPUs of a case.
+    """Return the planner's description of a GPT and of the GPUs that train it.
 
-    The GPUs of cluster b are `case.speed` times as fast as those of cluster a.
+    The planner computes the costs of the layers from it. A GPU of cluster a has FLOPS FLOP/s. A GPU
+    of cluster b is `case.speed` times as fast.
+
+    Args:
+        case: The clusters.
+        layers: Transformer blocks.
+        hidden: Hidden size.
+        micro_batches: Of a step.
     """
     return Model(
         layers=layers,
@@ -122,7 +129,7 @@ def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
 
 
 class PartitionPlan(NamedTuple):
-    """Plan of a method of partitioning, and the layers of each of its two stages."""
+    """Plan with two pipeline stages, and the number of layers on each stage."""
 
     plan: Plan
     stage_layers: tuple[int, ...]
@@ -130,9 +137,10 @@ class PartitionPlan(NamedTuple):
 
 @dataclass
 class Configuration:
-    """One model and number of micro-batches of a case, with the plan and the run of each method.
+    """One model and number of micro-batches, with the plan and the run of each partitioning method.
 
-    Methods that find the same layers of the stages share a run.
+    A method of partitioning divides the model's layers among the stages. Methods with the same
+    result share a run.
     """
 
     title: str  # its name in the results
@@ -145,10 +153,11 @@ class Configuration:
 
 
 def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> PartitionPlan:
-    """Return the plan by one method of partitioning.
+    """Return a plan with 2 pipeline stages, for one method of dividing the layers among them.
 
     Args:
-        method: "uniform", "speed" or "balanced".
+        method: "uniform": equally many layers. "speed": layers in proportion to the speed of each
+            stage. "balanced": the division with the shortest predicted step.
     """
     plan = build_plan(
         site_from_spec(spec),
@@ -164,14 +173,16 @@ def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> PartitionP
 def configuration_of(
     case: Case, name: str, micro_batches: int, spec: SiteSpec, directory: Path
 ) -> Configuration:
-    """Make and write the plan of each method of partitioning, and return the plans with their runs.
+    """Make the plans and the measured runs for each method of dividing layers among the stages.
 
-    Methods with the same layers of the stages share a run. With the middle number of micro-batches,
-    the first run is made twice, which shows the noise of the measurements. Once for each model is
-    enough.
+    Each plan is written to a file, which its run reads. Methods that give each stage the same
+    layers share a run. With `case.middle` micro-batches, the first run is made twice: the
+    difference is the noise of the measurements.
 
     Args:
+        case: The clusters.
         name: Name of the model, a key of MODELS.
+        micro_batches: Number of micro-batches in a step.
         spec: The clusters of the case.
         directory: For the files of the plans.
     """
@@ -199,10 +210,14 @@ def configuration_of(
 
 
 def flags_of(case: Case, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
-    """Return the flags of a run of the training script, without those of a plan.
+    """Return flags of the training script: model, micro-batches, clusters and overlap.
+
+    The caller adds the flag with the plan (--holmes-plan) or the parallel sizes (--holmes-sizes).
 
     Args:
+        case: The clusters, and whether gradient reductions overlap with the backward pass.
         name: Name of the model, a key of MODELS.
+        micro_batches: Number of micro-batches in a step.
         directory: Folder that has the cluster.toml.
     """
     layers, hidden = MODELS[name]
@@ -224,9 +239,9 @@ def flags_of(case: Case, name: str, micro_batches: int, directory: Path) -> tupl
 def profile_run(case: Case, name: str, spec: SiteSpec, directory: Path) -> Variant:
     """Return the run that measures the times of the layers (a profile).
 
-    Reductions do not overlap, as in `holmes tune`.
-    It uses the even partition and the middle number of micro-batches. The job writes the profile to
-    profile_file(directory, name).
+    Both stages have equally many layers. A step has `case.middle` micro-batches, the middle one of
+    the three numbers that the case measures. Gradient reductions do not overlap with the backward
+    pass, as in `holmes tune`. The job writes the profile to profile_file(directory, name).
 
     Args:
         name: Name of the model, a key of MODELS.
@@ -256,7 +271,7 @@ def run_case(case: Case, wanted: list[tuple[str, int]], steps: int, skip: int) -
     """Measure some configurations of a case, and return the rows of results.
 
     For each model, a further run measures the times of its layers (a profile), from which steps are
-    also predicted. All runs use a single lab, because starting a lab takes long.
+    also predicted. All runs use the same emulated nodes, because starting nodes takes long.
 
     Args:
         wanted: The configurations, as pairs (name of a model, number of micro-batches).
@@ -286,12 +301,15 @@ def run_case(case: Case, wanted: list[tuple[str, int]], steps: int, skip: int) -
 
 
 def measure(case: Case, runs: list[Variant], steps: int, skip: int) -> dict[str, Series]:
-    """Run the variants in a lab, and return their measurements by name.
+    """Run training jobs on the emulated clusters of a case, and return the measurements of each.
 
     Args:
-        runs: The variants. Each runs once.
+        runs: The jobs. Each runs once.
         steps: Training steps of a run.
         skip: First steps that are not measured.
+
+    Returns:
+        Name of a job (Variant.name) -> its step times and losses.
     """
     script = [
         str(examples() / "deepspeed_pipeline" / "train.py"),
@@ -321,15 +339,17 @@ def rows_of(
 ) -> list[Row]:
     """Return the rows of results of a configuration (one model and number of micro-batches).
 
+    For each method of dividing the layers, there are the measured step and three predictions:
+
+        predicted METHOD                   a simulation with the CPU time of DeepSpeed's own code
+        predicted METHOD, numbers alone    the plan's prediction, without this CPU time
+        predicted METHOD by profile        from measured times of the layers
+
+    Further rows have errors, ratios of the methods, and the noise.
+
     Args:
         series: Measurements by the name of the variant.
         profile: Measured times of the layers, for the configuration's number of micro-batches.
-
-    Returns:
-        Step times, and three predictions of each with their errors: simulated with the CPU time of
-        DeepSpeed's own code (metric without a name), the plan's own without it ("numbers alone"),
-        and from measured times of the layers ("by profile"). Then ratios of the methods, and the
-        noise.
     """
     by_method = {
         method: series[configuration.variants[planned.stage_layers].name]
@@ -573,12 +593,14 @@ def error_rows(
 
 
 def _comparisons(title: str, case: Case, of: dict[str, Series]) -> list[Row]:
-    """Return rows with the ratios of the step times of two methods.
+    """Return rows that compare the step times of the methods "uniform", "speed" and "balanced".
+
+    There is a row for every two methods. A ratio above 1 means that the first one is faster.
 
     Args:
         title: Name of the case in the results.
         case: The clusters; `speed` is that of the GPUs of cluster b in units of those of a.
-        of: Method -> measurements.
+        of: Measurements of each method.
     """
     rows = []
     for better, worse in (("speed", "uniform"), ("balanced", "speed"), ("balanced", "uniform")):

@@ -122,7 +122,7 @@ def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """Two jobs in the lab that train with one seed, joined by one library with its settings."""
+    """Two jobs on two emulated nodes that train with one seed, joined by one library."""
 
     lab: Lab
     python: str  # interpreter that has the library
@@ -202,12 +202,13 @@ def wait(jobs: dict[str, Job]) -> None:
 
 
 def train_both_jobs(run: Run) -> dict[str, float]:
-    """Run both jobs to their end, and return the measurements by name.
+    """Run two jobs that train together to their end, and return the measurements by name.
 
     Returns:
-        "bytes": sent in a step. "exposed": mean seconds of a step in optimizer.step() beyond its median.
-        "rate": tokens per second of both jobs. "loss": in nats, of the jobs' mean weights; of jobs
-        that do not join, the loss of the first one.
+        "bytes": sent by both nodes in a step. "exposed": seconds of communication that a step waits
+        for. It is the mean of how much longer optimizer.step() takes than its median over the
+        steps. "rate": tokens per second of both jobs. "loss": in nats, of the jobs' mean weights;
+        of jobs that do not join, the loss of the first one.
     """
     steps = run.args.steps
     sent_before = run.sent()

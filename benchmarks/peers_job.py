@@ -172,10 +172,11 @@ def hivemind_dht(*known: str):
 
 @contextlib.contextmanager
 def hivemind_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Optimizer):
-    """Join by hivemind's averaging while this context is open, and yield the optimizer.
+    """Let a job average its weights with another job by hivemind, and yield the optimizer.
 
-    The code follows the quick start of hivemind with local updates: it averages weights. A round is
-    `steps` of both jobs.
+    This is a context manager, which follows hivemind's quick start with local updates. The weights
+    are averaged when both jobs together have made 2 x `steps` steps. `steps` is set by the option
+    --settings (default: 32).
 
     Args:
         args: Options of this program.

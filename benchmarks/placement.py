@@ -71,7 +71,10 @@ THEIRS = Path(__file__).with_name("placement_dtfm.py")
 
 
 class SlowLinkBound(NamedTuple):
-    """Lower bound on the slowest data-parallel group, for a number of slow stage links."""
+    """Lower bound on the time of the slowest data-parallel group, for a number of slow links.
+
+    The links are those between neighbouring pipeline stages.
+    """
 
     group_s: float  # the bound, in seconds
     slow_links: int  # links between neighbouring stages that are slower than some limit
@@ -92,10 +95,10 @@ class Matrix:
 
     @classmethod
     def of(cls, site: Site, nvlink_bps: float) -> Matrix:
-        """Return the matrix of a site.
+        """Return the latencies and rates between every two locations of GPUs.
 
-        A place is a group of GPUs with the same links: a node if nodes have several GPUs, or else
-        a cluster.
+        A location ("place") is a group of GPUs with the same links: a node if nodes have several
+        GPUs, or else a cluster. Latencies are in seconds and rates in Gb/s.
 
         Args:
             site: Clusters, nodes and networks. `processes` is the number of GPUs of a node.
@@ -175,10 +178,11 @@ class Matrix:
         return self._memo[stage]
 
     def stage_link(self, left: Sequence[int], right: Sequence[int]) -> float:
-        """Return the seconds of the slowest link between two stages in the best pairing of their GPUs.
+        """Return the seconds of the slowest link between two stages, for the best pairing of GPUs.
 
         Args:
-            left, right: Places of the GPUs of each stage.
+            left, right: For each GPU of the stage, the index of its location in `units`. A location
+                is a node or a cluster: a group of GPUs with the same links.
         """
         if (left, right) not in self._memo:
             values = sorted({self.pair[u][v] for u in left for v in right})
@@ -199,7 +203,9 @@ class Matrix:
         The function searches a bipartite matching by augmenting paths.
 
         Args:
-            left, right: Places of the GPUs of each stage.
+            left, right: For each GPU of the stage, the index of its location in `units`. A location
+                is a node or a cluster: a group of GPUs with the same links.
+            most: Seconds in which a link carries the activations of a step.
         """
         partner = [-1] * len(right)  # GPU of `right` -> its partner in `left`, or -1
 
@@ -226,7 +232,7 @@ class Matrix:
         links between neighbouring stages (activations forward and gradients backward).
 
         Args:
-            stages: For each stage, the places of its GPUs, ascending.
+            stages: For each stage, the locations of its GPUs as indices of `units`, ascending.
         """
         return max(map(self.data, stages)) + 2 * sum(map(self.stage_link, stages, stages[1:]))
 
@@ -277,18 +283,18 @@ class Matrix:
     def slow_link_bounds(
         self, limit: float, fillings: list[Sequence[int]], group_s: dict
     ) -> list[SlowLinkBound]:
-        """Return how fast the slowest group can be, for each number of slow links between stages.
+        """Return lower bounds on the time of the slowest data-parallel group of a stage.
 
-        A link between stages is slow if it takes more than `limit`. Places with fast links form
-        connected components, so a fast link joins two stages with equally many GPUs in each
-        component. With k slow links, some STAGES / (k + 1) consecutive stages have only fast links
-        between them. All of these have the same number of GPUs in a component, which is at most its
-        GPUs / their number. The fastest group of such a stage is the bound.
+        There is one for each possible number of slow links between stages: links that take more
+        than `limit` seconds. The fewer slow links, the more consecutive stages are joined by fast
+        links. These stages must spread over the network in the same way, so their data-parallel
+        groups are slow.
 
         Args:
             limit: Seconds of a link.
-            fillings: All possible stages: the places of their GPUs.
-            group_s: Filling -> seconds of its data-parallel group.
+            fillings: All possible stages: for each GPU, the index of its location (node or
+                cluster).
+            group_s: Possible stage -> seconds of its data-parallel group.
         """
         indices = range(len(self.units))
         component = list(indices)  # place -> representative of its connected component
@@ -318,7 +324,9 @@ class Matrix:
         ]
         bounds = []
         for slow_links in range(forced, STAGES):
-            # At least so many consecutive stages have no slow link between them (rounded up).
+            # At least so many consecutive stages have no slow link between them (rounded up). A fast
+            # link joins two stages with equally many GPUs in each component, so each of these stages
+            # has the same number of a component's GPUs: at most the component's GPUs / `run`.
             run = -(-STAGES // (slow_links + 1))
             possible = [
                 seconds
@@ -373,7 +381,8 @@ def simulate_step_s(result: SearchResult, groups: list[list[int]], matrix: Matri
         result: The planning problem, with the best plan that holmes found: its sizes are used.
         groups: GPUs of each stage. The GPUs of neighbouring stages are paired greedily: one GPU
             after the other gets the free GPU of the next stage with the fastest link.
-        matrix: The links. `units` has the number of GPUs of each place.
+        matrix: Latencies and rates between the locations of the GPUs. Here a location is a cluster,
+            and `units` has the number of GPUs of each.
     """
     network, best = result.network, result.best
     place = [index for index, count in enumerate(matrix.units) for _ in range(count)]  # of each GPU

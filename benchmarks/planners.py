@@ -118,10 +118,15 @@ def plans_of(case: Case, planner: str, args) -> FoundPlans:
 def _fitting(
     grids: list[Grid], case: Case, skip_misfits: bool = False
 ) -> list[tuple[Grid, judge.SimulatedPlan]]:
-    """Return the plans that fit the memory, with their verdicts.
+    """Simulate a step of each plan, and return the plans that fit the GPU memory.
 
     Args:
-        skip_misfits: Whether plans that do not fit are left out. Otherwise, the first of them is an error.
+        grids: The plans.
+        skip_misfits: Whether plans that do not fit are left out. Otherwise, the first of them is an
+            error.
+
+    Returns:
+        Pairs (plan, simulated step).
 
     Raises:
         HolmesError: No plan fits, or one does not and `skip_misfits` is false.
@@ -208,7 +213,7 @@ def judge_again(table: Table, case: Case) -> None:
 
 
 def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]]:
-    """Yield pairs (case, planners whose plans run now in the lab).
+    """Yield pairs (case, planners whose plans run now on emulated clusters).
 
     The plans run in four turns over all cases, so that the important ones run first if the time is short:
     holmes, the best of the other planners, the plan that a person would type, and then all others.
@@ -236,13 +241,13 @@ def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]
 
 
 def _finished_runs(table: Table, case: Case, grids: dict[str, Grid]) -> dict[Grid, lab.Run]:
-    """Return plan -> its run in the lab, for the plans of a case whose results are in the table.
+    """Return the training runs of plans on emulated clusters, by plan, if the table has results.
 
     The table has only the smallest, the median and the largest step of a run. They stand for all
     its steps.
 
     Args:
-        grids: Planner -> its plan.
+        grids: Planner -> its plan for the case.
     """
     finished: dict[Grid, lab.Run] = {}
     for name, grid in grids.items():
@@ -257,13 +262,15 @@ def _finished_runs(table: Table, case: Case, grids: dict[str, Grid]) -> dict[Gri
 
 
 def run_in_lab(table: Table, case: Case, named: list[str], end: float = inf) -> None:
-    """Run the plans of some planners in the lab, and add the measured steps to the table.
+    """Train with the plans of some planners on emulated clusters, and add the steps to the table.
 
-    Planners with the same plan share its run, also with a run of an earlier call. A plan that has
-    been measured, or that could not start (key "lab" of its note), does not run again.
+    Planners with the same plan share a run, also one of an earlier call. A plan that has been
+    measured does not run again, and neither does one that could not start.
 
     Args:
-        named: The planners.
+        table: Results of all planners, with a note on each plan.
+        case: Clusters, model and batch size.
+        named: Names of the planners.
         end: No run begins after this time (time.monotonic).
     """
     # Planner -> note about its plan. A note with the key NONE says why there is no plan.

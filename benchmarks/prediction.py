@@ -292,7 +292,7 @@ def site_and_order(case: Case, spec: SiteSpec) -> tuple[Site, tuple[str, ...]]:
 
 
 def measure(case: Case) -> list[float]:
-    """Run a case in the lab, and return the seconds of its measured steps."""
+    """Run a case on emulated clusters, and return the seconds of its measured steps."""
     file = cluster_file(case.file)
     spec = load_spec(file)
     script = {
@@ -342,7 +342,14 @@ def measure(case: Case) -> list[float]:
 
 
 def probe(spec: SiteSpec, file: Path) -> str:
-    """Run `holmes probe` in a lab, and return the cluster.toml with the measured networks."""
+    """Run `holmes probe` on emulated clusters, and return a cluster.toml with what it measured.
+
+    The nodes are network namespaces of this machine, with links of limited rates.
+
+    Args:
+        spec: The clusters to emulate.
+        file: Cluster file of `spec`.
+    """
     with tempfile.TemporaryDirectory() as directory, lab_for_measurements(spec) as lab:
         copy = Path(directory, "cluster.toml")
         copy.write_text(file.read_text())
@@ -367,7 +374,7 @@ def probe(spec: SiteSpec, file: Path) -> str:
 
 
 def predict(case: Case, links: Links, overhead: Overheads) -> float:
-    """Return the predicted seconds of a training step on the nodes of a lab.
+    """Return the predicted seconds of a training step on emulated clusters.
 
     Args:
         case: The job.

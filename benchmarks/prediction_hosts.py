@@ -44,7 +44,7 @@ class NetworkGroup(NamedTuple):
 
 
 def measure_hosts(spec: SiteSpec) -> dict[str, float]:
-    """Measure how much CPU time of this machine the lab needs to send a byte over each network.
+    """Measure how much CPU time of this machine it takes to send a byte over each emulated network.
 
     It is measured in two phases: all clusters send at the same time on their fast networks, then
     all nodes send over Ethernet. A phase gives one number.
@@ -96,11 +96,15 @@ def measure_optimizer(spec: SiteSpec) -> float:
 
 
 def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
-    """Run this program on all nodes of a lab, and return the result of rank 0.
+    """Run a measurement on all nodes of emulated clusters, and return the result of rank 0.
+
+    Every node runs this program as one rank.
 
     Args:
+        spec: The clusters to emulate.
         order: Nodes in the order of their ranks.
-        arguments: The two arguments of rank_main().
+        arguments: What to measure ("bytes", "software" or "optimizer"), and the input of this
+            measurement as JSON.
     """
     with lab_for_measurements(spec) as lab:
         result = lab.run(
@@ -113,11 +117,13 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
 
 
 def rank_main(what: str, argument: list) -> None:
-    """Measure as one rank, and print the result as JSON on rank 0.
+    """Run a measurement as one rank, and print the result as JSON on rank 0.
 
     Args:
-        what: "bytes", "software" or "optimizer".
-        argument: Of the function that measures this.
+        what: "bytes": CPU time of a sent byte. "software": CPU time of a message and of
+            collectives. "optimizer": CPU time of an optimizer step for a parameter.
+        argument: For "bytes", the groups of ranks that send at the same time (of_bytes()). For
+            "software", the NIC and the ranks of each cluster. For "optimizer", an empty list.
     """
     import torch
     import torch.distributed as dist
@@ -133,7 +139,7 @@ def rank_main(what: str, argument: list) -> None:
 
 
 def of_software(clusters: list) -> dict[str, float]:
-    """Measure the CPU time of messages and collectives, as one rank of a job on all nodes of a lab.
+    """Measure the CPU time of messages and collectives, as one rank of a job on all emulated nodes.
 
     All ranks share the cores of this machine, and the CPU time of all of them is measured.
 
@@ -141,8 +147,9 @@ def of_software(clusters: list) -> dict[str, float]:
         clusters: For each cluster, the name of its fast NIC and its ranks.
 
     Returns:
-        "host_message_s" in CPU seconds of a message, and "host_gather" and "host_scatter" as ratios
-        to an all-reduce, for bytes that are sent.
+        "host_message_s": CPU seconds of a message of a hierarchical all-reduce. "host_gather",
+        "host_scatter": CPU time of a byte that an all-gather or a reduce-scatter sends, divided by
+        that of a byte of an all-reduce.
     """
     import torch
     import torch.distributed as dist
@@ -204,12 +211,14 @@ def of_optimizer(_unused: list) -> float:
 
 
 def cpu_s(run: Callable[[], object], times: int) -> float:
-    """Return the CPU seconds of this machine for runs of a function on all ranks at the same time.
+    """Return the CPU seconds of this machine while every rank calls a function `times` times.
 
-    The first measurement does not count. Of the others the smallest is returned.
+    The result is for all calls of all ranks together. The calls are measured several times: the
+    first measurement does not count, and the smallest of the others is returned.
 
     Args:
-        times: Runs of the function in a measurement.
+        run: The function.
+        times: Calls of each rank in one measurement.
     """
     import torch.distributed as dist
 
@@ -270,8 +279,8 @@ def of_bytes(phases: list[dict]) -> dict[str, float]:
 def busy_seconds() -> float:
     """Return the seconds in which this machine's cores were not idle since it started.
 
-    Interrupts count. Programs with a lower priority (nice) do not count: no process of a lab is
-    one.
+    Interrupts count. Programs with a lower priority (nice) do not count: no process of an emulated
+    node is one.
     """
     cpu = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     user, _nice, system, _idle, _iowait, irq, softirq, *_ = map(int, cpu)

@@ -21,7 +21,10 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Recorded:
-    """Measured step in an earlier results file, and the case that predicts it."""
+    """Measured step of an earlier results file, and what to simulate to predict it.
+
+    What to simulate is a case of prediction.py with another `way` and `overlap`.
+    """
 
     case: str  # name of a Case of prediction.py; `way` and `overlap` replace its values
     way: str
@@ -103,10 +106,14 @@ def step_rows(
 
 
 def recorded_rows(prediction: Any) -> list[Row]:
-    """Return rows with the predicted and the recorded steps.
+    """Predict steps that earlier benchmarks have measured, and return rows with the errors.
+
+    The measured steps (RECORDED) are in the results files of two_clusters.py and
+    megatron_two_clusters.py.
 
     Args:
-        prediction: The module prediction, which imports this one.
+        prediction: The module prediction.py, with the cases and the simulation. It is an argument
+            because it imports this module.
     """
     from dataclasses import replace
 

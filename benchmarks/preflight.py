@@ -130,7 +130,7 @@ def _row(case: str, metric: str, values: list[float], unit: str, target: str = "
 
 
 class BackgroundChecks:
-    """The checks of holmes that run beside training: watch over the NICs, telemetry and watchdog."""
+    """Background checks of holmes during training: watch over the NICs, telemetry and watchdog."""
 
     def __init__(self):
         from holmes_ext.runtime.measure import telemetry
@@ -143,10 +143,9 @@ class BackgroundChecks:
         self.on = True
 
     def switch(self, on: bool) -> None:
-        """Switch all checks that run beside training on or off, between two steps.
+        """Switch the watch over the NICs, telemetry and the watchdog on or off, between two steps.
 
-        They are the thread that watches the NICs, the recorder of telemetry, and the watchdog,
-        which ends a job that hangs. Telemetry hooks the optimizers, because a step ends with
+        The watchdog ends a job that hangs. Telemetry hooks the optimizers, because a step ends with
         theirs.
         """
         from holmes_ext.runtime.measure import telemetry
@@ -168,7 +167,10 @@ class BackgroundChecks:
 
 
 def healthy_main(out: str, *command: str) -> None:
-    """Run one rank of the case "step": blocks of steps with the checks on, off, and off again.
+    """Run one rank of a training job in which background checks are on, off, and off again.
+
+    The checks are the watch over the NICs, telemetry and the watchdog. They are switched between
+    blocks of steps, and the seconds of each step are written to a file.
 
     Args:
         out: File for the times, which rank 0 writes.
@@ -187,10 +189,11 @@ def healthy_main(out: str, *command: str) -> None:
     timings = []  # (number of the block, "on" or "off" or "off again", seconds of a step)
 
     def timed(engine, *args, **kwargs):
-        """Train one step with the checks on or off, and store its seconds.
+        """Train one step with background checks on or off, and append its seconds to `timings`.
 
-        Steps form blocks of BLOCK steps: with the checks on, off, and off again, in the order of
-        ORDERS.
+        The checks are the watch over the NICs, telemetry and the watchdog. The function replaces
+        train_batch() of DeepSpeed's engine. Every BLOCK steps, the checks are switched to the next
+        of "on", "off" and "off again".
         """
         block, step = divmod(engine.global_steps, BLOCK)
         which = ORDERS[block // 3 % len(ORDERS)][block % 3]  # three blocks are a cycle
@@ -206,10 +209,14 @@ def healthy_main(out: str, *command: str) -> None:
     end = dist.destroy_process_group
 
     def measure_nic_watch_and_end(*args):
-        """Measure one look at the NICs, write all times to `out`, and destroy the process groups.
+        """Measure the CPU time of one check of the NICs, write all times, and end process groups.
 
-        It replaces deepspeed.comm.destroy_process_group, whose arguments it passes on: the script
-        calls it after its last step. The look is stored as block -1.
+        The function replaces deepspeed.comm.destroy_process_group, which the training script calls
+        after its last step. While a job trains, a thread checks every second whether a NIC has
+        failed. The time of one check is stored as (-1, "look", seconds), beside those of the steps.
+
+        Args:
+            args: For the replaced function.
         """
         watch = failure.NicWatch(patience_s=NIC_PATIENCE_S)
         looks = 500  # enough for the clock of a thread
@@ -230,10 +237,13 @@ def healthy_main(out: str, *command: str) -> None:
 
 
 def healthy_steps(cycles: int) -> list:
-    """Measure steps with and without the checks that run beside training, and return the rows of results.
+    """Measure training steps with and without the background checks of holmes.
+
+    The checks are the watch over the NICs, telemetry and the watchdog. The rows of results are
+    returned.
 
     Args:
-        cycles: Number of cycles of three blocks: on, off, and off again.
+        cycles: Number of cycles of three blocks of steps: on, off, and off again (the noise).
     """
     from harness import Row, tell
     from holmes_lab import Lab, interleave

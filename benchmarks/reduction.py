@@ -404,9 +404,12 @@ def owners(repetitions: int) -> list[Row]:
 
 
 class TimedReductions(NamedTuple):
-    """Measurements of several ways to reduce, by way: one number for each job."""
+    """Seconds and sent bytes of several methods to reduce gradients.
 
-    seconds: dict[str, list[float]]
+    Each dictionary is: name of a method -> one number for each run.
+    """
+
+    seconds: dict[str, list[float]]  # of a reduction: the median of a run
     sent: dict[str, list[float]]  # bytes over Ethernet in one reduction, in units of the gradients
 
 
@@ -418,14 +421,16 @@ def _time_reductions(
     counted: Sequence[str],
     repetitions: int,
 ) -> TimedReductions:
-    """Run each way to reduce 10 MiB in turn, as jobs of ring_rank().
+    """Reduce 10 MiB of gradients by several methods in turn, and return their seconds and bytes.
 
     Args:
-        names: The ways.
+        lab: The running emulated nodes.
+        names: The methods: "hierarchical", "to owners" (each rank gets the sum of its own part
+            only), or any other name for an all-reduce of torch.
         order: Nodes in the order of their ranks.
-        clusters: Ranks of each cluster; [] if no way is hierarchical.
+        clusters: Ranks of each cluster; [] if no method is hierarchical.
         counted: Nodes whose Ethernet bytes are counted.
-        repetitions: Jobs of each way.
+        repetitions: Runs of each method.
     """
     times = 4  # timed reductions of a job; a first one is not timed, but its bytes are counted
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -86,8 +86,10 @@ ENGINES_OF = {
 def planning_problem(framework: str) -> SearchResult:
     """Return a planning problem in which the forward pass of a stage takes FORWARD_S seconds.
 
+    (A SearchResult is a planning problem with the plans that are found so far. Here it has none.)
+
     Args:
-        framework: Name of the engine that runs the plans.
+        framework: Name of the engine that runs the plans: "deepspeed" or "torch".
     """
     plain = Model(
         layers=LAYERS,
@@ -119,11 +121,17 @@ def planning_problem(framework: str) -> SearchResult:
 
 
 def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
-    """Return the planning problem, and its plans by name of the schedule.
+    """Return a planning problem (networks, model, batch, engine) and two plans that solve it.
 
-    The first plan has 1F1B. It is named IN_FLIGHT if the engine can have more micro-batches in
-    flight than 1F1B, else "1F1B". The second one (LISTED) lists the order of the forward and
-    backward passes on every stage, which the planner has found by simulation.
+    The plans differ in the schedule of the pipeline. The first has 1F1B, with more micro-batches in
+    flight if the engine can (name: IN_FLIGHT, else "1F1B"). The second (name: LISTED) lists the
+    order of all forward and backward passes, which the planner found by simulation.
+
+    Args:
+        framework: Name of the engine: "deepspeed" or "torch".
+
+    Returns:
+        (problem, name of a schedule -> plan).
     """
     problem = planning_problem(framework)
     shape = Shape(
@@ -215,7 +223,7 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
 
 
 def rows(case: str) -> list[Row]:
-    """Run all schedules in the lab, and return the rows of results."""
+    """Run all schedules on emulated clusters, and return the rows of results."""
     with tempfile.TemporaryDirectory() as directory:
         plans_of, by_variant = run(ENGINES_OF[case], Path(directory))
     table = []

@@ -70,14 +70,19 @@ def emulated_clusters() -> Clusters:
 def run(
     case: str, variants: list[Variant], script: list[str], classes: str, flops: float, args
 ) -> dict[str, Series]:
-    """Run the variants of a script in the lab, and return their measurements.
+    """Run a training script on emulated clusters in several variants, and return the measurements.
 
     Args:
         case: Name of the case, for lines about the progress.
+        variants: Such as the script without and with holmes.
         script: The training script and its arguments.
-        classes: Name of the class of transformer layers, which sleep as long as a GPU would compute.
+        classes: Name of one class, the transformer layer. Its instances sleep as long as a GPU
+            would compute.
         flops: FLOP/s of an emulated GPU.
         args: Options of this program.
+
+    Returns:
+        Name of a variant -> its step times and losses.
     """
     total, started = args.repetitions * len(variants), iter(range(1, 1000))
     return compare(
@@ -108,8 +113,8 @@ def networks() -> list[Row]:
     """Measure the CPU time that communication needs on this machine, and return rows with it.
 
     It is the CPU time of a sent byte on each network, of a message, and of a parameter in an
-    optimizer step. Simulations of steps in the lab need them. What results/stacks_measured.json
-    already has is not measured again.
+    optimizer step. Simulations of steps on emulated clusters need them. What
+    results/stacks_measured.json already has is not measured again.
     """
     known = prediction.Networks.load()
     known.measure(CLUSTERS)
@@ -190,10 +195,11 @@ def predicted_step_rows(
 
 
 def one_cluster(args) -> list[Row]:
-    """Measure DistributedDataParallel inside one cluster, where holmes must not cost anything.
+    """Measure what holmes adds to a step of DistributedDataParallel in a single fast cluster.
 
-    The cluster has the eight nodes of both clusters on the fast network (all_rdma()). Without
-    holmes, gloo needs an environment variable to use that network.
+    The eight nodes are in one cluster on the fast network, where holmes cannot improve a step. Both
+    variants, without and with holmes, must use that network. By itself gloo would choose Ethernet,
+    so the variant without holmes sets gloo's environment variable for the NIC.
     """
     case, fast_cluster = "one cluster", all_rdma(load_spec(CLUSTERS))
     order, use_fast_nic = fast_cluster.order, fast_cluster.env
@@ -267,9 +273,13 @@ def sharded(args) -> list[Row]:
 def predicted_collective_rows(case: str, series: dict[str, Series]) -> list[Row]:
     """Return rows with the seconds of FSDP2's collectives in a step, as holmes predicts them.
 
-    At the start of each job, holmes prints a message with such a prediction. Without --holmes-fsdp
-    hybrid (variant "holmes") it leaves the script's sharding over all ranks as it is: that is the
-    sharding of "stock". With the flag (variant "hybrid") the message is about hybrid sharding.
+    The seconds are read from a message that holmes prints when a job starts. The job "hybrid"
+    predicts hybrid sharding. The job "holmes" shards over all ranks, as the job without holmes
+    ("stock") does, which prints nothing. So the prediction of "holmes" is shown for "stock".
+
+    Args:
+        case: Name of the case in the results.
+        series: Name of a variant -> its measurements and printed lines.
     """
     # Both messages contain "..., SECONDS s of ...", and the words below.
     seconds_of = {
@@ -399,11 +409,17 @@ def breadth_first(args) -> list[Row]:
 
 
 def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
-    """Return the simulated seconds that gradient reductions add to a step, by schedule.
+    """Return the simulated seconds that gradient reductions add to a step, by pipeline schedule.
 
-    A step is simulated twice: with the networks of the cluster file, and with an Ethernet on which
-    messages take no time. Pipelines are inside clusters, so that only gradient reductions use
-    Ethernet, and the difference is what they add.
+    A step is simulated twice: with the given networks, and with an Ethernet on which messages take
+    no time. Only gradient reductions use Ethernet, because each pipeline is inside a cluster. The
+    difference is what they add.
+
+    Args:
+        spec: The clusters.
+
+    Returns:
+        Schedule ("1F1B" and "breadth first") -> seconds.
     """
     stages = 4
     site = site_from_spec(spec)

@@ -57,7 +57,7 @@ COSTS = {
 class Networks:
     """Measurements of the networks of a cluster file, and of its nodes on a single fast network.
 
-    The key of the latter is ONE_NETWORK.
+    The second has the name ONE_NETWORK.
     """
 
     #: Name of a network -> cluster file with the networks as `holmes probe` measured them.
@@ -93,17 +93,16 @@ class Networks:
         return replace(links, measured=measured, **fields_of_links)
 
     def measure(self, file: Path, turns: int = 3) -> None:
-        """Measure networks and CPU times in the lab, except those that are stored already.
+        """Measure networks and CPU times on emulated clusters, if they are not stored already.
 
-        There are two networks: the clusters of `file`, and the same nodes in a single fast cluster.
-        Stored (in results/stacks_measured.json) are the rates and latencies of each (`probes`), the
-        CPU time of the optimizer for a parameter (`parameter_s`), and the CPU times of bytes and
-        messages on each (`turns`). The networks are measured in turn, because the speed of this
-        machine changes with time.
+        Rates and latencies are stored in `self.probes`, and the CPU time of an optimizer step, for
+        each parameter, in `self.parameter_s`.
 
         Args:
-            file: The cluster file.
-            turns: Measurements of the CPU times on each network.
+            file: The cluster file. Measured are its clusters, and the same nodes in a single fast
+                cluster.
+            turns: Measurements of the CPU time of communication on both networks, in turn, because
+                the speed of this machine changes. Each is an entry of `self.turns`.
         """
         spec = load_spec(file)
         with tempfile.TemporaryDirectory() as directory:

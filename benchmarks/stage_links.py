@@ -127,12 +127,12 @@ def two(ethernet: str) -> str:
 
 
 def _cases() -> dict[str, Case]:
-    """Return the jobs by name: for each engine, pipelines over a slow and over a free link.
+    """Return the jobs by name: pipelines over a slow and a fast ("free") link between the stages.
 
-    The slow link has a low rate ("ENGINE 8", "ENGINE 16": micro-batches) or a latency of 20 ms
-    ("latency", and "unequal": four stages of unequal size). "one cluster" has no link to hide. At
-    FLOPS, a stage takes 64 ms for a micro-batch. At 7.4 Mb/s, an activation of 32 KiB takes about
-    half as long. The more micro-batches there are, the better a slow link can be hidden (targets).
+    Names begin with the engine. In "ENGINE 8" and "ENGINE 16", with 8 and 16 micro-batches, the
+    slow link has a low rate: an activation takes half as long as the compute of a stage for a
+    micro-batch. In "ENGINE unequal" (stages of unequal size) and "deepspeed latency", it has a
+    latency of 20 ms. "ENGINE one cluster" has only a fast link.
     """
     # Name of a link -> cluster.toml with its rate, or with its latency (LINK is such a table).
     links_of_two_rates = {"free": two("1Gb/s"), "slow": two("7.4Mb/s")}
@@ -384,7 +384,15 @@ def predictions(case: Case, runs: Sequence[Run], model: Path) -> dict[str, float
 
 
 def predicted_anew(name: str, file: Path) -> list[Row]:
-    """Return the rows of a case in a results file, with new predictions."""
+    """Return the rows of a case in a results file, with its step times predicted again.
+
+    The measured steps stay as they are. Predictions are made by simulation, as when the case was
+    measured.
+
+    Args:
+        name: A key of CASES.
+        file: The results file.
+    """
     case = CASES[name]
     with tempfile.TemporaryDirectory() as directory:
         model, runs = _prepared(case, Path(directory))

@@ -26,12 +26,14 @@ COLUMNS = LAYERS + 2  # of a row of costs: the embedding, the blocks and the out
 
 
 def case(seed: int) -> StageCosts:
-    """Return the random costs of a pipeline, to measure how long its partition takes.
+    """Return random costs of a model's layers on 64 pipeline stages.
 
-    The numbers are chosen so that different stages and links decide the step time. The unit of time
-    is the forward pass of a mean block on the fastest GPU, and the unit of memory is the state
-    (weights, gradients, optimizer) of a block. A row of costs has COLUMNS values: embedding,
-    blocks, output layer.
+    The benchmark measures how long it takes to divide the layers among the stages.
+
+    Costs depend on the layer and on the stage that computes it. For each stage, a tuple has one
+    number for every layer (COLUMNS: embedding, blocks, output layer). The unit of time is the
+    forward pass of a mean block on the fastest GPU. The unit of memory is the state of a block
+    (weights, gradients, optimizer).
 
     Args:
         seed: Seed of the random numbers.

@@ -7,7 +7,7 @@ NICs in a node, half of the nodes with InfiniBand and half with RoCE. Rank 0 mak
 4, tensor 8). The store is torch's TCPStore in rank 0's process. The other ranks are threads of 64
 processes on the same machine, in a network namespace. All are connected to the store before the time
 begins. One rank of a node communicates for the node (neighbours.py), and the other seven receive the
-verdict from it.
+verdict (the site and the plan, by rank 0) from it.
 
     verdict    seconds from the report of the last rank until the last rank has the verdict. All ranks share
                the cores of this machine, so that work which nodes do at the same time is done one after the
@@ -104,7 +104,16 @@ def report(rank: int, world: int) -> dict:
 
 
 def process(rank: int, world: int, port: int):
-    """Return the identity of a rank, as a launcher gives it."""
+    """Return the numbers and the address that a launcher such as torchrun gives one rank.
+
+    Args:
+        rank: Number of the rank.
+        world: Number of all ranks.
+        port: Of the TCPStore on rank 0, which is on this machine.
+
+    Returns:
+        A holmes_ext.runtime.start.launcher.Process.
+    """
     from holmes_ext.runtime.start.launcher import Process
 
     return Process(
@@ -147,10 +156,11 @@ class RankProcess:
 def run_ranks(
     first: int, last: int, world: int, port: int, commands: TextIO, results: TextIO
 ) -> None:
-    """Run the ranks of a process as threads.
+    """Simulate the start of some ranks of a job, each as a thread of this process.
 
-    All connect to the store and wait for a line from rank 0. Then they exchange their reports, and the
-    process prints when the last rank had the verdict.
+    Every rank connects to the store and waits for a line from rank 0. Then it sends rank 0 a report
+    on its NICs, and receives the plan. The process prints a line: when its last rank had the plan,
+    and the number of its ranks. The process ends here.
 
     Args:
         first, last: The ranks from `first` to `last` - 1.
@@ -170,7 +180,7 @@ def run_ranks(
     go = threading.Event()
 
     def rank_main(rank: int) -> None:
-        """Connect as one rank, exchange its report for the verdict, and append the time to `ends`."""
+        """Connect as one rank, exchange its report for the plan, and append the time to `ends`."""
         rank_process = process(rank, world, port)
         rank_report = report(rank, world)
         store = connect(rank_process, TIMEOUT_S)

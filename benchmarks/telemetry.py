@@ -126,9 +126,14 @@ def steps(repetitions: int, count: int) -> list[Row]:
 
 
 def turns(repetitions: int, count: int) -> list[Row]:
-    """Compare the steps of a run that telemetry records, every second one, with those between them.
+    """Measure what telemetry adds to a step, by recording only every second step of a training run.
 
-    Differences between runs thus do not count. Runs in which no step is recorded show the noise.
+    Steps that are recorded are compared with the other steps of the same run. Differences between
+    runs thus do not count. A run in which no step is recorded shows the noise.
+
+    Args:
+        repetitions: Runs with telemetry, and as many without it.
+        count: A run has 4 x `count` steps, of which the first four are not measured.
     """
     case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:

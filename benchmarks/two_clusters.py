@@ -250,8 +250,13 @@ def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
 def control(repetitions: int, steps: int) -> list[Row]:
     """Measure what holmes adds to a step on a single fast cluster, where it has nothing to improve.
 
-    The cluster has the eight nodes of both clusters on the faster network (all_rdma()). Without
-    holmes, gloo needs an environment variable to use that network.
+    The eight nodes are in one cluster on the fast network. Both variants, without and with holmes,
+    must use that network. By itself gloo would choose Ethernet, so the variant without holmes sets
+    gloo's environment variable for the NIC.
+
+    Args:
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
     """
     case = Case(CONTROL, "two_clusters_8.toml", stages=2, layers=6, micro_batches=4, flops=2.3e9)
     fast_cluster = all_rdma(load_spec(examples() / "clusters" / case.file))
@@ -301,7 +306,7 @@ def one_cluster_toml(spec: SiteSpec) -> str:
 def run(
     name: str, variants: list[Variant], case: Case, repetitions: int, steps: int
 ) -> dict[str, Series]:
-    """Run the variants of a case in the lab, and return their measurements by name.
+    """Run the variants of a case on emulated clusters, and return their measurements by name.
 
     In a case with `slower` above 1, GPUs and networks are slower by this factor. The ratio of
     communication to compute stays the same, and the CPU work of the nodes, which share this

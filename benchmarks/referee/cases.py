@@ -56,7 +56,7 @@ class Case:
 
 
 def load_cases() -> dict[str, Case]:
-    """Return the cases by name, in the order of the file.
+    """Return the planning problems of cases.toml by name, in the order of that file.
 
     Raises:
         HolmesError: The file is not valid. The message names the file and the key.

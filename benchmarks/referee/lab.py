@@ -32,7 +32,7 @@ STEPS, SKIP, TIMEOUT_S = 6, 2, 600.0
 
 @dataclass(frozen=True)
 class Run:
-    """Measurements of a plan in the lab."""
+    """Measurements of a plan on emulated clusters."""
 
     steps: list[float]  # seconds of the measured steps, at the speed of the case
     loss_difference: float  # largest difference to the losses of stock with the same samples
@@ -40,10 +40,11 @@ class Run:
 
 
 def run(case: Case, grid: Grid) -> Run:
-    """Run a plan in the lab, and return its steps, and how far its losses are from those of stock.
+    """Train with a plan on emulated clusters, and return its step times and difference in loss.
 
-    Networks and GPUs are SLOWER times slower than in the case, so that the CPU work of this machine
-    counts less. The steps of the result are divided by SLOWER.
+    Losses are compared with those of the same training without holmes. Networks and GPUs are SLOWER
+    times slower than in the case, so that the CPU work of this machine counts less. The steps of
+    the result are divided by SLOWER.
 
     Raises:
         HolmesError: The job did not start, or ended with an error.
@@ -130,13 +131,17 @@ def _stock_losses(case: Case, data: int, micro_batch: int) -> list[float]:
 def _run(
     variant: Variant, case: Case, stages: int, accelerator: dict | None = None, scale: float = 1.0
 ) -> Series:
-    """Run examples/deepspeed_pipeline with the model of a case in the lab, and return its measurements.
+    """Run examples/deepspeed_pipeline on emulated clusters with the model of a case.
 
     Args:
         variant: The clusters, the order of nodes, and the flags of the script.
         stages: Number of pipeline stages.
-        accelerator: Settings of the emulated accelerator; None: computing takes as long as on this machine.
+        accelerator: Settings of the emulated accelerator; None: computing takes as long as on this
+            machine.
         scale: Factor of all network rates.
+
+    Returns:
+        Step times and losses.
     """
     model = case.model
     size = [

@@ -21,16 +21,17 @@ THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THR
 
 
 def run(command: Sequence[object], limit: float, root: Path, log: Path) -> None:
-    """Run a command until it ends or has used its limit.
+    """Run a planner's program until it ends by itself or has used its limit of CPU seconds.
 
     Args:
         command: Program and arguments.
-        limit: CPU seconds.
+        limit: CPU seconds. A program that only waits is ended after ten times as many seconds.
         root: Folder in which it runs.
         log: File for its output.
 
     Raises:
-        HolmesError: It ended without an answer. The message has the reason.
+        HolmesError: The program has used the limit, or its exit status is not 0. The message has
+            the reason.
     """
 
     def limits() -> None:

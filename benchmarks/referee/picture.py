@@ -18,9 +18,11 @@ def draw(
     planners: Sequence[str],
     path: Path,
 ) -> Path:
-    """Draw the picture into a PNG file.
+    """Draw a PNG file that compares planners: a line for each planner, with a dot for each case.
 
-    Regret is in percent, on a scale that is linear up to 1.
+    The horizontal axis is the regret: by how many percent the step of the planner's plan is longer
+    than that of the best plan of all planners. It is linear up to 1 % and logarithmic beyond. The
+    planner with the smallest median is on top.
 
     Args:
         rows: All results.

@@ -40,10 +40,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """Plan of any planner: the blocks of each stage, and the clusters of the GPUs of its replicas.
+    """Plan as a planner proposes it: the blocks of each stage, and the clusters of its GPUs.
 
-    Stages may have different sizes, as some planners propose. The plans of all planners are
-    converted to this form, so that they can be compared.
+    Stages may have different parallel sizes. The plans of all planners are converted to this form,
+    and then to a Grid, which an engine can run.
     """
 
     stages: tuple[Stage, ...]
@@ -68,7 +68,11 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Grid:
-    """Plan that a grid of ranks can run: the same parallel sizes for all stages, and whole nodes."""
+    """Plan that a training engine can run: its ranks form a grid pipeline x tensor x data.
+
+    All stages have the same tensor-parallel and data-parallel size. Of every node, all GPUs are
+    used or none. gridded() makes such a plan from one that may be less regular.
+    """
 
     sizes: Sizes
     nodes: tuple[str, ...]  # in the order of their ranks
@@ -85,7 +89,15 @@ class Grid:
 
 
 def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
-    """Return the nearest plan that a grid of ranks can run.
+    """Convert a planner's plan to one that an engine can run, with few changes.
+
+    An engine needs equal parallel sizes on all stages, and whole nodes. The result has:
+
+        stages         as many as the plan, or the nearest number that is possible
+        tensor size    that of most GPUs
+        clusters       those of the plan's GPUs, as far as nodes stay whole
+
+    `changed` of the result says what differs from the plan.
 
     Args:
         plan: The plan of a planner.

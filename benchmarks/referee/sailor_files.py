@@ -239,10 +239,13 @@ def inside(view: View) -> Json:
 
 
 def memory_info(view: View) -> Json:
-    """Return the content of llm_info.json: model -> tensor-parallel size -> layer -> sizes.
+    """Return llm_info.json, from which Sailor's planners read the sizes of the model's layers.
 
-    Each size is given in bytes and in floats of 4 bytes (an element of 2 bytes counts as half a
-    float).
+    Its levels of keys are the model, the tensor-parallel size and the number of the layer. Each
+    size is given in bytes, and in floats of 4 bytes.
+
+    Args:
+        view: The clusters and the model as the planner sees them.
     """
     tables: Json = {}
     any_gpu = next(iter(view.gpus))  # sizes do not depend on the GPU
@@ -259,10 +262,14 @@ def memory_info(view: View) -> Json:
 
 
 def _sizes_of_layer(layer: Json, input_bytes: float) -> Json:
-    """Return the sizes of a layer on a rank as in llm_info.json, each in floats and in bytes.
+    """Return the sizes of a layer on one rank, by their names in Sailor's llm_info.json.
+
+    They are the parameters ("params"), the activations that the layer receives and sends
+    ("act_input", "act_output"), and those kept for the backward pass ("act_mem"). Each has an entry
+    in bytes ("params_bytes"), and one in floats of 4 bytes ("params_floats").
 
     Args:
-        layer: A row of View.layers().
+        layer: "parameters": their number. "sent", "kept": bytes of activations.
         input_bytes: Bytes of the activation that the layer receives.
     """
     bytes_of = {
@@ -318,11 +325,15 @@ def varuna(view: View) -> Json:
 
 
 def piper(view: View) -> Json:
-    """Return Piper's profile: size of the micro-batch (1) -> the graph of the layers and limits.
+    """Return the model's costs in the form that Sailor's version of the planner Piper reads.
 
-    The graph is a chain of nodes, one for each layer, and of links with the bytes of an activation.
-    Sailor's code sets the number of devices, the bandwidth and the micro-batches itself: their
-    values 1 are placeholders.
+    The form is {"1": graph}, where 1 is the size of a micro-batch. The graph has a node for each
+    layer and an edge to the next layer, with the bytes of an activation. It also has the memory of
+    a GPU. The numbers of devices and micro-batches and the bandwidth are placeholders (1): Sailor's
+    code sets them itself.
+
+    Args:
+        view: The clusters and the model as the planner sees them.
     """
     last = view.case.model.layers + 1  # number of the output layer; the embedding is 0
     # Tensor-parallel size -> the layers on a rank.
@@ -453,10 +464,16 @@ def galvatron(view: View) -> dict[str, Json]:
 
 
 def _galvatron_network(view: View) -> Json:
-    """Return the content of Galvatron's hw_prof.json: rates in GiB/s by number of ranks.
+    """Return the content of Galvatron's hw_prof.json: network rates in GiB/s by number of ranks.
 
-    The keys are those of all-reduces, whose ranks are consecutive ("consec_1", first inside a node)
-    or not ("consec_0", on different nodes), and of messages between pipeline stages ("p2p", "pp").
+    For N ranks, the keys are:
+
+        allreduce_size_N_consec_1      all-reduce of consecutive ranks (first inside a node)
+        allreduce_size_N_consec_0      all-reduce of ranks on different nodes
+        p2p_size_N and pp_size_N       messages between pipeline stages: two names, one rate
+
+    Args:
+        view: The clusters as the planner sees them: with a single network.
     """
     (group,) = view.groups  # all nodes
     node_rate, _latency = view.link(group, group)

@@ -26,7 +26,12 @@ PLANS = 40
 
 
 def main():
-    """Run the planner of a request, and write its answer."""
+    """Run the planner that a JSON file requests, and write the plans that it finds to another file.
+
+    The command line is REQUEST.json ANSWER.json [build]. sailor.py writes the request. The answer
+    is {"plans": [...], "count": their number, "seconds": CPU seconds} or {"error": a line}. With
+    `build`, only the planner's C++ code is compiled.
+    """
     request, answer = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     root = Path(request["root"])
     os.environ["SAILOR_PATH"] = str(root)
@@ -71,10 +76,14 @@ def plain(value):
 
 
 def make_planner(request, root):
-    """Return the planner object of a request, with the GPUs of the case in Sailor's tables.
+    """Return the planner object of Sailor's code that a request names.
+
+    Before, the tables GPU_MEMORY_GB and GPU_PRICES of Sailor's module `constants` get the GPU types
+    of the request.
 
     Args:
-        request: The request that sailor.py wrote.
+        request: The request: the name of the planner, the path of its profile, the memory of each
+            GPU type, and the zones.
         root: Folder with the copy of Sailor's code and the input files.
     """
     from sailor.Planner.simulations import constants
@@ -132,7 +141,14 @@ def make_planner(request, root):
 
 
 def build_galvatron(root, cache):
-    """Compile Galvatron's dynamic program as install_baselines.sh does, unless it is in the cache."""
+    """Compile the C++ search of the planner Galvatron, and put the library beside its source.
+
+    It is the dynamic program csrc/dp_core.cpp. A library in the cache is not compiled again.
+
+    Args:
+        root: Folder with the copy of Sailor's code, which includes Galvatron.
+        cache: Folder with the libraries of earlier runs.
+    """
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     source, library = (
         root / "sailor/sailor/Planner/baselines/Galvatron/csrc",

@@ -142,10 +142,10 @@ def regrets(table: Table, cases: list[str]) -> None:
 def over_cases(table: Table, cases: list[str]) -> list[Row]:
     """Return rows with each planner's medians over all cases for which it has a plan.
 
-    The metrics are the number of such cases, the regret (how much longer the step is than that of
-    the best plan of all planners), the CPU seconds of the search, and two errors of predictions: of
-    the planner's own cost model against the simulation, and of the simulation against the lab. Rows
-    with the targets of `holmes plan` follow.
+    The metrics are the number of such cases, the CPU seconds of the search, and the regret: how
+    much longer the step is than that of the best plan of all planners. Two further metrics are
+    errors of predictions: of the planner's own cost model against the simulation, and of the
+    simulation against runs on emulated clusters. Rows with the targets of `holmes plan` follow.
 
     Args:
         cases: Names of the cases that have been planned.
@@ -188,9 +188,10 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
 def targets(table: Table, cases: list[str]) -> list[Row]:
     """Return rows that compare `holmes plan` with its targets.
 
-    The targets are for its regret (how much longer its step is than that of the best plan of all
-    planners), the error of simulated steps against the lab, and the search time relative to the
-    published planners. There are no rows before other planners have run on every case.
+    One target is for its regret: how much longer its step is than that of the best plan of all
+    planners. Others are for the error of simulated steps against runs on emulated clusters, and for
+    the search time relative to the published planners. There are no rows before other planners have
+    run on every case.
 
     Args:
         cases: Names of the cases that have been planned.
@@ -257,14 +258,14 @@ def _searched_s(table: Table, case: str, planner: str) -> float:
 
 
 def _search_time_ratio(table: Table, cases: list[str], field: set[str]) -> Row:
-    """Return a row with the search time of holmes, divided by that of the best other planner.
+    """Return a row with the search time of holmes, divided by that of the best published planner.
 
-    The best other planner is the one with the smallest median regret, among those with a plan for
-    more than half of the cases. (Regret: how much longer the step of a plan is than that of the
-    best plan of all planners, relative.) The value is the median ratio of CPU seconds over the
-    cases for which that planner has a plan. It should be at most a fifth.
+    It is the median ratio of CPU seconds over all cases for which that planner has a plan. The
+    target is at most 0.2. The best planner has the smallest median regret (how much longer its
+    steps are than those of the best plans), and plans for more than half of the cases.
 
     Args:
+        table: The results of all planners.
         cases: Names of the cases that have been planned.
         field: Names of the published planners.
     """
