@@ -139,7 +139,10 @@ class Deciding:
         return {"at": at, "next": at + 1, "kind": kind, "change": asdict(change)}
 
     def taken(self) -> None:
-        """Begin to measure the effect of the last proposed change, which all ranks have voted to adopt."""
+        """Begin to measure the effect of the last proposal, which all ranks have "taken".
+
+        That is, they have voted to adopt it.
+        """
         self._on_taken()
 
     def _next_change(self, reports: list[dict[str, Any]], step_s: float) -> Changes | None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 class Receive(NamedTuple):
-    """Times of one receive from a neighbouring pipeline stage, in seconds of the receiver's clock."""
+    """Times of one receive from a neighbouring pipeline stage, in seconds on this rank's clock."""
 
     posted: float  # when the receive was started
     received: float  # when the receive was complete
