@@ -98,11 +98,11 @@ def arm():
 
 
 def _on_event(event, args):
-    """Decide, when the main program is about to start, whether holmes runs in this process.
+    """Start holmes, or remove its flags from sys.argv, when the main program is about to start.
 
-    This is an audit hook: Python calls it for every event, and only starts of a program count. A
-    worker of a training job, with a flag --holmes... or HOLMES=1, gets holmes. If holmes is off
-    (HOLMES=0), the flags are only removed from sys.argv. Launchers are left alone. See decide().
+    This is an audit hook: Python calls it for every event, and only starts of a program count.
+    Holmes starts in a worker of a training job that has a flag --holmes... or HOLMES=1. With
+    HOLMES=0, only the flags are removed. Nothing is done in launchers. decide() has the rules.
 
     Args:
         event: Name of Python's audit event, such as "cpython.run_file".

@@ -296,7 +296,7 @@ def hooks_of(current: Session) -> dict[str, list[Callable[..., Any]]]:
 
     Hooks are called at certain points, such as on_start. A function in "reductions" may replace
     holmes's hierarchical all-reduce of a group. A hook's module is imported when the hook is called
-    first. Only on_stop has no effect if its module was not imported until then.
+    first. on_stop is an exception: it is skipped if its module was not imported before.
 
     Args:
         current: State of holmes in this process.

@@ -111,7 +111,7 @@ class ReductionChange:
 
 
 class _ReductionKey(NamedTuple):
-    """Rough description of an algorithm that reduces gradients, to recognize a rejected one.
+    """Rough description of an algorithm that reduces gradients, to recognize one that did not help.
 
     Two algorithms with the same key count as the same, because their speed is similar: the size of
     a bucket or chunk is rounded to a power of two. Keys of all stages form ReductionChange.key.

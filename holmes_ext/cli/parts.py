@@ -19,7 +19,8 @@ def command_parts(command: str) -> list[ModuleType]:
 
     A module has add_arguments(parser) and run(args). run() returns the exit status if it has
     handled the arguments; then no later module runs. It returns None to leave them to the next
-    module. Modules of other packages come before the built-in ones, so that they have the choice.
+    module. Modules of other packages come before the built-in ones, so they get the arguments
+    first.
 
     Args:
         command: Name of the command, such as "plan".

@@ -275,7 +275,7 @@ def _interface_problem(report: NodeReport, interface: str, nic: Nic | None) -> s
 def _fast_port(
     report: NodeReport, cluster: ClusterSpec, override: NodeOverride, spec: SiteSpec, fallback: bool
 ) -> Port:
-    """Return the port of a node on the fast fabric of its cluster.
+    """Return the port of a node on the fast fabric (InfiniBand, RoCE, ...) of its cluster.
 
     Args:
         report: The node's report.

@@ -284,8 +284,8 @@ def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
 
     A GradientReducer runs all-reduces in threads, so their rows have no exposed seconds. The step
     has the seconds that the program waited for the reducer as one number. Its excess over the
-    exposed seconds in data-parallel rows is added to one of these rows. Rows "across" clusters
-    come first.
+    exposed seconds in data-parallel rows is added to one of these rows, if possible to one for
+    groups "across" clusters.
 
     Args:
         step: Line of a step in the telemetry of one rank.

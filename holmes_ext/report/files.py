@@ -333,8 +333,8 @@ def _add_clock(file: RankFile, document: dict[str, Any], where: str) -> None:
 def _add_step(file: RankFile, document: dict[str, Any], where: str) -> None:
     """Check the line of a training step, and store it in file.steps by the number of the step.
 
-    `document` is the line. HolmesError, which names the line (`where`), if a value is missing or
-    of a wrong type.
+    `document` is the line, `where` its position for messages. Raise HolmesError if a value is
+    missing or of a wrong type.
     """
     table = Table(document, where)
     # take() raises HolmesError if the key is missing (unless it has a default) or of another type.
@@ -355,8 +355,8 @@ def _add_step(file: RankFile, document: dict[str, Any], where: str) -> None:
 def _add_late_operations(file: RankFile, document: dict[str, Any], where: str) -> None:
     """Add the figures of late operations to the line of their step in file.steps.
 
-    Late operations were still under way when their step ended; `document` is their line.
-    HolmesError, which names this line (`where`), if it is malformed or the file has no such step.
+    Late operations were still under way when their step ended; `document` is their line, `where`
+    its position for messages. Raise HolmesError if it is malformed or its step is not in the file.
     """
     step = Table(document, where).take("late", int)
     if step not in file.steps:
@@ -374,7 +374,7 @@ def _add_late_operations(file: RankFile, document: dict[str, Any], where: str) -
 def _add_followed_plan(file: RankFile, document: dict[str, Any], where: str) -> None:
     """Check the line that says how the job has followed its plan, and set file.followed_plan.
 
-    `document` is the line. HolmesError, which names the line (`where`), if it is malformed.
+    `document` is the line, `where` its position for messages. Raise HolmesError if it is malformed.
     """
     table = Table(document, where).table("done")
     reductions = table.list("reductions", list)
@@ -393,7 +393,7 @@ def _add_outer_round(file: RankFile, document: dict[str, Any], where: str) -> No
     """Check the line of an outer round, and append its figures to file.rounds.
 
     In an outer round, jobs that train one model together exchange pseudo-gradients. `document` is
-    the line. HolmesError, which names the line (`where`), if a value is missing or of a wrong type.
+    the line, `where` its position for messages. Raise HolmesError if it is malformed.
     """
     table = Table(document, where).table("outer")
     table.take("round", int)
@@ -406,7 +406,7 @@ def _add_outer_round(file: RankFile, document: dict[str, Any], where: str) -> No
 def _add_change_of_plan(file: RankFile, document: dict[str, Any], where: str) -> None:
     """Check the line of a change of the plan in the running job, and append it to file.plans.
 
-    `document` is the line. HolmesError, which names the line (`where`), if it is malformed.
+    `document` is the line, `where` its position for messages. Raise HolmesError if it is malformed.
     """
     table = Table(document, where).table("plan")
     # take() only checks: it raises HolmesError if the key is missing or of another type.

@@ -81,12 +81,14 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
     ) -> None:
         """Append an event of this rank to the trace, with its times shifted to the trace's zero.
 
+        Zero is the moment at which the first rank began the step.
+
         Args:
             thread: Row of the event in the trace viewer, by number.
             name: Title of the event.
             category: Category by which the viewer filters.
-            start: Seconds on the clock of the rank's node.
-            end: The same for the end. Zero of the trace is when the first rank began the step.
+            start: Begin of the event, in seconds on the clock of the rank's node.
+            end: End of the event on the same clock.
             arguments: Details that the viewer shows.
         """
         event = {
@@ -178,7 +180,7 @@ def pictured(run: Run, step: int) -> list[dict[str, Any]]:
 
     Returns:
         One dict for each rank: "rank", "node", "events" as rows [kind, start, end, bytes], and
-        "step". The last is the same in all dicts: (first begin, last end) of the step on any rank.
+        "step": (first begin, last end) of the step on any rank, the same in all dicts.
     """
     begin = min(rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks)
     end = max(rank.steps[step]["end"] + run.offset(rank) for rank in run.ranks)
