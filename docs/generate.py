@@ -87,7 +87,7 @@ PAGES = {
 
 
 def flags() -> str:
-    """Return the table of all --holmes flags, with their environment variables."""
+    """Return the Markdown table of all --holmes flags, with their environment variables."""
     rows = [("`--holmes`", "`HOLMES=1`", "", "switch it on; nothing is imported without it")]
     for name in names():
         text, value = help_of(name), default_of(name)
@@ -99,7 +99,7 @@ def flags() -> str:
 
 
 def variables() -> str:
-    """Return the table of the environment variables that have no flag."""
+    """Return the Markdown table of the environment variables that have no flag."""
     return table(
         ("variable", "what it does"),
         ((f"`{name}`", text) for name, text in environment_variables().items()),
@@ -107,7 +107,11 @@ def variables() -> str:
 
 
 def features() -> str:
-    """Return the table of features, whose names HOLMES_DISABLE, --holmes-require and -try take."""
+    """Return the Markdown table of holmes's features, for the pages in docs/.
+
+    A feature is a group of patches of a framework's functions that are applied together. The names
+    in the first column are the values of HOLMES_DISABLE, --holmes-require and --holmes-try.
+    """
     feature_of_name = {patch.feature.name: patch.feature for patch in all_patches()}
     rows = (
         (
@@ -150,7 +154,10 @@ def command_lines() -> str:
 
 
 def cluster_keys() -> str:
-    """Return the table of the keys of cluster.toml."""
+    """Return the Markdown table of the keys of cluster.toml, for the pages in docs/.
+
+    A row has the table of the TOML file, the key, its type, its default and its meaning.
+    """
     rows = (
         (
             f"`{key.table}`" if key.table else "top",
@@ -165,7 +172,11 @@ def cluster_keys() -> str:
 
 
 def model_keys() -> str:
-    """Return the table of the keys of a model file."""
+    """Return the Markdown table of the keys of a model file, for the pages in docs/.
+
+    A model file describes a transformer (layers, hidden size, ...) and its batch sizes for
+    `holmes plan --model`.
+    """
     type_names = {"int": "a number", "float": "a number", "str": "a text", "bool": "true, false"}
     rows = []
     for field in dataclasses.fields(Model):
@@ -188,7 +199,10 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def metrics() -> str:
-    """Return the table of the metrics that --holmes-metrics exports to Prometheus."""
+    """Return the Markdown table of the metrics that --holmes-metrics exports to Prometheus.
+
+    It is shown on a page in docs/.
+    """
     return table(
         ("metric", "kind", "labels", "what it is"),
         (
@@ -424,7 +438,11 @@ def _cut(output: str) -> str:
 
 
 def renewed(text: str) -> str:
-    """Return a page with the blocks of the code, the results and the commands made anew.
+    """Return a Markdown page with the content of its generated blocks made anew.
+
+    `<!-- generated: NAME -->` gets the text that the function BLOCKS[NAME] returns.
+    `<!-- run -->` gets the output of the `holmes` command in it, which is run in this process.
+    Blocks `<!-- lab -->` stay as they are.
 
     Args:
         text: The page in Markdown.
@@ -483,7 +501,11 @@ def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def write_lab(pages: list[str]) -> None:
-    """Run the commands of the blocks <!-- lab -->, and write their outputs into the pages."""
+    """Run the commands of the blocks <!-- lab -->, and write their outputs into the pages.
+
+    Args:
+        pages: Paths of Markdown files.
+    """
     for page in map(Path, pages):
         text = page.read_text()
         with tempfile.TemporaryDirectory() as folder:
@@ -496,13 +518,16 @@ def write_lab(pages: list[str]) -> None:
 
 
 def write(argv: list[str]) -> int:
-    """Rewrite the blocks, or with --check only report those that differ.
+    """Rewrite the blocks `<!-- generated -->` and `<!-- run -->` of README.md and docs/*.md.
 
     Args:
-        argv: [], ["--check"], or "--lab" and the pages whose lab blocks are run.
+        argv: [] to rewrite them, and model_error.json from the benchmark results. ["--check"] to
+            change nothing and only print the pages that are out of date. ["--lab", PAGE, ...] to
+            rewrite only the blocks `<!-- lab -->` of these pages: outputs of jobs in the emulated
+            clusters of `holmes lab`, which are run anew.
 
     Returns:
-        The exit status: 1 if --check finds a difference.
+        The exit status: 1 if --check finds a page that is out of date, otherwise 0.
     """
     if not argv:
         MODEL_ERROR.write_text(tables.model_error_file())

@@ -45,7 +45,15 @@ def on_page_markdown(markdown, page, config, files):
     folder = (DOCS / page.file.src_path).parent
 
     def link_in_site(match):
-        """Return the Markdown for one link: match has its text and its target."""
+        """Return the Markdown that replaces one link of the page in the built site.
+
+            [a](other.md)          -> [a](other.md)       inside docs/: unchanged
+            [a](../README.md#b)    -> [a](index.md#b)     README.md is the first page of the site
+            [a](../src/x.py)       -> a (`src/x.py`)      text, because the site has no such file
+
+        Args:
+            match: Match of _LINK: group 1 is the text of the link, group 2 its target.
+        """
         text = match[1]
         target, _, anchor = match[2].partition("#")
         file = (folder / target).resolve()

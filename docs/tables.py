@@ -112,10 +112,13 @@ def _is_fraction(unit: str) -> bool:
 
 
 def target(row: Row) -> str:
-    """Return the target of a result and whether it is met, such as "at most 1 %: met".
+    """Return the target of a benchmark result and whether it is met, such as "at most 1 %: met".
 
-    The result is "" if there is no target. If the row has a note (the cores were busy), the target
-    is neither met nor missed, and the note is shown instead.
+    Return "" if the result has no target. If it has a note (such as "the cores were busy"), the
+    target is neither met nor missed, and the returned text ends with the note.
+
+    Args:
+        row: One result in a file of benchmarks/results/.
     """
     if "target" not in row:
         return ""
@@ -136,14 +139,14 @@ def _parse_arguments(arguments: str) -> tuple[str, dict[str, str]]:
 
 
 def rows(arguments: str) -> str:
-    """Return a table with a line for each chosen result of a file.
+    """Return a Markdown table with a line for each chosen benchmark result of a file.
 
     Args:
-        arguments: "FILE; case=REGEX; metric=REGEX", both optional. Without a metric, the results
-            that have a target or are ratios are chosen.
+        arguments: "FILE; case=REGEX; metric=REGEX", both optional. FILE is in benchmarks/results/.
+            Without a metric, the results that have a target or are ratios are chosen.
 
     Returns:
-        The table in Markdown. "" if the file does not exist.
+        The table; "" if the file does not exist.
     """
     file, patterns = _parse_arguments(arguments)
     if not (RESULTS / file).exists():
@@ -165,11 +168,11 @@ def rows(arguments: str) -> str:
 
 
 def cells(arguments: str) -> str:
-    """Return a table with a line for each case of a file, and a column for each named metric.
+    """Return a Markdown table with a line for each case of a file, and a column for each metric.
 
     Args:
-        arguments: "FILE; TITLE=REGEX; ...": title of a column, and regular expression of its
-            metric. "case=REGEX" chooses the cases.
+        arguments: "FILE; TITLE=REGEX; ...": file in benchmarks/results/, title of a column, and
+            regular expression of its metric. "case=REGEX" chooses the cases.
     """
     file, columns = _parse_arguments(arguments)  # columns: title -> metric
     case = columns.pop("case", ".*")

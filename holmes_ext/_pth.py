@@ -98,7 +98,11 @@ def arm():
 
 
 def _on_event(event, args):
-    """Handle an audit event: if the main program is about to start, activate holmes or strip its flags.
+    """Start holmes, or remove its flags from sys.argv, when the main program is about to start.
+
+    This is an audit hook: Python calls it for every event, and only starts of a program count.
+    Holmes starts in a worker of a training job that has a flag --holmes... or HOLMES=1. With
+    HOLMES=0, only the flags are removed. Nothing is done in launchers. decide() has the rules.
 
     Args:
         event: Name of Python's audit event, such as "cpython.run_file".
@@ -117,16 +121,21 @@ def _on_event(event, args):
 
 
 def decide(kind, program, arguments, environ, child):
-    """Return the action for a program that is about to start: "activate", "strip" or "leave".
+    """Return whether holmes starts in this program, or only its flags are removed.
 
-    The docstring of the module has a table of the actions.
+    - "activate": start holmes. For a program with a rank (a worker), or with flags --holmes...
+    - "strip": remove the flags, because HOLMES=0 or HOLMES_DISABLE=all switches holmes off.
+    - "leave": change nothing. For launchers, processes of multiprocessing, and children of a
+      worker.
+
+    The module's docstring has the complete table.
 
     Args:
         kind: How the program is run: "file", "module", "command" (-c CODE) or "stdin".
         program: Path of the file, name of the module, or the code.
         arguments: Arguments of the program.
         environ: Environment variables.
-        child: Whether this process descends from a worker.
+        child: Whether an ancestor of this process is a worker in which holmes was activated.
     """
     has_flags = any(is_flag(argument) for argument in arguments)
     is_multiprocessing = kind == "command" and program.startswith("from multiprocessing.")

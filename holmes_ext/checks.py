@@ -100,7 +100,11 @@ class Matches:
 
 @dataclass(frozen=True)
 class Satisfies:
-    """Check by a function of the value."""
+    """Check that a given function accepts the value, for conditions without a class of their own.
+
+    It is written into the annotation of a dataclass field, like the other checks here:
+    Annotated[int, Satisfies(is_even, "an even number")].
+    """
 
     accepts: Callable[[Any], object]  # returns something true if the value is allowed
     allowed: str  # description of the allowed values

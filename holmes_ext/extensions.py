@@ -292,10 +292,11 @@ def patch_modules(options: Options | None = None) -> list[str]:
 
 
 def hooks_of(current: Session) -> dict[str, list[Callable[..., Any]]]:
-    """Return the hooks and reductions of the extensions that take part in a job.
+    """Return the functions of the active extensions that holmes calls in a job.
 
-    Hooks are functions that holmes calls at certain points of a job. The module of a hook is imported when
-    the hook is called first. on_stop imports no module: it is called only if another hook has imported it.
+    Hooks are called at certain points, such as on_start. A function in "reductions" may replace
+    holmes's hierarchical all-reduce of a group. A hook's module is imported when the hook is called
+    first. on_stop is an exception: it is skipped if its module was not imported before.
 
     Args:
         current: State of holmes in this process.

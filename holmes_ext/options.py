@@ -189,7 +189,7 @@ class Options:
         self._check_forms()
 
     def _check_forms(self) -> None:
-        """Raise HolmesError if an option with a number or several forms of text has a wrong value."""
+        """Raise HolmesError if the text of an option is malformed, such as a timeout of "5 min"."""
         # parse_decimal() returns NaN for a text that is no number: then all comparisons are false.
         timeout_s = units.parse_decimal(self.timeout)
         link_timeout_s = units.parse_decimal(self.link_timeout)

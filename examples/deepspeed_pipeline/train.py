@@ -71,7 +71,13 @@ def start_distributed():
 
 
 def build_engine(args, parser: Parser):
-    """Return DeepSpeed's pipeline engine, and the number of the model's parameters."""
+    """Return DeepSpeed's pipeline engine, and the number of the model's parameters.
+
+    Args:
+        args: The script's options.
+        parser: Prints a usage error and ends the script if --partition-method does not fit the
+            model.
+    """
     import deepspeed
     import torch
     from deepspeed.pipe import PipelineModule
@@ -136,7 +142,16 @@ def identity(args, engine) -> dict:
 
 
 def resume(args, engine, parser: Parser):
-    """Load weights, optimizer state and step of the latest checkpoint under args.load."""
+    """Load weights, optimizer state and step of args.load's latest checkpoint into the engine.
+
+    engine.global_steps is then the number of steps that the checkpoint has. Nothing is returned.
+
+    Args:
+        args: The script's options.
+        engine: DeepSpeed's pipeline engine.
+        parser: Prints a usage error and ends the script if the checkpoint does not exist, is of a
+            job with other settings, or already has args.steps steps.
+    """
     import torch
 
     folder = Path(args.load)
@@ -180,7 +195,15 @@ def save(args, engine, rank: int):
 
 
 def train(args, parser: Parser):
-    """Train from the first or the resumed step to args.steps, and print a summary."""
+    """Train up to step args.steps, save checkpoints, and print a summary on rank 0.
+
+    Training starts at step 0, or with --load after the last step of that checkpoint.
+
+    Args:
+        args: The script's options.
+        parser: Prints a usage error and ends the script if an option does not fit the model, the
+            text or the checkpoint.
+    """
     prepare_environment()
     from data import Batches, load_text
     from deepspeed import comm

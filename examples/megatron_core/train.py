@@ -27,9 +27,11 @@ SHIM = Path(__file__).resolve().parent / "on_cpu" / "megatron_cpu_shim.py"
 
 
 def prepare():
-    """Set up the process before megatron is imported.
+    """Make this process able to import and run megatron-core, before the import.
 
-    The processes that megatron starts to write checkpoints call this function, too.
+    Known warnings are silenced. Without a launcher, the environment of a job with one process is
+    set (RANK=0, WORLD_SIZE=1, ...). Without CUDA, a shim is loaded that lets megatron-core run on a
+    CPU. The processes that megatron starts to write checkpoints call this function, too.
     """
     warnings.filterwarnings(
         "ignore",
@@ -70,7 +72,13 @@ from model import HAVE_TE, build_chunk, on_gpu, transformer_config  # noqa: E402
 
 
 def start_distributed(args, parser: Parser):
-    """Initialize torch.distributed, and make megatron-core's process groups."""
+    """Initialize torch.distributed, and make megatron-core's process groups.
+
+    Args:
+        args: The script's options.
+        parser: Prints a usage error and ends the script if --context needs a Transformer Engine
+            that is not installed.
+    """
     if args.context > 1 and not HAVE_TE:
         parser.error(f"--context {args.context} needs Transformer Engine, which is not installed")
     if not torch.distributed.is_initialized():
@@ -217,6 +225,13 @@ def state(models, optimizer, step: int, loading: bool) -> dict:
     """Return the content of a checkpoint, as megatron-core's sharded state.
 
     It can be loaded by a job that splits the model in another way.
+
+    Args:
+        models: This rank's model chunks, one for each virtual pipeline stage.
+        optimizer: Megatron-core's optimizer.
+        step: Number of finished steps.
+        loading: False: the state is to be saved. True: the state is the target of a load. Then the
+            optimizer allocates its state first, because a load fills existing tensors.
     """
     inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
     options = {}
@@ -269,7 +284,15 @@ def save(args, models, optimizer, step: int):
 
 
 def resume(args, models, optimizer, parser: Parser) -> int:
-    """Load the latest checkpoint under args.load, and return the number of its step."""
+    """Load the latest checkpoint under args.load, and return the number of its step.
+
+    Args:
+        args: The script's options.
+        models: This rank's model chunks, one for each virtual pipeline stage. Weights are loaded.
+        optimizer: Megatron-core's optimizer. Its state is loaded.
+        parser: Prints a usage error and ends the script if the checkpoint does not exist, is of a
+            job with other settings, or already has args.steps steps.
+    """
     file = Path(args.load) / "latest.json"
     if not file.is_file():
         parser.error(f"--load {args.load}: no checkpoint of this script there (no latest.json)")
@@ -315,7 +338,14 @@ def describe(args, models, batches) -> str:
 
 
 def train(args, parser: Parser) -> list[dict]:
-    """Train from the first or the resumed step to args.steps, and print a summary.
+    """Train up to step args.steps, save checkpoints, and print a summary on rank 0.
+
+    Training starts at step 0, or with --load after the last step of that checkpoint.
+
+    Args:
+        args: The script's options.
+        parser: Prints a usage error and ends the script if an option does not fit the text, the
+            checkpoint or the installed packages.
 
     Returns:
         An entry for each step, as in the log file.

@@ -140,14 +140,19 @@ def load_text() -> torch.Tensor:
 
 
 def batch(text: torch.Tensor, args: argparse.Namespace, number: int, device: torch.device):
-    """Return inputs and labels of a pipeline's step: int64 tensors [samples, sequence].
+    """Return the inputs and labels of one training step of one replica of the pipeline.
+
+    A replica is one of the data-parallel pipelines. A label is the byte that follows its input.
 
     Args:
         text: The training text, as bytes.
         args: The script's options.
-        number: Number of the batch in the whole job. It decides, with the seed, which samples are returned,
-            so they differ for every replica, and are the same in every run.
+        number: step * replicas + replica. With the seed, it decides which samples are drawn. So
+            they differ between replicas and steps, and are the same in every run.
         device: Device of the returned tensors.
+
+    Returns:
+        inputs, labels: int64 tensors [samples, sequence].
     """
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + number)
     samples = args.micro_batch * args.micro_batches

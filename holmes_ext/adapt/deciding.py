@@ -111,9 +111,10 @@ class Deciding:
             reports: Measurements of each rank; None for ranks that did not answer in time.
 
         Returns:
-            "at": first step with the change, or 0 for no change. "next": step from which on all
-            ranks measure again (the first step after "at", which contains the time of the change
-            itself). "kind" and "change": the change, for change_of(); absent for no change.
+            "at": number of the first step with the change, or 0 for no change. "next": number of
+            the step from which on all ranks measure again. With a change this is "at" + 1, because
+            adopting the change makes step "at" longer. "kind" and "change": the change, for
+            change_of(); absent for no change.
         """
         no_change = {"at": 0, "next": step + 1}
         answered = [report for report in reports if report is not None]
@@ -138,7 +139,10 @@ class Deciding:
         return {"at": at, "next": at + 1, "kind": kind, "change": asdict(change)}
 
     def taken(self) -> None:
-        """Begin the trial of the last proposed change, which all ranks have voted to adopt."""
+        """Begin to measure the effect of the last proposal, which all ranks have "taken".
+
+        That is, they have voted to adopt it.
+        """
         self._on_taken()
 
     def _next_change(self, reports: list[dict[str, Any]], step_s: float) -> Changes | None:
@@ -371,7 +375,15 @@ class Deciding:
     # Lines for the user
 
     def _tell_ended(self, trials: Trials) -> None:
-        """Print the result of a trial that has ended, unless it took back an earlier change."""
+        """Print how a trial that has ended changed the step time, and whether the change stays.
+
+        A trial is some steps with an adopted change. Nothing is printed if no trial has ended,
+        or if the change only undid an earlier one. The line about that earlier change already says
+        "reverted".
+
+        Args:
+            trials: Trials of one kind of change.
+        """
         if trials.ended is None:
             return
         change, step_s, stays = trials.ended

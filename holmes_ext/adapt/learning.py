@@ -310,9 +310,11 @@ def begin_step(
     network_api: str,
     describe: Callable[[], Stage],
 ) -> None:
-    """Begin a training step of a pipeline. A job without several stages is not affected.
+    """Begin to measure a pipeline's training step, and adopt a plan change agreed for it.
 
-    Pipeline engines call this hook on all ranks.
+    The first step starts a thread that measures steps and proposes changes of the running job's
+    plan. If all ranks agreed on a change from this step on, it is adopted here. Pipeline engines
+    call this hook on all ranks. Without several pipeline stages, it does nothing.
 
     Args:
         current: State of holmes in this process.
@@ -332,11 +334,11 @@ def _begin_step(
     network_api: str,
     describe: Callable[[], Stage],
 ) -> None:
-    """Begin a training step, and adopt an agreed change of the plan that begins with it.
+    """Start re-planning if it does not run yet, and adopt a plan change agreed for this step.
 
-    Measurements of steps with other sizes or micro-batches are not comparable. So the first step
-    with new ones starts re-planning anew, with a new thread, but at most MOST_STARTS times in a
-    job.
+    Re-planning is a thread that measures steps and proposes changes of the plan. Measurements of
+    steps with other sizes or micro-batches are not comparable. So the first step with new ones
+    starts a new thread, but at most MOST_STARTS times in a job.
 
     Args:
         current: State of holmes in this process.
@@ -377,10 +379,11 @@ def _begin_step(
 
 
 def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reducer: object) -> None:
-    """Begin a training step of a purely data-parallel job, when its gradient reducer begins one.
+    """Begin to measure a data-parallel training step, and adopt a plan change agreed for it.
 
-    The hook has no effect in other jobs, where a pipeline engine calls begin_step(). It has none
-    for a second reducer of the same job either, because each training step must begin once.
+    The gradient reducer of a purely data-parallel job calls this hook before it sums the gradients
+    ("sums") of a step. In a job with a pipeline, the engine calls begin_step() instead, and this
+    hook does nothing. It does nothing for a second reducer either: a step must begin once.
 
     Args:
         current: State of holmes in this process.

@@ -55,9 +55,11 @@ class Room:
 
 @dataclass(frozen=True)
 class Change:
-    """Change of the numbers of micro-batches in flight.
+    """Change of how many micro-batches each pipeline stage of a running job keeps in flight.
 
-    An empty tuple of numbers stands for the training engine's own schedule, 1F1B.
+    PipelineEvaluator proposes such a change from measured times, and all ranks adopt it at the same
+    step. Tuples have one number for each stage. An empty tuple of micro-batches stands for the
+    training engine's own schedule, 1F1B.
     """
 
     before: tuple[int, ...]  # micro-batches in flight before the change, by stage
@@ -418,7 +420,9 @@ class PipelineEvaluator:
         )
 
     def taken(self, change: Change, plan: Plan) -> None:
-        """Begin the trial of a change that all ranks adopt.
+        """Begin to measure the effect of a change that all ranks have voted to adopt ("taken").
+
+        Called on rank 0 after the vote. The next call of next() judges the change by the step time.
 
         Args:
             change: The change.

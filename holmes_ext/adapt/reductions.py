@@ -96,9 +96,10 @@ class ReductionChange:
 
     @property
     def text(self) -> str:
-        """This change in words: "gradients of stage 1 NEW ALGORITHM (were OLD ALGORITHM)".
+        """This change in words, for the first pipeline stage that changes.
 
-        If several stages change, only the first of them is described.
+        Example: "gradients of stage 1 hierarchically, in chunks of 4 MiB (were in one ring, in
+        buckets of 25 MiB)". In a job with a single stage, "of stage 1" is left out.
         """
         stage = 0
         while self.after[stage] == self.before[stage]:
@@ -110,7 +111,11 @@ class ReductionChange:
 
 
 class _ReductionKey(NamedTuple):
-    """Properties that are equal for two algorithms with a similar speed."""
+    """Rough description of an algorithm that reduces gradients, to recognize one that did not help.
+
+    Two algorithms with the same key count as the same, because their speed is similar: the size of
+    a bucket or chunk is rounded to a power of two. Keys of all stages form ReductionChange.key.
+    """
 
     is_hierarchical: bool
     across: CrossClusterAlgorithm | None
@@ -188,11 +193,11 @@ def measured_networks(
 def _networks_with_prices(
     decided: Decisions, stage: int, measured_stage: MeasuredReductions
 ) -> Iterator[tuple[str, Price]]:
-    """Yield (network, predicted time of a group's all-reduce on it) for the groups of a stage.
+    """Yield (network, predicted time on it) for the gradient all-reduces of one pipeline stage.
 
     A ring uses one network. A hierarchical all-reduce uses one network across clusters and others
-    inside them. Predictions exist for one algorithm across clusters only: nothing is yielded for a
-    group whose reductions used another one.
+    inside them. The prediction assumes the algorithm across clusters that the plan's rules choose.
+    Nothing is yielded for a group that used a different algorithm across clusters.
 
     Args:
         decided: Predicts the time (Price: latency, and seconds for each byte) of each algorithm.
@@ -369,12 +374,17 @@ class ReductionEvaluator:
     def _fastest(
         self, decided: Decisions, planned: Decisions, stage: int, measured_stage: MeasuredReductions
     ) -> _Choice:
-        """Return the algorithm in use, or the one that the plan's rules choose now if it is faster.
+        """Return the algorithm for a stage's gradients: a new one if it is predicted to be faster.
+
+        The candidate is the algorithm that the plan's rules choose at the measured network rates.
+        Its time, predicted from these rates, is compared with the measured time of the algorithm in
+        use. A hierarchical candidate must use the process groups that the job already has.
 
         Args:
-            decided: Algorithm that the rules choose at the measured rates of the networks, with the
+            decided: The rules applied at the measured rates of the networks: the candidate, and the
                 predicted times (prices) of all algorithms.
-            planned: The same at the rates in the current plan.
+            planned: The rules applied at the rates in the current plan, to know the existing
+                groups.
             stage: Number of the stage.
             measured_stage: Measurements of the algorithm in use.
         """
@@ -407,7 +417,9 @@ class ReductionEvaluator:
     def taken(
         self, change: ReductionChange, plan: Plan, measured_stages: Sequence[MeasuredReductions]
     ) -> None:
-        """Begin the trial of a change that all ranks adopt.
+        """Begin to measure the effect of a change that all ranks have voted to adopt ("taken").
+
+        Called on rank 0 after the vote. The next call of next() judges the change by the step time.
 
         Args:
             change: The change.

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 
 class Receive(NamedTuple):
-    """Times of a received message, in seconds of the receiver's clock."""
+    """Times of one receive from a neighbouring pipeline stage, in seconds on this rank's clock."""
 
-    posted: float
-    received: float
-    was_waited_for: bool  # the program waited for it, so it arrived at `received`
+    posted: float  # when the receive was started
+    received: float  # when the receive was complete
+    #: True: the program waited for the message, so it arrived at `received`. False: it had arrived
+    #: before, at an unknown time.
+    was_waited_for: bool
 
 
 #: Micro-batch -> time at which its message was sent, in seconds of the sender's clock.

@@ -120,11 +120,12 @@ class StepWindow:
         self._add_messages(done)
 
     def _add_messages(self, done: Sequence[Op]) -> None:
-        """Add the messages between neighbouring pipeline stages in a step, by direction.
+        """Add the messages between neighbouring pipeline stages in one step to self.messages.
 
         A micro-batch may need several sends (slices of its activations). They count as one message.
-        A send is stored as [micro-batch, start]. A receive is stored as [micro-batch, start, end,
-        whether the program waited for it]: only then the message arrived at its end.
+        A send is stored as [micro-batch, start], a receive as [micro-batch, start, end, waited].
+        `waited`: whether the program waited for the receive. Only then is `end` the time at which
+        the message arrived. Otherwise the message arrived earlier, at an unknown time.
 
         Args:
             done: Operations of the step.

@@ -209,7 +209,9 @@ COLUMNS = (
 
 
 def _row_of_nic(nic: Nic, findings: Sequence[Finding]) -> list[str]:
-    """Return the row of a NIC in the table COLUMNS.
+    """Return the cells of one NIC's row in the table of `holmes discover`, one for each of COLUMNS.
+
+    The cells are name, kind, state, rate, addresses, the NIC's places in the machine, and remarks.
 
     Args:
         nic: The NIC.

@@ -140,9 +140,9 @@ def run(args: argparse.Namespace) -> int:
     """Check one node or several, and print the findings.
 
     Returns:
-        The exit status: 1 if a problem was found, or if the preflight found a node's port
-            (connection to one
-        network) that cannot be used; otherwise 0.
+        The exit status: 1 if a problem was found. Also 1 if --preflight, which tries the
+        connections between all nodes, found a node's port to a network that cannot be used.
+        Otherwise 0.
 
     Raises:
         HolmesError: the input is bad, or a node did not report.
@@ -470,7 +470,11 @@ COLUMNS = (
 
 
 def _row_of_node(check: NodeCheck) -> list[str]:
-    """Return the row of a node in the table COLUMNS."""
+    """Return the cells of one node's row in the table of compared nodes, one for each of COLUMNS.
+
+    The cells are name, InfiniBand and RoCE ports, Ethernet devices, environment variables, number
+    of problems, and number of notes.
+    """
     fast_nics = []
     ethernet_nics = []
     for nic in check.node.nics:

@@ -17,8 +17,10 @@ from holmes_ext import extensions
 def command_parts(command: str) -> list[ModuleType]:
     """Import the modules that extensions add to a command, in the order in which they run.
 
-    Each has add_arguments(parser) and run(args). Modules of other packages come first: the built-in
-    ones handle all arguments, so after them nothing would be left to do.
+    A module has add_arguments(parser) and run(args). run() returns the exit status if it has
+    handled the arguments; then no later module runs. It returns None to leave them to the next
+    module. Modules of other packages come before the built-in ones, so they get the arguments
+    first.
 
     Args:
         command: Name of the command, such as "plan".

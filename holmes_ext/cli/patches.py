@@ -79,7 +79,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _function_row(fit: Fit) -> tuple[str, ...]:
-    """Return the row of a function in the table COLUMNS."""
+    """Return the cells of one patched function's row in the table of --all, by COLUMNS.
+
+    The cells are feature, option that asks for it, function, supported and installed version,
+    state ("fits", "off", ...), and reason.
+
+    Args:
+        fit: The patch of the function, compared with the installed framework.
+    """
     feature = fit.patch.feature
     return (
         feature.name,

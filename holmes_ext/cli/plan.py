@@ -239,7 +239,10 @@ def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
 
 @dataclass(frozen=True)
 class GivenSizes:
-    """Plan and costs of the parallel sizes that the user gave."""
+    """Plan, costs and predicted step for the parallel sizes that the user gave to `holmes plan`.
+
+    given_sizes() makes it. Costs are the seconds and bytes of the layers on each pipeline stage.
+    """
 
     spec: SiteSpec
     site: Site  # with measured rates, if there are any
@@ -252,7 +255,7 @@ class GivenSizes:
 
 
 def given_sizes(args: argparse.Namespace, spec: SiteSpec, job: Training) -> GivenSizes:
-    """Return the plan and costs of the sizes that the options or the training command give.
+    """Return the plan, costs and predicted step for the sizes of the options or the command.
 
     Args:
         args: Arguments of `holmes plan`.

@@ -323,8 +323,9 @@ def _rank_cells(summary: Summary) -> list[list[str]]:
 def verdict(summary: Summary) -> str:
     """Return the last line of a report: the slowest rank, and the network that costs most time.
 
-    The network is one that is slower than its configured rate, if that costs more time than the
-    slowest rank, for which the others wait. Otherwise it is the one for which ranks waited longest.
+    A slow network carries far less than its configured rate. If it costs more time in a step than
+    waiting for the slowest rank does, the line names this network. Otherwise the line names
+    the network for which ranks waited longest.
     """
     rank = summary.slowest  # the rank whose own work takes longest
     line = (

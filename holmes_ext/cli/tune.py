@@ -92,7 +92,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure a job and write its plan.
+    """Run a training command for a few steps, measure its pipeline stages, and write its plan.
+
+    The command is run as a child process. There, holmes writes the measured seconds of each layer
+    into the file of --profile, and ends the job. The plan is then computed from this file.
 
     Returns:
         The exit status: 0 if the plan was written, 1 if the job failed.

@@ -207,10 +207,10 @@ def net_plugin(environ: Mapping[str, str]) -> str:
 
 
 def _find_plugin(name: str, environ: Mapping[str, str]) -> str:
-    """Return the path of a plugin that NCCL_NET_PLUGIN names, "" if no folder has it.
+    """Return the path of the network plugin that NCCL_NET_PLUGIN names, "" if no folder has it.
 
     Args:
-        name: A path, the file name of a library, or the suffix that "libnccl-net-" lacks.
+        name: A path, the file name of a library, or "ucx" for "libnccl-net-ucx.so".
         environ: Environment of the process that uses NCCL, for LD_LIBRARY_PATH.
     """
     if "/" in name:

@@ -275,18 +275,18 @@ def _interface_problem(report: NodeReport, interface: str, nic: Nic | None) -> s
 def _fast_port(
     report: NodeReport, cluster: ClusterSpec, override: NodeOverride, spec: SiteSpec, fallback: bool
 ) -> Port:
-    """Return the port of a node on the fast fabric of its cluster.
+    """Return the port of a node on the fast fabric (InfiniBand, RoCE, ...) of its cluster.
 
     Args:
         report: The node's report.
         cluster: The node's cluster in cluster.toml.
         override: The node's own settings in cluster.toml.
         spec: Content of cluster.toml.
-        fallback: Mark the port if NICs are down, instead of raising an error.
+        fallback: If NICs are down, return a port with the reason in `fault`, instead of an error.
 
     Raises:
-        HolmesError: the node has no NIC of the cluster's kind that is up, or a NIC that `include`
-            names is down.
+        HolmesError: the node has no NIC of the cluster's kind. Without fallback, also if none of
+            them is up, or if a NIC that `include` names is down.
     """
     include = override.include or cluster.include
     exclude = override.exclude or cluster.exclude
@@ -409,8 +409,8 @@ def _subnet_of(report: NodeReport, nic: Nic) -> _Subnet:
 def _check_default_prefix(nics_of_nodes: _NicsOfNodes) -> None:
     """Raise HolmesError if several nodes have InfiniBand ports with the default subnet prefix.
 
-    Then nothing shows whether the nodes are on one fabric, unless two ports have the same LID: a
-    subnet manager gives each LID once, so these are on different fabrics.
+    The prefix then does not show whether the nodes are on one fabric or on several. Two nodes with
+    the same LID are on two fabrics, and the message says so: a fabric has each LID only once.
 
     Args:
         nics_of_nodes: Node -> its ports with the default prefix.
@@ -463,7 +463,7 @@ def _check_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
 
 @dataclass
 class _FastFabrics:
-    """Fast fabrics of a site and the ports of the nodes on them."""
+    """InfiniBand and RoCE fabrics of a site ("fast"), and the ports of the nodes on them."""
 
     fabrics: list[Fabric] = field(default_factory=list)
     ports: dict[str, list[Port]] = field(default_factory=dict)  # node -> its ports

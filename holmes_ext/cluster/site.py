@@ -79,10 +79,13 @@ class Port:
 
 @dataclass(frozen=True)
 class Node:
-    """Host that runs processes of the job.
+    """Host that runs processes of the job, with its ports: one connection to each of its networks.
+
+    The ports are sorted: the fastest network first, Ethernet last. Every node must have a port on
+    Ethernet, because that is the network which reaches every node.
 
     Raises:
-        HolmesError: the last port is not on Ethernet.
+        HolmesError: there is no port, or the last one is not on Ethernet.
     """
 
     name: str

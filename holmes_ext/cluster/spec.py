@@ -77,9 +77,9 @@ _MEMORY = re.compile(r"(\d+) ?GB", re.IGNORECASE)
 
 
 def accelerator_of(name: str) -> Accelerator | None:
-    """Return the numbers of the known GPU model in a GPU's name, None if the name has none.
+    """Return the speed, memory and NVLink rate of a GPU by its name, None for an unknown model.
 
-    The memory is that in the name, if it has one. A PCIe card has no NVLink.
+    A memory size in the name replaces that of the model. A PCIe card has no NVLink: 0 bits/s.
 
     Args:
         name: Name as the driver writes it, such as "NVIDIA A100-SXM4-40GB".

@@ -81,7 +81,7 @@ class Between:
 
 
 class LinkCost(NamedTuple):
-    """Time that data takes from one cluster to another."""
+    """Cost of a message from one cluster to another: latency_s + bits * seconds_per_bit."""
 
     seconds_per_bit: float  # on the slowest hop
     latency_s: float  # of all hops together
@@ -306,7 +306,10 @@ _LARGEST_NUMBER = 1e18
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Measured times of one fabric."""
+    """Measured seconds of messages and of ring all-reduces on one fabric, by their sizes in bytes.
+
+    It is one table [link.FABRIC] of cluster.toml.
+    """
 
     send: Points = ()  # (bytes of a message, seconds from node to node), () if not measured
     #: (bytes that a rank passes on, seconds) of a step of a ring all-reduce, () if not measured.
@@ -378,7 +381,8 @@ def _read_points(table: Table, key: str) -> Points:
         key: "send" or "ring".
 
     Raises:
-        HolmesError: the list has a single entry, or an entry is not two growing numbers above 0.
+        HolmesError: the list has a single entry, or an entry is not two numbers above 0. Also if
+            the bytes do not grow, or the seconds shrink, from one entry to the next.
     """
     points: list[tuple[float, float]] = []
     for index, row in enumerate(table.list(key, list, ())):

@@ -170,12 +170,13 @@ def _check_plan(
 
 
 def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Finding]:
-    """Yield findings about misspelt flags of holmes, and about a model that the parallel sizes cannot divide.
+    """Yield findings about the training script's own arguments, compared with the plan.
 
-    The framework itself would refuse such a model at start-up.
+    One finding is a model (layers, heads, ...) that the plan's parallel sizes cannot divide. The
+    framework would refuse it at start-up. Another is an unknown flag that resembles one of holmes.
 
     Args:
-        rest: Arguments of the script without those of holmes.
+        rest: Arguments of the script without the flags that holmes knows.
         plan: The plan of the job.
         partitioned: Whether holmes assigns the layers to pipeline stages, instead of the framework.
     """

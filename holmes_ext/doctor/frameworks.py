@@ -198,7 +198,10 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
 
 
 def _finding_on_features(cause: _Cause, features: Mapping[str, Feature]) -> Finding:
-    """Return the finding for features that are off for the same reason, with versions that have them.
+    """Return one finding about the features of holmes that are off for the same reason.
+
+    A feature is a group of patches that are applied together to a framework. The finding also
+    names the versions of the framework to which these patches can be applied.
 
     Args:
         cause: The framework and the reason.
@@ -238,7 +241,12 @@ def _is_vendored(patch: Patch) -> bool:
 
 
 def check_patching_libraries(folders: Iterable[str] | None = None) -> Iterator[Finding]:
-    """Yield findings about libraries that patch the same frameworks, and about Python's start-up code.
+    """Yield findings about other code that may patch torch, DeepSpeed or Megatron, too.
+
+    Holmes's patches stay off in functions that are replaced before.
+
+    Such code is in installed libraries (mindspeed, ddtrace, ...), or runs at every start of Python
+    (.pth files, sitecustomize.py).
 
     Args:
         folders: Folders with packages; None for those of this interpreter.

@@ -124,10 +124,11 @@ def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator
 
 
 def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, str]) -> list[str]:
-    """Return lines for the user about the settings that holmes would pass to NCCL on a node.
+    """Return lines for the user that show the settings that holmes would pass to NCCL on a node.
 
-    They are environment variables, the network of the process groups on each fabric, and how the
-    installed NCCL handles them.
+    The lines are NCCL's environment variables ("NCCL_SOCKET_IFNAME=eth0"), and the network of the
+    process groups on each fabric. Further lines say what the installed version of NCCL does with
+    these settings.
 
     Args:
         node: The node and its NICs.

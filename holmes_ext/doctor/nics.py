@@ -216,14 +216,13 @@ def _check_gid_indices(nics: Sequence[Nic]) -> Iterator[Finding]:
 def _check_modules(nics: Sequence[Nic]) -> Iterator[Finding]:
     """Yield findings about NICs that can do RDMA and whose kernel module for it is not loaded.
 
-    `fast` is true for an InfiniBand or RoCE port. `rdma` of an Ethernet device names the RoCE port
-    that has this device, "" if there is none.
+    A node that has an InfiniBand or RoCE port is not checked: its other NICs may be meant for
+    Ethernet only.
     """
-    # The check is for nodes without any RDMA. Beside a fast NIC, others may be meant for Ethernet
-    # only.
     if any(nic.fast for nic in nics):
         return
-    # Kernel module -> names of the NICs that need it.
+    # Kernel module -> names of the NICs that need it. `rdma` of an Ethernet device is the RoCE port
+    # that has this device, "" if there is none.
     without_rdma = grouped(
         (RDMA_MODULES[nic.driver], nic.name)
         for nic in nics
@@ -239,7 +238,10 @@ def _check_modules(nics: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def check_hcas(root: str | Path) -> Iterator[Finding]:
-    """Yield findings about links that are slower than their adapter, or that have lost lanes.
+    """Yield findings about InfiniBand and RoCE ports with a link below the adapter's full rate.
+
+    A link that runs on one of its four lanes is a problem. A lower rate is a note, because the
+    switch, the cable or a setting may limit it. Only active ports are checked.
 
     Args:
         root: Folder of /sys, or of a captured one.

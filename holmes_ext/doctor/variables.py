@@ -196,11 +196,11 @@ def _check_gid_index(value: str, roce_nics: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def _check_switches(environ: Mapping[str, str], rdma_nics: Sequence[str]) -> Iterator[Finding]:
-    """Yield findings about variables that switch networks of NCCL on or off.
+    """Yield findings about environment variables that override the networks of NCCL's groups.
 
-    Besides NCCL_IB_DISABLE, NCCL_NET and NCCL_COMM_ID, these are SHARED (resources of a
-    communicator are those of its parent) and CROSS_DC (of a branch of NCCL for several data
-    centres).
+    They are NCCL_IB_DISABLE, NCCL_NET, NCCL_COMM_ID and NCCL_COMM_SPLIT_SHARE_RESOURCES. The last
+    makes a communicator use its parent's network. NCCL_ALLNET_ENABLE and NCCL_SCATTER_XDC belong
+    to a branch of NCCL for several data centres.
 
     Args:
         environ: The environment variables.

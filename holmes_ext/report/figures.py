@@ -58,12 +58,12 @@ class _OperationKey(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupRow:
-    """Groups of one kind on one fabric: means over all steps and all ranks with such groups."""
+    """Traffic, times and rates of the process groups of one kind on one fabric, as means."""
 
     kind: str
     fabric: str
     where: str  # "inside" a cluster or "across" clusters
-    ranks: int  # with such groups
+    ranks: int  # with such groups. The next values are means over these ranks and all steps
     operations: float  # per step
     sent: float  # bytes per step
     busy_s: float  # seconds per step with an operation under way, including waits for other ranks
@@ -89,7 +89,7 @@ class PairRow:
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank: medians over all steps, in seconds."""
+    """Duration of a step on one rank, and its two parts: medians over all steps, in seconds."""
 
     rank: int
     node: str
@@ -280,12 +280,12 @@ def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
 
 
 def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
-    """Return the "groups" of a step, with the seconds that the program waited for a GradientReducer.
+    """Return the "groups" of a step, with the seconds that the program waited for gradients.
 
-    A GradientReducer runs its all-reduces in threads, so they have no exposed seconds in their
-    rows. The seconds that the program waited for the reducer are recorded apart. They are added to
-    one row of the data-parallel groups, less the exposed seconds in such rows; if possible to a row
-    "across" clusters.
+    A GradientReducer runs all-reduces in threads, so their rows have no exposed seconds. The step
+    has the seconds that the program waited for the reducer as one number. Its excess over the
+    exposed seconds in data-parallel rows is added to one of these rows, if possible to one for
+    groups "across" clusters.
 
     Args:
         step: Line of a step in the telemetry of one rank.
@@ -450,9 +450,10 @@ def _interval_of_operation(participants: Sequence[_Participant]) -> tuple[float,
 
 
 def _rate_of_each_sender(sends: list[_Send]) -> dict[Any, float]:
-    """Return the rate of each sender in bits/s: all its bytes, divided by the length of its intervals.
+    """Return sender -> rate in bits/s: bytes of all its sends, divided by the seconds they took.
 
-    Overlapping intervals of one timeline count once.
+    A sender may have several timelines, such as one for each step. Their seconds are added.
+    Overlapping sends of one timeline count once.
     """
     # sender -> timeline -> intervals
     intervals_of: dict[Any, dict[Hashable, list[tuple[float, float]]]]

@@ -113,10 +113,10 @@ class Run:
 
     @property
     def followed_plan(self) -> FollowedPlan:
-        """How the job has followed its plan, merged from all ranks' files.
+        """How the job has followed its plan, merged from the files of all ranks.
 
-        Reductions and differences are those of any rank. Micro-batches in flight are equal on all
-        ranks that have them.
+        A reduction, or a difference between job and plan, counts if any rank reports it.
+        Micro-batches in flight are equal on all ranks that have them.
         """
         reductions: set[tuple[int, bool, bool]] = set()
         differences: list[str] = []
@@ -331,9 +331,10 @@ def _add_clock(file: RankFile, document: dict[str, Any], where: str) -> None:
 
 
 def _add_step(file: RankFile, document: dict[str, Any], where: str) -> None:
-    """Check the line of a training step, and add it to the RankFile.
+    """Check the line of a training step, and store it in file.steps by the number of the step.
 
-    See _add_line() for the arguments and the error.
+    `document` is the line, `where` its position for messages. Raise HolmesError if a value is
+    missing or of a wrong type.
     """
     table = Table(document, where)
     # take() raises HolmesError if the key is missing (unless it has a default) or of another type.
@@ -352,10 +353,10 @@ def _add_step(file: RankFile, document: dict[str, Any], where: str) -> None:
 
 
 def _add_late_operations(file: RankFile, document: dict[str, Any], where: str) -> None:
-    """Add the figures of late operations to the line of their step.
+    """Add the figures of late operations to the line of their step in file.steps.
 
-    Late operations were still under way when their step ended. See _add_line() for the arguments
-    and the error.
+    Late operations were still under way when their step ended; `document` is their line, `where`
+    its position for messages. Raise HolmesError if it is malformed or its step is not in the file.
     """
     step = Table(document, where).take("late", int)
     if step not in file.steps:
@@ -371,9 +372,9 @@ def _add_late_operations(file: RankFile, document: dict[str, Any], where: str) -
 
 
 def _add_followed_plan(file: RankFile, document: dict[str, Any], where: str) -> None:
-    """Check how the job has followed its plan (a FollowedPlan), and add it to the RankFile.
+    """Check the line that says how the job has followed its plan, and set file.followed_plan.
 
-    See _add_line() for the arguments and the error.
+    `document` is the line, `where` its position for messages. Raise HolmesError if it is malformed.
     """
     table = Table(document, where).table("done")
     reductions = table.list("reductions", list)
@@ -389,10 +390,10 @@ def _add_followed_plan(file: RankFile, document: dict[str, Any], where: str) -> 
 
 
 def _add_outer_round(file: RankFile, document: dict[str, Any], where: str) -> None:
-    """Check the figures of an outer round, and add them to the RankFile.
+    """Check the line of an outer round, and append its figures to file.rounds.
 
-    In an outer round, jobs that train one model together exchange pseudo-gradients. See _add_line()
-    for the arguments and the error.
+    In an outer round, jobs that train one model together exchange pseudo-gradients. `document` is
+    the line, `where` its position for messages. Raise HolmesError if it is malformed.
     """
     table = Table(document, where).table("outer")
     table.take("round", int)
@@ -403,9 +404,9 @@ def _add_outer_round(file: RankFile, document: dict[str, Any], where: str) -> No
 
 
 def _add_change_of_plan(file: RankFile, document: dict[str, Any], where: str) -> None:
-    """Check a change of the plan in a running job, and add it to the RankFile.
+    """Check the line of a change of the plan in the running job, and append it to file.plans.
 
-    See _add_line() for the arguments and the error.
+    `document` is the line, `where` its position for messages. Raise HolmesError if it is malformed.
     """
     table = Table(document, where).table("plan")
     # take() only checks: it raises HolmesError if the key is missing or of another type.

@@ -79,10 +79,17 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
     def add(
         thread: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]
     ) -> None:
-        """Append an event to the trace of the rank.
+        """Append an event of this rank to the trace, with its times shifted to the trace's zero.
 
-        Start and end are seconds on the clock of the rank's node. `shift` makes them seconds since
-        the begin of the step on the first rank.
+        Zero is the moment at which the first rank began the step.
+
+        Args:
+            thread: Row of the event in the trace viewer, by number.
+            name: Title of the event.
+            category: Category by which the viewer filters.
+            start: Begin of the event, in seconds on the clock of the rank's node.
+            end: End of the event on the same clock.
+            arguments: Details that the viewer shows.
         """
         event = {
             "name": name,
@@ -165,15 +172,15 @@ def _free_thread(
 
 
 def pictured(run: Run, step: int) -> list[dict[str, Any]]:
-    """Return the events of a step for the timeline picture, on rank 0's clock.
+    """Return the events of a step for the timeline picture, in seconds on rank 0's clock.
 
     Args:
         run: Telemetry of all ranks.
         step: Number of a step that is traced on all ranks.
 
     Returns:
-        For each rank "rank", "node", "events" as rows [kind, start, end, bytes], and "step": the first
-        begin and the last end of the step on any rank.
+        One dict for each rank: "rank", "node", "events" as rows [kind, start, end, bytes], and
+        "step": (first begin, last end) of the step on any rank, the same in all dicts.
     """
     begin = min(rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks)
     end = max(rank.steps[step]["end"] + run.offset(rank) for rank in run.ranks)

@@ -248,7 +248,11 @@ def _random_state(torch):
     torch.cuda._lazy_call = lambda call, **kwargs: call()
 
     class Index:
-        """Sequence of generators whose index, torch.cuda.current_device(), is not a number here."""
+        """Stand-in for torch.cuda.default_generators: each index gives the CPU's generator.
+
+        Megatron-LM indexes that sequence with torch.cuda.current_device(). The shim makes this a
+        torch.device, which cannot index a tuple.
+        """
 
         def __getitem__(self, _):
             return torch.default_generator
@@ -256,10 +260,14 @@ def _random_state(torch):
     torch.cuda.default_generators = Index()
 
     def warm_up(module):
-        """Keep the state of the CPU's generator during Megatron-LM's warm-up of its fused kernels.
+        """Make the warm-up of Megatron-LM's fused kernels leave the CPU's generator unchanged.
 
-        On a GPU, the warm-up draws from the GPU's generator. The weights that are drawn afterwards from the
-        CPU's generator (--use-cpu-initialization) must be the same as with a GPU.
+        This replaces `_warmup_jit_function` of the module in place, right after the module is
+        imported. On a GPU, the warm-up draws from the GPU's generator only. Weights that are then
+        drawn on the CPU (--use-cpu-initialization) must be the same as with a GPU.
+
+        Args:
+            module: The imported megatron.training.initialize.
         """
         draw = module._warmup_jit_function
 
@@ -328,8 +336,10 @@ def _make_adam_resumable(torch):
 def _experts():
     """Make mixtures of experts work without Transformer Engine and CUDA.
 
-    megatron-core 0.16 reads the name te_general_gemm, which exists only with Transformer Engine.
-    The dispatcher needs a numpy array for all_to_all_single, but makes one only of a tensor on a GPU.
+    When megatron-core's moe_utils is imported, two things are changed in the module. The name
+    te_general_gemm, which exists only with Transformer Engine and is read by 0.16, becomes None.
+    maybe_move_tensor_to_cpu(as_numpy=True) returns a numpy array for CPU tensors, too. Unchanged,
+    it converts GPU tensors only, but the token dispatcher needs an array for all_to_all_single.
     """
 
     def mend(module):

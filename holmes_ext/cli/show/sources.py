@@ -98,12 +98,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a cluster.toml, or write it and print what is new. Return 0.
+    """Print a cluster.toml for the nodes that Slurm, Kubernetes or a hostfile lists. Return 0.
 
-    If values are missing and standard input is a terminal, the user is asked for them.
+    With --output, the file is written instead. If it exists, only new nodes and clusters are added
+    to it, and printed. If kinds or rates of NICs are missing and standard input is a terminal, the
+    user is asked for them.
 
     Raises:
-        HolmesError: the source cannot be read, or an argument is wrong or missing.
+        HolmesError: the list of nodes cannot be read, or an argument is wrong or missing.
     """
     nodes = _read_listed_nodes(args)
     source_name = SOURCES[args.source[0]].name
@@ -153,10 +155,10 @@ def run(args: argparse.Namespace) -> int:
 def _take_out_kept_values(
     existing: SiteSpec, kinds: dict[str, str], rates: dict[str, int], ethernet_bps: int
 ) -> list[str]:
-    """Return the values of a file that stay although the options give others.
+    """Return the parts of a file that differ from --kind and --rate: ["cluster a", "ethernet"].
 
-    Options for clusters of the file are removed from `kinds` and `rates`. What remains must be for new
-    clusters.
+    The values of the file stay, and the caller tells the user so. Options for clusters of the file
+    are removed from `kinds` and `rates`, so that only options for new clusters remain.
 
     Args:
         existing: Content of the file.

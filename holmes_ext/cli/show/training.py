@@ -126,7 +126,8 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
 def _model_of_job(args: argparse.Namespace, command_line: CommandLine) -> Model | None:
     """Return the model of --model or of the training command, None if nothing names a model.
 
-    --global-batch, and with --model the batch sizes of the command, replace those of the model.
+    With both, the model is that of --model, with the batch sizes and ZeRO stage of the command.
+    --global-batch, if given, replaces the global batch in each case.
 
     Raises:
         HolmesError: the model file or --global-batch is wrong, or the command names only a part of

@@ -55,9 +55,10 @@ class FoundNode:
 
 @dataclass(frozen=True)
 class FoundCluster:
-    """Cluster of listed nodes with the same hardware.
+    """Cluster of nodes with the same hardware, from the list of Slurm, Kubernetes or a hostfile.
 
-    If the kind is "" or the rate is 0, the value is unknown, and the user must give it.
+    Such a list may not tell the kind or the rate of the InfiniBand, RoCE or Ethernet NICs. Then
+    `kind` is "" or `rate_bps` is 0, and the user must give the value.
     """
 
     name: str
@@ -92,7 +93,11 @@ def gpu_name(text: str) -> str:
 
 
 def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
-    """Return the clusters that nodes with the same hardware form, by their first nodes.
+    """Group nodes with the same hardware into clusters.
+
+    The order is that of the first node of each cluster: nodes a0 (H100), b0 (A100), a1 (H100) give
+    the clusters (a0, a1) and (b0). The hardware is GPU, processes, kind and rate of NICs, and
+    fabric.
 
     Raises:
         HolmesError: there is no node, or two have the same name.

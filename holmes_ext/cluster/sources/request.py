@@ -32,12 +32,12 @@ class ChosenNodes:
 def sbatch_lines(parts: Sequence[ChosenNodes], features: Features | None = None) -> list[str]:
     """Return the sbatch options of one job on all chosen nodes.
 
-    If each cluster has a feature of its own, Slurm chooses the nodes by features. Otherwise the
-    nodes are named.
+    If each cluster has a feature of its own, the options ask for nodes with these features, among
+    which Slurm chooses. Otherwise the options name the nodes.
 
     Args:
         parts: The chosen nodes of each cluster, with the same number of processes per node.
-        features: Features of all nodes; None to name the nodes in any case.
+        features: Node -> its features in Slurm. None: the options name the nodes.
     """
     processes = parts[0].processes
     node_count = sum(len(part.nodes) for part in parts)
@@ -59,11 +59,12 @@ def sbatch_lines(parts: Sequence[ChosenNodes], features: Features | None = None)
 def hetjob_lines(parts: Sequence[ChosenNodes], features: Features | None = None) -> list[str]:
     """Return the sbatch options of a heterogeneous job with one component for each cluster.
 
-    `srun --het-group=0-1` starts one step on all components.
+    `srun --het-group=0-1` starts one step on all components. If only one cluster has some feature,
+    its component asks for nodes with this feature. Otherwise the component names the nodes.
 
     Args:
         parts: The chosen nodes of each cluster.
-        features: Features of all nodes; None to name the nodes in any case.
+        features: Node -> its features in Slurm. None: all components name their nodes.
     """
     lines: list[str] = []
     for part in parts:

@@ -45,10 +45,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Topology:
-    """Switches and blocks of a network.
+    """Units (switches and blocks) of a network as Slurm describes it, with the nodes of each.
 
     Raises:
-        HolmesError: a node is in two units, or a switch is above itself.
+        HolmesError: a node is in two units (leaf switches or blocks), or a switch is above itself.
     """
 
     units: tuple[Unit, ...]
@@ -59,7 +59,7 @@ class Topology:
         self._check_switches()
 
     def _check_nodes(self) -> None:
-        """Raise HolmesError if a node is in two units, or twice in one."""
+        """Raise HolmesError if a node is in two leaf switches or blocks, or twice in one."""
         unit_of_node: dict[str, str] = {}
         for unit in self.units:
             for node in unit.nodes:

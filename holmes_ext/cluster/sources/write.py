@@ -77,11 +77,11 @@ def _rate_text(bits_per_second: int) -> str:
 
 
 def split(spec: SiteSpec, clusters: Sequence[FoundCluster]) -> Additions:
-    """Return the nodes that a cluster.toml does not have yet.
+    """Return the listed nodes that a cluster.toml lacks, split into nodes and clusters to add.
 
-    New nodes of a listed cluster are added to the cluster of the file that has most of its other
-    nodes. If the file has no node of the listed cluster, the new nodes form a new cluster. Its name
-    gets a number if the file already has a cluster of that name.
+    If the file has some nodes of a listed cluster, the missing ones are added to a cluster of the
+    file: the one with most nodes of this listed cluster. If the file has none, the listed cluster
+    is added to the file. It gets a number if its name is taken: "a" becomes "a-2".
 
     Args:
         spec: Content of the file.
@@ -175,11 +175,14 @@ def _add_to_cluster(text: str, source: str, name: str, nodes: Sequence[str]) -> 
 
 
 def _end_of_list(text: str, name: str) -> int | None:
-    """Return the position after the last item in a cluster's list of nodes, None without one.
+    """Return the position after the last item of the list `nodes` of a cluster, to add nodes there.
 
     Args:
         text: Content of a cluster.toml.
         name: Name of the cluster.
+
+    Returns:
+        Index in `text`. None if the text has no such cluster, or the cluster has no list `nodes`.
     """
     # A table reaches from its header to the next header, or to the end of the file.
     has_name = re.compile(rf"""(?m)^\s*name\s*=\s*["']{re.escape(name)}["']""")

@@ -168,7 +168,10 @@ def _lowers(names: Sequence[str]) -> list[str]:
 def _category_without_device_link(
     tree: Tree, path: str, names: Sequence[str], devtype: str, speed: int | None
 ) -> str:
-    """Return the category of a network device without a `device` link.
+    """Return the category of a network device without a `device` link: one that is not physical.
+
+    Categories are "bond", "vlan", "bridge", "team", "macvlan", "vrf", "veth" (one end of a cable
+    between network namespaces), and "virtual" for all other devices.
 
     Args:
         tree: The /sys tree.
@@ -200,14 +203,14 @@ def _category_without_device_link(
 
 
 class _State(NamedTuple):
-    """State of a network device."""
+    """Whether a network device can transfer data, and if not, the reason."""
 
     up: bool
-    text: str  # in the kernel's words
+    text: str  # "up", "no carrier", "not brought up", or another operstate of Linux
 
 
 def _read_state(tree: Tree, path: str, flags: int, carrier: int | None) -> _State:
-    """Return the state of a network device.
+    """Return whether a network device can transfer data, and if not, the reason.
 
     Args:
         tree: The /sys tree.

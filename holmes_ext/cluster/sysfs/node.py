@@ -228,18 +228,19 @@ def select(
     """Return the NICs that a job may use, in the order given. Ports that are down stay in the list.
 
     A pattern (fnmatch, case-sensitive) matches the device ("mlx5_0"), the port ("mlx5_0:1") or a
-    network device of the port ("ens1f0").
+    network device of the port ("ens1f0"). A NIC is excluded by default if its `skipped` has a
+    reason: wireless, management (USB), virtual, a member of a bond, ...
 
     Args:
         nics: All NICs of a node.
-        include: Patterns of the NICs to use. Without a pattern, those are used that the default
-            rules do not exclude. A name without wildcards overrules the default rules; a pattern
-            with wildcards does not ("en*" is not meant to bring back the members of a bond).
+        include: Patterns of the NICs to use. () for all that are not excluded by default. A name
+            without wildcards also selects a NIC that is excluded by default. A pattern with
+            wildcards does not ("en*" is not meant to bring back the members of a bond).
         exclude: Patterns of NICs not to use. The name of a RoCE port excludes its network devices,
             too.
 
     Raises:
-        HolmesError: a pattern matches no NIC, or only NICs that the default rules exclude.
+        HolmesError: a pattern matches no NIC, or only NICs that are excluded by default.
     """
     nics = tuple(nics)
     _check_patterns(nics, "include", include)

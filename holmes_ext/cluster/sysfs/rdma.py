@@ -51,11 +51,12 @@ _LAST_PORT = 255
 
 
 def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...]:
-    """Return the InfiniBand and RoCE ports of a tree, without IP addresses.
+    """Return the InfiniBand and RoCE ports of a /sys tree, without IP addresses.
 
-    `parent` of a virtual function is a PCI address. iWARP ("4: RNIC") and vendor fabrics (link
-    layer "Unspecified" or "Unknown") are left out, because the IB transport of the collective
-    libraries does not support them. Their network devices count as Ethernet.
+    iWARP ports ("4: RNIC") and those of vendor fabrics (link layer "Unspecified" or "Unknown") are
+    left out. The IB transport of the collective libraries does not support them, and their network
+    devices count as Ethernet. The Nic of a virtual function has the PCI address of its physical
+    function in `parent`.
 
     Args:
         tree: The /sys tree.
@@ -144,7 +145,7 @@ def _read_port(
 
 
 class _PortState(NamedTuple):
-    """State of an RDMA port."""
+    """Logical and physical state of an RDMA port; it transfers data only if it is "ACTIVE"."""
 
     logical: str  # "ACTIVE", "INIT", "DOWN", ...
     physical: str  # "LinkUp", "Polling", ...; "" if unknown

@@ -117,7 +117,7 @@ class Tree:
         """Return the text of an attribute that every device has.
 
         Raises:
-            HolmesError: the attribute has no value, or `text()` raises the error.
+            HolmesError: the attribute has no value, or is not a readable file of text.
         """
         return self._needed(path, self.text(path))
 
@@ -152,7 +152,8 @@ class Tree:
         """Return the device name in an attribute, "" if it has no value.
 
         Raises:
-            HolmesError: the text is not a possible device name, or `text()` raises the error.
+            HolmesError: the text is not a possible device name, or the attribute is not a readable
+                file of text.
         """
         text = self.text(path)
         if not text:
@@ -168,7 +169,7 @@ class Tree:
             pattern: Regular expression that the text must match.
 
         Raises:
-            HolmesError: the text does not match, or `text()` raises the error.
+            HolmesError: the text does not match, or the attribute is not a readable file of text.
         """
         text = self.text(path)
         if text is None:
@@ -185,15 +186,16 @@ class Tree:
             pattern: Regular expression that the text must match.
 
         Raises:
-            HolmesError: the attribute has no value, or `number()` raises the error.
+            HolmesError: the attribute has no value, its text does not match, or it is not a
+                readable file of text.
         """
         return self._needed(path, self.number(path, pattern))
 
     def uevent(self, path: str) -> dict[str, str]:
-        """Return the KEY=VALUE lines in the uevent file of a folder, {} without the file.
+        """Return the KEY=VALUE lines in the uevent file of a folder as a dict, {} without the file.
 
         Raises:
-            HolmesError: a line is not KEY=VALUE, or `text()` raises the error.
+            HolmesError: a line is not KEY=VALUE, or uevent is not a readable file of text.
         """
         file = f"{path}/uevent"
         values = {}
@@ -228,10 +230,10 @@ class Tree:
         return self.checked_names(path, [name])[0]
 
     def _name_in_uevent(self, path: str, key: str) -> str:
-        """Return the value of a key in the uevent of a folder, which stands in place of a link.
+        """Return the value of a key in the uevent file of a folder, such as "eth0" for INTERFACE.
 
-        link_name() calls this after reading the link has failed. `from None` keeps that error out
-        of the user's message.
+        A copied tree may have a folder where /sys has a link to a device. link_name() calls this
+        method after it could not read the link.
 
         Args:
             path: The folder. The caller knows that it is no link.
@@ -240,6 +242,7 @@ class Tree:
         Raises:
             HolmesError: the path is not a folder, or its uevent does not have the key.
         """
+        # `from None`: without the error of reading the link, which link_name() handles.
         if not self.is_dir(path):
             raise self.error(path, "is neither a link nor a directory") from None
         name = self.uevent(path).get(key, "")
