@@ -237,7 +237,6 @@ class OuterLoop:
             void      no outer step. Keep the local weights, unless this job was left out
 
         Args:
-            fragment: Index of the fragment.
             sent: The pseudo-gradient that this job submitted, with the local weights at that time.
             result: Result of the round.
         """
@@ -296,7 +295,6 @@ class OuterLoop:
         rest anchor.
 
         Args:
-            index: Index of the fragment.
             captured: With mix=keep, the local weights at the capture; None: keep no inner steps.
         """
 
@@ -317,7 +315,6 @@ class OuterLoop:
         those.
 
         Args:
-            index: Index of the fragment.
             new_values: (consecutive local weights, their anchor) -> new values of these weights.
         """
         # Each rank keeps the anchor of the elements that it exchanges; the replicas have the others.
