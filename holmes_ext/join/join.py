@@ -292,9 +292,9 @@ def _gather_what_is_cut(
 ) -> None:
     """Let outer steps of Muon gather matrices divided among ranks (ZeRO, FSDP); collective.
 
-    Muon steps whole matrices. So from now on, an outer step first gathers such a matrix from the
-    ranks at the same position of the model-parallel grid. Nothing is gathered here, but the process
-    groups are made: all ranks make those of all positions, in the same order, as torch requires.
+    Muon steps whole matrices. So after this call, an outer step first gathers such a matrix from
+    the ranks at the same position of the model-parallel grid. The call itself only makes the
+    process groups: all ranks make those of all positions, in the same order, as torch requires.
 
     Args:
         state: Outer state of this rank, whose fragments get collective outer steps.

@@ -311,8 +311,8 @@ class OuterLoop:
     ) -> None:
         """Overwrite a fragment's local weights with values computed from their anchor; collective.
 
-        Ranks that hold the same weights get the anchor of elements exchanged by other ranks from
-        those.
+        Each rank has the anchor of the elements that it exchanges. It gets the anchor of its other
+        elements from the ranks that hold the same weights.
 
         Args:
             new_values: (consecutive local weights, their anchor) -> new values of these weights.

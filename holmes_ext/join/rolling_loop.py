@@ -62,9 +62,8 @@ class RollingLoop(OuterLoop):
     def capture(self) -> int:
         """Compute the pseudo-gradient of the next fragment that has none waiting for a round.
 
-        Fragments take turns in cyclic order.
-
-        The pseudo-gradient is stored in `_captured`, from where submit() sends it.
+        Fragments take turns in cyclic order. The pseudo-gradient is stored in `_captured`, from
+        where submit() sends it.
 
         Returns:
             Index of the fragment; _NO_FRAGMENT if all fragments have one waiting.

@@ -140,8 +140,8 @@ class _Network:
     def add_steps(self, job: int, delay: int) -> None:
         """Add what a job's inner steps send over Ethernet during a round, in _PIECES transfers.
 
-        They share the NIC of a node with the round's own traffic. They are stored as one template,
-        ("steps", job), which the simulation copies for each transfer.
+        The transfers share a node's NIC with the round's own traffic. They are stored as a
+        template, ("steps", job), which the simulation copies for each transfer.
 
         Args:
             job: Index of the job.
@@ -274,7 +274,7 @@ def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
 def _verdict(name: str, number: int) -> tuple[Op, Op]:
     """Return the operations of a job that sends a request and waits until all jobs have sent it.
 
-    That is when the coordinator replies. In the simulation, it is one transfer shared by all jobs,
+    Then the coordinator replies. In the simulation, the request is one transfer of all jobs,
     so its tag does not name a job. It begins when the last job has posted it.
 
     Args:

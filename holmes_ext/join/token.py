@@ -64,8 +64,8 @@ def token_from(environ: Mapping[str, str], port: int = 0) -> str:
 def served_token(environ: Mapping[str, str], port: int) -> tuple[str, Path | None]:
     """Return the token (shared secret) with which `holmes join serve` starts; create it if needed.
 
-    It is HOLMES_JOIN_TOKEN, or the content of the file HOLMES_JOIN_TOKEN_FILE, or of a default file
-    for this port. A file that does not exist is created with a random token.
+    The token is HOLMES_JOIN_TOKEN, or the content of the file HOLMES_JOIN_TOKEN_FILE, or of a
+    default file for this port. A file that does not exist is created with a random token.
 
     Args:
         environ: Environment variables.

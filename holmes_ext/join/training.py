@@ -46,7 +46,7 @@ _SHORTEST_S = 1e-9
 class WeightShards:
     """Weights of one rank, as the integration of a framework (torch, DeepSpeed) describes them.
 
-    It has names and shapes of whole tensors, and views of the elements that this rank updates.
+    The fields are names and shapes of whole tensors, and views of the elements this rank updates.
     """
 
     #: Position in the model-parallel grid, such as "pipeline 0, tensor 1".

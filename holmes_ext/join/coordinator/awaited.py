@@ -26,7 +26,7 @@ class AwaitedPeers:
         self._since: dict[str, float] = {}  # expected job -> time when another job first named it
 
     def expect(self, names: Iterable[str], now: float) -> None:
-        """Add the peers that a reconnecting job names to the jobs that are expected to reconnect.
+        """Expect the peers that a reconnecting job names to reconnect, too.
 
         A coordinator that was just restarted does not know which jobs the interrupted run had. So
         it waits for the expected ones, up to a timeout. After that timeout this call does nothing.

@@ -23,7 +23,7 @@ def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> C
     copy. Claims of versions later than `committed`, or later than `last` if that is None, are
     ignored.
 
-    1. If this coordinator saw the last step, the highest version among the other claims is chosen.
+    1. If this coordinator saw the last step, the highest version among the remaining claims wins.
     2. If it did not (it was restarted), the most frequent version is chosen. On a tie it is the
        median of the tied versions (the higher one of two). So if three jobs claim three versions, a
        liar cannot win with an extreme one.

@@ -36,7 +36,7 @@ from holmes_ext.join.coordinator.versions import Versions
 
 
 class LockStepRounds:
-    """Replies to jobs that ask for their next round, with synchronous rounds (rounds=sync).
+    """Synchronous rounds (rounds=sync) on the coordinator: decides when the next round begins.
 
     All jobs exchange the same fragment after the same number of inner steps. A job reports `ready`
     and waits until the other jobs are ready, too, or a deadline has passed; then the round begins.
@@ -59,9 +59,8 @@ class LockStepRounds:
     def answer(self, name: str, report: ReadyReport, now: float) -> Reply | None:
         """Return the reply to a job that is ready for a round; None: wait and ask again.
 
-        The job waits until all expected jobs are ready, or the round's deadline has passed. This
-        call also begins the round, if this job was the last one that the round waits for, or if the
-        round's deadline has passed.
+        The round begins in this call if this job was the last one that it waits for, or if the
+        round's deadline has passed. Until then, the job repeats its request.
 
         Args:
             name: Name of the job.
@@ -161,10 +160,10 @@ class LockStepRounds:
         return {**behind_reply, "round": ended_round}
 
     def _is_over_or_hopeless(self, member: Member, round_number: int, now: float) -> bool:
-        """Return whether a job should stop waiting for a round, which is over or hopeless.
+        """Return whether a job should stop waiting for a round, because it is over or hopeless.
 
-        It is hopeless if all its jobs are gone, or if nobody can open it. So is a round that does
-        not end within twice the median timeout of its jobs.
+        A round is hopeless if all its jobs are gone, if no job can open it, or if it has not ended
+        within twice the median timeout of its jobs.
 
         Args:
             member: The job that waits.

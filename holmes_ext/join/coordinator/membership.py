@@ -154,8 +154,8 @@ class Membership:
         """Return shards and addresses of job `name`, for connections from job `asking`.
 
         Returns:
-            {"verdict": "maps", "incarnation", "maps", "addresses"}; or {"verdict": "void", "why"}
-            if there is no job `name`.
+            {"verdict": "maps", "incarnation": ..., "maps": ..., "addresses": ...}; or
+            {"verdict": "void", "why": ...} if there is no job `name`.
 
         Raises:
             NotInRun: Job `asking` is not in the run.
@@ -237,8 +237,8 @@ class Membership:
         """Let a second process that joins by a job's name wait, or refuse it.
 
         The first request of the second process (rival) is recorded with its time. The rival repeats
-        the request. It is refused as soon as the job sends a heartbeat after that time; otherwise
-        the job may be dead.
+        the request. The rival is refused as soon as the job sends a heartbeat after that time.
+        Without a heartbeat, the job may be dead, and the rival may get its name later.
 
         Args:
             member: The job that has the name.

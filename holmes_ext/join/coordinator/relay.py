@@ -137,7 +137,7 @@ class PeerRelay:
                     return
 
     def call(self, channel: Channel, job: str, purpose: Mapping[str, Any]) -> None:
-        """Connect a caller with a rank that accepts no connections; return when they are done.
+        """Connect a caller with a rank that accepts no connections; return when it has hung up.
 
         The rank has an idle connection to the coordinator (standby line), on which this call is
         announced. The caller gets one of the replies

@@ -40,7 +40,7 @@ _GRACE = 0.5
 
 
 class RollingRounds:
-    """Replies to jobs that ask for their next round, with asynchronous rounds (rounds=async).
+    """Asynchronous rounds (rounds=async) on the coordinator: decides when the next one begins.
 
     A job offers pseudo-gradients and trains on without waiting. When enough jobs offer the same
     fragment, a round begins: these jobs exchange it, and all active jobs receive the aggregate.

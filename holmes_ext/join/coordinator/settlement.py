@@ -156,11 +156,11 @@ class Settlement:
         return None
 
     def _conclude_exchange(self, round_state: RoundState, now: float) -> None:
-        """Once all jobs of a round have reported the end of the exchange, check it or repeat it.
+        """Check or repeat the exchange, once all jobs of the round have reported that it has ended.
 
-        It is repeated without the jobs that were lost, or that others could not reach. If there are
-        none, the comparison of the received data begins. Nothing happens while a job's report may
-        still arrive.
+        The exchange is repeated without jobs that were lost, or that others could not reach. If
+        there are no such jobs, the comparison of the received data begins. Nothing happens while a
+        missing report may still arrive.
         """
         lost = self._lost_members(round_state, set(round_state.done_reports), now)
         if lost is None:
@@ -255,8 +255,8 @@ class Settlement:
         """Tell all members to compare the data they have received, or end the round as void.
 
         Members poll; they get the reply "check" after this call has increased
-        `round_state.check_number`. The round is void instead if too few pseudo-gradients count.
-        Those count whose member has a share above 0 and is not excluded.
+        `round_state.check_number`. The round is void instead if too few pseudo-gradients count. A
+        pseudo-gradient counts if its job has a share above 0 and is not excluded.
 
         Args:
             round_state: The round.
@@ -281,14 +281,16 @@ class Settlement:
     ) -> set[str] | None:
         """Return the members that are disconnected or have been silent for too long.
 
+        Members without a report are silent for too long if no member at all has reported for
+        the median of their timeouts.
+
         Args:
             round_state: The round.
             reported: Members that have reported for the current attempt or check.
-            now: Current time, in seconds; the silence counts from the last report of any member.
+            now: Current time, in seconds.
 
         Returns:
-            Names of the lost members; empty: all have reported. A member is silent for too long if
-            no member has reported for the median of their timeouts. None: wait, because a missing
+            Names of the lost members; empty: all have reported. None: wait, because a missing
             report may still arrive.
         """
         members = [self._state.members[name] for name in round_state.members]

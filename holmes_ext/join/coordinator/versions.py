@@ -19,10 +19,11 @@ from holmes_ext.join.coordinator.state import Member, RunState
 
 
 class Versions:
-    """Decides which version of each fragment is valid, and which jobs must take it from others.
+    """Versions of the model's fragments that jobs report, and which of them are valid.
 
     A version is the round of a fragment's last outer step. Jobs report versions and checksums
-    (claims); valid_claim() returns what most of them agree on.
+    (claims). valid_claim() returns what most of them agree on, and behind_reply() what a job with
+    outdated weights must take from which job.
     """
 
     def __init__(self, state: RunState):

@@ -130,7 +130,7 @@ _AXES = {
 def _call_grid(engine: Any, axis: str, suffix: str, default: int) -> int:
     """Return the size of an axis of the model-parallel grid, or this process's rank on it.
 
-    It asks engine.grid (pipeline engines), or else engine.mpu, whose method names differ.
+    The grid is engine.grid (pipeline engines), or else engine.mpu (Megatron's).
 
     Args:
         engine: The DeepSpeed engine.

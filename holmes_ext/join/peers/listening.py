@@ -57,8 +57,8 @@ def published_address(
 ) -> str:
     """Return the HOST:PORT at which other jobs can connect to this rank; "" if they cannot.
 
-    It is tested: the coordinator tries to connect to the rank. There is no test if the user has
-    given --holmes-join-address, or if all jobs are on this host.
+    To find out, the coordinator tries to connect to this rank. It does not if the user has given
+    --holmes-join-address, or if all jobs are on this host.
 
     Args:
         place: Ports and address that the user has given.

@@ -261,9 +261,9 @@ class Routes:
     def _accept(self, guest: Guest) -> None:
         """Authenticate an accepted connection, and pass it on to the code that uses it.
 
-        It is closed without an answer if the caller does not prove its identity, if there are too
-        many connections, or if the caller means an earlier start of this job. Runs in a thread of
-        its own.
+        The connection is closed without an answer if the caller does not prove its identity, if
+        there are too many connections, or if the caller means an earlier start of this job. Runs in
+        a thread of its own.
 
         Args:
             guest: The accepted connection. Its listener closes it when this function returns,
@@ -436,7 +436,7 @@ class Routes:
 
         Args:
             connection: The connection to the coordinator.
-            is_plain: Accept a caller without TLS; False: require TLS.
+            is_plain: Accept a caller without TLS, too; False: require TLS.
         """
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         try:

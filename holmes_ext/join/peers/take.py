@@ -53,7 +53,7 @@ _MOST_TAKERS_OF_ONE_JOB = 2
 
 
 class Giver:
-    """Sends fragments of this rank to ranks of other jobs with outdated weights, on their request.
+    """Server of one rank that sends fragments to ranks of other jobs that have outdated weights.
 
     A fragment is sent with its anchor (weights after the last outer step) and outer momentum.
     """
@@ -67,8 +67,8 @@ class Giver:
     def give(self, channel: Channel, purpose: Mapping[str, Any]) -> None:
         """Serve a rank of another job that copies fragments, until it closes the connection.
 
-        It also ends at an invalid request. Only a few ranks are served at a time; others wait for
-        their turn.
+        An invalid request ends the connection, too. Only a few ranks are served at a time; others
+        wait for their turn.
 
         Args:
             channel: The connection; it is closed at the end.

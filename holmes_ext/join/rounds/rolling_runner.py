@@ -64,8 +64,8 @@ class RollingRunner(RoundRunner):
     def results_until(self, count: int) -> list[EndedRound]:
         """Take the results of the first `count` rounds, except for those taken before.
 
-        It waits until that many rounds have ended on this rank. All ranks of the job call it with
-        the same `count`, so that they apply the same rounds at the same step.
+        The call waits until that many rounds have ended on this rank. All ranks of the job call it
+        with the same `count`, so that they apply the same rounds at the same step.
 
         Args:
             count: Number of rounds since the start of the job.
@@ -138,8 +138,8 @@ class RollingRunner(RoundRunner):
             idle        there is no round at the moment: return, and be called again
             void        the coordinator did not answer, or this job's offers are unusable
 
-        It only sleeps a moment while MOST_PENDING aggregates of a fragment wait for training to
-        apply them.
+        The call only sleeps a moment while MOST_PENDING aggregates of a fragment wait for training
+        to apply them.
         """
         most_pending = max(len(fragment.pending) for fragment in self.state.fragments)
         training_lags = self.job_ranks.broadcast_from_rank_0(most_pending >= MOST_PENDING)

@@ -62,9 +62,9 @@ class Screening:
     ) -> dict[str, str]:
         """Return the jobs whose pseudo-gradients are unusable, with the reasons.
 
-        That is data that is not finite, longer than reported, or of exactly the same length as in
-        an earlier round. With some aggregates, it also is data in another direction than that of
-        the other jobs.
+        Data is unusable if it is not finite, longer than reported, or exactly as long as in an
+        earlier round. With some aggregates, a direction unlike that of the other jobs makes it
+        unusable, too.
 
         Args:
             fragment: Index of the fragment.

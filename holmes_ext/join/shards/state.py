@@ -51,9 +51,9 @@ class Pending:
 class Fragment:
     """A part of the model that is exchanged at once, with this rank's outer optimizer state.
 
-    It is elements [start, stop) of the flat weights. Its anchor is the weights after the last outer
-    step. Anchor, momentum and residual (rounding errors of the codec) have only the elements that
-    this rank exchanges.
+    A fragment is elements [start, stop) of the flat weights. Its anchor is the weights after the
+    last outer step. Anchor, momentum and residual (rounding errors of the codec) have only the
+    elements that this rank exchanges.
     """
 
     start: int
@@ -116,7 +116,7 @@ class Fragment:
 class FragmentCopy(NamedTuple):
     """Version, anchor (weights after the last outer step) and momentum of a range of elements.
 
-    They are copied to be sent to another job, whose weights are outdated.
+    The copy is sent to another job, whose weights are outdated.
     """
 
     version: int

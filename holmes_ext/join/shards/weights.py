@@ -49,7 +49,7 @@ class Tensor:
 class Part:
     """Consecutive elements of the flat model (all tensors, one after the other) that a rank holds.
 
-    It has the index of the first one, and a view of their values.
+    A part has the index of its first element, and a view of the values.
     """
 
     start: int
@@ -144,8 +144,8 @@ class Weights:
     def checksum(self) -> int:
         """Return a checksum of the values of all weights that this rank holds.
 
-        It is a sum modulo 2^64 over elements and their positions. So the sum over several ranks
-        does not depend on how the elements are divided among them.
+        The checksum is a sum modulo 2^64 over elements and their positions. So the sum over several
+        ranks does not depend on how the elements are divided among them.
         """
         total = 0
         for part in self.parts:

@@ -187,7 +187,7 @@ def _make_certificates(key: bytes) -> _PemFiles:
 def _signed(authority_key: Any, public_key: Any, is_authority: bool) -> bytes:
     """Return a new certificate, signed by the CA, as PEM text.
 
-    It is valid from 2000 to 2100, so that wrong clocks of hosts do not matter.
+    The certificate is valid from 2000 to 2100, so that wrong clocks of hosts do not matter.
 
     Args:
         authority_key: Private key of the CA.

@@ -391,7 +391,7 @@ def _certificate_of(connection: ssl.SSLSocket) -> bytes:
 def _receive(channel: Channel, where: str, deadline: Deadline) -> dict[str, Any]:
     """Receive a JSON object from a process that has not been authenticated yet.
 
-    It may have at most _LONGEST_UNPROVEN_BYTES.
+    The object may have at most _LONGEST_UNPROVEN_BYTES.
 
     Args:
         channel: Connection to that process.
