@@ -128,12 +128,17 @@ def ticket(secret: str, job: str, incarnation: str) -> str:
 
 
 def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRange:
-    """Return the ports of this rank from the flags, or from HOLMES_JOIN_PORT.
+    """Return the ports on which this rank listens for other joined jobs, and its external address.
+
+    --holmes-join-ports wins over HOLMES_JOIN_PORT. With HOLMES_JOIN_PORT=7000, local rank 2 listens
+    on port 7002 only. Without both, it listens on any free port.
 
     Args:
-        ports: Value of --holmes-join-ports.
-        address: Value of --holmes-join-address.
-        environ: Environment variables.
+        ports: Value of --holmes-join-ports: "PORT", "FIRST-LAST", "any", "none" (do not listen) or
+            "" (not given).
+        address: Value of --holmes-join-address: HOST or HOST:PORT to which other jobs connect if
+            this rank is behind NAT; "": the address on which it listens.
+        environ: Environment variables; HOLMES_JOIN_PORT is the port of local rank 0.
 
     Raises:
         HolmesError: A value is malformed.

@@ -71,7 +71,12 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """DiLoCo, and base class of the other algorithms."""
+    """Outer optimizer of DiLoCo: SGD with Nesterov momentum on the aggregated pseudo-gradients.
+
+    step() updates the outer state, mixed() gives the new local weights, and after_step() decides
+    when pseudo-gradients are sent and applied. Other outer algorithms are subclasses and override
+    some of these methods.
+    """
 
     lr: float
     momentum: float | None  # mu; None: determined by the jobs of each round (momentum_of)
@@ -134,18 +139,18 @@ class DiLoCo:
         gap: float = 1.0,
         matrices: Matrices = Matrices(),
     ) -> None:
-        """Take an outer step: update anchor and momentum in place.
+        """Take an outer optimizer step: update anchor weights and outer momentum in place.
 
         Args:
             anchor: Flat float32 tensor.
-            momentum: Tensor of the same length, float32 or bfloat16 (rounded after the step); None: no
-                momentum.
-            gradient: Aggregate of the pseudo-gradients, of the same length; overwritten.
+            momentum: Tensor of the same length, float32 or bfloat16 (rounded after the step); None:
+                no momentum.
+            gradient: Aggregate of the jobs' pseudo-gradients, of the same length; overwritten.
             mu: Coefficient of the momentum, 0 to 1.
-            gap: Divisor of the aggregate because it is stale, at least 1; 1: it counts in full. Only CO2
-                uses it.
-            matrices: Where weight matrices lie in these tensors, for an algorithm that steps whole matrices
-                (`of_matrices`); otherwise unused.
+            gap: The aggregate is divided by this number, at least 1, which grows with its
+                staleness. Only CO2 uses it.
+            matrices: Where weight matrices lie in these tensors. Only an algorithm that steps whole
+                matrices (`of_matrices`) uses it.
         """
         direction = gradient
         if momentum is not None:
@@ -160,13 +165,16 @@ class DiLoCo:
     def _direction(
         self, momentum: torch.Tensor, gradient: torch.Tensor, mu: float, gap: float
     ) -> torch.Tensor:
-        """Update the momentum in place, and return the direction of the step (Nesterov momentum).
+        """Update the momentum in place; return the direction of the outer step (Nesterov momentum).
+
+        The direction is gradient + mu * new momentum. It is not scaled by the learning rate;
+        _move() applies that.
 
         Args:
             momentum: Outer momentum, float32.
-            gradient: Aggregate of the pseudo-gradients; it may be overwritten and returned.
+            gradient: Aggregate of the jobs' pseudo-gradients; overwritten and returned.
             mu: Coefficient of the momentum.
-            gap: Divisor of a stale aggregate; unused here.
+            gap: Divisor of a stale aggregate. Only a subclass (CO2) uses it; DiLoCo ignores it.
         """
         momentum.mul_(mu).add_(gradient)
         return gradient.add_(momentum, alpha=mu)
@@ -177,13 +185,16 @@ class DiLoCo:
     def mixed(
         self, local: torch.Tensor, sent: torch.Tensor | None, anchor: torch.Tensor
     ) -> torch.Tensor:
-        """Return a fragment's new local weights after an outer step (setting `mix`).
+        """Return a fragment's new local weights after an outer step, as the setting `mix` demands.
+
+        mix=keep: new anchor plus the inner steps since the pseudo-gradient was captured. mix=A, a
+        number from 0 to 1: A * local weights + (1 - A) * new anchor.
 
         Args:
-            local: Its current local weights.
-            sent: With mix=keep, its local weights when the pseudo-gradient was captured; None: discard the
-                inner steps since.
-            anchor: Its new anchor.
+            local: The fragment's current local weights.
+            sent: With mix=keep, the local weights when the pseudo-gradient was captured. None: the
+                inner steps since then are discarded, so the result is the anchor.
+            anchor: The fragment's weights after the outer step.
         """
         if self.mix == "keep":
             if sent is None:
@@ -195,10 +206,15 @@ class DiLoCo:
         return anchor.lerp(local, alpha)
 
     def after_step(self, loop: Schedule) -> None:
-        """Send or apply pseudo-gradients if they are due; called after each inner step.
+        """After an inner step, send a pseudo-gradient or apply an aggregate if one is due.
 
-        A period is the time between the exchanges of two fragments. A fragment's pseudo-gradient is sent
-        `delay` inner steps before the end of the period; the aggregate is applied at the end.
+        The fragments take turns: each period of `loop.period` inner steps exchanges one of them.
+        Its pseudo-gradient is sent `delay` inner steps before the end of the period. Its aggregate
+        is applied at the end.
+
+        Args:
+            loop: The training loop of this rank: it counts inner steps, captures and sends
+                pseudo-gradients, and applies aggregates.
         """
         if loop.in_period == loop.period - self.delay:
             loop.submit(loop.capture())
@@ -215,9 +231,11 @@ class Average(DiLoCo):
 
 
 class Co2(DiLoCo):
-    """CO2: a fragment's aggregate is applied when the fragment is sent the next time, one round later.
+    """CO2: a fragment's aggregate is applied one round later, when the fragment is sent again.
 
-    Inner steps in between are part of the next pseudo-gradient, so the local weights are set to the anchor.
+    The next pseudo-gradient already contains the inner steps taken since the last one was sent. So
+    they are not kept in the local weights: these are set to the new anchor (the weights after the
+    outer step).
     """
 
     defaults = {"lr": 0.5, "momentum": 0.0, "fragments": 1}
@@ -268,7 +286,11 @@ class Co2(DiLoCo):
 
 
 class Muon(DiLoCo):
-    """DiLoCo with a direction that is orthogonalized, matrix by matrix (orthogonal.py)."""
+    """DiLoCo that orthogonalizes the direction of the outer step (Nesterov momentum), as Muon does.
+
+    Each weight matrix is orthogonalized by itself (orthogonal.py); other parameters step as in
+    DiLoCo.
+    """
 
     of_matrices = True
 

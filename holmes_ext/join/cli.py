@@ -176,7 +176,10 @@ def _raise_file_limit() -> None:
 
 
 def _relay_bytes(gigabytes: str) -> int | None:
-    """Return the value of --relay in bytes; None: no limit.
+    """Return the value of --relay in bytes, from a text in gigabytes: "1.5" -> 1500000000.
+
+    Returns:
+        The limit in bytes; None: no limit, because the text is empty.
 
     Raises:
         HolmesError: The text is not a number of gigabytes.
@@ -216,7 +219,12 @@ def _log(line: str) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
-    """Print the state of a run; return 1 if a job is late or gone, else 0."""
+    """Print the jobs and the last events of a run, as `holmes join status HOST:PORT` does.
+
+    Returns:
+        Exit code 0 if every job trains or waits. It is 1 if a job is "late" (it missed a deadline)
+        or "gone" (disconnected).
+    """
     try:
         host, port = split_address(args.where)
     except ValueError:

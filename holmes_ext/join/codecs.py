@@ -31,11 +31,11 @@ _LLOYD_STEPS = 5
 
 
 class _Block(NamedTuple):
-    """Consecutive chunks of equal length, which are encoded together as the rows of a matrix.
+    """Shape of a matrix of chunks of equal length, which are encoded together.
 
-    A chunk is a run of elements that share two magnitudes. All chunks of a tensor but the last have
-    the same length, so a tensor has at most two blocks: the full chunks, and the shorter one at its
-    end.
+    The codec divides a tensor into chunks of 512 elements. Each chunk is sent as two magnitudes
+    (bfloat16) and a 2-bit code per element. A tensor has at most two blocks: the full chunks, and
+    the shorter one at the end.
     """
 
     chunks: int  # number of chunks
@@ -65,14 +65,18 @@ class TwoBits(OuterCodec):
         return torch.empty(size, dtype=torch.uint8, device=like.device)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return the encoding of a flat tensor plus the rounding errors of the last one.
+        """Encode `x` plus `residual`, and replace `residual` by the new rounding errors.
 
-        The tensor is divided into chunks of 512 elements. It is encoded block by block: all full
-        chunks, as the rows of one matrix, then the shorter chunk at its end, if there is one.
+        That is error feedback: what one encoding rounds off is added to the next. The tensor is
+        encoded in chunks of 512 elements; the last chunk may be shorter.
 
         Args:
-            x: The tensor.
-            residual: Rounding errors of the last encoding of these elements; replaced by the new ones.
+            x: Flat tensor.
+            residual: Rounding errors of the previous encoding of the same elements, updated in
+                place. None: no error feedback.
+
+        Returns:
+            The bytes to send, uint8.
         """
         wanted = x.float() if residual is None else torch.add(x, residual)
         wire = self.buffer(x)  # uint8, to be sent
@@ -114,11 +118,14 @@ class TwoBits(OuterCodec):
         return blocks
 
     def _block(self, chunks: int, elements: int) -> _Block:
-        """Return a block of chunks (runs of elements that share two magnitudes) of equal length.
+        """Return number, padded length and encoded bytes of chunks that have equal lengths.
+
+        Elements of a chunk share two magnitudes. A chunk's length is padded to a multiple of 4,
+        because four 2-bit codes fill a byte.
 
         Args:
             chunks: Number of chunks.
-            elements: Elements of each chunk.
+            elements: Elements of each chunk, before padding.
         """
         codes_bytes = -(-elements // _CODES_PER_BYTE)  # of a chunk, rounded up
         return _Block(
@@ -129,13 +136,18 @@ class TwoBits(OuterCodec):
 
 
 def _encoded(rows: torch.Tensor) -> torch.Tensor:
-    """Return the encoded chunks, uint8 [chunks, bytes].
+    """Quantize each row to a sign and one of two magnitudes per element; return the packed rows.
 
-    Lloyd's algorithm finds the two magnitudes of each chunk: the mean of the elements above a threshold and
-    the mean of those below it, with the threshold in the middle between them.
+    A packed row is two magnitudes (bfloat16, the smaller first), then four 2-bit codes per byte. A
+    code's low bit selects the magnitude, its high bit is the sign. Lloyd's algorithm finds the
+    magnitudes: the mean absolute values above and below a threshold, which lies midway between
+    them.
 
     Args:
-        rows: Values of the chunks, [chunks, width].
+        rows: Signed values, [chunks, width]; `width` is a multiple of 4.
+
+    Returns:
+        uint8 [chunks, bytes of a packed row].
     """
     width = rows.shape[1]
     magnitudes = rows.abs()
@@ -164,10 +176,14 @@ def _codes(values: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
 
 
 def _decoded(wire: torch.Tensor) -> torch.Tensor:
-    """Return the values of encoded chunks, float32 [chunks, width].
+    """Return the values of rows that _encoded() has quantized to two magnitudes and signs.
 
     Args:
-        wire: Encoded chunks, uint8 [chunks, bytes]. Any bytes are valid.
+        wire: Packed rows, uint8 [chunks, bytes]: two bfloat16 magnitudes, then four 2-bit codes per
+            byte. Any bytes are valid.
+
+    Returns:
+        float32 [chunks, width], where `width` is four elements per code byte.
     """
     header = wire[:, :_MAGNITUDE_BYTES].clone(memory_format=torch.contiguous_format)
     magnitudes = header.view(torch.bfloat16).float()  # [chunks, 2]: the smaller one, the larger one

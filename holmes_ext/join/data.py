@@ -11,7 +11,16 @@ from holmes_ext.join import training
 
 
 class Share:
-    """Samples k, k + K, ... of a map-style data set; other attributes are those of the data set."""
+    """Every K-th sample of a map-style data set, for one of K jobs that train the same model.
+
+    Job k (0 to K - 1) gets samples k, k + K, k + 2K, ... Attributes other than length and items are
+    those of the whole data set.
+
+    Args:
+        dataset: The whole data set.
+        k: Number of this job, from 0.
+        parts: Number of jobs, K.
+    """
 
     def __init__(self, dataset: Any, k: int, parts: int):
         self._dataset = dataset

@@ -43,7 +43,10 @@ _UNLIMITED = 2**40
 
 @dataclass(frozen=True)
 class Setting:
-    """Values of --holmes-outer, and their forecast."""
+    """Values of --holmes-outer, with the simulated time of a round and samples/s of all jobs.
+
+    A round is the exchange of one fragment's pseudo-gradients among the jobs. See RoundForecasts.
+    """
 
     every: int  # inner steps
     fragments: int
@@ -58,7 +61,7 @@ class Setting:
 
 
 class OuterValues(NamedTuple):
-    """Values of --holmes-outer that determine a forecast."""
+    """The three values of --holmes-outer on which the time of a step depends."""
 
     every: int  # inner steps from one exchange of a fragment to its next one
     fragments: int  # parts of the model, which are exchanged one after the other
@@ -96,12 +99,14 @@ def nodes_of(site: Site) -> Counter[str]:
 def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
     """Divide a batch among one job in each cluster, in proportion to their nodes.
 
-    The shares are rounded to whole micro-batches, so their sum may differ a little from the batch.
+    Each share is rounded to a multiple of the micro-batch times the cluster's ranks. If it is
+    smaller than that, it is rounded to a multiple of one micro-batch. So the sum may differ a
+    little from the batch.
 
     Args:
         site: The clusters.
         samples: Samples of the batch.
-        unit: Samples of a micro-batch. A share is a multiple of it on every rank, if the share is that large.
+        unit: Samples of a micro-batch.
 
     Returns:
         Cluster -> samples.
@@ -155,7 +160,10 @@ def _bits(parameters: float, fragments: int, compress: str) -> float:
 
 
 class RoundForecasts:
-    """Forecasts for one set of joined jobs, simulated on demand and cached.
+    """Simulated round time and throughput for given joined jobs, by values of --holmes-outer.
+
+    Joined jobs, one in each cluster, train one model and exchange pseudo-gradients in rounds. Each
+    combination of values is simulated once and cached.
 
     Args:
         site: The clusters, with measured rates if available.
@@ -176,12 +184,15 @@ class RoundForecasts:
         self._cache: dict[OuterValues, Setting] = {}
 
     def forecast(self, every: int, fragments: int, delay: int) -> Setting:
-        """Return the forecast for these values of --holmes-outer.
+        """Return the round time and the samples/s of all jobs for these values of --holmes-outer.
 
         Args:
             every: Inner steps from one exchange of a fragment to its next one.
             fragments: Parts of the model, which are exchanged one after the other.
             delay: Inner steps from sending a pseudo-gradient to applying the aggregate.
+
+        Returns:
+            The three values, with the result of the simulation.
         """
         key = OuterValues(every, fragments, delay)
         if key not in self._cache:
@@ -189,10 +200,14 @@ class RoundForecasts:
         return self._cache[key]
 
     def _simulated(self, key: OuterValues) -> Setting:
-        """Simulate a round with these values of --holmes-outer, and return the forecast.
+        """Simulate a round with these values of --holmes-outer; return its costs and the samples/s.
 
-        A round costs an inner step time in two ways: training waits for the round's end (exposed_s), and the
-        step itself is slower while the round uses the same network (slower_s).
+        A round costs time in two ways, both given in seconds per inner step. Training may wait for
+        its end (`exposed_s`). And inner steps take longer while the round uses the same network
+        (`slower_s`).
+
+        Args:
+            key: The values.
         """
         period = key.every // key.fragments  # inner steps from one round to the next
         bits = _bits(self.parameters, key.fragments, self.compress)
@@ -229,8 +244,9 @@ class RoundForecasts:
         """Return the setting with the least `delay` at which training never waits for a round.
 
         The delay is the number of inner steps from sending a pseudo-gradient to applying the
-        aggregate. The longer it is, the more time a round has. `every` (inner steps from one
-        exchange of a fragment to its next one) is the least one that the delay allows.
+        aggregate. It may be as long as needed, so there always is such a setting. `every` (inner
+        steps from one exchange of a fragment to its next one) is the least one that the delay
+        allows.
 
         Args:
             fragments: Number of fragments of the setting.
@@ -269,16 +285,17 @@ class RoundForecasts:
 def _first_without_waiting(
     setting_of: Callable[[int], Setting], first: int, most: int
 ) -> Setting | None:
-    """Return the setting of the least number at which training never waits for a round, by bisection.
+    """Find the smallest number, such as a delay, for which training never waits for a round.
+
+    The search doubles the number, starting with `first`, and then bisects.
 
     Args:
-        setting_of: Returns the setting of a number, such as a delay. The larger the number, the less training
-            waits.
+        setting_of: Number -> simulated setting. The larger the number, the less training waits.
         first: Number at which the search begins.
         most: Largest number.
 
     Returns:
-        None if training waits even at the largest number.
+        The setting of that number; None if training waits even at the largest number.
     """
     too_small = 0  # training waits at this number
     enough = max(1, first)
@@ -320,13 +337,13 @@ def settings(rounds: RoundForecasts) -> list[Setting]:
 def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
     """Return forecasts for growing values of `every`, as three series for a picture.
 
-    `every` is the number of inner steps from one exchange of a fragment to its next one, `delay`
-    the number from sending a pseudo-gradient to applying the aggregate. The series differ in the
-    use of a larger `every`:
+    `every` is the number of inner steps from one exchange of a fragment to its next one, and
+    `delay` the number from sending a pseudo-gradient to applying the aggregate. A larger `every`
+    gives time for a longer delay, or for more fragments. In the series, it is used for:
 
-    1. the default's number of fragments, and the longest delay that `every` allows
-    2. the default's number of fragments, and the default's delay
-    3. the default's delay, and the most fragments that `every` allows
+    1. the longest possible delay, with the default number of fragments
+    2. nothing: default number of fragments, default delay
+    3. the most fragments, with the default delay
 
     Returns:
         Name of the series, in the form of --holmes-outer -> forecasts in order of `every`.

@@ -244,10 +244,11 @@ def _links(place: JoinPlace, identity: RankIdentity, state: OuterState) -> PeerL
 def _maps(
     job: str, layouts: list[_Layout], settings: OuterSettings, job_ranks: JobRanks
 ) -> dict[str, list[RankRange]]:
-    """Return which elements each rank exchanges with other jobs, at each position of the model-parallel grid.
+    """Divide the model among this job's ranks: who exchanges which elements with other jobs.
 
-    Elements that several ranks hold (replicas) are divided among them; a shard is exchanged by its
-    holder.
+    Ranks at one position of the model-parallel grid hold the same part of the model. Elements that
+    several of them hold (replicas) are divided among the holders. Elements that only one of them
+    holds (a ZeRO or FSDP shard) are exchanged by that rank.
 
     Args:
         job: Name of this job, for error messages.
@@ -289,14 +290,15 @@ def _gather_what_is_cut(
     rank: int,
     device: torch.device,
 ) -> None:
-    """Make outer steps collective at positions where several ranks exchange parts of a matrix; collective.
+    """Let outer steps of Muon gather matrices divided among ranks (ZeRO, FSDP); collective.
 
-    Muon steps whole matrices. If a matrix is divided among ranks (ZeRO, FSDP), they gather it in each step.
-    All ranks create the process groups of all positions, in the same order, as torch requires.
+    Muon steps whole matrices. So after this call, an outer step first gathers such a matrix from
+    the ranks at the same position of the model-parallel grid. The call itself only makes the
+    process groups: all ranks make those of all positions, in the same order, as torch requires.
 
     Args:
         state: Outer state of this rank, whose fragments get collective outer steps.
-        maps: Position in the model-parallel grid -> elements that each rank exchanges.
+        maps: Position -> elements that each rank exchanges with other jobs.
         layouts: Weights that each rank holds, in rank order.
         rank: This rank.
         device: Device on which the default backend moves tensors (the GPU with NCCL). The matrices
@@ -385,16 +387,21 @@ def _rank_with_partial_overlap(layouts: list[_Layout]) -> int | None:
 
 
 class _SameWeights(NamedTuple):
-    """Ranks that hold the same weights as this rank."""
+    """Ranks of this job that hold the same weights as this rank, and their process group."""
 
     ranks: list[int]  # with this rank, sorted
     group: dist.ProcessGroup | None  # None: there is no other rank
 
 
 def _ranks_with_same_weights(layouts: list[_Layout], rank: int) -> _SameWeights:
-    """Return the ranks that hold the same weights as `rank`; collective.
+    """Return the ranks that hold the same weights as `rank`, with a new process group; collective.
 
-    All ranks create the process groups of all such sets, in the same order, as torch requires.
+    All ranks of the job must call it: torch requires that they create all groups, in the same
+    order.
+
+    Args:
+        layouts: Weights that each rank holds, in rank order.
+        rank: This rank.
     """
     ranks_by_key: dict[str, list[int]] = {}
     for other, layout in enumerate(layouts):

@@ -46,7 +46,7 @@ _SHORTEST_STEP_S = 1e-6
 
 @dataclass(frozen=True)
 class Record:
-    """One round as the training thread saw it, for telemetry and `holmes report`."""
+    """One finished round of this rank, with its result, for telemetry and `holmes report`."""
 
     number: int
     fragment: int
@@ -57,10 +57,7 @@ class Record:
 
 @dataclass
 class _Capture:
-    """Pseudo-gradient of a fragment at its capture, with the local weights at that time.
-
-    It may be submitted to the rounds thread at once or later.
-    """
+    """Pseudo-gradient of a fragment (anchor minus local weights), perhaps not sent yet."""
 
     in_flight: InFlight
     #: Copy of the fragment's local weights at the capture, on the host: the later ones minus these are the
@@ -115,13 +112,13 @@ class OuterLoop:
         self._period_start = time.monotonic()
 
     def after_step(self, tokens: float = 1.0) -> None:
-        """Count an inner step; begin or end a round if one is due.
+        """Count an inner step; send a pseudo-gradient or apply an aggregate if one is due.
 
         Args:
-            tokens: Tokens that this rank has read (or samples: any measure that all jobs share).
+            tokens: Tokens (or samples, in all jobs alike) that this rank has read in this step.
 
         Raises:
-            HolmesError: The job cannot stay in the run.
+            HolmesError: The coordinator has rejected the job, or the weights were reallocated.
         """
         self.steps += 1
         self.in_period += 1
@@ -142,14 +139,14 @@ class OuterLoop:
 
     @torch.no_grad()
     def _capture_fragment(self, index: int, number: int) -> None:
-        """Store the pseudo-gradient of fragment `index` for submit(): its anchor minus its local weights.
+        """Compute a fragment's pseudo-gradient, anchor minus local weights; submit() sends it.
 
         Args:
             index: Index of the fragment.
-            number: Number of the round for which it is captured.
+            number: Number of the round in which it will be exchanged.
 
         Raises:
-            HolmesError: The weights are in other memory than at the first step.
+            HolmesError: The framework has reallocated the weights since the first step.
         """
         if self.weights.moved():
             raise HolmesError(
@@ -196,8 +193,8 @@ class OuterLoop:
     def finish_round(self, fragment: int) -> None:
         """Wait for the end of a fragment's round, and apply the result to anchor and local weights.
 
-        If nothing of the fragment was submitted (in CO2's first period), there is no aggregate: its local
-        weights are set to the anchor, and their progress is in the pseudo-gradient just captured.
+        If nothing was submitted yet (first period of CO2), the local weights are only reset to the
+        anchor. Their difference is in the pseudo-gradient just captured, so no progress is lost.
 
         Args:
             fragment: Index of the fragment.
@@ -234,13 +231,13 @@ class OuterLoop:
         """Update anchor and local weights of a fragment after its round, by the round's verdict.
 
             taken     (weights came from another job) local weights <- the new anchor
-            commit    take the outer step; then mix the local weights with the new anchor, or set them to it
-                      if this job was left out (its pseudo-gradient did not count)
+            commit    take the outer step; then combine local weights and new anchor as the setting
+                      `mix` says. If this job's pseudo-gradient did not count ("left out"),
+                      local weights <- the new anchor
             void      no outer step. Keep the local weights, unless this job was left out
 
         Args:
-            fragment: Index of the fragment.
-            sent: The pseudo-gradient that this job submitted, with the local weights at its capture.
+            sent: The pseudo-gradient that this job submitted, with the local weights at that time.
             result: Result of the round.
         """
         number = sent.in_flight.number
@@ -292,12 +289,13 @@ class OuterLoop:
         self._overwrite_local(index, lambda local, anchor: anchor)
 
     def _mix_with_anchor(self, index: int, captured: list[Part] | None) -> None:
-        """Combine the local weights of a fragment with its new anchor (setting `mix`); collective.
+        """Set a fragment's local weights after an outer step by the setting `mix`; collective.
+
+        mix=keep: anchor plus inner steps since the capture. A number: that share of local weights,
+        rest anchor.
 
         Args:
-            index: Index of the fragment.
-            captured: With mix=keep, the local weights when the pseudo-gradient was captured: the inner steps
-                since then are added to the anchor. None: there are no such steps to keep.
+            captured: With mix=keep, the local weights at the capture; None: keep no inner steps.
         """
 
         def mixed(local: Part, anchor: torch.Tensor) -> torch.Tensor:
@@ -311,12 +309,13 @@ class OuterLoop:
     def _overwrite_local(
         self, index: int, new_values: Callable[[Part, torch.Tensor], torch.Tensor]
     ) -> None:
-        """Overwrite the local weights of a fragment, part by part; collective over the replicas.
+        """Overwrite a fragment's local weights with values computed from their anchor; collective.
+
+        Each rank has the anchor of the elements that it exchanges. It gets the anchor of its other
+        elements from the ranks that hold the same weights.
 
         Args:
-            index: Index of the fragment.
-            new_values: Called with a part of the local weights and the anchor of the same elements; returns
-                the new values of the part.
+            new_values: (consecutive local weights, their anchor) -> new values of these weights.
         """
         # Each rank keeps the anchor of the elements that it exchanges; the replicas have the others.
         for local, anchor in self._gathered(index, self.state.fragments[index].anchor):
@@ -386,11 +385,11 @@ class OuterLoop:
         """Wait for the rounds under way; return pseudo-gradients and results for a checkpoint.
 
         Returns:
-            A dict for each submitted pseudo-gradient. Its names are part of the format of
+            A dict for each submitted pseudo-gradient. Its keys are part of the format of
             checkpoints: "base" is the version of the anchor from which the local weights were
-            subtracted; "outcome" is the result of the round; "parts" is a copy of the local weights
-            at the capture, as [first element, values], with which later inner steps are kept (None:
-            they are not kept).
+            subtracted; "outcome" is the round's result (RoundResult); "parts" are the local weights
+            at the capture, as [first element, values]; None if inner steps after the capture are
+            discarded.
         """
         submitted = []
         for sent in self._submitted.values():
@@ -413,10 +412,12 @@ class OuterLoop:
         return submitted
 
     def load_state_dict(self, saved: Any, source: str = "checkpoint") -> None:
-        """Load the outer state of a checkpoint; only before begin().
+        """Load the outer training's state from a checkpoint; allowed only before begin().
+
+        It has anchors (weights after the last outer step), momentum, counters, unapplied results.
 
         Args:
-            saved: What `state_dict` returned.
+            saved: Result of state_dict().
             source: Name of the checkpoint in error messages.
 
         Raises:
@@ -427,12 +428,12 @@ class OuterLoop:
             self._load(unwrap_verified(saved, source), source)
 
     def _load(self, saved: dict[str, Any], source: str) -> None:
-        """Load a state whose digest was checked.
+        """Load a checkpoint's state, after its digest was checked.
 
         Args:
-            saved: What state_dict() returned. "carried": fragment -> pseudo-gradient of a void
-                round, which is added to the fragment's next one. "submitted": the pseudo-gradients
-                whose results were not applied yet (_saved_submitted).
+            saved: Result of state_dict(). "carried": fragment -> pseudo-gradient of a round without
+                outer step, added to the next one of that fragment. "submitted": pseudo-gradients
+                whose round has ended, with its result, which training has not applied yet.
             source: Name of the checkpoint in error messages.
         """
         self.state.load(saved["state"], source)

@@ -59,7 +59,7 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Place of a matrix in a flat tensor, row by row."""
+    """Position and size of a row-major weight matrix in a flat tensor."""
 
     start: int  # first element
     rows: int
@@ -73,7 +73,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Matrices:
-    """All matrices in a flat tensor on the host."""
+    """Weight matrices within a flat CPU tensor, which orthogonalize() orthogonalizes one by one.
+
+    It copies each matrix to `device`, computes there, and writes the result back.
+    """
 
     places: Sequence[Matrix] = ()
     device: torch.device | str = "cpu"  # that computes

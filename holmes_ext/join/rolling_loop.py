@@ -34,13 +34,15 @@ _NO_FRAGMENT = -1
 
 
 class RollingLoop(OuterLoop):
-    """Outer training of a joined job on one rank with rounds=async.
+    """Outer training on one rank with asynchronous rounds: it never waits for other jobs.
+
+    A pseudo-gradient stays offered until enough jobs offer the same fragment. Aggregates that have
+    arrived are applied at the end of a period.
 
     Args:
-        arguments, more: Those of OuterLoop.
-        boundary: Collectives over all ranks of the job for the training thread only, at the boundaries of
-            periods. Its process group is another one than that of the rounds thread, whose collectives
-            run at any time.
+        arguments, more: Arguments of OuterLoop, the base class for synchronous rounds.
+        boundary: Collectives over all ranks of this job, at the boundaries of periods. They need a
+            process group of their own: the rounds thread runs collectives at any time.
     """
 
     rounds: RollingRunner
@@ -58,10 +60,13 @@ class RollingLoop(OuterLoop):
         super().after_step(tokens)
 
     def capture(self) -> int:
-        """Capture the pseudo-gradient of the next fragment that does not wait for a round.
+        """Compute the pseudo-gradient of the next fragment that has none waiting for a round.
+
+        Fragments take turns in cyclic order. The pseudo-gradient is stored in `_captured`, from
+        where submit() sends it.
 
         Returns:
-            Index of the fragment; _NO_FRAGMENT if all fragments wait for a round.
+            Index of the fragment; _NO_FRAGMENT if all fragments have one waiting.
         """
         count = len(self.state.fragments)
         # From the next fragment on, the first one that does not wait for a round.
@@ -149,15 +154,13 @@ class RollingLoop(OuterLoop):
     ) -> None:
         """Take the outer step of a committed round, and move the local weights with the anchor.
 
-        A pseudo-gradient g is anchor minus local weights, so the job's own progress since the last
-        exchange is -g. If the job contributed g, the outer step has moved the anchor by this
-        progress, too. The local weights have it already, so they move with the anchor, but without
-        it: by the move plus g.
+        Local weights have the job's own progress -g already (g: pseudo-gradient = anchor - local
+        weights). The anchor's move contains this progress, too, if the job contributed g. So that
+        it does not count twice, the local weights then move by (anchor's move + g).
 
         Afterwards, a pseudo-gradient that counted is forgotten, and the fragment can be captured
-        again. If the job only received the sum, its pseudo-gradient stays submitted and is offered
-        for a later round. If the job was left out, its pseudo-gradient and its local progress are
-        discarded.
+        again. If the job only received the aggregate, its pseudo-gradient is offered again. If the
+        job was left out, its pseudo-gradient and local progress are discarded.
 
         Args:
             index: Index of the fragment.

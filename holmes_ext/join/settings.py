@@ -34,7 +34,7 @@ _AUTO = ("momentum", "grace")
 
 @dataclass(frozen=True)
 class OuterSettings:
-    """Settings of the outer training of one job.
+    """The --holmes-outer settings of one job: when and how it exchanges weights with other jobs.
 
     Raises:
         HolmesError: A value is out of range, or values do not fit each other.
@@ -83,7 +83,10 @@ class OuterSettings:
             raise HolmesError(f"--holmes-outer: {problem}")
 
     def _problems(self) -> Iterator[str]:
-        """Yield the problems of the values; only the first one is reliable, as later checks build on it."""
+        """Yield error messages about settings with invalid values; only the first one is reliable.
+
+        Later checks may assume that the earlier ones have passed.
+        """
         for problem in problems_in(self):  # values outside the limits in the fields' annotations
             value = repr(problem.value) if isinstance(problem.value, str) else f"{problem.value:g}"
             yield f"{problem.field}={value} is not {problem.allowed}"
@@ -106,7 +109,7 @@ class OuterSettings:
             yield f"part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2"
 
     def _problems_of_period(self) -> Iterator[str]:
-        """Yield the problems of `every`, `fragments` and `delay`."""
+        """Yield error messages if `every`, `fragments` and `delay` do not fit each other."""
         # Exactly one of them is given: steps, or seconds.
         if (self.every > 0) == (self.seconds > 0):
             given = f"every={self.every or self.seconds:g}"
@@ -207,10 +210,13 @@ def _refuse_removed(text: str) -> None:
 
 
 def _parsed(name: str, value: str) -> Any:
-    """Return the value of a setting: a number or a text, None for "auto", a float for every=SECONDSs.
+    """Convert the text of one --holmes-outer setting to the type of the setting.
+
+    "auto" gives None, where it is allowed. every=32 (inner steps) gives the integer 32, and
+    every=60s (seconds) the float 60.0.
 
     Raises:
-        HolmesError: The value is not of the setting's type.
+        HolmesError: The text cannot be converted.
     """
     if name in _AUTO and value == "auto":
         return None

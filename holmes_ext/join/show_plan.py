@@ -45,7 +45,10 @@ _LEAST_CLUSTERS = 2
 
 
 class Choice(NamedTuple):
-    """A way to train on the clusters."""
+    """One way to train on several clusters: its tokens/s, its expected loss, and the flags for it.
+
+    One job may span the clusters, or several joined jobs may exchange weights now and then.
+    """
 
     name: str
     tokens_per_second: float
@@ -55,7 +58,10 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class JoinedForecast:
-    """Forecast for joined jobs, to show beside the plan of one job that spans the clusters."""
+    """Predicted throughput of joined jobs, one in each cluster, and of one job that spans them.
+
+    `holmes plan` shows it, as text, JSON or a page.
+    """
 
     rounds: joined.RoundForecasts
     tokens: int  # of a sample
@@ -67,7 +73,13 @@ class JoinedForecast:
         return joined.settings(self.rounds)
 
     def document(self) -> dict[str, Any]:
-        """Return the forecast as a JSON document."""
+        """Return the predicted throughput as a JSON document.
+
+        Returns:
+            "jobs": samples and step time of each joined job. "settings": round time and tokens/s
+            for each combination of --holmes-outer. "crossing": tokens/s of one job that spans the
+            clusters. "choices": these ways to train, compared.
+        """
         settings = []
         for setting in self.settings:
             tokens_per_second = setting.samples_per_s * self.tokens
@@ -80,10 +92,10 @@ class JoinedForecast:
         }
 
     def least_every_sentence(self) -> str:
-        """Return a sentence about the least `every` at which training never waits for a round.
+        """Return a sentence: from which value of `every` on training never waits for a round.
 
-        `every` is the setting of --holmes-outer: inner steps from one exchange of a fragment to its
-        next one.
+        `holmes plan` prints it. `every` is the setting of --holmes-outer: inner steps from one
+        exchange of a fragment to its next one. At least one predicted setting is without waiting.
         """
         without_waiting = [setting for setting in self.settings if not setting.exposed_s]
         least = min(without_waiting, key=lambda setting: setting.every)
@@ -93,10 +105,11 @@ class JoinedForecast:
         return text
 
     def rows(self) -> list[list[str]]:
-        """Return the forecasts as rows of a table, one for each setting of --holmes-outer.
+        """Return a table of predictions, one row for each combination of values of --holmes-outer.
 
-        The cells are those of COLUMNS. The last one is the gain: the speed of the joined jobs divided by that
-        of the best plan of one job that spans the clusters.
+        Columns: the values, seconds of a round, seconds that training waits per step, seconds by
+        which a step is slower, tokens/s, and gain. The gain is the joined jobs' tokens/s divided by
+        that of one job that spans the clusters.
         """
         result = []
         for setting in self.settings:
@@ -172,7 +185,7 @@ class JoinedForecast:
         )
 
     def show(self) -> None:
-        """Print the forecast."""
+        """Print the predicted step times and throughput of joined jobs, and the best choice."""
         screen = Screen()
         screen.line("joined jobs instead (docs/joined.md), one in each cluster:", "bold")
         screen.line(f"  {self.job_step_times()}")

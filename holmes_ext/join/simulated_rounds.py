@@ -36,7 +36,7 @@ _PIECES = 64
 
 @dataclass(frozen=True)
 class JoinedJob:
-    """A job in one cluster."""
+    """One of several simulated jobs that train one model: its cluster, batch and step time."""
 
     cluster: str
     samples: int  # of an inner step
@@ -46,7 +46,7 @@ class JoinedJob:
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """Simulated times of a round, in seconds."""
+    """Simulated duration of a round, and how much it delays training, in seconds."""
 
     round_s: float  # from the last job's pseudo-gradient to the aggregate in all jobs
     waited_s: float  # for which the job that waits least waits
@@ -56,14 +56,18 @@ class RoundSeconds:
 def simulate_round(
     site: Site, joined: Sequence[JoinedJob], bits: float, alone: int, delay: int
 ) -> RoundSeconds:
-    """Simulate a round and return its times.
+    """Simulate jobs that exchange pseudo-gradients in rounds; return the times of a round.
+
+    Between two rounds, a job takes `alone` inner steps at full speed. Then it sends its
+    pseudo-gradient and takes `delay` inner steps that share the network with the round. Then it
+    waits for the aggregate.
 
     Args:
         site: The clusters, and the links between them.
         joined: The jobs.
         bits: Bits that each job sends to each other job in a round.
-        alone: Inner steps before the round.
-        delay: Inner steps during the round.
+        alone: Inner steps between two rounds, without a round in the background.
+        delay: Inner steps during a round.
     """
     jobs = range(len(joined))
     first_round, measured_round = _ROUNDS
@@ -107,15 +111,15 @@ def simulate_round(
 
 @dataclass
 class _Network:
-    """Templates of the simulation's transfers, and the capacities that the transfers share.
+    """Network transfers of joined jobs for a simulation, and the links that they share.
 
-    A transfer is identified by a tag, such as ("sent", job, number of the round). It is a copy of
-    the template whose key is the tag's first item ("sent"); if that item is a tuple, the key is the
-    tuple. It begins when `parties` actors (threads of the jobs) have posted it; here most have one,
+    Each transfer is a copy of a template, and is identified by a tag: template key, then round.
+    Examples: tag ("sent", job, round) copies template "sent"; tag (("steps", job), round, piece)
+    copies ("steps", job). It begins when `parties` threads have posted it; most transfers have one,
     their sender.
 
-    Events of a job are transfers without bits: "sent" (its pseudo-gradient is sent), "needed" (training needs
-    the aggregate) and "arrived" (the aggregate is there).
+    Events of a job are transfers without bits: "sent" (its pseudo-gradient is sent), "needed"
+    (training needs the aggregate) and "arrived" (the aggregate is there).
     """
 
     site: Site
@@ -134,10 +138,10 @@ class _Network:
         self.nodes = Counter(node.cluster for node in self.site.nodes)
 
     def add_steps(self, job: int, delay: int) -> None:
-        """Add the transfers over Ethernet of a job's inner steps during a round, as one template.
+        """Add what a job's inner steps send over Ethernet during a round, in _PIECES transfers.
 
-        They share the NIC of a node with the round. Their bits are sent in _PIECES equal transfers,
-        each a copy of the template ("steps", job).
+        The transfers share a node's NIC with the round's own traffic. They are stored as a
+        template, ("steps", job), which the simulation copies for each transfer.
 
         Args:
             job: Index of the job.
@@ -161,11 +165,11 @@ class _Network:
         )
 
     def add_exchange(self, job: int, other: int, bits: float) -> None:
-        """Add the transfer of a pseudo-gradient from a job to another job, as a template for all rounds.
+        """Add the transfer of a pseudo-gradient from a job to another, for all rounds.
 
-        Each rank sends its part of the pseudo-gradient over a TCP stream of its own. All streams
-        between two jobs are equal and begin together, so one stream is simulated, with the number
-        of those that share its way.
+        Each rank sends its part over a TCP stream of its own. All streams between two jobs are
+        equal and begin together. So only one of them is simulated, with its share of the NICs and
+        WAN links.
 
         Args:
             job: Index of the sending job.
@@ -213,16 +217,15 @@ class _Network:
 
 
 def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op]:
-    """Yield the operations of a job's training thread.
+    """Yield what a job's training thread does, as operations for the event-driven simulation.
 
-    In each round: inner steps; the event "sent" (of the pseudo-gradient); inner steps while the round runs;
-    the event "needed" (the aggregate); and a wait for the event "arrived".
+    In each round: `alone` inner steps; event "sent" (the pseudo-gradient); `delay` inner steps
+    while the round runs; event "needed" (training needs the aggregate); wait for the event
+    "arrived".
 
-    Only the inner steps during the round share Ethernet with it. So only these are divided into pieces that
-    compute and send in turn; the others are one operation of known duration.
-
-    The operations are those of planner/simulate/events.py, which simulates pipelines, too. Their
-    kinds ("forward", "reduce") are recorded for pictures, and have no effect here.
+    Only the inner steps during a round share Ethernet with it. So only they are divided into
+    pieces, which alternate between computing and sending. The others are one operation of known
+    duration.
 
     Args:
         index: Number of the job.
@@ -246,7 +249,7 @@ def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op
 
 
 def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
-    """Yield the operations of a job's rounds thread (rounds/round_runner.py).
+    """Yield what a job's thread for rounds does, as operations for the event-driven simulation.
 
     In each round: wait for the pseudo-gradient (event "sent"); wait until all jobs are ready
     (verdict "go"); exchange it with every other job; wait until all jobs are done (verdict "done");
@@ -269,13 +272,13 @@ def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
 
 
 def _verdict(name: str, number: int) -> tuple[Op, Op]:
-    """Return the operations of a request, to which the coordinator replies when all jobs sent it.
+    """Return the operations of a job that sends a request and waits until all jobs have sent it.
 
-    The tag of the transfer has no job: all jobs post the same one, and it begins with the last of
-    them.
+    Then the coordinator replies. In the simulation, the request is one transfer of all jobs,
+    so its tag does not name a job. It begins when the last job has posted it.
 
     Args:
-        name: "go" or "done", as in _Network.add_verdicts.
+        name: "go" (all are ready) or "done" (all have exchanged).
         number: Number of the round.
     """
     tag = (name, number)

@@ -34,11 +34,14 @@ _MOST_BYTES = 4096
 
 
 def token_from(environ: Mapping[str, str], port: int = 0) -> str:
-    """Return the token of the run.
+    """Return the token (shared secret) of the run, from the environment or from a file.
+
+    HOLMES_JOIN_TOKEN has the token, or HOLMES_JOIN_TOKEN_FILE names a file with it. Without both,
+    it is the token that `holmes join serve` has stored on this host for its port.
 
     Args:
         environ: Environment variables.
-        port: Port of the coordinator, if it may run on this host; 0: it does not.
+        port: Port of the coordinator, if it may run on this host; 0: it runs elsewhere.
 
     Raises:
         HolmesError: There is no token, or it is invalid.
@@ -59,10 +62,17 @@ def token_from(environ: Mapping[str, str], port: int = 0) -> str:
 
 
 def served_token(environ: Mapping[str, str], port: int) -> tuple[str, Path | None]:
-    """Return the token for `holmes join serve`, and its file; a missing file gets a random token.
+    """Return the token (shared secret) with which `holmes join serve` starts; create it if needed.
+
+    The token is HOLMES_JOIN_TOKEN, or the content of the file HOLMES_JOIN_TOKEN_FILE, or of a
+    default file for this port. A file that does not exist is created with a random token.
+
+    Args:
+        environ: Environment variables.
+        port: Port of the coordinator.
 
     Returns:
-        The token, and the path of its file; None instead of the path if the environment has the token.
+        The token, and the path of its file; None instead of the path if HOLMES_JOIN_TOKEN is set.
 
     Raises:
         HolmesError: The token is invalid, or the file cannot be written.

@@ -44,7 +44,10 @@ _SHORTEST_S = 1e-9
 
 @dataclass(frozen=True)
 class WeightShards:
-    """Weights of one rank, as a framework's patch describes them."""
+    """Weights of one rank, as the integration of a framework (torch, DeepSpeed) describes them.
+
+    The fields are names and shapes of whole tensors, and views of the elements this rank updates.
+    """
 
     #: Position in the model-parallel grid, such as "pipeline 0, tensor 1".
     position: str
@@ -77,12 +80,18 @@ class FrameworkAdapter:
 
 
 def refusal_of_copies(settings: OuterSettings, sizes: Mapping[str, int], tied: bool) -> str | None:
-    """Return why copies of a weight on several ranks would become different, or None if they stay equal.
+    """Return why copies of a weight on several ranks would become different; None: they stay equal.
+
+    Several pipeline stages or tensor-parallel ranks may hold copies of a weight (tied embeddings,
+    layer norms). Outer steps must change all copies equally; some settings do not.
 
     Args:
         settings: The --holmes-outer settings.
         sizes: Number of pipeline stages ("pipeline") and tensor-parallel ranks ("tensor").
         tied: Whether a weight is shared by several layers.
+
+    Returns:
+        The reason; None if all copies stay equal.
     """
     if tied and sizes["pipeline"] > 1 and settings.fragments > 1:
         return (
@@ -101,7 +110,10 @@ def refusal_of_copies(settings: OuterSettings, sizes: Mapping[str, int], tied: b
 
 @dataclass
 class _Job:
-    """The joined job of this process."""
+    """Settings and state of this process as part of a job that exchanges weights with other jobs.
+
+    There is at most one, the global `_job`, made by request() if --holmes-join is given.
+    """
 
     address: JoinAddress
     settings: OuterSettings
@@ -119,14 +131,15 @@ _job: _Job | None = None
 
 
 def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Check the flags, and remember that this job joins others at its first step.
+    """Check the --holmes-join flags, and let this job join other jobs at its first step.
 
     Args:
         options: Options of the job.
         environ: Environment variables, one of which may have the token.
 
     Returns:
-        Lines for the user; none without --holmes-join.
+        Lines to print at start: the settings, and a warning if the token is weak. Empty without
+        --holmes-join.
 
     Raises:
         HolmesError: The flags are invalid, or there is no token.
@@ -159,10 +172,14 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
 
 
 def _privacy(options: Options, address: JoinAddress) -> str:
-    """Return a phrase that says who can read the traffic between jobs.
+    """Return who can read the traffic between jobs, as a phrase for the line printed at start.
+
+    Args:
+        options: Options of the job: whether to encrypt, and certificates.
+        address: Address of the coordinator. If it is on this host, no certificate is needed.
 
     Raises:
-        HolmesError: The options ask for encryption that is impossible.
+        HolmesError: Encryption needs a package or an option that is missing.
     """
     if options.value("join_plain") == "on":
         return (
@@ -217,13 +234,18 @@ def reserve(owner: object) -> None:
 
 
 def claim(owner: object, adapter: Callable[[], FrameworkAdapter]) -> bool:
-    """Return whether the steps of `owner` are the job's inner steps; call this before each step.
+    """Return whether the steps of `owner` are counted; call this before each step.
 
-    The first call for the job's owner joins the other jobs, and is collective.
+    A job exchanges weights with other jobs after a number of its steps. Only the steps of one
+    optimizer or engine are counted: the first one of the process. Before its first step, this call
+    joins the other jobs, which is collective.
 
     Args:
         owner: Optimizer or engine.
         adapter: Returns the access to its weights; called once, to join.
+
+    Returns:
+        False for any other optimizer, and if this job trains alone.
     """
     reserve(owner)
     if _job is None or _job.owner is not owner:
@@ -287,10 +309,12 @@ def end(why: str = "training is over") -> None:
 
 
 def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
-    """Join the other jobs, with the outer state of a checkpoint if there is one; collective.
+    """Connect to the other jobs before the first step, and take the current weights; collective.
+
+    If a checkpoint with outer state was loaded, the job continues from that.
 
     Args:
-        job: The job of this process, which gets the outer loop.
+        job: The job of this process; its `loop`, which takes the outer steps, is set.
         adapter: Access to the weights of the training framework.
 
     Raises:
@@ -339,7 +363,11 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
 
 
 def _telemetry_of(job: _Job) -> dict[str, Any]:
-    """Return the telemetry for a heartbeat, without values that are unknown or not finite."""
+    """Return what each heartbeat tells the coordinator: steps/s, bits/s sent, and drift.
+
+    The drift is the relative distance of the last pseudo-gradient from the aggregate. A value that
+    is unknown or not finite is left out.
+    """
     seconds = max(time.monotonic() - job.began, _SHORTEST_S)  # since the first step
     steps = 0
     sent_bytes = 0
@@ -363,7 +391,11 @@ _last: dict[str, Any] = {}
 
 
 def _report(record: Record) -> None:
-    """Write the telemetry of a round, and tell the user if the round was unusual."""
+    """Record a finished round in the job's telemetry, and print a line if it did not go as usual.
+
+    Unusual: a job's pseudo-gradient did not count, weights were taken from another job, or nothing
+    changed.
+    """
     outcome = record.outcome
     if outcome.drift is not None:
         _last["drift"] = outcome.drift

@@ -14,17 +14,23 @@ from holmes_ext.join.coordinator.state import MOST_JOBS, RunState
 
 
 class AwaitedPeers:
-    """Jobs that other jobs report as peers, and that have not reconnected to this coordinator."""
+    """Jobs that a restarted coordinator still expects to reconnect.
+
+    A restart loses the list of jobs. Each job that reconnects names the jobs with which it has
+    trained (peers). Peers that have not connected since the restart are expected here, for a
+    limited time.
+    """
 
     def __init__(self, state: RunState):
         self._state = state
         self._since: dict[str, float] = {}  # expected job -> time when another job first named it
 
     def expect(self, names: Iterable[str], now: float) -> None:
-        """Add the peers that a job names to the expected jobs; return at once.
+        """Expect the peers that a reconnecting job names to reconnect, too.
 
-        Only a recently started coordinator expects jobs: it does not know the run that was under
-        way. Until the expected jobs connect, or their time is over, may_arrive() is true.
+        A coordinator that was just restarted does not know which jobs the interrupted run had. So
+        it waits for the expected ones, up to a timeout. After that timeout this call does nothing.
+        It never blocks.
 
         Args:
             names: The job's peers: other jobs with which it has trained.

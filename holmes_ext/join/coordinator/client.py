@@ -44,7 +44,11 @@ _LAST_S = 2.0
 
 
 class RoundSalt(NamedTuple):
-    """Salt for the checksums of a round, which no job can know before the coordinator sends it."""
+    """Round number, and random text that jobs must hash into the checksums of their weights.
+
+    The coordinator sends the text shortly before the round. So a job cannot report a checksum that
+    it copied earlier: it must have the weights.
+    """
 
     round: int
     salt: str

@@ -19,23 +19,25 @@ _TOO_FEW_ACCUSERS = 1
 def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> Claim | None:
     """Return the version and checksum of a fragment on which the jobs' claims agree best.
 
-    A claim is the version (round of the last outer optimizer step) and the checksum that a job
-    reports for its copy of the fragment.
+    A claim is the version (round of the last outer step) and checksum that a job reports for its
+    copy. Claims of versions later than `committed`, or later than `last` if that is None, are
+    ignored.
 
-    1. If this coordinator saw the last step, the highest claimed version that can exist is chosen.
-    2. If it did not (it was restarted), the version that most jobs claim is chosen. On a tie it is
-       the median of the tied versions (the higher one of two). So if three jobs claim three
-       versions, a liar cannot win with an extreme one.
+    1. If this coordinator saw the last step, the highest version among the remaining claims wins.
+    2. If it did not (it was restarted), the most frequent version is chosen. On a tie it is the
+       median of the tied versions (the higher one of two). So if three jobs claim three versions, a
+       liar cannot win with an extreme one.
     3. The checksum is the most frequent one among the claims of that version, the earliest on a
        tie.
 
     Args:
         claims: One claim of each job, in the order in which the jobs joined.
-        committed: Round of the fragment's last outer step that this coordinator saw; None: it saw none.
+        committed: Round of the fragment's last outer step that this coordinator saw; None: it saw
+            none.
         last: Last round of the run, which the jobs report to a restarted coordinator.
 
     Returns:
-        The agreed claim; None if no job claims a version that can exist.
+        The agreed claim; None if no claim is left.
     """
     highest = last if committed is None else committed
     possible = [claim for claim in claims if claim.version <= highest]

@@ -81,12 +81,15 @@ class Coordinator:
         return self._membership.enter(name, now)
 
     def next_round(self, question: str, name: str, report: Any, now: float) -> Reply | None:
-        """Return the verdict for a job that asks for its next round; None while nothing is decided.
+        """Return the reply to a job that asks for its next round; None: undecided, ask again.
+
+        The reply's "verdict" says, for example, that the exchange begins ("go"), or that the job
+        must first take newer weights ("behind").
 
         Args:
-            question: The `op` of the request, which selects the round policy.
+            question: Request type: "ready" (synchronous rounds) or "next" (asynchronous rounds).
             name: The job.
-            report: As the policy's read() returns it.
+            report: The parsed request: ReadyReport for "ready", NextReport for "next".
             now: Current time, in seconds.
 
         Raises:

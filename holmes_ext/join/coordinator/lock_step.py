@@ -36,7 +36,11 @@ from holmes_ext.join.coordinator.versions import Versions
 
 
 class LockStepRounds:
-    """Round policy for jobs that exchange the same fragment after the same number of inner steps."""
+    """Synchronous rounds (rounds=sync) on the coordinator: decides when the next round begins.
+
+    All jobs exchange the same fragment after the same number of inner steps. A job reports `ready`
+    and waits until the other jobs are ready, too, or a deadline has passed; then the round begins.
+    """
 
     question: ClassVar[str] = "ready"
 
@@ -53,10 +57,10 @@ class LockStepRounds:
         return ready_from(document, fragments)
 
     def answer(self, name: str, report: ReadyReport, now: float) -> Reply | None:
-        """Return the verdict for a job that is ready for a round; None while it must wait for others.
+        """Return the reply to a job that is ready for a round; None: wait and ask again.
 
-        The job repeats its request while it waits. The round begins in the request that completes it: that of
-        the last expected job, or the first request after the round's deadline.
+        The round begins in this call if this job was the last one that it waits for, or if the
+        round's deadline has passed. Until then, the job repeats its request.
 
         Args:
             name: Name of the job.
@@ -119,11 +123,11 @@ class LockStepRounds:
         return round_state
 
     def _catch_up(self, member: Member, ready_for: int, now: float) -> Reply | None:
-        """Return which fragments a job must take from another job to catch up with the run.
+        """Return which fragments a job must take from another job, because it has outdated weights.
 
         The job first waits for the end of the round that takes place without it: the current round,
-        or the next one if the job is ready for that. If the job took weights earlier, that round
-        would make them outdated again, and the job would never catch up.
+        or the next one if the job is ready for that. Weights taken before that round's outer step
+        would be outdated at once, and the job would never catch up.
 
         Args:
             member: The job.
@@ -131,8 +135,8 @@ class LockStepRounds:
             now: Current time, in seconds.
 
         Returns:
-            The verdict "behind" with the fragments and the donor, or "skip" if there are none to take. None
-            until the awaited round has ended.
+            The reply "behind" with the fragments and the job to take them from, or "skip" if there
+            are none to take. None until the awaited round has ended.
         """
         if member.catches_up_after is None:  # the first request: choose the round to wait for
             member.catches_up_after = self._state.number
@@ -156,10 +160,10 @@ class LockStepRounds:
         return {**behind_reply, "round": ended_round}
 
     def _is_over_or_hopeless(self, member: Member, round_number: int, now: float) -> bool:
-        """Return whether the round for which a job waits is over, or will not end in reasonable time.
+        """Return whether a job should stop waiting for a round, because it is over or hopeless.
 
-        Reasonable are two timeouts: so long after its opening, a round begins even if fewer than
-        half of its jobs are ready (_deadline).
+        A round is hopeless if all its jobs are gone, if no job can open it, or if it has not ended
+        within twice the median timeout of its jobs.
 
         Args:
             member: The job that waits.
@@ -252,14 +256,14 @@ class LockStepRounds:
                 state.events.append(f"round {round_state.number}: job {name} is left out: {why}")
 
     def _with_valid_weights(self, round_state: RoundState, ready: list[Member]) -> list[Member]:
-        """Return the ready jobs whose weights are the majority's; add the others to `behind`.
+        """Return the ready jobs with the majority's weights; mark the others as `behind`.
 
-        Compared are the version of the round's fragment (round of its last outer step) and its
-        checksum. The coordinator published a salt for this round that goes into the checksum, so a
-        job without the weights cannot report the checksum of a job that has them.
+        Two values that each job reports for the round's fragment are compared: its version (round
+        of its last outer step), and a checksum of its weights and a random text (salt) that is new
+        in each round. So a job cannot copy an earlier checksum; it must have the weights.
 
         Args:
-            round_state: The round; its set `behind` gets the names of the jobs with other weights.
+            round_state: The round.
             ready: Jobs that are ready for it.
         """
         claims = {member.name: self._salted_claim(round_state, member) for member in ready}
@@ -296,21 +300,21 @@ class LockStepRounds:
     def _valid_salted_claim(
         self, round_state: RoundState, ready: list[Member], salted_claims: dict[str, Claim]
     ) -> Claim | None:
-        """Return the majority's version of the round's fragment, with its salted checksum if known.
+        """Return the fragment version that most jobs report, with its salted checksum.
 
-        A claim is the version (round of the last outer step) and the checksum of the fragment that
-        a job reports. Each job reports two checksums. The plain one is equal in every round, so a
-        job may have copied it. The salted one contains a random text for this round, so it proves
-        that the job has the weights. Only jobs that are up to date vote, or all jobs if none is.
+        The version is the round of the last outer step. Each job reports two checksums of its
+        weights. The plain one is equal in every round, so a job may have copied it. The salted one
+        contains a random text for this round, so it proves that the job has the weights. Only
+        up-to-date jobs vote, or all jobs if none is.
 
         Args:
             round_state: The round.
             ready: Jobs that are ready for it.
-            salted_claims: Job -> its claim with the salted checksum.
+            salted_claims: Job -> version and salted checksum that it reports.
 
         Returns:
-            The majority's version, with the salted checksum that most jobs with this version report
-            ("": none of them does). None if no job claims a version that can exist.
+            The majority's version, with the most frequent salted checksum among the jobs that have
+            this version ("" if none of them reports one). None if no reported version is possible.
         """
         trusted = [member for member in ready if member.is_up_to_date] or ready
         valid = self._versions.valid_claim(round_state.fragment, trusted)

@@ -33,7 +33,10 @@ _FREE_HEARTBEATS = 3
 
 
 class Membership:
-    """Rules for jobs that join or leave a run."""
+    """The coordinator's replies to jobs that join, reconnect or leave, and its list of jobs.
+
+    A job first describes itself (hello), then asks to begin training (enter), and sends heartbeats.
+    """
 
     def __init__(self, state: RunState, rounds: Rounds, versions: Versions, awaited: AwaitedPeers):
         self._state = state
@@ -148,7 +151,11 @@ class Membership:
                 self.gone(member.name, member.incarnation, f"nothing heard for {silent_s:.0f} s")
 
     def maps_of(self, asking: str, name: str) -> Reply:
-        """Return the shards and addresses of job `name`, which job `asking` needs for exchanges.
+        """Return shards and addresses of job `name`, for connections from job `asking`.
+
+        Returns:
+            {"verdict": "maps", "incarnation": ..., "maps": ..., "addresses": ...}; or
+            {"verdict": "void", "why": ...} if there is no job `name`.
 
         Raises:
             NotInRun: Job `asking` is not in the run.
@@ -209,12 +216,16 @@ class Membership:
         return member
 
     def _replaces_current_run(self, name: str, now: float) -> bool:
-        """Return whether the run from which job `name` reconnects replaces the current run.
+        """Return whether a reconnecting job's older run replaces the run that began since.
 
-        After a restart of the coordinator, new jobs may join before the jobs of the interrupted run have
-        reconnected; they then train from their initial weights, as a run of their own. The interrupted run
-        replaces it, if the coordinator was started recently and the new jobs have not taken an outer step
-        together yet.
+        After a restart of the coordinator, new jobs may join before the jobs of the interrupted run
+        reconnect. The new jobs then start a run of their own, from their initial weights. The
+        interrupted run replaces that one, unless the new jobs have already taken an outer step
+        together or the coordinator has been up for longer than their timeout.
+
+        Args:
+            name: The job that reconnects.
+            now: Current time, in seconds.
         """
         state = self._state
         others = [other for other in state.present() if other.name != name]
@@ -223,10 +234,19 @@ class Membership:
         return now - state.started < patience_s(others)
 
     def _wait_for_rival(self, member: Member, incarnation: str, now: float) -> None:
-        """Record that another incarnation asks for the name of a job that may no longer live.
+        """Let a second process that joins by a job's name wait, or refuse it.
+
+        The first request of the second process (rival) is recorded with its time. The rival repeats
+        the request. The rival is refused as soon as the job sends a heartbeat after that time.
+        Without a heartbeat, the job may be dead, and the rival may get its name later.
+
+        Args:
+            member: The job that has the name.
+            incarnation: Identifies the rival; each start of a job has another one.
+            now: Current time, in seconds.
 
         Raises:
-            HolmesError: The job has sent a heartbeat since that request, so the name is taken.
+            HolmesError: The job is alive, so the name is taken.
         """
         if incarnation not in member.rivals:
             # Keep the latest of them, so that with the new one there are at most _MOST_RIVALS.
@@ -269,7 +289,10 @@ class Membership:
                 )
 
     def _forget_gone(self) -> None:
-        """Forget all but the latest MOST_JOBS jobs that are gone, except jobs in an open round."""
+        """Delete disconnected ("gone") jobs from the list, except for the latest MOST_JOBS.
+
+        Jobs in a round that has not ended are kept, because the round still needs their reports.
+        """
         members = self._state.members
         in_open_round: set[str] = set()
         for round_state in self._state.rounds.values():

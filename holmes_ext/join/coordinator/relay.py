@@ -53,7 +53,11 @@ _LONGEST_VALUE = 300
 
 @dataclass(eq=False)
 class _Line:
-    """Standby line: an idle connection of a rank that cannot be called."""
+    """Idle connection that a rank behind NAT keeps open to the coordinator (standby line).
+
+    Other jobs cannot connect to this rank. When one wants to, the coordinator says so on this
+    connection.
+    """
 
     channel: Channel
     job: str  # of the rank
@@ -62,10 +66,15 @@ class _Line:
 
 
 class PeerRelay:
-    """Table of standby lines, and forwarding of bytes between pairs of ranks.
+    """Coordinator's part in connections to ranks that accept none from outside (NAT).
+
+    Such a rank keeps an idle connection to the coordinator (standby line). When another rank wants
+    to connect, the coordinator says so on that line. Then the rank connects to the caller instead
+    (a reversed call), or the coordinator forwards bytes between the two.
 
     Args:
-        limit_bytes: Total bytes to forward; None: no limit; 0: forward none (reversed calls still work).
+        limit_bytes: Total bytes to forward; None: no limit; 0: forward none (reversed calls still
+            work).
         tell: Called with each line for the log.
     """
 
@@ -128,12 +137,13 @@ class PeerRelay:
                     return
 
     def call(self, channel: Channel, job: str, purpose: Mapping[str, Any]) -> None:
-        """Connect a caller with a rank that cannot be called; return when no more bytes are forwarded.
+        """Connect a caller with a rank that accepts no connections; return when it has hung up.
 
-        The call is announced on the rank's standby line. The caller gets one of the replies
+        The rank has an idle connection to the coordinator (standby line), on which this call is
+        announced. The caller gets one of the replies
 
-            alone      the rank has no standby line
-            reversed   the rank has called the caller instead, so nothing is forwarded
+            alone      the caller stays alone: the rank has no standby line
+            reversed   the rank itself has connected to the caller, so nothing is forwarded
             go         the coordinator forwards bytes between the two (sent by `_forward`)
 
         Runs in the thread of the caller's connection.
@@ -141,7 +151,8 @@ class PeerRelay:
         Args:
             channel: The caller's connection.
             job: The caller's job.
-            purpose: What the caller sent: the called rank (to_job, to, to_rank), and its own address.
+            purpose: What the caller sent: the called rank (to_job, to, to_rank), and its own
+                address.
         """
         key = _key(purpose.get("to_job"), purpose.get("to"), purpose.get("to_rank"))
         question = {  # what the rank learns about the caller
@@ -169,12 +180,16 @@ class PeerRelay:
                 line.over.set()
 
     def _take_line(self, key: str, deadline: Deadline) -> _Line | None:
-        """Remove the standby line of a rank from the table, so that no other caller uses it.
+        """Wait for a rank's standby line, and take it, so that no other caller uses it.
 
-        A standby line is an idle connection of a rank that cannot be called from outside.
+        A standby line is an idle connection of a rank that accepts no connections from outside.
+
+        Args:
+            key: Identifies the rank, as _key() builds it from job, incarnation and rank.
+            deadline: End of the wait.
 
         Returns:
-            The line; None if the rank has none before the deadline.
+            The line; None if the rank has opened none before the deadline.
         """
         with self._changed:
             while key not in self._lines:
@@ -227,7 +242,14 @@ class PeerRelay:
             called_end.close()
 
     def _pump(self, directions: list[_Direction]) -> None:
-        """Move bytes in both directions until both have ended, or the limit or the timeout is reached."""
+        """Forward bytes between two connections until both directions have ended.
+
+        The call also returns when the relay's limit on forwarded bytes is reached, or no byte has
+        moved for an hour.
+
+        Args:
+            directions: The two directions of the pair of connections.
+        """
         for direction in directions:
             direction.source.setblocking(False)
         while not all(direction.ended for direction in directions):
@@ -255,7 +277,7 @@ class PeerRelay:
 
 
 class _Direction:
-    """Buffered flow of bytes from one end of a pair to the other."""
+    """One direction of a relayed connection: a buffer between a source and a target socket."""
 
     def __init__(self, source: socket.socket, target: socket.socket, job: str):
         self.source = source
@@ -296,7 +318,16 @@ class _Direction:
 
 
 def _wait_until_ready(directions: list[_Direction]) -> dict[Any, int]:
-    """Wait until bytes can be moved; return socket -> selector events, empty after the timeout."""
+    """Wait until a socket can be read or written, for an hour at most.
+
+    Args:
+        directions: Directions of relayed connections. A direction reads from its source while its
+            buffer has room, and writes to its target while the buffer has bytes.
+
+    Returns:
+        Socket -> selector events (EVENT_READ, EVENT_WRITE); empty if nothing was ready within the
+        hour.
+    """
     wanted: Counter[socket.socket] = Counter()  # socket -> bit mask of events
     for direction in directions:
         if direction.can_read:

@@ -18,7 +18,12 @@ def skip_reply(number: int) -> Reply:
 
 
 def go_reply(state: RunState, round_state: RoundState) -> Reply:
-    """Return the reply that begins the current attempt of the round's exchange."""
+    """Return the reply "go", on which a job begins the exchange of pseudo-gradients.
+
+    It names round, attempt (the exchange is repeated without lost jobs), fragment, and the jobs
+    with their shares in the sum. It also has the norms that the jobs report for their
+    pseudo-gradients.
+    """
     members = round_state.members  # job -> share of its pseudo-gradient in the sum
     # Lengths that the jobs claim for their pseudo-gradients, which the receivers check.
     norms = {

@@ -130,7 +130,11 @@ def _by_job(table: Table, key: str, read: Callable[[Table, str], Any]) -> dict[s
 
 @dataclass(frozen=True)
 class Claim:
-    """Version of a fragment that a job claims to have."""
+    """Version and checksum that a job reports for its copy of a fragment.
+
+    A version is the round of the fragment's last outer step. The coordinator compares the claims of
+    all jobs to find out whose weights are outdated or wrong.
+    """
 
     version: int  # round of the fragment's last outer step
     checksum: str = ""  # of the fragment's weights, 16 hexadecimal digits; "": not computed
@@ -138,7 +142,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class Hello:
-    """Description of a job that joins or reconnects."""
+    """A job's description of itself, which it sends to the coordinator when it joins or reconnects.
+
+    It has the facts and settings that must be equal in all jobs, the elements and addresses of each
+    rank, and the version of each fragment.
+    """
 
     #: Settings and facts about the model that must be equal in all jobs.
     agreed: Mapping[str, Any]
@@ -169,7 +177,11 @@ class Hello:
 
 @dataclass(frozen=True)
 class ReadyReport:
-    """Report of a job that has a pseudo-gradient for a round (rounds=sync)."""
+    """Report to the coordinator that a pseudo-gradient is ready to be sent (rounds=sync).
+
+    It has round, fragment, norm and number of tokens, and the versions of all fragments. The tensor
+    itself is not part of it; it goes directly from job to job.
+    """
 
     fragment: int
     #: Versions of all the job's fragments.
@@ -188,7 +200,11 @@ class ReadyReport:
 
 @dataclass(frozen=True)
 class Offer:
-    """Pseudo-gradient of a fragment that waits for a round (rounds=async)."""
+    """Pseudo-gradient of one fragment that a job offers for a later round (rounds=async).
+
+    The tensor itself is not part of it, only its norm, its tokens and the time left to apply the
+    aggregate.
+    """
 
     fragment: int
     #: Tokens that the job has processed for this pseudo-gradient.
@@ -203,7 +219,10 @@ class Offer:
 
 @dataclass(frozen=True)
 class NextReport:
-    """Report of a job that asks for its next round (rounds=async)."""
+    """Report of a job that asks the coordinator for its next round (rounds=async).
+
+    It has the versions of all fragments, and the pseudo-gradients that the job offers.
+    """
 
     #: Versions of all the job's fragments.
     claims: tuple[Claim, ...]
@@ -213,7 +232,10 @@ class NextReport:
 
 @dataclass(frozen=True)
 class DoneReport:
-    """Report of a job that its exchange of pseudo-gradients has ended."""
+    """Report that a job has finished an exchange of pseudo-gradients with the other jobs.
+
+    It names the jobs that could not be reached, and those that sent unusable data.
+    """
 
     round: int = _report_field(_number, 1, MOST)
     #: Number of the exchange within the round.
@@ -226,7 +248,11 @@ class DoneReport:
 
 @dataclass(frozen=True)
 class CheckedReport:
-    """Report of a job about the data that it received in an exchange."""
+    """Digests of the data that a job received from each other job in an exchange.
+
+    The coordinator compares these reports: all jobs must have received the same data. A report also
+    has the factors with which the job would add up the pseudo-gradients.
+    """
 
     round: int = _report_field(_number, 1, MOST)
     #: Number of the exchange within the round.
@@ -414,12 +440,15 @@ def _require_printable(position: str, table: Table) -> None:
 
 
 def _printable_json(value: Any, location: str, depth: int = 0) -> Any:
-    """Return a JSON value with printable texts; raise HolmesError if it is nested too deeply.
+    """Return a JSON value with unprintable characters replaced by "?", and long texts cut.
 
     Args:
         value: The value, as the JSON parser returns it.
         location: Where the value stands in the document, for the error message.
         depth: Number of tables and lists around the value.
+
+    Raises:
+        HolmesError: Tables and lists are nested too deeply.
     """
     if isinstance(value, dict) and depth < _DEEPEST:
         return {

@@ -40,7 +40,11 @@ _GRACE = 0.5
 
 
 class RollingRounds:
-    """Round policy for jobs that never wait for each other."""
+    """Asynchronous rounds (rounds=async) on the coordinator: decides when the next one begins.
+
+    A job offers pseudo-gradients and trains on without waiting. When enough jobs offer the same
+    fragment, a round begins: these jobs exchange it, and all active jobs receive the aggregate.
+    """
 
     question: ClassVar[str] = "next"
 
@@ -62,14 +66,17 @@ class RollingRounds:
         return next_from(document, fragments)
 
     def answer(self, name: str, report: NextReport, now: float) -> Reply | None:
-        """Return the verdict for a job that asks for its next round; None if there is no round for it.
+        """Return the reply to a job that asks for its next round; None: nothing for it to do yet.
 
-        A job repeats this request all the time. It gets the reply of the round under way, else an order to
-        take newer weights, else the reply of a round that its offers have made possible.
+        Each job polls with this request. The replies, in order of precedence: "go" or "void" of the
+        last round; "behind" if the job must first take newer weights from another job; "void" if
+        its offer is unusable; "go" if this request makes enough offers of a fragment for a new
+        round.
 
         Args:
             name: Name of the job.
-            report: Its request: the versions of its fragments, and the pseudo-gradients that it offers.
+            report: Its request: the versions of its fragments, and the pseudo-gradients that it
+                offers.
             now: Current time, in seconds.
 
         Raises:
@@ -96,11 +103,11 @@ class RollingRounds:
         return self._reply_of_last_round(name)
 
     def _reply_of_last_round(self, name: str) -> Reply | None:
-        """Return the reply about the last opened round that a job has not received yet.
+        """Return what a job must be told about the last opened round; None: nothing.
 
         Returns:
-            "go" if the job is a member of the round and the round is not over; "void", once, if the round
-            ended without an outer step; None in all other cases.
+            "go" if the job is a member of the round and the round is not over. "void", only once,
+            if the round ended without an outer step. None in all other cases.
         """
         round_state = self._state.rounds.get(self._state.number)
         if round_state is None or name not in round_state.members:
@@ -161,10 +168,14 @@ class RollingRounds:
         return now - request_time < _ACTIVE_S
 
     def _grace_s(self, fragment: int, contributors: Sequence[Member]) -> float:
-        """Return the grace period of a round, in seconds after its quorum.
+        """Return how long a round waits for further jobs once enough jobs are there, in seconds.
 
-        It is the setting `grace`; with grace=auto, half of the time until the first contributor would
-        apply the sum.
+        It is the setting `grace`. With grace=auto, it is half of the time that is left until the
+        first of these jobs needs the aggregate.
+
+        Args:
+            fragment: Fragment of the round.
+            contributors: Jobs that offer a pseudo-gradient of the fragment.
         """
         setting = outer_settings(contributors).get("grace", "auto")
         if isinstance(setting, (int, float)):
@@ -176,15 +187,16 @@ class RollingRounds:
     def _begin(
         self, fragment: int, contributors: Sequence[Member], members: Sequence[Member], now: float
     ) -> None:
-        """Begin a round of a fragment, or void it at once if too few pseudo-gradients count.
+        """Begin a round of a fragment, or void it at once if too few pseudo-gradients are usable.
 
-        Each contributor has offered a pseudo-gradient with its norm and its tokens. The offers become the
-        jobs' `ready` reports of the round, which the rules of both kinds of rounds use.
+        Each contributor's offer (norm and tokens of its pseudo-gradient) is recorded as a `ready`
+        report. So the later phases are the same code as for synchronous rounds.
 
         Args:
             fragment: Fragment that the round exchanges.
             contributors: Jobs that send their pseudo-gradients.
-            members: All active jobs with up-to-date weights, contributors or not; they receive the sum.
+            members: All active jobs with up-to-date weights, contributors or not; they receive the
+                sum.
             now: Current time, in seconds.
         """
         round_state = self._rounds.open(self._state.number + 1, fragment, now)

@@ -79,9 +79,14 @@ class Rounds:
         return False
 
     def commit(self, round_state: RoundState) -> None:
-        """Commit the round: its members take the outer step and have a new version of the fragment.
+        """Record that a round has succeeded, so that its jobs take the outer step.
 
-        The version of a fragment is the number of the round of its last outer step.
+        Called on the coordinator, which holds no weights: the jobs apply the aggregate when they
+        get its reply. The version of a fragment is the number of the round of its last outer step.
+        Jobs that did not take part are marked as outdated.
+
+        Args:
+            round_state: The round, whose `outcome` becomes "commit".
         """
         state = self._state
         round_state.outcome = "commit"

@@ -101,14 +101,14 @@ _LONGEST_NAME = 100
 
 
 class JobIdentity(NamedTuple):
-    """Job for which a connection speaks."""
+    """Name and incarnation (start) of the job at the other end of a connection."""
 
     job: str
     incarnation: str
 
 
 class Complaint(NamedTuple):
-    """Log line about a rejected caller."""
+    """Time and network of a rejected connection; used to limit such lines in the log."""
 
     time: float
     network: str
@@ -323,7 +323,7 @@ class CoordinatorServer:
             self._log_events(wake=True)
 
     def _reply_to(self, identity: JobIdentity, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request; a job whose request is impossible is dropped from the run.
+        """Return the reply to a request; drop the job if the request is malformed or false.
 
         Each reply also contains a salt: a random text for the checksum of the job's weights in the
         next round. Only a job that has the weights can compute that checksum, so none can copy it.
@@ -344,13 +344,14 @@ class CoordinatorServer:
         return {**reply, "salt_of_next": [next_round, state.salt("round", next_round)]}
 
     def _decide(self, identity: JobIdentity, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the coordinator's decision; "wait" if there is none in time ("idle" with rounds=async).
+        """Return the reply to a request, after waiting up to POLL_S seconds for a decision.
 
-        Another request, a heartbeat or the clock may change the decision, so it is tried again for POLL_S
-        seconds, or IDLE_S (shorter) for the request "next" of rounds=async.
+        Reports of other jobs may allow a decision meanwhile. Without one, the reply is "wait", and
+        the job repeats its request. Jobs that train meanwhile (rounds=async) get "idle" after
+        IDLE_S, which is shorter.
 
         Raises:
-            HolmesError: The request is malformed or cannot be true.
+            HolmesError: The request is malformed, or contradicts the state of the run.
             NotInRun: The job has to say hello first.
         """
         decide = self._decision(identity, request)
@@ -415,10 +416,10 @@ class CoordinatorServer:
         )
 
     def _maps_of(self, other_job: str, caller: JobIdentity) -> dict[str, Any]:
-        """Return the shards and addresses of another job, and a ticket to call its ranks.
+        """Return shards and addresses of another job, and a ticket to connect to its ranks.
 
-        The ticket proves the caller's identity to the ranks of the other job. It is made of the
-        other job's secret. Without the secret there is no ticket, and the ranks reject the caller.
+        The ticket proves the caller's identity to those ranks. It is derived from a secret that the
+        other job shares with the coordinator only. There is no ticket if the other job is gone.
 
         Args:
             other_job: Name of the job whose ranks the caller wants to call.

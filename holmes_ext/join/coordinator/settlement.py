@@ -42,7 +42,12 @@ _LEAST_OTHERS = 2
 
 
 class Settlement:
-    """Rules that lead a round from the exchange of pseudo-gradients to commit or void."""
+    """Coordinator's decisions after a round has begun, until its outer step is committed or void.
+
+    The jobs exchange pseudo-gradients and report `done`; then they compare digests of the received
+    data and report `checked`. A failed exchange is repeated without the lost jobs. done() and
+    checked() return the replies.
+    """
 
     def __init__(self, state: RunState, rounds: Rounds):
         self._state = state
@@ -113,8 +118,14 @@ class Settlement:
     def _reply_if_outdated(self, round_state: RoundState, name: str, attempt: int) -> Reply | None:
         """Return the reply to a report that came too late; None if the report is still current.
 
-        It is "commit" or "void" if the round has ended (also "void" if it goes on without the job),
-        and "go" if the members have begun another attempt of the exchange.
+        Args:
+            round_state: The round.
+            name: The job that reports.
+            attempt: Number of the exchange within the round to which the report belongs.
+
+        Returns:
+            "commit" if the round has succeeded. "void" if it has failed, or no longer includes the
+            job. "go" if the jobs have begun another attempt of the exchange.
         """
         if round_state.outcome == "commit" and name in round_state.members:
             return commit_reply(round_state)
@@ -145,9 +156,11 @@ class Settlement:
         return None
 
     def _conclude_exchange(self, round_state: RoundState, now: float) -> None:
-        """Begin the check of the received data, or the next attempt of the exchange.
+        """Check or repeat the exchange, once all jobs of the round have reported that it has ended.
 
-        Nothing happens until each member has reported `done` or is given up as lost.
+        The exchange is repeated without jobs that were lost, or that others could not reach. If
+        there are no such jobs, the comparison of the received data begins. Nothing happens while a
+        missing report may still arrive.
         """
         lost = self._lost_members(round_state, set(round_state.done_reports), now)
         if lost is None:
@@ -221,13 +234,14 @@ class Settlement:
         self._commit(round_state, counting)
 
     def _commit(self, round_state: RoundState, counting: list[str]) -> None:
-        """Commit the round with one set of numbers for all members, which they then apply.
+        """Commit the round, with the same factors and gap for the outer step of all members.
 
-        Each member has computed the factors of the pseudo-gradients in the aggregate, and the gap: the
-        divisor of an aggregate that is stale (CO2). Honest members compute nearly the same numbers, but may
-        round them differently, and a single member may lie. So the medians of all reports count.
+        A factor is the weight of a job's pseudo-gradient in the aggregate. The gap is the divisor
+        of a stale aggregate (CO2). Each member has computed and reported both. Rounding may differ,
+        and a single member may lie, so the median over the reports of all members is used.
 
         Args:
+            round_state: The round.
             counting: Members whose pseudo-gradients count in the aggregate.
         """
         reports = round_state.checked_reports.values()
@@ -238,11 +252,15 @@ class Settlement:
         self._rounds.commit(round_state)
 
     def _begin_check(self, round_state: RoundState, now: float) -> None:
-        """Begin the next comparison of the received data, by increasing `check_number`.
+        """Tell all members to compare the data they have received, or end the round as void.
 
-        Members poll for a verdict. _next_reply() compares `check_number` with the last check that a
-        member has reported, and then returns "check". The round is void instead if too few
-        pseudo-gradients count: those of members with a share above 0 that are not excluded.
+        Members poll; they get the reply "check" after this call has increased
+        `round_state.check_number`. The round is void instead if too few pseudo-gradients count. A
+        pseudo-gradient counts if its job has a share above 0 and is not excluded.
+
+        Args:
+            round_state: The round.
+            now: Current time, in seconds.
         """
         round_state.check_number += 1
         round_state.checked_reports = {}
@@ -261,13 +279,19 @@ class Settlement:
     def _lost_members(
         self, round_state: RoundState, reported: set[str], now: float
     ) -> set[str] | None:
-        """Return the members that are gone or have been silent for too long.
+        """Return the members that are disconnected or have been silent for too long.
+
+        Members without a report are silent for too long if no member at all has reported for
+        the median of their timeouts.
 
         Args:
+            round_state: The round.
             reported: Members that have reported for the current attempt or check.
+            now: Current time, in seconds.
 
         Returns:
-            None while members that have not reported may still do so.
+            Names of the lost members; empty: all have reported. None: wait, because a missing
+            report may still arrive.
         """
         members = [self._state.members[name] for name in round_state.members]
         gone = {member.name for member in members if member.state == "gone"}
@@ -277,7 +301,16 @@ class Settlement:
         return silent | gone
 
     def _retry_without(self, round_state: RoundState, lost: set[str], now: float) -> None:
-        """Begin the next attempt without the lost members, or void the round if too few are left."""
+        """Repeat the exchange without the lost members, or void the round if too few are left.
+
+        Too few: the rest has fewer pseudo-gradients than the setting `min` or half of all jobs in
+        training. The shares of the remaining members are scaled to add up to 1.
+
+        Args:
+            round_state: The round.
+            lost: Members that disconnected, were silent for too long, or could not be reached.
+            now: Current time, in seconds.
+        """
         for name in lost:
             self._state.events.append(f"round {round_state.number}: job {name} is lost on the way")
             if self._state.members[name].state == "in":

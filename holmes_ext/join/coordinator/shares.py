@@ -62,13 +62,14 @@ def weights_in_sum(
 def _leave_out_long_gradients(
     round_state: RoundState, norms: dict[str, float], limit: float, usual_norms: list[float]
 ) -> None:
-    """Remove the norms above `limit` times the median from `norms`, and leave their jobs out.
+    """Exclude jobs whose pseudo-gradient has a norm above `limit` times the median.
 
-    Without norms of earlier rounds, the median is that of this round, if enough jobs take part.
+    The median is that of earlier rounds; without any, that of this round, if it has at least three
+    jobs. Nothing is excluded if there is no median, or if all norms are too large.
 
     Args:
-        round_state: The round; `left_out` gets the jobs with the reasons.
-        norms: Job -> norm of its pseudo-gradient in this round.
+        round_state: The round; its `left_out` gets excluded job -> reason.
+        norms: Job -> norm of its pseudo-gradient in this round; excluded jobs are deleted.
         limit: Largest plausible ratio to the median; 0: no limit.
         usual_norms: Norms of the fragment's recent pseudo-gradients.
     """
@@ -93,15 +94,18 @@ def _leave_out_long_gradients(
 def _plausible_tokens(
     round_state: RoundState, tokens: dict[str, float], ranks: Mapping[str, int], limit: float
 ) -> dict[str, float]:
-    """Return the tokens that count of each job, without the jobs that claim implausibly many.
+    """Return the tokens by which each job's pseudo-gradient is weighted, without outliers.
 
-    Jobs that train the same model process about the same number of tokens per rank. A job that
-    claims more than `limit` times the median per rank is left out, and no job counts with more than
-    `limit` times the tokens of the median job.
+    Jobs that train the same model process about the same number of tokens per rank.
+
+    1. A job that reports more than `limit` times the median per rank is excluded from the round.
+    2. The tokens of each other job are capped at `limit` times the tokens of the median job.
+
+    With fewer than three jobs, nothing changes.
 
     Args:
-        round_state: The round; `left_out` gets the jobs that are left out, with the reasons.
-        tokens: Job -> tokens that it claims to have processed; jobs that are left out are deleted.
+        round_state: The round; its `left_out` gets excluded job -> reason.
+        tokens: Job -> tokens that it reports; excluded jobs are deleted.
         ranks: Job -> number of its ranks.
         limit: Largest plausible ratio to the median; 0: no limit.
     """

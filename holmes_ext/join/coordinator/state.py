@@ -102,7 +102,10 @@ class RoundState:
 
 @dataclass
 class RunState:
-    """Jobs and rounds of a run; all rules of a coordinator share one instance."""
+    """Jobs and rounds that a coordinator knows.
+
+    All classes that decide about joining, rounds and versions share one instance of it.
+    """
 
     started: float  # time at which the coordinator started
     #: By name; also recent jobs that are gone.

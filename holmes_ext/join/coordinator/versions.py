@@ -19,7 +19,12 @@ from holmes_ext.join.coordinator.state import Member, RunState
 
 
 class Versions:
-    """Versions of the fragments of a run, as its jobs claim them."""
+    """Versions of the model's fragments that jobs report, and which of them are valid.
+
+    A version is the round of a fragment's last outer step. Jobs report versions and checksums
+    (claims). valid_claim() returns what most of them agree on, and behind_reply() what a job with
+    outdated weights must take from which job.
+    """
 
     def __init__(self, state: RunState):
         self._state = state
@@ -84,18 +89,18 @@ class Versions:
         }
 
     def accept_claims(self, member: Member, claims: Iterable[Claim]) -> None:
-        """Store the versions of fragments that a job reports, and reject impossible ones.
+        """Store the fragment versions that a job reports, and reject versions that cannot exist.
 
-        The claims also show whether weights that the job took from other jobs (donors) were the valid ones; a
-        donor that gave wrong weights is recorded and avoided from then on.
+        A version is the round of a fragment's last outer step. If the job took weights from another
+        job (a donor) and they were wrong, the donor is recorded and avoided from then on.
 
-        A job that reconnects from another run may have later versions than this run. It is not rejected for
-        its first report: it gets the verdict "behind" and takes this run's weights. If it still claims later
-        versions after that, it is rejected.
+        A job that reconnects from another run may have later versions than this run. Its first
+        report is accepted: it is told to take this run's weights. If it then still reports later
+        versions, it is rejected.
 
         Args:
             member: The job.
-            claims: Version (round of the last outer step) and checksum of each fragment.
+            claims: Version and checksum of each fragment.
 
         Raises:
             HolmesError: The job claims an outer step that the run has not taken.
@@ -118,7 +123,15 @@ class Versions:
             member.is_up_to_date = True
 
     def _donors(self, member: Member) -> dict[str, list[int]]:
-        """Return job -> fragments of which it has the valid version and this member has not."""
+        """Return from which jobs (donors) a job with outdated weights can take which fragments.
+
+        Args:
+            member: The job that needs weights.
+
+        Returns:
+            Donor -> the fragments that it has in the valid version and `member` has not. Empty if
+            all fragments of `member` are valid.
+        """
         others = [other for other in self._state.participants() if other is not member]
         donors: dict[str, list[int]] = {}
         for fragment, claim in enumerate(member.claims):
@@ -131,10 +144,13 @@ class Versions:
         return donors
 
     def _record_lying_donors(self, member: Member) -> None:
-        """Record the donors that gave this member other weights than they reported to have.
+        """Find donors that have sent wrong weights, and distrust them from now on.
 
-        A donor is a job from which the member took a fragment. Afterwards the member must report
-        the valid version of the fragment with the valid checksum.
+        A donor is a job from which the member took a fragment of the valid version. If the member
+        then reports that version with another checksum than the valid one, the donor is distrusted.
+
+        Args:
+            member: The job that took weights; its `distrusted_donors` gets the names.
         """
         for fragment, donor in list(member.unchecked_donors.items()):
             valid = self.valid_claim(fragment)

@@ -49,10 +49,14 @@ def _reserve(call, instance):
 
 @by_name
 def _take_model_step(call, instance):
-    """Take the optimizer's step of a DeepSpeed engine, and report it to the outer training.
+    """Run DeepSpeed's optimizer step, and count it for the exchange of weights with other jobs.
 
-    The outer training exchanges weights with other jobs after a number of steps. Before the first step of
-    this engine, the job joins it. A step that the optimizer skips because gradients overflow is not reported.
+    Before the first step of the training engine, this job connects to the other jobs. A step that
+    DeepSpeed skips because gradients overflow is not counted.
+
+    Args:
+        call: Runs the wrapped DeepSpeedEngine._take_model_step with its arguments.
+        instance: The DeepSpeed engine.
     """
     # The first optimizer or engine of the process becomes the one whose steps are the outer training's.
     # claim() returns whether this engine is that one; a job that trains alone has none. Before the first step
@@ -124,11 +128,15 @@ _AXES = {
 
 
 def _call_grid(engine: Any, axis: str, suffix: str, default: int) -> int:
-    """Return the size or the rank of this process on the axis "pipe" or "model" (tensor-parallel).
+    """Return the size of an axis of the model-parallel grid, or this process's rank on it.
+
+    The grid is engine.grid (pipeline engines), or else engine.mpu (Megatron's).
 
     Args:
-        suffix: "world_size" or "rank": how the method of the grid or mpu ends.
-        default: The result if neither has such a method.
+        engine: The DeepSpeed engine.
+        axis: "pipe" (pipeline) or "model" (tensor-parallel).
+        suffix: "world_size" or "rank".
+        default: The result if the grid has no such method.
     """
     grid = getattr(engine, "grid", None) or engine.mpu  # engine.grid: of a pipeline engine
     for prefix in _AXES[axis]:
@@ -146,10 +154,13 @@ def _sizes(engine: Any) -> dict[str, int]:
 
 
 def _weights(engine: Any) -> training.WeightShards:
-    """Return the float32 weights that the optimizer of this rank updates.
+    """Return the float32 weights that this rank's optimizer updates, as flat views of its buffers.
 
-    The result has flat views of these weights in the optimizer's buffers, and the names and shapes of all
-    parameters that the ranks of this pipeline stage and tensor-parallel position update together.
+    With ZeRO, these are shards. So the result also has names and whole shapes of all parameters of
+    which ranks at this pipeline stage and tensor-parallel position update shards.
+
+    Args:
+        engine: The DeepSpeed engine.
     """
     name_of = {parameter: name for name, parameter in engine.module.named_parameters()}
     updated = set()  # parameters that the ranks of this position update together
@@ -181,7 +192,7 @@ def _weights(engine: Any) -> training.WeightShards:
 
 
 class _Piece(NamedTuple):
-    """The elements of one parameter that this rank's optimizer updates."""
+    """Consecutive elements of one parameter that this rank's optimizer updates."""
 
     parameter: Any
     first: int  # index of the first of these elements in the flattened parameter
@@ -294,9 +305,16 @@ def _update_model_weights(engine: Any) -> None:
 
 @by_name
 def _save(call, instance, save_dir, tag):
-    """Save a DeepSpeed checkpoint, with the state of the outer training in one more file for each rank.
+    """Save a DeepSpeed checkpoint, and the outer-training state of each rank in a file beside it.
 
-    The outer training exchanges weights with other jobs. If this job trains alone, there is no such file.
+    The outer training exchanges weights with other jobs. If this job trains alone, there is no such
+    file.
+
+    Args:
+        call: Runs the wrapped DeepSpeedEngine.save_checkpoint with its arguments.
+        instance: The DeepSpeed engine.
+        save_dir: Folder of the checkpoints.
+        tag: Name of the checkpoint; None: DeepSpeed's default.
     """
     result = call()  # DeepSpeedEngine.save_checkpoint
     state = training.joined_state_dict()  # None if this job trains alone

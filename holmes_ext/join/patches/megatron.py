@@ -123,11 +123,11 @@ def _report_step() -> None:
 
 
 def _adapter(optimizer: Any) -> training.FrameworkAdapter:
-    """Return the object by which the outer training reads and writes the weights of this rank.
+    """Return callbacks that give the outer training access to this rank's weights.
 
-    The weights are those of the model's chunks (virtual pipeline stages), which _remember_chunks()
-    has stored in the global `_chunks`. Before the outer training calls `weights`, it calls
-    `refusal`, which returns why this job cannot exchange weights, or None if it can.
+    The outer training exchanges weights with other jobs. It first calls refusal(), which returns
+    why this job cannot do that, or None. Then it calls weights(). The model is taken from the
+    global `_chunks` (virtual pipeline stages), which _remember_chunks() has set.
 
     Args:
         optimizer: The optimizer of megatron-core, which may be a chain of several.
@@ -184,7 +184,14 @@ def refusal(optimizer: Any, settings: OuterSettings, sizes: dict[str, int]) -> s
 
 
 def _weights(optimizer: Any) -> training.WeightShards:
-    """Return the main weights that an optimizer steps on this rank, as views that the outer step changes."""
+    """Return the float32 weights that this rank's optimizer updates, as flat views.
+
+    These "main weights" are the master copies if the model is bf16 or fp16. The outer training
+    writes into the views.
+
+    Args:
+        optimizer: A single optimizer of megatron-core.
+    """
     from megatron.core import parallel_state
 
     names = {}  # parameter -> name, in the model's order
@@ -213,11 +220,13 @@ def _weights(optimizer: Any) -> training.WeightShards:
 
 
 def _main_weights(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
-    """Yield the main weights that an optimizer steps on this rank.
+    """Yield the float32 weights that this rank's optimizer updates, one tensor per parameter.
+
+    If the model is bf16 or fp16, these "main weights" are the optimizer's master copies.
 
     Yields:
-        A parameter of the model; the index of its first element that this rank steps, which is 0 except with
-        the distributed optimizer; and the main weights of the elements that this rank steps.
+        Parameter of the model; index of its first element that this rank updates (above 0 only with
+        the distributed optimizer); float32 tensor of the elements that this rank updates.
     """
     is_distributed = hasattr(optimizer, "shard_fp32_from_float16_groups")
     if is_distributed:

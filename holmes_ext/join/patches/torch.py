@@ -64,13 +64,17 @@ def detach() -> None:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Let this job join the other jobs that train the same model, before the first step of its optimizer.
+    """Connect to the other jobs before the first optimizer step; later, check the optimizer.
 
-    It runs before every step of every optimizer, as a hook of torch. torch also passes the arguments of the
-    step (`args`, `kwargs`), which are not needed.
+    torch calls this hook before every step of every optimizer.
+
+    Args:
+        optimizer: The optimizer that is about to step.
+        args: Positional arguments of step(), unused.
+        kwargs: Keyword arguments of step(), unused.
 
     Raises:
-        HolmesError: another optimizer of the program has made a step before.
+        HolmesError: Another optimizer of the program has made a step before.
     """
     from torch.optim import Optimizer
 

@@ -25,17 +25,20 @@ from holmes_ext.runtime.compress import PLAIN
 
 
 class Attempt:
-    """One attempt to exchange a fragment in a round, on one rank.
+    """One attempt of this rank to exchange its elements of a fragment with ranks of other jobs.
+
+    If jobs are lost during an exchange, the next attempt runs without them. run() sends and
+    receives.
 
     Args:
         job: Name of this job.
-        members: Job -> share of its pseudo-gradient in the sum (0: it only receives), in the order of
-            aggregation; with this job.
-        pieces: Element ranges that this rank exchanges. Each names the rank of each other job that exchanges
-            the same elements.
-        peers: (job, rank) of these ranks -> how the rank is called.
-        codec: Compression of the pseudo-gradients. Without other members nothing is sent, so nothing is
-            compressed.
+        members: Job -> share of its pseudo-gradient in the sum (0: it only receives), in the order
+            of aggregation; with this job.
+        pieces: Ranges of elements that this rank exchanges. Each range has a map: other job -> rank
+            with which to exchange it.
+        peers: (job, rank) -> address and ticket to connect to that rank.
+        codec: Compression of the pseudo-gradients. Without other members nothing is sent, so
+            nothing is compressed.
     """
 
     def __init__(

@@ -48,7 +48,11 @@ Exchange = Mapping[Peer, list[memoryview]]
 
 
 class LaneKey(NamedTuple):
-    """Identity of a connection to a rank of another job."""
+    """Key of one TCP connection to a rank of another job.
+
+    Large exchanges use several connections (lanes) to a rank in parallel; `lane` counts them from
+    0.
+    """
 
     job: str
     incarnation: str
@@ -72,13 +76,15 @@ class PeersFailed(Exception):
 
 
 class PeerLinks:
-    """Connections of one rank to ranks of other jobs.
+    """Open connections of one rank to ranks of other jobs, which are reused from round to round.
 
     Args:
         job: Name of this job.
-        open_routes: Opens this rank's port and starts to accept connections. It is a function, because it
-            needs this object's handler of accepted connections, with which it is called.
-        serve: Handles an accepted connection whose purpose is not an exchange: a job that takes weights.
+        open_routes: Called once with a function that handles accepted connections. Opens this
+            rank's port, starts to accept connections, and returns what connects to other ranks
+            (Routes).
+        serve: Handles an accepted connection that is not for an exchange: a rank that reads
+            weights.
     """
 
     def __init__(
@@ -170,13 +176,17 @@ class PeerLinks:
             raise PeersFailed(failed, "; ".join(failed.values()))
 
     def _connect(self, sizes: Mapping[Peer, int], patience_s: float) -> Connections:
-        """Open the missing connections to all peers, in parallel.
+        """Return connections to all peers, open ones and new ones, which are opened in parallel.
 
-        A peer gets one connection for each lane: many bytes are divided among several connections.
+        The more bytes, the more connections (lanes) a peer gets. Peers that cannot be reached in
+        time are returned with the reason; nothing is raised.
 
         Args:
-            sizes: Peer -> bytes to and from it, which determine the number of lanes.
+            sizes: Peer -> bytes to and from it.
             patience_s: Seconds for all connections.
+
+        Returns:
+            `channels`: peer -> its connections, by lane. `failed`: job -> reason.
         """
         deadline = Deadline(patience_s, "connecting")
         result = Connections(channels={}, failed={})
@@ -195,11 +205,14 @@ class PeerLinks:
         return result
 
     def _channel(self, peer: Peer, lane: int, deadline: Deadline) -> Channel:
-        """Return an open connection to a peer: an existing one, a new call, or the peer's call.
+        """Return a connection to a peer; open it or wait for the peer to open it if needed.
+
+        Of two jobs, the one whose name sorts first opens the connections, so that there is only
+        one.
 
         Args:
             peer: The rank of another job.
-            lane: Number of the connection to this peer.
+            lane: Number of the connection to this peer, from 0.
             deadline: Until when the connection must be open.
 
         Raises:
@@ -233,7 +246,14 @@ class PeerLinks:
         raise ConnectionError("the job ends")
 
     def _keep(self, key: LaneKey, channel: Channel) -> None:
-        """Store an open connection, in place of an older one of the same peer and lane."""
+        """Store an open connection to a peer, and close the older one that it replaces, if any.
+
+        A job with too many open connections loses its oldest one.
+
+        Args:
+            key: Rank of the peer, and number of the connection (lane) to it.
+            channel: The connection.
+        """
         channel.socket.setblocking(False)
         with self._changed:
             if self._closed:
@@ -299,14 +319,14 @@ def _total_bytes(buffers: Iterable[memoryview]) -> int:
 
 
 def _run_lanes(lanes: Sequence[list[PeerTransfer]], patience_s: float) -> dict[str, str]:
-    """Run the transfers of all lanes, each lane in a thread.
+    """Send and receive over parallel connections (lanes) to each peer, one thread per lane.
 
     Args:
-        lanes: Transfers of each lane.
+        lanes: Lane -> its transfers, one for each peer that uses so many connections.
         patience_s: Seconds after which a silent peer fails.
 
     Returns:
-        Job whose transfer failed -> reason.
+        Job whose transfer failed -> reason; empty: all bytes have arrived.
     """
     if len(lanes) == 1:
         return run(lanes[0], patience_s)

@@ -20,10 +20,17 @@ _ASK_S = 8.0
 
 
 def open_port(place: JoinPlace, rank: int) -> socket.socket | None:
-    """Return a listening socket for connections from other jobs; None with --holmes-join-ports none.
+    """Return a listening socket on which this rank accepts connections from other jobs.
 
-    It listens on this node's address towards the coordinator, or on all addresses if the user has given
-    another address for the other jobs.
+    It listens on the first free port of --holmes-join-ports. The address is the one that leads to
+    the coordinator. With --holmes-join-address (NAT), it is all addresses.
+
+    Args:
+        place: Ports and addresses that the user has given.
+        rank: This rank, for the error message.
+
+    Returns:
+        The socket; None with --holmes-join-ports none.
 
     Raises:
         HolmesError: All ports of the range are in use.
@@ -48,12 +55,15 @@ def open_port(place: JoinPlace, rank: int) -> socket.socket | None:
 def published_address(
     place: JoinPlace, listening: socket.socket | None, identity: RankIdentity
 ) -> str:
-    """Return the HOST:PORT at which other jobs call this rank; "" if they cannot.
+    """Return the HOST:PORT at which other jobs can connect to this rank; "" if they cannot.
+
+    To find out, the coordinator tries to connect to this rank. It does not if the user has given
+    --holmes-join-address, or if all jobs are on this host.
 
     Args:
         place: Ports and address that the user has given.
-        listening: Socket of `open_port`.
-        identity: This rank, which asks the coordinator to call it back.
+        listening: Socket of open_port(); None: this rank does not listen.
+        identity: Name of this job and rank, for the request to the coordinator.
     """
     if listening is None:
         return ""

@@ -63,7 +63,7 @@ Purpose = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank of another job, and how it is called."""
+    """A rank of another job, with the address and the ticket that are needed to connect to it."""
 
     job: str
     incarnation: str  # of the job
@@ -77,7 +77,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Identity of this rank."""
+    """Job, incarnation (start of the job) and rank, by which this rank is known to other ranks."""
 
     job: str
     incarnation: str  # of the job
@@ -91,7 +91,10 @@ class RankIdentity:
 
 
 class _ExpectedCallback(NamedTuple):
-    """Call of this rank that the called rank may return by calling back."""
+    """Request of this rank that another rank, which accepts no connections, connects to it instead.
+
+    The waiting thread gets the connection from the queue `channels`.
+    """
 
     ticket: str  # that the called rank must prove
     channels: queue.SimpleQueue[Channel]  # gets the connection
@@ -231,18 +234,18 @@ class Routes:
             del self._callbacks[call_id]
 
     def _secret_for(self, purpose: Purpose) -> bytes:
-        """Return the secret that the caller of this rank must prove besides the run's token.
+        """Return the ticket that the rank at the other end of an accepted connection must have.
 
-        It is a ticket: a text that the coordinator gives only to the calling job, for the called
-        job.
+        A ticket is a text that the coordinator derives from the secret of one job, and gives to one
+        other job for connections to it.
 
-            usual call      the caller's ticket for this rank's job
-            "reversed"      this rank could not reach a rank, so that rank now calls back. Both know
-                            the ticket of this rank's call: it has it from the coordinator, the
-                            other rank computes it from its own job's secret
+            usual connection    the other rank's ticket for this job
+            "reversed"          this rank has asked the other one to connect back. The ticket is
+                                this rank's ticket for the other job. This rank has received it from
+                                the coordinator; the other rank derives it from its job's secret
 
         Args:
-            purpose: What the caller says of itself: its job, and what the connection is for.
+            purpose: What the other rank says of itself: its job, and what the connection is for.
         """
         if purpose.get("purpose") != "reversed":
             return self._ticket_of_caller(purpose).encode()
@@ -256,11 +259,11 @@ class Routes:
         return ticket(self.identity.secret, str(caller.get("job")), str(caller.get("incarnation")))
 
     def _accept(self, guest: Guest) -> None:
-        """Authenticate an accepted connection and pass it on, in its own thread.
+        """Authenticate an accepted connection, and pass it on to the code that uses it.
 
-        A connection that is not passed on is closed without an answer: the caller does not prove
-        its identity, there are too many connections, or it is meant for an earlier start of this
-        job.
+        The connection is closed without an answer if the caller does not prove its identity, if
+        there are too many connections, or if the caller means an earlier start of this job. Runs in
+        a thread of its own.
 
         Args:
             guest: The accepted connection. Its listener closes it when this function returns,
@@ -283,16 +286,16 @@ class Routes:
             self._handle(channel, purpose)
 
     def _handle(self, channel: Channel, purpose: Purpose) -> None:
-        """Pass a connection to the thread that waits for it, or to the handler of calls.
+        """Pass an authenticated connection to the code that uses it, which also closes it later.
 
-        If this rank has called a rank that cannot be reached, that rank opens the connection
-        instead (a "reversed" call). The thread that made the call then waits for it. The receiver
-        is responsible for closing the connection.
+        Usually that is the function for incoming connections. But a "reversed" connection answers a
+        request of this rank to a rank that accepts none. Then it is passed to the thread that waits
+        for it.
 
         Args:
             channel: The connection.
             purpose: Document that the caller sent in the handshake; its key "purpose" is the use of
-                the connection, and "call" the id of the call that a reversed call answers.
+                the connection, and "call" the id of the request that a reversed connection answers.
         """
         use = purpose.get("purpose")
         if use != "reversed":
@@ -314,12 +317,12 @@ class Routes:
     # Methods of a rank that cannot be called
 
     def _stand_by(self) -> None:
-        """Keep a standby line to the coordinator, and take calls on it, until close() is called.
+        """Keep an idle connection to the coordinator, which announces callers on it.
 
-        The line is an idle connection on which the coordinator announces calls for this rank. A
-        line that fails is replaced. So is a line that a relayed call has taken over: the
-        coordinator then forwards the caller's bytes on it. Such a line has given its TCP connection
-        to a new socket object (end_tls), so closing the line does not close the call.
+        This is for a rank that accepts no connections (NAT). The connection (standby line) is
+        replaced when it fails, or when the coordinator begins to forward a caller's bytes on it. In
+        the latter case, closing the old object here does not end the call, which uses a new socket
+        object.
         """
         while not self._closed:
             try:
@@ -336,17 +339,18 @@ class Routes:
                     self._standby_line.close()
 
     def _take_call(self, standby_line: Channel) -> bool:
-        """Wait for a call on the standby line, and answer it on the line.
+        """Wait until the coordinator announces a caller on the standby line, and answer.
 
-            {"answer": "reversed"}   this rank has called the caller back, over a connection of its own
-            {"answer": "relay"}      it cannot; the line itself becomes the connection to the caller, and the
-                                     coordinator forwards the bytes between the two
+            {"answer": "reversed"}   this rank has connected to the caller itself
+            {"answer": "relay"}      it cannot; so the line becomes the connection to the caller,
+                                     and the coordinator forwards the bytes
 
         Args:
-            standby_line: An idle connection to the coordinator, which announces calls on it.
+            standby_line: Idle connection from this rank, which accepts none, to the coordinator.
 
         Returns:
-            Whether the line can take another call.
+            True after "reversed": the line stays idle and can announce more callers. False after
+            "relay".
         """
         # Who calls: job, incarnation, address, and the id of the call.
         caller = standby_line.receive(Deadline(_STANDING_S, "a call"))
@@ -374,10 +378,14 @@ class Routes:
         return False
 
     def _call_back(self, caller: Purpose) -> Channel | None:
-        """Call the rank that wants to reach this rank; return None if it cannot be called.
+        """Connect to a caller that cannot connect to this rank; return the connection.
 
         Args:
-            caller: That rank: job, incarnation, address ("": it has none) and the id of its call.
+            caller: The other rank: job, incarnation, address ("": it has none) and the id of its
+                call.
+
+        Returns:
+            None if the caller has no address, or cannot be reached at it.
         """
         address = str(caller.get("address"))
         if not address or address in self._unreachable_addresses:
@@ -401,11 +409,10 @@ class Routes:
             return None
 
     def _serve_reversed(self, channel: Channel, caller: Purpose) -> None:
-        """Serve a connection by which this rank has called back a rank that cannot reach it.
+        """Handle a connection that this rank has opened for a caller that could not do so.
 
-        The other rank wanted to call this one, so it now says what the connection is for, as the
-        first message. From then on, the connection is handled like one that the other rank has
-        opened.
+        The caller's first message says what the connection is for. From then on, it is handled as
+        if the caller had opened it.
 
         Args:
             channel: The connection.
@@ -422,11 +429,14 @@ class Routes:
         self._handle_incoming(channel, {**purpose, **proven})
 
     def _serve_relayed(self, connection: socket.socket, is_plain: bool) -> None:
-        """Answer the handshake on a relayed connection, and handle it.
+        """Authenticate a caller whose bytes the coordinator forwards, and pass the connection on.
+
+        The connection is closed if the caller is not authentic, or means an earlier start of this
+        job.
 
         Args:
-            connection: The connection, whose bytes the coordinator forwards to the caller and back.
-            is_plain: Accept a caller without TLS.
+            connection: The connection to the coordinator.
+            is_plain: Accept a caller without TLS, too; False: require TLS.
         """
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         try:

@@ -53,7 +53,10 @@ _MOST_TAKERS_OF_ONE_JOB = 2
 
 
 class Giver:
-    """Donor's side on one rank: answers the requests of takers from the outer state."""
+    """Server of one rank that sends fragments to ranks of other jobs that have outdated weights.
+
+    A fragment is sent with its anchor (weights after the last outer step) and outer momentum.
+    """
 
     def __init__(self, state: OuterState):
         self._state = state
@@ -62,13 +65,14 @@ class Giver:
         self._served_takers = Counter[str]()
 
     def give(self, channel: Channel, purpose: Mapping[str, Any]) -> None:
-        """Answer the requests on one connection until the taker closes it, or sends an invalid one.
+        """Serve a rank of another job that copies fragments, until it closes the connection.
 
-        A taker is a rank of another job that reads fragments of this job. Few are served at a time.
+        An invalid request ends the connection, too. Only a few ranks are served at a time; others
+        wait for their turn.
 
         Args:
             channel: The connection; it is closed at the end.
-            purpose: What the taker sent in the handshake, with its "job".
+            purpose: What the other rank sent in the handshake, with its "job".
         """
         job = str(purpose.get("job"))
         try:
@@ -164,7 +168,10 @@ class Giver:
 
 @dataclass(frozen=True)
 class Donor:
-    """Job from which this job takes fragments, at this rank's position of the model-parallel grid."""
+    """Up-to-date job from which this job copies fragments: its ranks, and the elements of each.
+
+    Only ranks at the same position of the model-parallel grid as this rank are included.
+    """
 
     mine: Sequence[RankRange]  # elements that each rank of this job exchanges
     theirs: Sequence[RankRange]  # elements that each rank of the donor exchanges
@@ -242,21 +249,22 @@ def _fetch(
     rank: int,
     patience_s: float,
 ) -> set[int]:
-    """Read this rank's elements of a fragment from the donor's ranks.
+    """Copy this rank's elements of a fragment's anchor and momentum from an up-to-date job.
 
     Args:
-        fragment: The fragment.
+        fragment: The fragment, which is not changed.
         index: Its index.
-        least_version: Version that the donor must have.
-        anchor: Tensor to fill.
+        least_version: The donor answers when it has this version (round of the last outer step) or
+            a later one.
+        anchor: Tensor to fill with the weights after the last outer step.
         momentum: Tensor to fill; None: the outer optimizer has no momentum.
-        donor: The donor.
+        donor: The up-to-date job.
         rank: This rank.
         patience_s: Seconds for a connection or an answer.
 
     Returns:
-        Versions of the elements that were read: several if the donor took a step in between, none if
-        this rank has no elements.
+        Versions of the elements that were read: several if the donor took a step in between, none
+        if this rank has no elements.
 
     Raises:
         OSError: The donor cannot be reached, or does not answer in time.
@@ -303,19 +311,20 @@ def _read(
     parts: Sequence[torch.Tensor],
     patience_s: float,
 ) -> int:
-    """Request a range of elements on an open connection, and read the answer.
+    """Copy a range of elements of a fragment from a rank of an up-to-date job (donor).
 
     Args:
-        channel: Connection to a rank of the donor.
+        channel: Connection to that rank.
         index: Index of the fragment.
-        least_version: Version for which the donor waits.
+        least_version: The donor answers when it has this version (round of the last outer step) or
+            a later one.
         start: First element.
         stop: Element after the last.
         parts: Tensors to fill: the anchor, and the momentum if there is one.
         patience_s: Seconds for the answer (more for many bytes).
 
     Returns:
-        The version of the elements.
+        The version of the elements that were sent.
 
     Raises:
         ConnectionError: The answer has another size, or is not finite.

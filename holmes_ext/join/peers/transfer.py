@@ -41,7 +41,7 @@ _CLOSED = "it has called again, so this connection was closed"
 
 
 class Speed:
-    """Best transfer rates to the jobs so far, from which the deadlines of exchanges follow."""
+    """Best transfer rate reached to each other job, to set deadlines of later transfers."""
 
     def __init__(self) -> None:
         self._seconds_per_byte: dict[str, float] = {}  # by job
@@ -75,15 +75,15 @@ class Speed:
 
 
 class PeerTransfer:
-    """Bytes that still go to and come from one rank over one connection.
+    """One exchange of bytes with one rank over one non-blocking connection, and what is left of it.
 
-    Both ends first send a label: (round, attempt within the round, number of bytes that follow). The received
-    label must be the expected one; otherwise the peer is at another round, or expects another size.
+    Each end first sends a label: round, attempt within the round, and number of bytes that follow.
+    An unexpected label means that the other rank is at another round, or expects another size.
 
     Args:
         peer: The rank at the other end.
         channel: The connection.
-        label: Round, and attempt within the round.
+        label: (round, attempt within the round); the number of bytes is added here.
         out: Bytes to send.
         into: Buffers for the bytes to receive.
         deadline: Until when all bytes must have been moved.
@@ -118,10 +118,17 @@ class PeerTransfer:
     def _buffers_to_fill(
         self, channel: Channel, into: Sequence[memoryview]
     ) -> Iterator[memoryview]:
-        """Yield the buffers to fill with received bytes, in order: the label, then the data.
+        """Yield the buffers for received bytes: first one for the peer's label, then `into`.
+
+        The label has round, attempt and number of bytes. It is checked before the data.
+
+        Args:
+            channel: The connection.
+            into: Buffers for the data.
 
         Raises:
-            ConnectionError: The received label is not the expected one.
+            ConnectionError: The label shows that the peer is at another round, or sends another
+                size.
         """
         label = bytearray(_LABEL.size)
         yield from channel.incoming([memoryview(label)])
@@ -140,10 +147,12 @@ class PeerTransfer:
         return events
 
     def move(self, mask: int) -> None:
-        """Send and receive as many bytes as possible without blocking.
+        """Send and receive as many bytes of this transfer as possible without blocking.
+
+        The transfer is complete when `events` has become 0.
 
         Args:
-            mask: Selector events of the connection.
+            mask: Selector events of the connection that are ready (readable, writable).
 
         Raises:
             OSError: The connection is lost, or carries unexpected data.
@@ -166,7 +175,7 @@ class PeerTransfer:
         self._out = self._out[count:] or next(self._outgoing, None)
 
     def _read(self) -> None:
-        """Receive until neither the kernel nor the TLS layer has more bytes."""
+        """Receive into this transfer's buffers until all available bytes are read."""
         while self._into is not None:
             count = self.connection.recv_into(self._into[:_CALL_BYTES])
             if count == 0:
@@ -232,14 +241,16 @@ def _move_bytes(transfer: PeerTransfer, mask: int) -> str:
 
 
 def _watch(change: Callable[..., Any], transfer: PeerTransfer) -> str:
-    """Register the events of a transfer with a selector; return why that failed, "" if it did not.
+    """Tell a selector which events of a transfer's connection to wait for (readable, writable).
 
-    It fails if the peer has called again in the meantime: the thread that accepts calls then closes the
-    old connection (links.py).
+    Another thread closes the connection if the peer has opened a new one. Then this call fails.
 
     Args:
         change: The selector's `register` or `modify`.
         transfer: The transfer.
+
+    Returns:
+        Why it failed; "" if it did not.
     """
     try:
         change(transfer.connection, transfer.events, transfer)

@@ -82,22 +82,22 @@ def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 def coefficients(
     settings: OuterSettings, gram: torch.Tensor, shares: Sequence[float]
 ) -> list[float]:
-    """Return the coefficients c_j, one for each job, with which `combine` adds up pseudo-gradients.
+    """Return one coefficient for each job, with which combine() adds up the jobs' pseudo-gradients.
 
-    The setting `aggregate` selects the formula (aggregates of vectors that some jobs may have
-    falsified):
+    The setting `aggregate` selects the formula. All but `mean` limit the effect of a few jobs with
+    false pseudo-gradients:
 
         geometric           coefficients of the geometric median
-        clipping            coefficients of the centered clipping
+        clipping            coefficients of centered clipping
         flag                coefficients of the Flag Aggregator. With fewer than three jobs, no
                             majority tells a false vector from a true one, so it is the mean
         mean                the shares themselves: the weighted mean
-        median, trimmed     the shares, which are not used: `combine` sorts the elements instead
+        median, trimmed     the shares, which are not used: combine() sorts the elements instead
 
     Args:
-        settings: Names the aggregate.
-        gram: Inner products of the whole pseudo-gradients, float64 [J, J].
-        shares: Each job's share of the tokens.
+        settings: Has the setting `aggregate`.
+        gram: Inner products of the J jobs' whole pseudo-gradients, float64 [J, J].
+        shares: Each job's share of the tokens; they add up to 1.
     """
     weights = torch.tensor(shares, dtype=torch.float64)
     if settings.aggregate == "geometric":
@@ -112,17 +112,16 @@ def coefficients(
 def combine(
     settings: OuterSettings, gradients: Sequence[torch.Tensor], factors: Sequence[float]
 ) -> torch.Tensor:
-    """Return the aggregate of this rank's elements of the pseudo-gradients.
+    """Return the aggregate of the jobs' pseudo-gradients, for the elements of this rank.
 
-    It is the sum of the pseudo-gradients times their factors. Terms are added in the order of the
-    jobs, so that all jobs get the same bits. Exceptions are aggregate=median and trimmed with three
-    jobs or more: they sort the values of each element, and the factors do not matter. With fewer
-    jobs there is nothing to trim.
+    It is the sum of factor * pseudo-gradient, in the order of the jobs, so that all jobs get the
+    same bits. With aggregate=median or trimmed and at least three jobs, it is the median or trimmed
+    mean of each element; the factors are not used.
 
     Args:
-        settings: Names the aggregate.
-        gradients: Flat tensors, one of each job. They are not changed.
-        factors: What `coefficients` returned.
+        settings: Has the setting `aggregate`.
+        gradients: Flat tensors of equal length, one of each job. They are not changed.
+        factors: One factor for each job, from coefficients().
     """
     count = len(gradients)
     if settings.aggregate in ("median", "trimmed") and count >= _LEAST_VECTORS:
@@ -154,7 +153,9 @@ def _distances(gram: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
 
 
 def geometric_median(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the coefficients of the weighted geometric median, by Weiszfeld's iteration.
+    """Return c, [J], so that sum of c_j d_j is the weighted geometric median of J vectors d_j.
+
+    Weiszfeld's iteration needs only the inner products of the vectors.
 
     Args:
         gram: Inner products of the vectors, [J, J].
@@ -179,13 +180,17 @@ def centered_clipping(
     radius: float | None = None,
     steps: int = _CLIPPING_STEPS,
 ) -> torch.Tensor:
-    """Return the coefficients of the centered clipping of the vectors.
+    """Return c, [J], so that sum of c_j d_j is the result of centered clipping of J vectors d_j.
+
+    From 0, the center moves by the weighted mean of the differences d_j - center in each step.
+    Longer differences are first shortened to `radius`.
 
     Args:
         gram: Inner products of the vectors, [J, J].
         weights: Weight of each vector, [J].
-        radius: Length to which differences are clipped; None: the median distance in each step.
-        steps: Number of iterations.
+        radius: Length to which differences are shortened; None: in each step, the median of their
+            lengths.
+        steps: Number of steps.
     """
     center = torch.zeros_like(weights)  # coefficients of the current center; the first one is zero
     for _ in range(steps):
@@ -239,11 +244,11 @@ def flag_aggregate(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _principal_basis(gram: torch.Tensor, scale: torch.Tensor, dimensions: int) -> torch.Tensor:
-    """Return an orthonormal basis of the subspace nearest to some scaled vectors (principal components).
+    """Return an orthonormal basis of the principal components of J scaled vectors, as coefficients.
 
-    With the vectors d_j as columns of D, and `scale` as the diagonal matrix S, the basis Y is the first left
-    singular vectors of D S. The eigenvectors V and eigenvalues s^2 of S gram S = (D S)' (D S) give it without
-    the vectors themselves: Y = D S V / s.
+    The vectors d_j are not needed, only their inner products. Let D have the columns d_j, and S be
+    the diagonal matrix of `scale`. The basis Y is the first left singular vectors of D S. The
+    eigenvectors V and eigenvalues s^2 of S gram S = (D S)' (D S) give Y = D S V / s.
 
     Args:
         gram: Inner products of the vectors, [J, J].
@@ -251,7 +256,7 @@ def _principal_basis(gram: torch.Tensor, scale: torch.Tensor, dimensions: int) -
         dimensions: Number of basis vectors; fewer are returned if the vectors span less.
 
     Returns:
-        Coefficients S V / s: column k has the factors with which the vectors add up to basis vector k.
+        S V / s, [J, dimensions]: basis vector k is the sum of d_j times element [j, k].
     """
     eigenvalues, eigenvectors = torch.linalg.eigh(scale[:, None] * gram * scale)
     eigenvalues = eigenvalues[-dimensions:]  # the largest: they are in ascending order

@@ -27,14 +27,14 @@ Verdict = dict[str, Any]
 
 
 class CoordinatorLink:
-    """Collective requests of a job to the coordinator.
+    """Requests of a job to the coordinator: rank 0 sends them and broadcasts the replies.
 
-    Until the job has entered the run, a refusal of the coordinator ends the job with the coordinator's
-    message. Afterwards neither a refusal nor silence ends training: the request gets the verdict "void", with
-    the reason.
+    Until the job has entered the run (was told to begin training), a refusal ends the job with the
+    coordinator's message. Afterwards neither a refusal nor silence ends training: the reply is then
+    "void", with the reason.
 
     Args:
-        client: Client of rank 0; None on the other ranks.
+        client: Connection of rank 0 to the coordinator; None on the other ranks.
         job_ranks: Collectives over the ranks of the job.
         patience_s: The job's timeout for other jobs, in seconds.
     """
@@ -47,14 +47,14 @@ class CoordinatorLink:
         self._is_away = False  # the coordinator did not answer the last request
 
     def ask(self, op: str, document: Mapping[str, Any]) -> Verdict:
-        """Send a request and return the coordinator's verdict on all ranks; collective.
+        """Send a request from rank 0, and return the coordinator's reply on all ranks; collective.
 
         Args:
-            op: Name of the request, such as "ready".
-            document: Its other keys; only those of rank 0 count.
+            op: Type of the request, such as "ready".
+            document: The other keys of the request; only that of rank 0 is sent.
 
         Raises:
-            HolmesError: The coordinator refuses the job, which has not entered yet.
+            HolmesError: The coordinator refuses the job before it has begun to train in the run.
         """
         answer: Verdict = {}
         if self._job_ranks.rank == 0:
@@ -133,12 +133,11 @@ class Claims:
         }
 
     def renew(self, submitted_versions: Sequence[int]) -> dict[str, list]:
-        """Return the current versions and checksums of all fragments; collective.
+        """Update the stored versions and checksums of all fragments, and return them; collective.
 
-        The version of a fragment is the round of its last outer step. The training thread may be
-        applying the outer step of a committed round at the same time. A fragment with such a
-        pending step is reported with the version after the step, without a checksum. The anchors of
-        the other fragments do not change while the checksums are computed.
+        The version of a fragment is the round of its last outer step. Only fragments with a new
+        version get a new checksum. If training has yet to apply the outer step of a committed round
+        (pending step), the version after that step is reported, without a checksum.
 
         Args:
             submitted_versions: Versions of all fragments when training submitted its
@@ -197,7 +196,10 @@ def hexadecimal(value: int) -> str:
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """Ranks of another job at this rank's position in the model-parallel grid."""
+    """Ranks of another job with which this rank may exchange elements, and the elements of each.
+
+    Only ranks at this rank's position in the model-parallel grid are included.
+    """
 
     ranges: list[RankRange]  # elements that each rank exchanges
     peers: dict[int, Peer]  # rank -> address and ticket to call it
@@ -272,16 +274,17 @@ class RemoteJobs:
 
 
 def remote_job(name: str, answer: Mapping[str, Any], position: str, total: int) -> RemoteJob | None:
-    """Return the ranks of another job from the coordinator's reply to "maps".
+    """Parse the coordinator's reply about the ranks of another job.
 
     Args:
         name: The other job.
-        answer: The reply: shard maps, addresses, incarnation and ticket.
+        answer: The reply to the request "maps". It has the elements and address of each rank, the
+            incarnation (start) of the job, and a ticket to connect to its ranks.
         position: Position of this rank in the model-parallel grid.
         total: Number of elements at this position.
 
     Returns:
-        None if the other job has other elements at this position.
+        The other job's ranks at this position; None if they do not have `total` elements.
     """
     flat = answer["maps"].get(position, ())  # start, stop, rank, start, stop, rank, ...
     addresses = answer["addresses"]

@@ -10,7 +10,11 @@ import torch
 
 @dataclass
 class RoundResult:
-    """End of a round, the same on all ranks of a job unless noted."""
+    """Result of a round: verdict, shares of the jobs in the aggregate, and measurements.
+
+    A round exchanges one fragment's pseudo-gradients. All ranks of a job have the same values,
+    except for those marked below.
+    """
 
     #: "commit": take the outer step; "taken": `fragments` came from job `source`; "void": no change.
     verdict: str
@@ -31,7 +35,11 @@ class RoundResult:
 
 @dataclass
 class InFlight:
-    """Pseudo-gradient of a fragment, from its capture until the aggregate is applied."""
+    """Pseudo-gradient of a fragment from its computation until its aggregate is applied.
+
+    The training thread computes and submits it; the rounds thread exchanges it with other jobs and
+    sets `ended`.
+    """
 
     number: int  # of the round
     fragment: int

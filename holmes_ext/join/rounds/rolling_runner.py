@@ -37,14 +37,19 @@ _REST_S = 0.2
 
 
 class EndedRound(NamedTuple):
-    """A round that has ended on this rank."""
+    """Result of a round together with this job's pseudo-gradient in it, for the training thread."""
 
     contribution: InFlight | None  # this job's pseudo-gradient; None: it only received
     result: RoundResult
 
 
 class RollingRunner(RoundRunner):
-    """Background thread that runs the outer rounds of one rank (setting rounds=async)."""
+    """Background thread that runs a rank's rounds without holding up training (rounds=async).
+
+    Training submits pseudo-gradients and goes on. The thread offers them to the coordinator again
+    and again. When it begins a round, the thread exchanges them with other jobs. Training takes the
+    results with results_until().
+    """
 
     def __init__(self, *arguments: Any, **more: Any):
         super().__init__(*arguments, **more)
@@ -57,9 +62,10 @@ class RollingRunner(RoundRunner):
         self._error: BaseException | None = None
 
     def results_until(self, count: int) -> list[EndedRound]:
-        """Take the results of the first `count` rounds, except those that were taken before.
+        """Take the results of the first `count` rounds, except for those taken before.
 
-        Waits until these rounds have ended on this rank, as they have on rank 0.
+        The call waits until that many rounds have ended on this rank. All ranks of the job call it
+        with the same `count`, so that they apply the same rounds at the same step.
 
         Args:
             count: Number of rounds since the start of the job.
@@ -91,12 +97,13 @@ class RollingRunner(RoundRunner):
                 self._changed.notify_all()
 
     def _collect_submitted(self) -> bool:
-        """Add the pseudo-gradients that training has submitted to the offers; collective.
+        """Move submitted pseudo-gradients from the queue to the offers; collective.
 
-        Rank 0 determines how many; the other ranks wait until they have as many.
+        An offer tells the coordinator that a pseudo-gradient can be exchanged. Rank 0 takes all
+        that is queued; the other ranks take equally many, and wait for them if needed.
 
         Returns:
-            Whether training goes on.
+            False after training has ended (None in the queue).
         """
         new: list[InFlight] = []
         is_over = False  # training has ended, which None in the queue means
@@ -123,15 +130,16 @@ class RollingRunner(RoundRunner):
     def _request_round(self) -> None:
         """Ask the coordinator for a round, and run it if there is one; collective.
 
-        The request contains the version and checksum of each fragment (claims), and an offer for
-        each pseudo-gradient that waits for a round. Verdicts:
+        The request has the version and checksum of each fragment, and offers of the
+        pseudo-gradients that wait for a round. Replies:
 
             go          run the round
             behind      this job's weights are outdated: take fragments from another job
             idle        there is no round at the moment: return, and be called again
-            otherwise   "void": the coordinator did not answer, or this job's offers are unusable
+            void        the coordinator did not answer, or this job's offers are unusable
 
-        If training has not applied the last MOST_PENDING aggregates of a fragment, wait a moment instead.
+        The call only sleeps a moment while MOST_PENDING aggregates of a fragment wait for training
+        to apply them.
         """
         most_pending = max(len(fragment.pending) for fragment in self.state.fragments)
         training_lags = self.job_ranks.broadcast_from_rank_0(most_pending >= MOST_PENDING)
@@ -157,15 +165,16 @@ class RollingRunner(RoundRunner):
                 self._handle_void(verdict)
 
     def _offer(self, in_flight: InFlight) -> dict[str, Any]:
-        """Return the offer of a pseudo-gradient for the request "next"; collective.
-
-        It has the fragment, the tokens of the whole job, and the Euclidean norm. Without a norm the
-        pseudo-gradient is not finite; the coordinator then replies "void" and leaves this job out.
-        "slack_s" is the time until training would apply the aggregate: the coordinator waits for
-        other jobs no longer than a part of it.
+        """Return what the coordinator must know of a pseudo-gradient to be exchanged; collective.
 
         Args:
             in_flight: The pseudo-gradient: this rank's elements.
+
+        Returns:
+            "fragment"; "tokens" of the whole job; "norm", the Euclidean norm over all ranks, left
+            out if it is not finite, so that the coordinator does not count this job; "slack_s", the
+            seconds until training would apply the aggregate, of which the coordinator waits only a
+            part for other jobs.
         """
         square, tokens = self.job_ranks.all_reduce_sum(
             [self._squared_norm_to_send(in_flight), in_flight.tokens]

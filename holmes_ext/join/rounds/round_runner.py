@@ -15,9 +15,8 @@ training. For each of them, the rounds threads of all ranks of the job do the fo
 6. On "behind": take the named fragments from another job (peers/take.py).
 Any other verdict ends the round as void, and nothing changes.
 
-Invariant: every decision comes from rank 0's broadcast or from an all-reduce, so all ranks of the job see
-the same verdicts and end the round the same way. No rank waits for ever: requests to the coordinator and
-exchanges with peers have deadlines, and the job's control group has a timeout.
+Invariant: every decision comes from rank 0's broadcast or from an all-reduce, so all ranks of the job end
+the round the same way. No rank waits for ever: requests, exchanges and collectives have timeouts.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _AGAIN_S = 2.0
 
 @dataclass
 class _Received:
-    """Pseudo-gradients that one attempt of a round has exchanged."""
+    """Pseudo-gradients of all jobs, as this rank has them after one attempt of their exchange."""
 
     attempt: Attempt
     names: list[str]  # jobs that contribute, this one among them
@@ -131,10 +130,10 @@ class RoundRunner:
         self._inbox.put(in_flight)
 
     def close(self, seconds: float, why: str) -> None:
-        """End the thread after the submitted rounds, leave the run and close all connections.
+        """Stop the thread and close all connections, also that of rank 0 to the coordinator.
 
         Args:
-            seconds: Longest wait for the submitted rounds.
+            seconds: How long to wait for submitted rounds to end; later ones are cut off.
             why: Reason for the coordinator's log.
         """
         self._inbox.put(None)
@@ -199,7 +198,7 @@ class RoundRunner:
                 in_flight.ended.set_exception(error)
 
     def _round(self, in_flight: InFlight) -> RoundResult:
-        """Run the round of a submitted pseudo-gradient, from "ready" to its end; collective."""
+        """Exchange a submitted pseudo-gradient; return the round's result; collective."""
         begin = time.monotonic()
         sent_before = self.links.sent
         fragment = self.state.fragments[in_flight.fragment]
@@ -237,12 +236,11 @@ class RoundRunner:
     def _ready_report(
         self, in_flight: InFlight, norm: float | None, tokens: float
     ) -> dict[str, Any]:
-        """Return the document of the request "ready"; collective.
+        """Return norm, tokens, versions and checksums for the request "ready"; collective.
 
         Args:
-            in_flight: The pseudo-gradient.
-            norm: Its Euclidean norm over all ranks; None: it is not finite.
-            tokens: Tokens that the job has read for it.
+            norm: The pseudo-gradient's Euclidean norm over all ranks; None: it is not finite.
+            tokens: Tokens that the job has read for the pseudo-gradient.
         """
         index = in_flight.fragment
         claims = self.claims.renew(in_flight.versions)
@@ -271,7 +269,6 @@ class RoundRunner:
             others    ("void", "skip") nothing changes
 
         Args:
-            in_flight: The pseudo-gradient.
             verdict: The first verdict.
             momentum_square: Squared length of the fragment's momentum, for algorithms that need it.
         """
@@ -310,7 +307,6 @@ class RoundRunner:
         """Exchange pseudo-gradients with the other members of a round, once; collective.
 
         Args:
-            in_flight: This job's pseudo-gradient.
             verdict: The verdict "go": members with their shares, incarnations and claimed norms.
 
         Returns:
@@ -359,7 +355,13 @@ class RoundRunner:
     def _attempt(
         self, members: Mapping[str, float], fragment: Fragment, found: FoundJobs
     ) -> Attempt:
-        """Return the exchange of a fragment between this rank and ranks of the found jobs."""
+        """Build the exchange of a fragment with ranks of other jobs; its run() performs it.
+
+        Args:
+            members: Job -> share of its pseudo-gradient in the sum; 0: it only receives.
+            fragment: Elements to exchange.
+            found: The other jobs' ranks, with addresses and the elements that each exchanges.
+        """
         ranges_of = {self.job: self.ranges}
         peers = {}
         for name, job in found.jobs.items():
@@ -379,7 +381,7 @@ class RoundRunner:
         verdict: Verdict,
         momentum_square: float,
     ) -> dict[str, Any]:
-        """Return the document of the request "checked"; collective.
+        """Return this job's report about the received data, for the request "checked"; collective.
 
             digests   sending job -> digest of its data, salted so that none can be copied
             factors   job -> factor of its pseudo-gradient in the aggregate, which is a weighted sum
@@ -387,7 +389,7 @@ class RoundRunner:
 
         Args:
             members: Job -> share of its pseudo-gradient.
-            verdict: The verdict "check": a salt, the excluded jobs, and the number of this check.
+            verdict: The coordinator's order to check: salt, excluded jobs, number of the check.
             momentum_square: Squared length of the fragment's momentum.
         """
         # Excluded jobs do not count: drop their parts of the Gram matrix, and their shares.
@@ -410,10 +412,7 @@ class RoundRunner:
         }
 
     def _digests(self, in_flight: InFlight, received: _Received, salt: str) -> dict[str, str]:
-        """Return sending job -> salted digest of its pseudo-gradient, over all ranks; collective.
-
-        Members with identical data report equal digests.
-        """
+        """Return sending job -> salted digest of its data, over all ranks; collective."""
         fragment = self.state.fragments[in_flight.fragment]
         digests_of_rank = [
             received.attempt.digest(fragment, gradient, salt) for gradient in received.gradients
@@ -428,13 +427,14 @@ class RoundRunner:
         members: Mapping[str, float],
         verdict: Verdict,
     ) -> RoundResult:
-        """Aggregate the pseudo-gradients of a committed round; collective.
+        """Aggregate the pseudo-gradients of a committed round; return its result; collective.
 
-        The outer step becomes pending; the training thread takes it when its delay is over.
+        The outer step is not taken here but queued (`pending`): the training thread takes it
+        `delay` inner steps after it has sent the pseudo-gradient.
 
         Args:
             members: Job -> share of its pseudo-gradient.
-            verdict: The verdict "commit", with the factors of the jobs that count.
+            verdict: The reply "commit", with the factors of the jobs that count.
         """
         fragment = self.state.fragments[in_flight.fragment]
         factors = verdict["factors"]  # job -> factor of its pseudo-gradient

@@ -45,7 +45,8 @@ class Screening:
     again.
 
     Args:
-        aggregate: Name of the aggregate (aggregate.py); directions are checked only if it is not robust.
+        aggregate: How pseudo-gradients are aggregated. Directions are checked only for "mean" and
+            "flag", in which a single job in a false direction has its full effect.
     """
 
     def __init__(self, aggregate: str):
@@ -61,11 +62,18 @@ class Screening:
     ) -> dict[str, str]:
         """Return the jobs whose pseudo-gradients are unusable, with the reasons.
 
+        Data is unusable if it is not finite, longer than reported, or exactly as long as in an
+        earlier round. With some aggregates, a direction unlike that of the other jobs makes it
+        unusable, too.
+
         Args:
             fragment: Index of the fragment.
             names: Jobs, in the order of `gram`.
             gram: Inner products of the pseudo-gradients over all elements, float64 [J, J].
-            claimed: Job -> norm that it reported when it was ready.
+            claimed: Job -> norm that it reported when it was ready; None: not finite.
+
+        Returns:
+            Job -> reason; empty: all are usable.
         """
         faults: dict[str, str] = {}
         squares = gram.diagonal().tolist()
@@ -94,14 +102,18 @@ class Screening:
     def _jobs_with_repeated_data(
         self, fragment: int, names: Sequence[str], squares: Sequence[float]
     ) -> dict[str, str]:
-        """Return the jobs whose pseudo-gradients have the exact length of an earlier one, with the reason.
+        """Return the jobs whose pseudo-gradient has exactly the norm of an earlier round's.
 
-        If at least half of the jobs do, training stands still and none is at fault.
+        Such a job has probably sent old data. But if at least half of the jobs do, training stands
+        still and none is blamed.
 
         Args:
             fragment: Index of the fragment.
             names: All jobs.
-            squares: Squared length of each job's pseudo-gradient, in the order of `names`.
+            squares: Squared norm of each job's pseudo-gradient, in the order of `names`.
+
+        Returns:
+            Job -> reason; empty: none.
         """
         known_squares = self._squares.get(fragment, ())
         repeated = [
@@ -115,14 +127,18 @@ class Screening:
 def _misdirected_jobs(
     usable: Sequence[str], names: Sequence[str], gram: torch.Tensor
 ) -> dict[str, str]:
-    """Return the jobs whose pseudo-gradients point in another direction than the others', with the reason.
+    """Return the jobs whose pseudo-gradients point in another direction than the others'.
 
-    The agreement of a job is its median cosine with the others; the usual agreement is the median over jobs.
+    A job's agreement is its median cosine with the others. It is misdirected below a tenth of the
+    usual agreement, which is the median over jobs. If that is below 0.2 (noise), no job is.
 
     Args:
         usable: Jobs to compare.
         names: All jobs, in the order of `gram`.
         gram: Inner products of the pseudo-gradients, float64 [J, J].
+
+    Returns:
+        Misdirected job -> reason; empty: none.
     """
     if len(usable) < _LEAST_JOBS:
         return {}

@@ -148,14 +148,15 @@ class Replicas:
         self._device = device
 
     def gather(self, fragment: Fragment, mine: torch.Tensor) -> list[Part]:
-        """Gather a fragment from the replicas; collective over them.
+        """Gather a fragment's values from the ranks that hold the same weights; collective.
 
         Args:
             fragment: The fragment.
-            mine: Values of the elements that this rank exchanges, flat float32 on the host.
+            mine: Values of the elements that this rank exchanges, flat float32 on the CPU.
 
         Returns:
-            Parts that together cover what the replicas hold of the fragment, in order.
+            Ranges of consecutive elements with their values, in order. Together they are all
+            elements of the fragment that these ranks hold.
         """
         if self._group is None:
             return _split_by_ranges(fragment.ranges, mine)
@@ -235,11 +236,14 @@ def gather_cut_matrices(
     holders: Replicas,
     device: torch.device,
 ) -> None:
-    """Make the outer steps of fragments collective, because several ranks exchange parts of a matrix.
+    """Let later outer steps of these fragments gather matrices that several ranks have parts of.
+
+    Muon orthogonalizes whole matrices. This call only replaces `fragment.matrices`; from then on
+    each outer step is collective over `holders`.
 
     Args:
         fragments: Fragments of this rank.
-        matrices: All matrices, with places in the flat weights.
+        matrices: All weight matrices, as places in the flat weights.
         holders: All ranks at this position of the model-parallel grid.
         device: Device on which matrices are orthogonalized.
     """

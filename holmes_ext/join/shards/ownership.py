@@ -37,7 +37,10 @@ class RankRange:
 
 @dataclass(frozen=True)
 class SharedRange:
-    """Elements [start, stop) that a single rank of each job exchanges (named in `owners`)."""
+    """Elements [start, stop) that one rank of each job exchanges with one rank of each other job.
+
+    Ranks of different jobs hold different shards, so a fragment consists of many such ranges.
+    """
 
     start: int
     stop: int
@@ -63,16 +66,16 @@ def owners(
     holdings: Mapping[int, Sequence[Range]],
     indivisible: Sequence[Range] = (),
 ) -> list[RankRange]:
-    """Assign each element to one rank that exchanges it.
+    """Assign each element to one of the ranks that hold it; that rank exchanges it with other jobs.
 
-    Elements that several ranks hold are divided evenly among them, fragment by fragment.
+    Within each fragment, elements that several ranks hold are divided evenly among them.
 
     Args:
         total: Number of elements.
-        cuts: Borders of the fragments, from `fragment_cuts`.
+        cuts: Borders of the fragments, from fragment_cuts().
         holdings: Rank -> ranges of elements that it holds.
-        indivisible: Ranges (such as matrices) that one rank should exchange as a whole. They are
-            divided only where the elements that a rank holds begin or end inside one.
+        indivisible: Ranges (such as matrices) that one rank should exchange as a whole. Such a
+            range is divided only where the elements that some rank holds begin or end inside it.
 
     Returns:
         Ranges in order, without overlaps and holes, from 0 to `total`.
@@ -139,10 +142,10 @@ def _holders_by_border(
 
 
 def _even_cuts(start: int, stop: int, parts: int, indivisible: Sequence[Range]) -> list[int]:
-    """Return the borders of `parts` parts of equal length, from `start` to `stop`.
+    """Divide [start, stop) into parts of about equal length; return the `parts` + 1 borders.
 
-    Inner borders are at multiples of ALIGNMENT after `start` if the parts are long enough, and moved out of
-    the `indivisible` ranges, which must not be divided.
+    Parts begin at multiples of ALIGNMENT after `start`, except if they are short. A border inside
+    one of the `indivisible` ranges is moved to the nearer end of that range.
     """
     length = stop - start
     is_long = length >= 2 * ALIGNMENT * parts
@@ -158,10 +161,12 @@ def _even_cuts(start: int, stop: int, parts: int, indivisible: Sequence[Range]) 
 
 
 def _moved_out(cut: int, indivisible: Sequence[Range]) -> int:
-    """Return the cut, moved to the nearer end of the range that it would divide.
+    """Return `cut`, or, if it is inside a range, the nearer end of that range.
+
+    Example: 7 with ranges [(5, 12)] -> 5; 5 and 12 stay as they are.
 
     Args:
-        cut: Index of the first element after the cut.
+        cut: Border between two elements: index of the first element after it.
         indivisible: Ranges that must not be divided, in order.
     """
     # Index of the last range that does not begin after the cut.

@@ -30,14 +30,14 @@ def wrap_with_digest(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unwrap_verified(saved: Any, source: str) -> dict[str, Any]:
-    """Return the state of a saved document.
+    """Check the digest and version of a saved outer state, and return the state.
 
     Args:
-        saved: What `sealed` returned.
-        source: Name of the document in error messages.
+        saved: The dict that wrap_with_digest() returned when the state was saved.
+        source: Name of the checkpoint in error messages.
 
     Raises:
-        HolmesError: The document is damaged, or has another version.
+        HolmesError: The state is damaged, or has the format of another version.
     """
     if not isinstance(saved, dict) or not isinstance(saved.get("version"), int):
         raise HolmesError(
@@ -63,12 +63,13 @@ def unwrap_verified(saved: Any, source: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def refuse_unexpected_structure(source: str) -> Iterator[None]:
-    """Raise HolmesError instead of the errors of code that reads a state with an unexpected structure.
+    """Context manager: turn errors while a checkpoint's state is loaded into a HolmesError.
 
-    A context manager around that code.
+    A state of unexpected structure causes KeyError, TypeError, ValueError, AttributeError or
+    RuntimeError. These are converted.
 
     Args:
-        source: Name of the document in the message.
+        source: Name of the checkpoint in the message.
     """
     try:
         yield

@@ -49,7 +49,12 @@ class Pending:
 
 @dataclass
 class Fragment:
-    """Elements [start, stop) of the flat weights, and this rank's part of their outer state."""
+    """A part of the model that is exchanged at once, with this rank's outer optimizer state.
+
+    A fragment is elements [start, stop) of the flat weights. Its anchor is the weights after the
+    last outer step. Anchor, momentum and residual (rounding errors of the codec) have only the
+    elements that this rank exchanges.
+    """
 
     start: int
     stop: int
@@ -92,10 +97,13 @@ class Fragment:
         return total & CHECKSUM_MASK
 
     def places(self, start: int, stop: int) -> slice:
-        """Return the slice of the anchor that holds elements [start, stop) of the flat weights.
+        """Return where elements [start, stop) of the flat weights are in `anchor`, as a slice.
+
+        `anchor` has the elements of all ranges of this rank, one after the other. Example: with the
+        ranges (10, 20) and (50, 60), start=52 and stop=55 give slice(12, 15).
 
         Raises:
-            KeyError: They are not all in one range of this rank.
+            KeyError: No single range contains all these elements.
         """
         offset = 0  # of the range in the anchor, which has one range after the other
         for range_start, range_stop in self.ranges:
@@ -106,7 +114,10 @@ class Fragment:
 
 
 class FragmentCopy(NamedTuple):
-    """Copy of elements of a fragment (a part of the model), to send to another job."""
+    """Version, anchor (weights after the last outer step) and momentum of a range of elements.
+
+    The copy is sent to another job, whose weights are outdated.
+    """
 
     version: int
     anchor: torch.Tensor
@@ -114,12 +125,16 @@ class FragmentCopy(NamedTuple):
 
 
 class OuterState:
-    """All fragments of one rank.
+    """Outer optimizer state of one rank: anchor, momentum and pending steps of each fragment.
+
+    The anchor is the weights after the last outer step. A rank has only the elements that it
+    exchanges.
 
     Args:
         settings: The --holmes-outer settings.
         weights: Weights of this rank, from which the anchors start.
-        owned: Elements that each rank of the job exchanges at this position of the model-parallel grid.
+        owned: Elements that each rank of the job exchanges at this position of the model-parallel
+            grid.
         rank: This rank.
     """
 
@@ -185,7 +200,8 @@ class OuterState:
     def apply(self, fragment: Fragment) -> None:
         """Take the oldest pending outer step of a fragment: update anchor, momentum and residual.
 
-        A pending step may also replace anchor and momentum by those of another job.
+        If another job's weights are pending instead, anchor and momentum are replaced by those. The
+        residual is the rounding errors of the codec.
         """
         with self.lock:
             pending = fragment.pending.pop(0)
@@ -210,16 +226,14 @@ class OuterState:
         values: torch.Tensor,
         matrices: Matrices,
     ) -> None:
-        """Apply a pending step to anchor and momentum, in place.
-
-        With `pending.replaces`, it is no outer step: anchor and momentum are replaced by another job's.
+        """Apply a pending outer step, or replace the weights by another job's; in place.
 
         Args:
-            pending: The step.
-            anchor: Elements of the anchor.
+            pending: The step; if `pending.replaces`, the weights of another job.
+            anchor: Elements of the anchor (weights after the last outer step).
             momentum: The same elements of the momentum; None: the algorithm has none.
-            values: The same elements of the aggregated pseudo-gradient, which is overwritten; with
-                `replaces`, of the other job's anchor.
+            values: Aggregated pseudo-gradient of these elements, which is overwritten. If
+                `pending.replaces`, the other job's anchor.
             matrices: Matrices in these elements.
         """
         if not pending.replaces:
@@ -272,7 +286,9 @@ class OuterState:
     def replace(
         self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
     ) -> None:
-        """Replace anchor and momentum of a fragment by those of another job at once; drop its pending steps.
+        """Replace a fragment's anchor and momentum by those of another job, immediately.
+
+        Prepared outer steps that training has not applied yet (pending steps) are dropped.
 
         Args:
             fragment: The fragment.
@@ -288,9 +304,10 @@ class OuterState:
     def add_replacement(
         self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
     ) -> None:
-        """Append to the pending steps: replace anchor and momentum of a fragment by those of another job.
+        """Queue another job's anchor and momentum, which training will take for a fragment later.
 
-        The rounds thread calls this while training runs; training does it when it applies pending steps.
+        The rounds thread calls this while training runs. Training replaces its own values when it
+        applies the queue of pending steps.
 
         Args:
             fragment: The fragment.
@@ -312,10 +329,13 @@ class OuterState:
         return total
 
     def to_dict(self, pending: bool = True) -> dict[str, Any]:
-        """Return a copy of the state for a checkpoint, as nested dicts and lists of tensors.
+        """Return a copy of this rank's anchors, momenta and residuals for a checkpoint.
 
         Args:
-            pending: Include the pending steps: those of committed rounds that training has not taken yet.
+            pending: Also include the outer steps that are prepared but not applied yet.
+
+        Returns:
+            Nested dicts and lists of tensors, as load() takes them.
         """
         fragments = []
         for fragment in self.fragments:
@@ -337,10 +357,10 @@ class OuterState:
         }
 
     def load(self, saved: dict[str, Any], source: str) -> None:
-        """Load the state of a checkpoint.
+        """Load this rank's anchors, momenta, residuals and pending steps from a checkpoint.
 
         Args:
-            saved: What `to_dict` returned.
+            saved: Result of to_dict().
             source: Name of the checkpoint in error messages.
 
         Raises:

@@ -33,7 +33,7 @@ _NAMED = 2000
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of the model, unsharded."""
+    """Name, whole shape and dtype of one tensor of the model; its values are not included."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive elements that a rank holds, from element `start` on."""
+    """Consecutive elements of the flat model (all tensors, one after the other) that a rank holds.
+
+    A part has the index of its first element, and a view of the values.
+    """
 
     start: int
     values: torch.Tensor  # flat view of what the inner optimizer steps, on its device
@@ -139,9 +142,10 @@ class Weights:
         return parts
 
     def checksum(self) -> int:
-        """Return the checksum of all elements that this rank holds.
+        """Return a checksum of the values of all weights that this rank holds.
 
-        It is a sum modulo 2^64 over chunks of elements, and does not depend on how they are divided.
+        The checksum is a sum modulo 2^64 over elements and their positions. So the sum over several
+        ranks does not depend on how the elements are divided among them.
         """
         total = 0
         for part in self.parts:

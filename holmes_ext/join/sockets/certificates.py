@@ -47,7 +47,7 @@ _KEY_USAGES = (
 
 @dataclass(frozen=True)
 class TlsContexts:
-    """TLS contexts of this process."""
+    """TLS contexts of this process, for connections that it accepts and that it opens."""
 
     server: ssl.SSLContext  # for accepted connections
     client: ssl.SSLContext  # for calls
@@ -55,7 +55,7 @@ class TlsContexts:
 
 
 class _PemFiles(NamedTuple):
-    """PEM texts that a process makes at start."""
+    """Certificates and private key that a process generates at start, as PEM texts."""
 
     authority: bytes  # certificate of the CA
     certificate: bytes  # of this process, signed by the CA
@@ -127,12 +127,12 @@ def _contexts(file: str, authority: str) -> TlsContexts:
 
 
 def _context(protocol: Any, file: str, authority: str) -> ssl.SSLContext:
-    """Return a TLS 1.3 context that requires a certificate of the other end, signed by the CA.
+    """Return a TLS 1.3 context that accepts only peers with a certificate of the given CA.
 
     Args:
         protocol: ssl.PROTOCOL_TLS_SERVER or ssl.PROTOCOL_TLS_CLIENT.
-        file: PEM file with certificate and key of this end.
-        authority: Trusted CA, as PEM text.
+        file: Path of a PEM file with certificate and private key of this process.
+        authority: Certificate of the CA, as PEM text.
     """
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -185,7 +185,9 @@ def _make_certificates(key: bytes) -> _PemFiles:
 
 
 def _signed(authority_key: Any, public_key: Any, is_authority: bool) -> bytes:
-    """Return a certificate as PEM text, valid whatever the clocks of the hosts say.
+    """Return a new certificate, signed by the CA, as PEM text.
+
+    The certificate is valid from 2000 to 2100, so that wrong clocks of hosts do not matter.
 
     Args:
         authority_key: Private key of the CA.

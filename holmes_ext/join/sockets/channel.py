@@ -35,10 +35,13 @@ class BrokenFrame(ConnectionError):
 
 
 class _Direction:
-    """Sequence numbers and tags of one direction of a connection.
+    """State of one direction of a connection that protects each message (frame) against changes.
+
+    Without TLS, a frame ends with a tag: a MAC over its sequence number and content. So a changed,
+    dropped or repeated frame is detected.
 
     Args:
-        key: Key of the tags; None over TLS: there are no tags.
+        key: Key of the MAC; None: no tags, because the connection uses TLS.
     """
 
     def __init__(self, key: bytes | None):
@@ -98,13 +101,14 @@ class _Direction:
 class Channel:
     """Connection that carries frames: JSON documents, and parts of a byte stream.
 
-    Calls block until their deadline. They raise TimeoutError then, and other OSErrors if the connection
-    breaks.
+    Without TLS, each frame ends with a tag (a MAC), which detects changes. Calls block until their
+    deadline. They raise TimeoutError then, and other OSErrors if the connection breaks.
 
     Args:
         connection: TCP or TLS socket.
-        send_key: Key of the tags of sent frames; None: no tags, over TLS and before there is a key.
-        receive_key: Key of the tags of received frames; None: no tags.
+        send_key: Key of the tags of sent frames; None: without tags (TLS, or not authenticated
+            yet).
+        receive_key: Key of the tags of received frames; None: without tags.
     """
 
     def __init__(
@@ -171,10 +175,14 @@ class Channel:
                 yield memoryview(tag)
 
     def incoming(self, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
-        """Yield the buffers that must be filled from the socket, in order, to fill the given buffers.
+        """Yield, in order, the buffers to fill from the socket so that `buffers` are filled.
 
-        The caller fills each buffer before it takes the next one: after the bytes of a frame, its header and
-        tag are checked here. The sender may have divided the same number of bytes into other buffers.
+        Headers and tags of frames need buffers, too: those come in between. The caller fills each
+        buffer before it takes the next one; after the last one of a frame, header and tag are
+        checked. The sender may have divided the data into other buffers.
+
+        Args:
+            buffers: Buffers for the data.
 
         Raises:
             BrokenFrame: A frame is broken; raised after its last buffer was filled.
@@ -206,7 +214,7 @@ class Channel:
         return self._next_byte() is None
 
     def _next_byte(self) -> bytes | None:
-        """Return the next received byte without reading it.
+        """Peek at the next received byte: return it and leave it in the kernel's buffer.
 
         Returns:
             b"" if the connection is closed; None if no byte has been received.

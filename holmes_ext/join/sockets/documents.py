@@ -23,10 +23,11 @@ def pack(document: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, Any]:
-    """Return the document in received bytes.
+    """Parse bytes from an untrusted process as a JSON object.
 
     Raises:
-        ValueError: The bytes are not a JSON object, or exceed a limit.
+        ValueError: They are no JSON object, are nested too deeply, have too many values, or contain
+            numbers or characters that are not allowed.
     """
     # An upper bound on the number of values, before any of them takes memory.
     if sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:

@@ -65,20 +65,20 @@ class NotHolmes(ConnectionError):
 
 
 class Accepted(NamedTuple):
-    """A connection whose caller has proved the token."""
+    """Connection from a caller that has proved to know the run's token, and what it is for."""
 
     channel: Channel
     purpose: dict[str, Any]  # what the connection is for, and who calls
 
 
 class Credentials:
-    """Token and certificates of this process.
+    """What this process authenticates itself with: the run's token, and its TLS certificate.
 
     Args:
         token: Token of the run.
         plain: Do not use TLS: anybody on the way can read.
-        certificate: PEM file with certificate, chain and key; "": made at start.
-        authority: PEM file with the CA of `certificate`.
+        certificate: PEM file with certificate, chain and key; "": this process generates one.
+        authority: PEM file with the CA of `certificate`; "" if there is no `certificate`.
 
     Raises:
         HolmesError: A file cannot be used.
@@ -138,9 +138,11 @@ def call(
         host: Host of the listener.
         port: Port of the listener.
         credentials: Token and certificates.
-        purpose: What the connection is for, and who calls.
+        purpose: JSON object that the listener gets: "purpose" (what the connection is for), and who
+            calls.
         deadline: Until when the handshake must be complete.
-        secret: What both ends must know besides the token.
+        secret: Further secret that both ends must know, such as a ticket of the coordinator for
+            this connection; b"": the token is enough.
 
     Raises:
         OSError: The listener was not reached, or does not speak this protocol.
@@ -163,15 +165,17 @@ def greet(
     secret: bytes = b"",
     encrypt: bool = True,
 ) -> Channel:
-    """Run the caller's side of the handshake on an open connection, which is closed if that fails.
+    """Authenticate both ends of an open connection, as its caller; close it if that fails.
 
     Args:
         connection: TCP connection to the listener.
-        where: Name of the listener in error messages.
+        where: Name of the listener in error messages, such as HOST:PORT.
         credentials: Token and certificates.
-        purpose: What the connection is for, and who calls.
+        purpose: JSON object that the listener gets: "purpose" (what the connection is for), and who
+            calls.
         deadline: Until when the handshake must be complete.
-        secret: What both ends must know besides the token.
+        secret: Further secret that both ends must know, such as a ticket of the coordinator for
+            this connection; b"": the token is enough.
         encrypt: Use TLS.
 
     Raises:
@@ -287,8 +291,9 @@ def answer(
 def _refuse_plain(channel: Channel, deadline: Deadline) -> None:
     """Tell a caller without TLS that this run is encrypted, and raise Refused.
 
-    A caller accepts an error only as the reply to its second message, its proof. So it first gets the usual
-    answer to its first message, but with an empty challenge: its proof is not checked.
+    A caller accepts an error only as the reply to its second message. So its first message gets the
+    usual reply. The challenge in that reply is empty, because the caller's proof will not be
+    checked.
     """
     channel.send({"holmes": VERSION, "challenge": ""}, deadline)
     _receive(channel, "it", deadline)  # its purpose and proof
@@ -299,9 +304,10 @@ def _refuse_plain(channel: Channel, deadline: Deadline) -> None:
 
 
 def end_tls(connection: socket.socket, deadline: Deadline) -> socket.socket:
-    """End the TLS of a connection with the other end, and return its plain TCP socket.
+    """Shut down TLS on a connection, and return its plain TCP socket, for other use.
 
-    The other end must call this function too. A connection without TLS is returned as it is.
+    The other end must do the same. Used when the coordinator begins to forward a caller's bytes on
+    the connection. A connection without TLS is returned as it is.
 
     Raises:
         OSError: The connection broke.
@@ -383,12 +389,17 @@ def _certificate_of(connection: ssl.SSLSocket) -> bytes:
 
 
 def _receive(channel: Channel, where: str, deadline: Deadline) -> dict[str, Any]:
-    """Receive a document of at most _LONGEST_UNPROVEN_BYTES; raise NotHolmes if it is none.
+    """Receive a JSON object from a process that has not been authenticated yet.
+
+    The object may have at most _LONGEST_UNPROVEN_BYTES.
 
     Args:
-        channel: Connection to an end that has not proved the token.
-        where: Name of the other end in error messages.
-        deadline: Until when the document must be complete.
+        channel: Connection to that process.
+        where: Name of the process in error messages.
+        deadline: Until when the object must be complete.
+
+    Raises:
+        NotHolmes: Something else was received.
     """
     try:
         return channel.receive(deadline, _LONGEST_UNPROVEN_BYTES)
@@ -401,7 +412,9 @@ def _receive(channel: Channel, where: str, deadline: Deadline) -> dict[str, Any]
 def _transcript(
     caller: str, listener: str, purpose: str, caller_certificate: bytes, listener_certificate: bytes
 ) -> str:
-    """Return the facts that both ends prove to agree on.
+    """Return what both ends have seen of the handshake, as one text.
+
+    Each end sends a MAC of this text, which differs if somebody in between has changed a message.
 
     Args:
         caller: The caller's challenge.
@@ -432,10 +445,11 @@ def _authenticated(
 
     Args:
         connection: TCP or TLS socket.
-        key: Key of the run, or derived from it.
+        key: Key derived from the run's token, and from the further secret of this connection if it
+            has one.
         facts: Transcript of the handshake, on which the keys of the MACs depend.
-        my_role: "caller" or "listener".
-        other_role: The other one.
+        my_role: "caller" or "listener": this end.
+        other_role: The role of the other end.
         encrypt: The connection uses TLS.
     """
     if encrypt:
