@@ -42,7 +42,7 @@ class JobRequest(Protocol):
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
         """Return the options with the layers per pipeline stage that the last run has chosen.
 
-        It restarts nothing: it is called when the job has just been started again. With
+        This method restarts nothing: the job has just been started again. With
         --holmes-restart auto, a running job measures its layers. If other numbers of layers per
         stage would be faster, the job ends after a checkpoint, and torchrun starts it again with
         these numbers.

@@ -59,8 +59,8 @@ class DeviceClock:
     """Records CUDA events, and converts them to seconds of the host's clock.
 
     A mark is a recorded CUDA event with the host's time of the recording. CUDA only gives the time
-    between two events. So one event is kept as a reference, for which the time at which the GPU
-    passed it is known.
+    between two events. So one event is kept as the reference, with the host time at which the GPU
+    passed it.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -165,9 +165,9 @@ class DeviceClock:
 class OnDevice:
     """Measures start, end and waiting time of NCCL operations, by CUDA events.
 
-    The telemetry Recorder of this process creates it. It calls launch() before an operation,
-    launched() after the launch, wait() for the program's wait, and poll() to record the ends of
-    operations. Any thread may call the methods.
+    The telemetry Recorder of this process creates this object, and calls launch() before an
+    operation, launched() after the launch, wait() for the program's wait, and poll() to record the
+    ends of operations. Any thread may call the methods.
     """
 
     def __init__(self, recorder: Any, clock: DeviceClock):

@@ -77,7 +77,7 @@ def kind_of(ranks: Sequence[int], description: str, sizes: Sizes | None, world_s
 
 
 def described(description: str) -> str:
-    """Return the kind of parallelism that a process group serves, derived from its description.
+    """Return the kind of parallelism that a process group serves, as described by its group_desc.
 
     Example: "mesh_dp_shard" -> "data", "pipeline_model_parallel_group" -> "pipeline", "default_pg"
     -> "world", "my_group" -> "".
@@ -247,9 +247,9 @@ class GroupTraffic:
         """Return the kind of parallelism that an operation of this process group serves.
 
         This is the kind of the group, derived from its description or else from its ranks.
-        Exception: a send or receive in a group of 3 or more ranks whose description does not show
-        its kind. Then the kind of a group of only the two ranks is returned, because engines send
-        between pipeline stages in the group of all ranks.
+        Exception: a send or receive in a group of 3 or more ranks without a known kind of
+        description. Then the kind of a group of only the two ranks is returned, because engines
+        send between pipeline stages in the group of all ranks.
 
         Args:
             sizes: Parallel sizes of the job, if known.

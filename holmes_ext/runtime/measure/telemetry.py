@@ -56,9 +56,8 @@ class SpanMark(NamedTuple):
 class Recorder:
     """Records the times of this process's collectives, sends and receives in torch.distributed.
 
-    It keeps the operations under way, and those that ended since the last training step. Functions
-    that holmes puts around those of torch call it: launch(), launched(), wait(). Any thread may
-    call it.
+    It keeps the operations under way, and those that ended since the last training step. holmes
+    wraps torch's functions, and the wrappers call launch(), launched() and wait(), from any thread.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class ReduceToOwners:
         """Choose the way of reducing for the backend of `group`. All ranks of the group must do so.
 
         Each rank will get only the sums of the gradient elements that it owns. With gloo, a sum
-        passes along a chain of ranks that ends at its owner: a process group and a thread are made
+        passes along a chain of ranks that ends at the owner: a process group and a thread are made
         for these sends and receives. Other backends call torch's reduce() on `group`.
 
         Args:

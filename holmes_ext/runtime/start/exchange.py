@@ -386,7 +386,7 @@ def _await_verdict(
     """Send reports to rank 0 through the job's store, and wait for rank 0's decision on the start.
 
     All ranks but rank 0 call this function. The store may still have the decision of an earlier
-    start of the job. It is ignored: it was made without the reports of this start.
+    start of the job. That decision is ignored: it lacks the reports of this start.
 
     Args:
         reports: This rank's report, and those of other ranks of its node for which it reports.

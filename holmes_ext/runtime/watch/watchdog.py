@@ -480,8 +480,8 @@ class Watchdog:
     def say_alone(self) -> None:
         """Print in which operation this rank is stuck, if the job's store does not answer.
 
-        This is its oldest unfinished operation. Of the operation's ranks only the lowest prints it,
-        not counting the rank that hosts the store: that may be the one that has stopped.
+        The oldest unfinished operation is printed, by the lowest of its ranks only. The rank that
+        hosts the store does not count: it may be the one that has stopped.
         """
         state = self.state()
         if not self._late() or not state.waiting or self._alone_at == state.step:
