@@ -247,9 +247,9 @@ class GroupTraffic:
         """Return the kind of parallelism that an operation of this process group serves.
 
         This is the kind of the group, derived from its description or else from its ranks.
-        Exception: a send or receive in a group of 3 or more ranks without a known kind of
-        description. Then the kind of a group of only the two ranks is returned, because engines
-        send between pipeline stages in the group of all ranks.
+        Exception: a send or receive in a group of 3 or more ranks, if the description does not name
+        a kind or names "world". Then the kind of a group of only the two ranks is returned, because
+        engines send between pipeline stages in the group of all ranks.
 
         Args:
             sizes: Parallel sizes of the job, if known.
