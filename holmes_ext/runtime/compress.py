@@ -187,16 +187,18 @@ def codec(kind: str) -> Codec:
     return _CODECS[kind]
 
 
-#: Residuals of one tensor's parts: (step of the algorithm, offset of the part in the tensor) -> residual.
+#: Rounding errors (residuals) of one tensor, by compressed message: (tag of the message in the
+#: all-reduce, offset or number of the part of the tensor that it carries) -> residual.
 ResidualMap = dict[tuple[int, int], "torch.Tensor"]
 
 
 class Residuals:
-    """Residuals of all tensors that are reduced in every training step with a codec that has error feedback.
+    """Rounding errors of compression, for all tensors that are reduced in every training step.
 
-    A tensor is identified by its Python object, or by an object that stands for it, such as its bucket. Its
-    residuals live as long as this object. They have as many float32 elements as this rank sends, and are
-    in no checkpoint.
+    Error feedback adds the errors of one training step to the same elements in the next step. A
+    tensor is identified by its Python object, or by an object that stands for it, such as its
+    bucket. Its residuals live as long as this object. They have as many float32 elements as this
+    rank sends, and are in no checkpoint.
     """
 
     def __init__(self) -> None:
@@ -206,7 +208,7 @@ class Residuals:
         self._of = torch.utils.weak.WeakIdKeyDictionary()
 
     def of(self, tensor: object) -> ResidualMap:
-        """Return the residuals of a tensor's parts. Callers add new parts to the result.
+        """Return the rounding errors of a tensor, by message. Callers add new ones to the result.
 
         Args:
             tensor: The tensor, or the object that stands for it.
@@ -217,16 +219,20 @@ class Residuals:
 def residual_of(
     residuals: ResidualMap | None, key: tuple[int, int], part: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the rounding errors of a tensor's part in the last step (error feedback); zeros at first.
+    """Return the rounding errors of a tensor part that was compressed in the last training step.
+
+    Error feedback adds them to the part before it is compressed again. If the part has not been
+    compressed yet, they are zeros, which are also stored in `residuals`.
 
     Args:
-        residuals: Those of the tensor's parts, to which a new one is added. None if there is no error
-            feedback; then None is returned.
-        key: Identifies the residual: a step of the algorithm, and the part.
-        part: The part of the tensor.
+        residuals: Key -> rounding errors, of one tensor. None: the codec has no error feedback, and
+            None is returned.
+        key: (tag of the message in the all-reduce, offset or number of the part in the tensor).
+        part: Elements that are going to be compressed.
 
     Returns:
-        A flat float32 tensor, which the codec updates in place.
+        A flat float32 tensor of the part's length. Codec.encode() replaces its values by the new
+        errors.
     """
     if residuals is None:
         return None

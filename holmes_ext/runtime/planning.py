@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 class JobRequest(Protocol):
-    """Description of a job as one rank has it before it has exchanged reports with other ranks."""
+    """What one rank knows about its job at the start: options, model, framework and cluster file.
+
+    The rank does not know the other nodes yet. Later, all ranks report their nodes and NICs to rank
+    0, which passes them to make_plan().
+    """
 
     options: Options
     model: Model | None  # the model that is trained, if the user has described it
@@ -36,18 +40,20 @@ class JobRequest(Protocol):
         """Make the plan for the nodes that reported."""
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
-        """Take over the split of layers into pipeline stages for which the job was restarted.
+        """Return the options with the layers per pipeline stage that the last run has chosen.
 
-        With --holmes-restart auto, holmes measures the running job. If another split is faster, it ends the
-        job after a checkpoint, and torchrun starts it again with that split.
+        This method restarts nothing: the job has just been started again. With
+        --holmes-restart auto, a running job measures its layers. If other numbers of layers per
+        stage would be faster, the job ends after a checkpoint, and torchrun starts it again with
+        these numbers.
 
         Args:
-            layers: Number of layers of each stage, as --holmes-partition takes them, such as "5,3"; "" if the
-                job was not restarted for another split.
-            sizes: Parallel sizes of the run before; None if unknown.
+            layers: Layers of each stage, as --holmes-partition takes them, such as "5,3"; "" if the
+                last run has chosen none.
+            sizes: Parallel sizes of the last run; None if unknown.
 
         Returns:
-            The options with these layers, and lines for the user.
+            The options of this run, and lines for the user.
         """
 
 

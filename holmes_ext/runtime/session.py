@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """State of holmes in one process of a running job."""
+    """The job as one process sees it: plan, nodes, this rank, process groups, key-value store.
+
+    Each process makes one Session when the job starts (start/rank.py). active() returns it.
+    """
 
     options: Options
     #: This process, as its launcher numbered it.

@@ -134,7 +134,10 @@ class Mailbox:
     """
 
     def __init__(self, groups: dict[tuple[int, str], Any], ends: Mapping[int, tuple[int, int]]):
-        """Make a mailbox without declared or recorded messages.
+        """Create a mailbox that does not know the shapes and dtypes of its messages yet.
+
+        The engine declares them before a step (expect(), announce()). Otherwise the mailbox reads
+        them off the received tensors of the first step (start_recording()).
 
         Args:
             groups: (neighbour, "send" or "recv") -> process group of that direction.
@@ -198,13 +201,13 @@ class Mailbox:
         self._checked_messages[peer] = 0
 
     def start_recording(self) -> None:
-        """Begin a step with blocking sends and receives, whose received messages are recorded."""
+        """Begin a step of blocking sends and receives that records all shapes and dtypes."""
         self.is_recording = True
         self._checked_messages.clear()
         self._recorded = {peer: [] for peer in self.neighbours}
 
     def discard_recorded(self, peer: int) -> None:
-        """Drop the messages of a neighbour recorded so far, because later steps do not have them.
+        """Drop the shapes recorded so far for a neighbour, because later steps lack these messages.
 
         DeepSpeed's first step also sends the shapes of the activations that follow. These messages come only
         once, so no receives are posted for them in later steps.
@@ -213,13 +216,13 @@ class Mailbox:
             self._recorded[peer] = []
 
     def finish_recording(self, micro_batches: int) -> None:
-        """End the recorded step, and expect the same messages in all later steps.
+        """End the step begun by start_recording(), and expect the same messages in all later steps.
 
         A neighbour's messages must have the same shapes and dtypes in every micro-batch. Later steps post
         receives of these shapes before the messages arrive.
 
         Args:
-            micro_batches: Micro-batches of the recorded step.
+            micro_batches: Micro-batches of the step that ends.
 
         Raises:
             HolmesError: a neighbour did not send the same messages for every micro-batch.
@@ -254,15 +257,16 @@ class Mailbox:
     # A step with known messages
 
     def begin(self, order: PipelineOrder, micro_batches: int, like: Any) -> None:
-        """Begin a step whose receives are posted before their messages are needed.
+        """Begin a training step in which receives are posted (irecv) some passes before their use.
 
-        The shapes and dtypes of the messages must be known (has_message_specs), from the engine's calls of
-        expect() or from a recorded step: receive buffers are allocated for them.
+        A posted receive needs a buffer, so the shapes and dtypes of all messages must be known
+        (has_message_specs). Either the engine has declared them by expect(), or the mailbox has
+        recorded them in a step of blocking receives (start_recording() to finish_recording()).
 
         Args:
-            order: Order of the passes and messages of all stages.
+            order: Order of the passes and messages of all pipeline stages.
             micro_batches: Micro-batches of the step.
-            like: Any tensor on the device for receive buffers.
+            like: Any tensor; receive buffers are allocated on its device.
         """
         self.is_open = True
         self._device_tensor = like
@@ -303,10 +307,11 @@ class Mailbox:
         self._sent_messages[kind].append(_SentMessage(micro_batch, work, tensor=encoded))
 
     def recv(self, tensor: Any, peer: int) -> None:
-        """Receive the next message of a neighbour into `tensor`.
+        """Wait for the next message of a neighbour, and copy it into `tensor`.
 
-        The message is received into a buffer, since its receive was started before `tensor` was given. A
-        recorded step has no such buffers, and receives with a blocking call.
+        Its receive was posted into a buffer before `tensor` was given. A first step that records
+        the shapes of messages (start_recording()) has no buffers: a blocking receive fills `tensor`
+        directly. With NCCL, the current stream waits, not the host.
 
         Raises:
             HolmesError: another shape or dtype was expected, or the connection is broken.
@@ -372,7 +377,7 @@ class Mailbox:
         return groups
 
     def _receive_and_record(self, tensor: Any, peer: int) -> None:
-        """Receive a message with a blocking call, and record its shape and dtype."""
+        """Receive a message into `tensor` with a blocking call, and record its shape and dtype."""
         import torch.distributed as dist
 
         encoded, decode = self.wire_to(peer).incoming(tensor)

@@ -62,9 +62,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PostingRule:
-    """Number of receives from a neighbour that a stage has posted at each point of a step (1F1B).
+    """Rule by which a 1F1B pipeline stage posts its receives (irecv) from one neighbouring stage.
 
-    Receives are counted in micro-batches from the beginning of the step.
+    Order1F1B makes the rule. Mailbox applies it before and after each pass: it posts receives until
+    their number reaches the rule's. Receives are counted in micro-batches from the beginning of the
+    step. Example: with passes_ahead=1, micro-batches 0 to 3 are posted before the pass of
+    micro-batch 2.
     """
 
     #: Number of passes by which a receive is posted before the pass that needs its message.
@@ -74,23 +77,30 @@ class PostingRule:
     activations_before_first: int | None = None
 
     def posted_before(self, micro_batch: int) -> int:
-        """Return how many receives must have been posted before a pass that uses a received message.
+        """Return how many receives the stage must have posted before a pass that uses a message.
 
         Args:
             micro_batch: Micro-batch of the pass and of its message.
+
+        Returns:
+            Number of receives from the neighbour since the beginning of the step, in micro-batches.
         """
         needed = micro_batch + 1
         return needed + self.passes_ahead
 
     def posted_after(self, kind: str, micro_batch: int) -> int:
-        """Return how many receives of the step must have been posted when a pass has sent its message.
+        """Return how many receives the stage must have posted after one of its passes.
+
+        Only a stage that receives gradients gets a number: it posts one more receive after each
+        forward pass, whose activation it has just sent.
 
         Args:
-            kind: "F" for a forward pass, "B" for a backward pass.
+            kind: "F" after a forward pass, "B" after a backward pass.
             micro_batch: Micro-batch of the pass.
 
         Returns:
-            The smallest number of receives. 0 or less: the pass sets no lower bound.
+            Number of receives from the neighbour since the beginning of the step, in micro-batches.
+            0 or less: the pass requires none.
         """
         if kind == "F" and self.activations_before_first is not None:
             activations_sent = micro_batch + 1
@@ -101,9 +111,11 @@ class PostingRule:
 
 @dataclass(frozen=True)
 class ListedPostingRule:
-    """Number of receives from a neighbour that a stage has posted, if the plan lists all passes.
+    """Rule by which a pipeline stage posts its receives (irecv), if the plan lists all passes.
 
-    Receives are counted in micro-batches from the beginning of the step.
+    The rule is for the receives from one neighbouring stage. ListedOrder makes it. Mailbox applies
+    it before and after each pass: it posts receives until their number reaches the rule's. Receives
+    are counted in micro-batches from the beginning of the step.
     """
 
     #: Micro-batch -> number of activations that both stages launch before its gradient.
@@ -113,10 +125,13 @@ class ListedPostingRule:
     gradients_sent: tuple[int, ...] = ()
 
     def posted_before(self, micro_batch: int) -> int:
-        """Return how many receives must have been posted before a pass that uses a received message.
+        """Return how many receives the stage must have posted before a pass that uses a message.
 
         Args:
             micro_batch: Micro-batch of the pass and of its message.
+
+        Returns:
+            Number of receives from the neighbour since the beginning of the step, in micro-batches.
         """
         receives_activations = bool(self.gradients_sent)
         if receives_activations:
@@ -125,18 +140,19 @@ class ListedPostingRule:
         return micro_batch + 1
 
     def posted_after(self, kind: str, micro_batch: int) -> int:
-        """Return how many receives of the step must have been posted when a pass has sent its message.
+        """Return how many receives the stage must have posted after one of its passes.
 
-        A stage that receives activations posts more of them after each gradient that it has sent. A stage
-        that receives gradients posts more of them after each activation that it has sent.
+        A stage that receives activations posts more of them after each backward pass, which has
+        sent a gradient. A stage that receives gradients posts more of them after each forward pass,
+        which has sent an activation.
 
         Args:
-            kind: "F" for a forward pass, which has sent an activation; "B" for a backward pass, which
-                has sent a gradient.
+            kind: "F" after a forward pass, "B" after a backward pass.
             micro_batch: Micro-batch of the pass.
 
         Returns:
-            The smallest number of receives. 0: the pass sets no lower bound.
+            Number of receives from the neighbour since the beginning of the step, in micro-batches.
+            0: the pass requires none.
         """
         receives_activations = bool(self.gradients_sent)
         if receives_activations:
@@ -176,13 +192,16 @@ class Order1F1B:
     needs_message_order: bool = True
 
     def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> PostingRule:
-        """Return how many passes ahead of its use a stage posts each receive from a neighbouring stage.
+        """Return how many passes before its use a stage posts each receive from a neighbour stage.
 
-        With NCCL, both stages post and send their messages in one order: first a number of activations, the
-        lead, then gradients and activations in turn. The lead lies between the micro-batches in flight of
-        the later stage (L) and those of the earlier stage (E). The later stage then posts lead - L passes
-        ahead, the earlier one E - lead: together E - L passes, which the two stages share.
-        With gloo no common order is needed, and each stage posts E - L passes ahead.
+        Before its first backward pass, the earlier stage runs E forward passes, the later one L.
+        With NCCL both stages launch all messages in one order: first `lead` activations, then
+        gradients and activations in turn. The lead is chosen between L and E:
+
+            later stage      posts the receive of an activation lead - L passes before its use
+            earlier stage    posts the receive of a gradient E - lead passes before its use
+
+        With gloo no common order is needed, and both stages post E - L passes ahead.
 
         Args:
             stage: Number of the stage that receives.
@@ -216,14 +235,14 @@ class Order1F1B:
         return PostingRule(passes_ahead=later_ahead)
 
     def _share_of_later_stage(self, later_stage: int, passes_to_share: int) -> int:
-        """Return how many passes ahead the later of two neighbouring stages posts its receives.
+        """Return how many passes before its use the later of two neighbour stages posts a receive.
 
-        It gets half of the passes, and more if it computes longer than the stage before it: then it has less
-        idle time in which it could wait for a message.
+        This is half of `passes_to_share`; the earlier stage gets the other half. The stage that
+        computes longer gets more: it has less idle time in which it could wait for a message.
 
         Args:
             later_stage: Number of the later stage.
-            passes_to_share: Sum of the passes ahead of both stages; the earlier stage gets the rest.
+            passes_to_share: Number of passes to divide among both stages.
         """
         # How much longer the later stage computes a micro-batch than the earlier one, in passes: in the
         # steady state each stage begins a pass whenever the slowest stage has computed a micro-batch.
@@ -251,11 +270,13 @@ class ListedOrder:
     in_flight: tuple[int, ...] = ()  # left empty: the schedule itself limits the micro-batches
 
     def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> ListedPostingRule:
-        """Return when a stage posts its receives from a neighbouring stage.
+        """Return when a stage posts its receives from a neighbouring stage, as the plan lists it.
 
-        The plan says, for each gradient between the two stages, how many activations are posted or sent
-        before it. A receiver of gradients posts a gradient after it has sent that many activations. A
-        receiver of activations posts that many activations before it sends the gradient.
+        For each gradient between the two stages, the plan has the number of activations before it.
+        If this is 3 for the first gradient:
+
+            earlier stage    sends 3 activations, then posts the receive of the gradient
+            later stage      posts the receives of 3 activations, then sends the gradient
 
         Args:
             stage: Number of the stage that receives.

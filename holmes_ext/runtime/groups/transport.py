@@ -222,7 +222,10 @@ def refuse_forced(transport: Transport, forced_nets: Mapping[str, str]) -> None:
 
 
 def _copy_settings(source: Any, target: Any, skip: frozenset[str] | set[str] = frozenset()) -> None:
-    """Copy the attributes of `source` whose values differ to `target`, except those named in `skip`."""
+    """Set the attributes of `target` to the values that they have in `source`.
+
+    Methods, attributes that start with "__" and those named in `skip` are left as they are.
+    """
     for name in dir(source):
         value = getattr(source, name)
         if (

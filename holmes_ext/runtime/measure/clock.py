@@ -92,7 +92,10 @@ Clock = Callable[[], float]
 
 
 class Offset(NamedTuple):
-    """Measured difference, in seconds, between the clocks of rank 0's node and of this node."""
+    """Measured time of rank 0's clock minus the time of this node's clock, in seconds.
+
+    ask() measures it. A time of this node plus `offset_s` is the same moment on rank 0's clock.
+    """
 
     offset_s: float  # clock of rank 0's node minus clock of this node
     error_s: float  # the offset is wrong by at most so much: half of the measurement's round trip

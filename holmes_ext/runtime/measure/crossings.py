@@ -77,7 +77,11 @@ class _Connection(NamedTuple):
 
 
 class PairResult(NamedTuple):
-    """Measurements of one rank in a round. Values that it has not measured are 0."""
+    """Round-trip time and TCP rates that one rank has measured between two clusters in one round.
+
+    In a round, each cluster is in at most one pair of clusters. Values that this rank has not
+    measured are 0: a rank that does not send measures nothing.
+    """
 
     trip_s: float  # round-trip time
     stream_bps: float  # of one stream
@@ -162,14 +166,17 @@ def _print_nothing(text: str) -> None:
 def measure(
     session: Session, tell: Callable[[str], None] = _print_nothing
 ) -> tuple[MeasuredPair, ...]:
-    """Measure every pair of clusters. All ranks call this function and get the same result.
+    """Measure the latency and the TCP rate between every two clusters, over Ethernet NICs.
+
+    All ranks call this function and get the same result.
 
     Args:
         session: The session of this process.
         tell: Called with a line about each round.
 
     Returns:
-        The pairs; empty if there is one cluster.
+        For each pair of clusters: the one-way latency in seconds, the bits/s of several nodes
+        together, and those of a single stream. Empty if there is one cluster.
 
     Raises:
         OSError: A node does not answer.
@@ -250,15 +257,16 @@ def _measure_pair(
     addresses: Sequence[Any],
     barrier: Callable[[], object],
 ) -> PairResult:
-    """Measure one pair of clusters. All ranks of the job call this function, and pass the same barriers.
+    """Measure the network between two clusters, if this rank takes part; return what it measured.
 
-    Each sending node has one receiving node. The first sender measures a single stream. Then all senders
-    send several streams at the same time. A sender connects, and its receiver serves the connections.
+    All ranks of the job call this function, because `barrier` separates the measurements. Ranks
+    that take no part only wait at the barriers. Node i of the one cluster sends to node i of the
+    other one: first one node sends a single TCP stream, then all nodes send several streams.
 
     Args:
         rank: This rank.
-        sides: First ranks of the nodes of the cluster that sends, and of the one that receives; None if
-            this rank is in no pair.
+        sides: First ranks of the nodes of the cluster that sends, and of the cluster that receives.
+            None if this rank takes no part.
         server: This node's listening socket.
         addresses: Rank -> address of its node's listening socket.
         barrier: Waits for all ranks.
@@ -329,18 +337,19 @@ def _ping(address: tuple[str, int]) -> float:
 
 
 def _flood(address: tuple[str, int], streams: int, trip_s: float) -> _Rates:
-    """Send streams to another node, and return the bits/s that arrived there.
+    """Send TCP streams to another node, and return the bits/s at which they arrived there.
 
-    Nothing is counted in the first lead_s seconds, in which TCP's windows grow. The time after that is
-    divided into equal parts.
+    The receiver counts nothing in the first LEAD_S seconds, in which TCP's windows grow. It divides
+    the following WINDOW_S seconds into PARTS equal parts. Both times are longer if `trip_s` is
+    long: at least LEAD_TRIPS and WINDOW_TRIPS round trips.
 
     Args:
         address: The other node's server.
-        streams: Number of streams.
-        trip_s: Round-trip time in seconds. On long links all times are longer.
+        streams: Number of streams at the same time.
+        trip_s: Round-trip time to the other node, in seconds.
 
     Returns:
-        For each part of the time, the bits/s of all streams together.
+        PARTS values: for each part of the time, the bits/s of all streams together.
 
     Raises:
         OSError: A stream broke off.

@@ -56,13 +56,21 @@ class _Interval(NamedTuple):
 
 
 class DeviceClock:
-    """Makes marks on CUDA streams, and converts them to seconds of the host's clock."""
+    """Records CUDA events, and converts them to seconds of the host's clock.
+
+    A mark is a recorded CUDA event with the host's time of the recording. CUDA only gives the time
+    between two events. So one event is kept as the reference, with the host time at which the GPU
+    passed it.
+    """
 
     def __init__(self, clock: Callable[[], float]):
-        """Create a clock for the current GPU. It has no reference event before the first mark.
+        """Create a converter from CUDA events to host times, for the current GPU.
+
+        No CUDA event is recorded yet. The first call of mark() records the reference, from which
+        the time of every later event is computed.
 
         Args:
-            clock: Returns the host's time in seconds.
+            clock: The host's clock: returns the time in seconds.
         """
         import torch
 
@@ -81,10 +89,11 @@ class DeviceClock:
         self._compute: Any = None  # the stream on which steps end
 
     def mark(self) -> Mark:
-        """Record a CUDA event at this point of the current stream, and return it as a mark.
+        """Record a CUDA event on the current stream, and return it with the host's time (a mark).
 
-        The first mark becomes the reference, from which elapsed times are counted. Then a second mark is
-        returned, because the caller recycles the events of its marks.
+        The first call records two events. The first event is kept as the reference, from which
+        elapsed times are counted. The second event is returned, because the caller later gives the
+        event of its mark back for reuse (recycle()).
         """
         try:
             event = self._free.pop()  # an event of an earlier mark that is not needed any more
@@ -154,7 +163,12 @@ class DeviceClock:
 
 
 class OnDevice:
-    """Measures the operations of one Recorder that run over NCCL. Any thread may call its methods."""
+    """Measures start, end and waiting time of NCCL operations, by CUDA events.
+
+    The telemetry Recorder of this process creates this object, and calls launch() before an
+    operation, launched() after the launch, wait() for the program's wait, and poll() to record the
+    ends of operations. Any thread may call the methods.
+    """
 
     def __init__(self, recorder: Any, clock: DeviceClock):
         """Create the part of a telemetry Recorder that measures operations on the GPU."""

@@ -21,6 +21,7 @@ from holmes_ext.plan.sizes import AXES, Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, traits_of
 
+#: What a process group is for. "embedding": first and last pipeline stage, which share a weight.
 KINDS = ("data", "tensor", "pipeline", "context", "expert", "embedding", "world", "other")
 #: (part of a group's description in lower case, kind of the group). The first part that is found counts.
 _DESCRIPTIONS = (
@@ -58,22 +59,35 @@ _MESH_DIMENSIONS = {
 
 
 def kind_of(ranks: Sequence[int], description: str, sizes: Sizes | None, world_size: int) -> str:
-    """Return what a process group is for: one of KINDS.
+    """Return the kind of parallelism that a process group serves.
+
+    It follows from the group's description, or else from its ranks and the parallel sizes.
 
     Args:
         ranks: Members of the group.
         description: The program's description of the group; "" if there is none.
         sizes: Parallel sizes, including the data-parallel size; None if they are unknown.
         world_size: Ranks of the job.
+
+    Returns:
+        "data", "tensor", "pipeline", "context", "expert", "embedding" (the first and the last
+        pipeline stage, which share a weight), "world" (all ranks) or "other".
     """
     return described(description) or kind_of_ranks(ranks, sizes, world_size)
 
 
 def described(description: str) -> str:
-    """Return what a process group is for, as its description says: one of KINDS, or "" if it says nothing.
+    """Return the kind of parallelism that a process group serves, as described by its group_desc.
+
+    Example: "mesh_dp_shard" -> "data", "pipeline_model_parallel_group" -> "pipeline", "default_pg"
+    -> "world", "my_group" -> "".
 
     Args:
-        description: torch's group_desc, such as "data_parallel_group" or "mesh_dp_shard".
+        description: torch's group_desc.
+
+    Returns:
+        "data", "tensor", "pipeline", "context", "expert", "embedding" (the first and the last
+        pipeline stage), "world" (all ranks) or "other"; "" if the description does not show it.
     """
     text = description.lower()
     if text.startswith("mesh_"):  # torch's description of a group of a DeviceMesh
@@ -89,14 +103,20 @@ def described(description: str) -> str:
 
 
 def kind_of_ranks(ranks: Sequence[int], sizes: Sizes | None, world_size: int) -> str:
-    """Return what a process group without a description is for: one of KINDS.
+    """Return the kind of parallelism that a process group serves, derived from its ranks.
 
-    A group of all ranks is "world", unless the job has only one kind of parallelism.
+    The ranks are compared with the groups that follow from the parallel sizes. If no group fits, or
+    the sizes are unknown, the kind is "world" for a group of all ranks and "other" for any other
+    group.
 
     Args:
         ranks: Members of the group.
         sizes: Parallel sizes, including the data-parallel size; None if they are unknown.
         world_size: Ranks of the job.
+
+    Returns:
+        "data", "tensor", "pipeline", "context", "embedding" (the first and the last pipeline
+        stage), "world" (all ranks) or "other".
     """
     members = tuple(sorted(ranks))
     if sizes is not None and len(members) > 1:
@@ -107,12 +127,19 @@ def kind_of_ranks(ranks: Sequence[int], sizes: Sizes | None, world_size: int) ->
 
 
 def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> str:
-    """Return what a group is for, as the parallel sizes of the job show; "" if they do not show it.
+    """Return the kind of parallelism whose groups, by the parallel sizes, have these ranks.
+
+    Example: with 2 tensor-parallel and 2 data-parallel ranks, (0, 1) -> "tensor" and (0, 2) ->
+    "data".
 
     Args:
         members: Sorted global ranks, two or more.
         sizes: Parallel sizes of the job.
         world_size: Ranks of the job.
+
+    Returns:
+        "tensor", "context", "data", "pipeline" or "embedding" (the first and the last pipeline
+        stage); "" if no group fits.
     """
     first = members[0]
     for axis, kind in AXES.items():  # e.g. "dp" -> "data"
@@ -217,15 +244,21 @@ class GroupTraffic:
         self.last_end = 0.0
 
     def kind(self, sizes: Sizes | None, peer: int | None, rank: int) -> str:
-        """Return what an operation of the group is for: one of KINDS.
+        """Return the kind of parallelism that an operation of this process group serves.
 
-        Engines also send messages between pipeline stages in larger groups, such as that of all ranks. So
-        for a message in a larger group without a purpose, its two ranks count.
+        This is the kind of the group, derived from its description or else from its ranks.
+        Exception: a send or receive in a group of 3 or more ranks, if the description does not name
+        a kind or names "world". Then the kind of a group of only the two ranks is returned, because
+        engines send between pipeline stages in the group of all ranks.
 
         Args:
             sizes: Parallel sizes of the job, if known.
             peer: Rank of the other end of a send or receive; None for a collective.
             rank: This rank.
+
+        Returns:
+            "data", "tensor", "pipeline", "context", "expert", "embedding" (the first and the last
+            pipeline stage), "world" (all ranks) or "other".
         """
         has_no_purpose = described(self.description) in ("", "world")
         if peer is not None and len(self.ranks) > 2 and has_no_purpose:  # noqa: PLR2004 - more than a pair

@@ -42,7 +42,7 @@ _SMALL_SHARE = 4  # the smaller one of the two all-reduces has this part of the 
 _REDUCTIONS = 4  # of each size; the first one is not counted
 _TRANSFERS = 6  # of an activation; the first one is not counted
 
-#: Runs an operation once with (tensor, ranks, group), and returns the part of its time that counts.
+#: Runs an operation once with (tensor, ranks, group), and returns a factor for the measured time.
 Run = Callable[[Any, tuple[int, ...], Any], float]
 
 
@@ -61,15 +61,19 @@ class ReductionTime(NamedTuple):
 
 
 def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
-    """Return two ranks for each fabric, between which messages are measured.
+    """Return two ranks on different nodes for each fabric (network), to measure messages.
+
+    Two nodes are used for the fastest fabric that both have.
 
     Args:
         session: The session of this process.
-        flat: Whether clusters are connected like nodes of one network. Then Ethernet is measured between two
-            clusters, if there are two, else inside one.
+        flat: True: one network connects all nodes, so Ethernet is measured between two clusters if
+            there are several. False: a WAN connects the clusters, and Ethernet is measured inside a
+            cluster.
 
     Returns:
-        Fabric -> the first ranks of two nodes.
+        Fabric -> the first ranks of two nodes. A fabric for which there are no such nodes is left
+        out.
     """
     site = session.site
     plan = session.plan
@@ -94,16 +98,18 @@ def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
 
 
 def ring_members(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each fabric among which ring all-reduces are measured.
+    """Return, for each fabric (network), one rank per node, to measure ring all-reduces among them.
+
+    A node counts for its fastest fabric only. The fabric that all nodes share, mostly Ethernet, is
+    an exception if `flat` is True: all nodes count for it.
 
     Args:
         session: The session of this process.
-        flat: Whether clusters are connected like nodes of one network. Then Ethernet is measured among
-            all nodes, else among those of one cluster that has no faster network.
+        flat: True: one network connects all nodes. False: a WAN connects the clusters. Then
+            Ethernet is measured inside one cluster only, the first one without a faster fabric.
 
     Returns:
-        Fabric -> the first rank of each node whose fastest network it is. With `flat`, the fabric that all
-        nodes share has the first rank of every node instead. A fabric with one node is left out.
+        Fabric -> the first rank of each node. A fabric with a single node is left out.
     """
     site = session.site
     plan = session.plan
@@ -137,13 +143,17 @@ def measure(
     tell: Callable[[str], None] = _print_nothing,
     flat: bool = True,
 ) -> dict[str, MeasuredLink]:
-    """Measure every fabric. All ranks call this function and get the same result.
+    """Measure messages and all-reduces of several sizes on every fabric (network) of the job.
+
+    All ranks call this function and get the same result.
 
     Args:
         session: The session of this process.
         largest: Bytes of the largest message.
         tell: Called with a line about each measurement.
-        flat: Whether clusters are connected like nodes of one network.
+        flat: True: one network connects all nodes, so Ethernet is measured across clusters. False:
+            a WAN connects the clusters, which crossings.measure() measures. Then Ethernet is
+            measured inside one cluster.
 
     Returns:
         Fabric -> its curves: seconds over bytes, of messages and of all-reduces.
@@ -193,8 +203,8 @@ def _curve(
     a size equally often and get the same points.
 
     Args:
-        run: Runs the operation once with (tensor, ranks, group). It returns the share of its time that
-            counts: 0.5 if it sends a message there and back.
+        run: Runs the operation once with (tensor, ranks, group). It returns the factor by which the
+            measured time is multiplied: 0.5 if it sends a message there and back.
         sizes: Bytes of the operation's tensor, in ascending order.
         ranks: Members of the group.
         group: The process group.
@@ -254,7 +264,8 @@ def _send_there_and_back(tensor: Any, ranks: tuple[int, ...], group: Any) -> flo
         group: Process group of the two.
 
     Returns:
-        The share of the time that one message takes.
+        0.5: the factor by which the caller multiplies the measured time, to get the time of one
+        message.
     """
     import torch.distributed as dist
 
@@ -272,7 +283,8 @@ def _all_reduce(tensor: Any, ranks: tuple[int, ...], group: Any) -> float:
     """All-reduce a tensor. NCCL and gloo do so in 2 (n - 1) steps around a ring of n ranks.
 
     Returns:
-        The share of the time that one step takes: the plan computes ring all-reduces from the time of a step.
+        1 / (2 (n - 1)): the factor by which the caller multiplies the measured time, to get the
+        time of one step. From that, the plan computes the time of ring all-reduces.
     """
     import torch.distributed as dist
 
@@ -282,16 +294,21 @@ def _all_reduce(tensor: Any, ranks: tuple[int, ...], group: Any) -> float:
 
 
 def reduction(group: Any, size_bytes: int, device: Any) -> ReductionTime:
-    """Measure all-reduces of two sizes in a process group. All ranks of the group call this function.
+    """Measure an all-reduce with a large and a small tensor; fit a line to seconds over bytes.
+
+    All ranks of the group call this function. The small tensor has a quarter of the large one's
+    bytes.
 
     Args:
         group: The process group.
-        size_bytes: Bytes of gradients that the group reduces in a step.
+        size_bytes: Bytes of gradients that the group reduces in a training step. The large tensor
+            has this size, but 4 KiB at least and 64 MiB at most.
         device: Device of the gradients.
 
     Returns:
-        The line through both times, as seconds per byte and latency. If the larger all-reduce does not take
-        longer, because of noise, the latency is 0. Both are 0 if the group has one rank.
+        The line: seconds per byte, and latency in seconds. If the large
+        all-reduce does not take longer, because of noise, the latency is 0. Both are 0 if the group
+        has one rank.
     """
     import torch
     import torch.distributed as dist

@@ -46,9 +46,10 @@ def publish(
     send: Callable[[Any, int], Any],
     receive: Callable[[Any, int], Any],
 ) -> None:
-    """Measure reductions and stage links alone, and write the profile of the job.
+    """Measure all-reduces and stage-to-stage transfers outside of training; write a profile.
 
-    All ranks call this function after the last measured step. With `holmes tune`, the process then exits.
+    All ranks call this function after the last profiled training step. The profile is a file with
+    the times of layers, stages and communication. With `holmes tune`, the process then exits.
 
     Args:
         current: The session of this process.
@@ -199,7 +200,9 @@ def _largest_of_layers(reports: list[dict[str, Any]], name: str) -> dict[Label, 
 def _stage_times(
     current: session.Session, ranks: list[int], reports: list[dict[str, Any]]
 ) -> StageTimes:
-    """Return the times of one pipeline stage: of each, the largest among the stage's ranks.
+    """Return how long one pipeline stage took for its layers, its communication and its optimizer.
+
+    Each number is the largest one that a rank of the stage has measured.
 
     Args:
         current: The session of this process.

@@ -54,9 +54,10 @@ class SpanMark(NamedTuple):
 
 
 class Recorder:
-    """Records the operations of this process: those under way, and those that ended since the last step.
+    """Records the times of this process's collectives, sends and receives in torch.distributed.
 
-    Any thread may call its methods.
+    It keeps the operations under way, and those that ended since the last training step. holmes
+    wraps torch's functions, and the wrappers call launch(), launched() and wait(), from any thread.
     """
 
     def __init__(
@@ -287,10 +288,10 @@ class Recorder:
         return result
 
     def settle(self, seconds: float) -> None:
-        """Wait until the ends of all operations of the last steps have been recorded, or the time is over.
+        """Wait until the ends of all operations so far are recorded, or the time is over.
 
-        These are operations whose end a thread of gloo records, and those that were under way when the last
-        step ended.
+        An operation may end after its training step: a thread of gloo, or poll() with NCCL, records
+        that. Operations that do not end in time stay unrecorded, without an error.
 
         Args:
             seconds: The longest time to wait.

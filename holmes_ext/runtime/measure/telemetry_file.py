@@ -91,7 +91,8 @@ def traced(step: int) -> bool:
 class Writer:
     """Thread that writes the telemetry file of one rank, and scalars for TensorBoard.
 
-    An error of the file ends it with a line for the user. Training goes on.
+    If the file cannot be written any more, a line for the user is printed, and the rest of the run
+    is not written. Training goes on.
     """
 
     def __init__(
@@ -335,7 +336,12 @@ class Writer:
         ]
 
     def _op_entry(self, op: Op) -> list[Any]:
-        """Return an operation as a JSON list, for the "ops" of a traced step. Times are in seconds."""
+        """Return a collective, send or receive as a JSON list, for the line of its training step.
+
+        In some steps, the traced ones, the telemetry file lists every operation: [kind of group,
+        fabric, operation, group, number, peer or null, start, end, waited, bytes sent]. Times are
+        in seconds; an end of 0 means that the operation is under way.
+        """
         return [
             self.recorder.kind(op),  # what its group is for, such as "data"
             op.group.transport.fabric,  # the group's network

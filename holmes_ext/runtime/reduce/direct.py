@@ -190,7 +190,7 @@ def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
 
 
 class _PostedReceive(NamedTuple):
-    """A part that is received in a later round."""
+    """A receive, posted in advance, of another cluster's values for one part of a tensor."""
 
     transfers: list[GlooTransfer]
     buffer: torch.Tensor
@@ -200,7 +200,7 @@ class _PostedReceive(NamedTuple):
 
 @dataclass
 class RelayedChunk:
-    """A chunk that is summed around a ring or along a tree of clusters."""
+    """Piece of a gradient tensor that is summed over clusters, and the messages under way."""
 
     shards: list[DividedTensor]  # those of which this rank has the sum over its cluster
     receives_of_round: list[list[_PostedReceive]]
@@ -208,7 +208,7 @@ class RelayedChunk:
 
 
 class Relay:
-    """Sum over clusters that passes around a ring or along a tree of clusters."""
+    """Sum over clusters, formed by messages in rounds around a ring or along a tree of clusters."""
 
     def __init__(
         self,
@@ -231,11 +231,14 @@ class Relay:
         self.parts = 1 if across.algorithm == "tree" else len(clusters)
 
     def post_receives(self, shards: list[DividedTensor]) -> RelayedChunk:
-        """Post the receives of all rounds of a chunk, in the order of the rounds.
+        """Post all receives that this rank needs to sum its shards of a chunk over the clusters.
+
+        The chunk is a piece of a gradient tensor. run_round() then sums the returned object.
 
         Args:
-            shards: Elements of the chunk of which this rank has its cluster's sum. A shard is divided into
-                `self.parts` parts. Owner i of a shard is the rank that has the sum of cluster i.
+            shards: Ranges of the chunk that this rank has summed over its cluster. A shard is
+                divided into `self.parts` parts. Owner i of a shard is the rank that has the sum of
+                cluster i.
         """
         chunk = RelayedChunk(shards, receives_of_round=[])
         for relay_round in self.rounds:
@@ -252,9 +255,10 @@ class Relay:
         return chunk
 
     def run_round(self, number: int, chunk: RelayedChunk) -> None:
-        """Wait for the receives of one round, add them, and start the sends of the round.
+        """Wait for the messages that one round receives, process them, and start the round's sends.
 
-        The last round also waits for all sends of the chunk.
+        A received partial sum is added to this rank's values; a received total replaces them. The
+        last round also waits for all sends of the chunk.
 
         Args:
             number: Number of the round, from 0.
@@ -274,7 +278,7 @@ class Relay:
 
 
 class _Stream(NamedTuple):
-    """Two process groups of the same ranks, one for each direction of a pair."""
+    """Gloo connection between any two ranks (no CUDA stream): a process group per direction."""
 
     to_higher_ranks: Any
     to_lower_ranks: Any
@@ -293,13 +297,13 @@ class DirectExchange:
         streams: int = 1,
         purpose: str = "hierarchical",
     ):
-        """Make the process groups. All of the ranks must do so.
+        """Make the gloo process groups for the messages. All of `ranks` must call it in one order.
 
         Args:
             ranks: Global ranks, among them this one.
             codec: Compression of the messages.
-            streams: Number of gloo connections between two ranks. A large part is divided among them, to fill
-                a link of high latency.
+            streams: Number of gloo connections between two ranks, each with two process groups. A
+                large message is divided among them, to fill a link of high latency.
             purpose: Part of the process groups' names.
         """
         self._rank = dist.get_rank()

@@ -190,7 +190,7 @@ class FlatBucket:
         self.reset()
 
     def reset(self) -> None:
-        """Set the state of the current step to that of a new step."""
+        """Mark all gradients as not final and not reduced, for the next training step."""
         #: Number of gradients that are not final yet.
         self.missing = len(self.indices)
         #: Events of the final gradients (side_stream.py).

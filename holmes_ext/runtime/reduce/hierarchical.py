@@ -260,10 +260,11 @@ class HierarchicalAllReduce:
     def _shards_of_this_rank(
         self, tensor: torch.Tensor, part_count: int | None = None
     ) -> list[DividedTensor]:
-        """Return the shards of a chunk that this rank sums with one rank of each other cluster.
+        """Return the ranges of a chunk that this rank sums with one rank of each other cluster.
 
-        A shard is a range of elements. Each cluster has one rank, the shard's owner there, that has the
-        cluster's sum of these elements after the reduce-scatter inside the cluster.
+        Such a range is a shard. After the reduce-scatter inside the clusters, one rank of each
+        cluster, the shard's owner, holds the cluster's sum of the shard. If the clusters have
+        different numbers of ranks, a rank may own several shards of a chunk.
 
         Args:
             tensor: The chunk.

@@ -98,11 +98,11 @@ class ReduceToOwners:
     multiple = 1
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
-        """Prepare sums of gradients of which only one rank, the owner, gets each. All ranks must do so.
+        """Choose the way of reducing for the backend of `group`. All ranks of the group must do so.
 
-        With gloo, the sum of each run of elements passes along a chain of ranks that ends at its owner, by
-        sends and receives in an additional process group and a thread. Other backends use torch's reduce
-        on `group`.
+        Each rank will get only the sums of the gradient elements that it owns. With gloo, a sum
+        passes along a chain of ranks that ends at the owner: a process group and a thread are made
+        for these sends and receives. Other backends call torch's reduce() on `group`.
 
         Args:
             group: Process group of the ranks.

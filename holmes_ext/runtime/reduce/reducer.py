@@ -305,8 +305,9 @@ class GradientReducer:
         """Choose the reduction and make the buckets.
 
         Args:
-            order: Indices of the parameters that are not deferred, in the order of their gradients'
-                last accumulation.
+            order: Indices of parameters, in the order in which their gradients become final. Their
+                buckets are reduced during the backward pass. Deferred parameters are missing: their
+                gradients change after the backward pass (tied weights), so finish() reduces them.
         """
         self._order = tuple(order)
         # Hooks launch overlapped buckets during the backward pass. Only finish() launches deferred buckets:
@@ -335,7 +336,7 @@ class GradientReducer:
         self._reset()
 
     def _reset(self) -> None:
-        """Set the state of the step to that of a new step."""
+        """Mark all gradients as not arrived and not reduced, for the next training step."""
         self.armed = False
         self._held = False  # between arm(hold=True) and release()
         self._launched = 0  # number of buckets whose reductions were launched

@@ -25,11 +25,10 @@ A rank that gets no acknowledgement within HEARD_SECONDS sends its report to the
 started without holmes or too late, or is in another network namespace or job, or belongs to another user.
 Every acknowledged report has been counted, so no rank is counted twice.
 
-The key holmes/round exists because torchrun's agents keep one store over all restarts of a job. So a rank may
-find keys of an earlier start. (The agents do not agree on TORCHELASTIC_RESTART_COUNT: an agent that restarts
-because another one did does not count it.) A verdict that exists before the rank has reported belongs to an
-earlier start, since no verdict is made without the rank's report: the rank waits for the next round. The next
-round's rank 0 also sets PREFIX/over of the round before, for ranks whose rank 0 died without a verdict.
+The key holmes/round exists because torchrun's agents keep one store over all restarts of a job, and
+may disagree on TORCHELASTIC_RESTART_COUNT. A verdict that exists before a rank has reported is of
+an earlier start: the rank waits for the next round. The next round's rank 0 also sets PREFIX/over
+of the round before, for ranks whose rank 0 died without a verdict.
 
 Thousands of ranks may wait for one key. A wait that times out costs the store milliseconds (torch formats the
 C++ stack) and delays all other ranks. So every wait uses all the time that is left instead of polling.
@@ -153,9 +152,6 @@ def exchange(
     return verdict
 
 
-# Inside a node: between the leader and the other ranks
-
-
 def leader_socket_name(node: str, master_addr: str, master_port: int) -> str:
     """Return the name of the abstract Unix socket on which a node's leader listens.
 
@@ -259,16 +255,17 @@ def report_to_leader(socket_name: str, report: bytes, patience_s: float) -> sock
 
 
 class LeaderMessage(NamedTuple):
-    """Message of a node's leader to another rank of the node."""
+    """Rank 0's decision on the job's start, as a node's local rank 0 (its leader) passes it on."""
 
     text: bytes  # _GOOD and the prefix of the start's keys, or _BAD and an error; empty: none came
     document: bytes = b""  # the verdict's document
 
 
 def receive_from_leader(connection: socket.socket, seconds: float) -> LeaderMessage:
-    """Return the leader's message, or an empty one if the leader ends or sends none within `seconds`.
+    """Receive rank 0's decision on the job's start from local rank 0 of this node, the leader.
 
-    A document comes as an open file, whose descriptor the leader sends over the Unix socket.
+    The message has a text, and a document such as the plan: an open file, sent as its descriptor.
+    Both are empty if the leader ends or sends nothing within `seconds`.
     """
     with connection:
         connection.settimeout(max(_LEAST_WAIT_S, seconds))
@@ -315,9 +312,6 @@ def _verdict_from_leader(
     return Verdict(key_prefix=key_prefix, packed=message.document)
 
 
-# Between nodes: through the job's store
-
-
 def _exchange_through_store(
     store: Any, process: Process, reports: list[bytes], decide: Decide, deadline: Deadline
 ) -> Verdict:
@@ -356,12 +350,16 @@ def _exchange_through_store(
 def _decide_verdict(
     store: Any, process: Process, reports: list[bytes], decide: Decide, deadline: Deadline
 ) -> Verdict:
-    """Collect the reports of all ranks, and store the verdict on them. Rank 0 calls this function.
+    """Collect all ranks' reports, decide how the job starts, and store this verdict for all ranks.
 
-    Each start of the job in the same store has a number, a round. This function begins the next round.
+    Only rank 0 calls this function. It begins a new round: the number of this start of the job.
+
+    Args:
+        reports: Reports that this rank sends itself: its own, and those of other ranks of its node.
+        decide: Makes the verdict, a JSON document such as the plan, from the reports of all ranks.
 
     Raises:
-        HolmesError: Reports are missing or contradictory, or `decide` failed. It is also the verdict.
+        HolmesError: Reports are missing or contradictory, or `decide` failed. All ranks get it.
     """
     round_number = store.add(_ROUND_KEY, 1)
     prefix = f"holmes/{round_number}"
@@ -385,10 +383,13 @@ def _decide_verdict(
 def _await_verdict(
     store: Any, process: Process, reports: list[bytes], deadline: Deadline
 ) -> _StoredVerdict | None:
-    """Store this rank's report for rank 0, and return rank 0's decision. All other ranks call this function.
+    """Send reports to rank 0 through the job's store, and wait for rank 0's decision on the start.
 
-    The store is kept when torchrun starts the job again, and has a round of keys for each start. A decision
-    without this rank's report is of the start before: then this rank waits for the next round.
+    All ranks but rank 0 call this function. The store may still have the decision of an earlier
+    start of the job. That decision is ignored: it lacks the reports of this start.
+
+    Args:
+        reports: This rank's report, and those of other ranks of its node for which it reports.
 
     Returns:
         The decision; None if there is none before the deadline.
@@ -462,7 +463,7 @@ def _make_document(reports: list[dict[str, Any]], decide: Decide) -> dict[str, A
 
 
 def _check_agreement(reports: list[dict[str, Any]]) -> None:
-    """Raise HolmesError if flags, files or versions ("agreed") differ between rank 0 and another rank."""
+    """Raise HolmesError if flags, files or versions of a rank differ from those of rank 0."""
     first = reports[0]
     for report in reports[1:]:
         for key in sorted({*first["agreed"], *report["agreed"]}):

@@ -148,7 +148,9 @@ def _number(
 
 
 def _from_torch(environ: Mapping[str, str]) -> Process:
-    """Return rank, world size and address of rank 0 from torchrun's variables, which others set, too.
+    """Return rank, world size and address of rank 0 from RANK, WORLD_SIZE, MASTER_ADDR and so on.
+
+    torchrun, the deepspeed launcher or the user sets these environment variables.
 
     Raises:
         HolmesError: A variable is missing, or is no number.

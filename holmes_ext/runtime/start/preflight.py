@@ -174,11 +174,12 @@ def run(
     return site, plan, verdict["lines"]
 
 
-# The connections to test
-
-
 def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
-    """Return neighbours in planned groups: each pair of nodes once for each fabric. Equal on all ranks."""
+    """Return the pairs of nodes whose connection is tested, and over which fabric (network) each.
+
+    Two nodes are a pair if they have consecutive ranks in a planned process group. Each pair is
+    tested over the group's fabric and over Ethernet. All ranks compute the same list.
+    """
     pairs: dict[tuple[str, frozenset[str]], NeighbourPair] = {}  # (fabric, both nodes) -> pair
     for kind, ranks in tested_groups(plan):  # the planned groups
         next_ranks = ranks[1:] + ranks[:1]
@@ -223,19 +224,18 @@ def _fabrics_of(plan: Plan, groups: Sequence[tuple[int, ...]]) -> list[str]:
     return names
 
 
-# The test of one node
-
-
 class NodeListeners:
-    """Listening sockets of this node, one for each fabric on which other nodes test it.
-
-    A client sends one line and gets a line with this node's name.
-    """
+    """Listening sockets of this node, one for each fabric on which other nodes test it."""
 
     def __init__(self, site: Site, host: str, pairs: Iterable[NeighbourPair], token: str):
-        """Listen on the addresses of node `host` on every fabric over which another node tests it.
+        """Open a listening socket on each fabric (network) on which other nodes test this node.
 
-        `token` identifies the job and its start in the answers.
+        Before training, each of them connects, sends a line, and gets one with `host` and `token`.
+
+        Args:
+            site, pairs: Addresses of all nodes, and the pairs of nodes to test.
+            host: Name of this node.
+            token: Identifies the job and its start.
         """
         self._listeners: list[Listener] = []
         #: Fabric -> number of the TCP port, or the reason why there is none.
@@ -330,11 +330,8 @@ def tcp_warning(plan: Plan, site: Site, host: str) -> str:
     return f"node {host}: {worst.what}; {worst.mend}"  # the problem and its remedy, in words
 
 
-# The verdict of rank 0
-
-
 def _collect_results(store: Any, prefix: str, plan: Plan, deadline: Deadline) -> list[NodeResults]:
-    """Return the results of all nodes in the plan's order; raise HolmesError if a node is missing."""
+    """Return each node's test results, in the plan's order; raise HolmesError if any is missing."""
     results: dict[str, NodeResults] = {}
     for entry in collect_entries(store, f"{prefix}/findings", deadline.left):
         node, attempts, warning = json.loads(entry)
@@ -364,14 +361,17 @@ def decide(
     engine: EngineTraits,
     maker: PlanMaker,
 ) -> dict[str, Any]:
-    """Return the verdict that all ranks follow, as a JSON document.
+    """Decide from all connection tests which NIC ports are excluded, or that the job must end.
+
+    Args:
+        site, plan, options, engine, maker: As for run(), to make the plan without these ports.
+        pairs, results: Tested pairs of nodes; each node's connection attempts and their errors.
 
     Returns:
-        "faults": a list [node, fabric, reason] for each port to exclude. "lines": lines for the user.
+        JSON: "faults", [node, fabric, reason] of each port to exclude, and "lines" for the user.
 
     Raises:
-        HolmesError: Ethernet failed between two nodes, or a fast network failed and the user forbids a
-            fallback.
+        HolmesError: Ethernet failed, or a fast network and the user forbids a fallback.
     """
     lines = _untested_fabrics(site, pairs)
     warnings = [result.tcp_warning for result in results if result.tcp_warning]

@@ -154,16 +154,18 @@ def start(
 def _open_store(
     process: launcher.Process, report: dict[str, Any], timeout_s: float, silent_store: str
 ) -> Any:
-    """Return the job's key-value store.
+    """Open the job's key-value store; if that fails, raise this rank's earlier error, if any.
 
     Args:
         process: This rank, as its launcher numbered it.
-        report: This rank's report for rank 0. With "error", it reports a failure of this rank.
+        report: This rank's report, which the caller sends to rank 0 later. Here only its key
+            "error" matters: the message of a failure that has already happened on this rank.
         timeout_s: Seconds to wait for the store.
         silent_store: Message of the error if the store accepts connections and does not answer.
 
     Raises:
-        HolmesError: The store cannot be reached. If the report has an error, the error is raised instead.
+        HolmesError: The store cannot be reached. The message is report["error"], if there is one,
+            because it cannot be reported any more.
     """
     patience_s = _ERROR_SECONDS if "error" in report else timeout_s
     # open_store() may wait twice: until the host listens, and until the store answers.

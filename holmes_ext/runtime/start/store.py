@@ -42,9 +42,10 @@ _opened: list[Any] = []
 
 
 def open_store(process: Process, timeout_s: float) -> Any:
-    """Host the job's store on the launcher's rank 0, or connect to it on other ranks.
+    """Return a client of the job's key-value store; the launcher's rank 0 also starts its server.
 
-    If torchrun's agent hosts a store, rank 0 connects to that one, too.
+    Exception: if torchrun's agent already hosts a store, rank 0 starts none. All ranks, rank 0
+    included, then connect to the agent's store.
 
     Args:
         process: This rank, as its launcher numbered it, with the address of the store.
@@ -217,7 +218,7 @@ _RESTART_KEY = "holmes/restart"
 
 
 def leave_layers(store: Any, layers: str, sizes: Sizes) -> None:
-    """Store the number of layers of each pipeline stage, for the next start of the job by torchrun.
+    """Write the layers of each pipeline stage into the store, for the next start of the job.
 
     Args:
         store: The job's store.
@@ -228,13 +229,15 @@ def leave_layers(store: Any, layers: str, sizes: Sizes) -> None:
 
 
 def left_layers(store: Any) -> tuple[str, Sizes | None]:
-    """Return how many layers each pipeline stage gets, if the job was restarted for that.
+    """Return the layers of each pipeline stage that the job's previous start left for this one.
 
-    With --holmes-restart auto, a job ends to be started again with other numbers of layers. Before, it calls
-    leave_layers().
+    With --holmes-restart auto, a job may end to be started again with other numbers of layers per
+    stage. Before its end, it writes these numbers into the store by leave_layers(). torchrun keeps
+    the store.
 
     Returns:
-        The layers of each stage, such as "5,3", and the parallel sizes; ("", None) if none were left.
+        The layers of each stage, such as "5,3", and the parallel sizes; ("", None) if there are
+        none.
     """
     if not store.check([_RESTART_KEY]):
         return "", None

@@ -41,7 +41,11 @@ class Difference(NamedTuple):
 
 
 class Comparison:
-    """Compares a job with its plan, once, after the second training step."""
+    """Compares what a job does with its plan, once, after the second training step.
+
+    Compared are the network of each process group, how gradients are reduced, and the micro-batches
+    in flight. Differences are printed, and written for `holmes report`.
+    """
 
     def __init__(self, current: Session, put: Callable[[dict[str, Any]], None]):
         """Prepare the comparison. Nothing is compared yet.
@@ -73,10 +77,14 @@ class Comparison:
 
 
 def _is_first_to_report(current: Session, text: str) -> bool:
-    """Return whether this rank is the first of the job that reports the difference `text`.
+    """Return whether this rank is the first of the job that found a difference from the plan.
 
-    Only the first rank prints a difference. The ranks find out in the job's key-value store which of them was
-    first. If there is no store, or it fails, True is returned on each rank.
+    Only the first rank prints a difference. The job's key-value store decides which rank is first.
+    If there is no store, or it fails, True is returned on each rank.
+
+    Args:
+        current: The session of this process.
+        text: The difference in words, such as "data groups are on ethernet, planned on ib".
     """
     if current.store is None:
         return True

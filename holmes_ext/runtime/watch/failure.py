@@ -220,10 +220,11 @@ def _both(mine: str, first: str) -> str:
 
 
 def _describe_suspects() -> str:
-    """Return NICs that may have caused a failure, in words, e.g. "; NIC roce0 of node b1 has no link".
+    """Return NICs that may have caused a failure, e.g. "; NIC roce0 of node b1 has no link".
 
-    These are the links and error counters of this node's NICs. If they have no problem, neighbours that do
-    not answer are named. "" is returned if nothing is known.
+    Each NIC of this node is named that has no link, or more errors than at the start of the job. If
+    all of them have a link, neighbouring nodes that do not answer are named, too. "" if there are
+    none.
     """
     current = session.active()
     if current is None or not current.groups:

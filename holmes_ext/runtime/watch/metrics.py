@@ -255,7 +255,11 @@ class Metrics:
             self.write()
 
     def write(self) -> None:
-        """Write the file, if there is one. After an error, print a line and stop writing."""
+        """Write all metrics, as Prometheus text, into the file of --holmes-metrics FILE.prom.
+
+        If the metrics are exported through a port, nothing is done. After an error, a line is
+        printed, and nothing is written any more.
+        """
         if self._write is None:
             return
         self._written = time.monotonic()

@@ -205,11 +205,15 @@ class _Target(NamedTuple):
 
 
 def unreachable(current: Session) -> list[str]:
-    """Return a clause for each neighbour that does not answer over the fabrics of its groups or Ethernet.
+    """Try to connect to the neighbouring nodes, and describe those that do not answer, in words.
 
-    Neighbours are the nodes of the previous and the next rank in each process group of this rank. A TCP
-    connection is tried from this node's NIC of the fabric to the neighbour's. The neighbour answers if its
-    kernel accepts or refuses the connection. All are tried at the same time, for about PROBE_S seconds.
+    Neighbours are the nodes of the previous and the next rank in each process group of this rank.
+    Each is tried by TCP over the network of that group, and over Ethernet. A refused connection is
+    an answer, too. All are tried at the same time, for about PROBE_S seconds.
+
+    Returns:
+        For each silent node, e.g. "node b1 does not answer on roce0 10.1.0.4 (from roce0 10.1.0.3)
+        within 3 s, but does over eth0".
     """
     port_of = _neighbour_ports(current)  # (node, fabric) -> the node's port on the fabric
     if not port_of:

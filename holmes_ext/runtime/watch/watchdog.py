@@ -240,18 +240,15 @@ class Watchdog:
     floor_s: float
     #: Returns a new client of the job's store. It is called when the first step is late.
     connect: Callable[[], Any]
-    #: Prefix of the watchdog's keys in the store.
-    prefix: str
+    prefix: str  # of the watchdog's keys in the store
     node_of: Callable[[int], str]  # rank -> name of its node
     rates: Mapping[str, int]  # fabric -> bits/s
     carried: Callable[[], Mapping[str, int]]  # returns: interface -> bytes moved so far
-    #: The rank whose process hosts the store; None if torchrun's agent does.
-    host: int | None = None
+    host: int | None = None  # rank whose process hosts the store; None if torchrun's agent does
     say: Callable[[str], None] = tell_user
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    #: Returns a message that says where torch's flight recorder writes; "" if it does not.
-    dump_hint: Callable[[], str] = _no_hint
+    dump_hint: Callable[[], str] = _no_hint  # returns where torch's flight recorder writes, or ""
 
     def __post_init__(self) -> None:
         """Set the initial state: no step has been checked, and there is no connection to the store."""
@@ -272,10 +269,8 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and wait until it has ended.
-
-        A thread that returns from the store while the interpreter shuts down would abort the process.
-        """
+        """End the thread, and wait until it has ended."""
+        # A thread that returns from the store during the interpreter's shutdown aborts the process.
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(ENDED_S)
@@ -289,7 +284,11 @@ class Watchdog:
                 self.say_alone()
 
     def check(self) -> None:
-        """Check once whether the step is late; if so, store this rank's state, and report the cause."""
+        """If the training step is late, store this rank's state, and print why the job is held up.
+
+        Late: it takes longer than _limit_s(), several median steps. Other ranks read the stored
+        state. One rank of the job prints the cause: the rank or NIC for which the others wait.
+        """
         if not self._late():
             self._carried = None  # NICs are measured from the first check that finds a late step
             return
@@ -376,7 +375,10 @@ class Watchdog:
         )
 
     def _nic_rates(self, now: float) -> dict[str, float]:
-        """Return interface -> bits/s since the last check; empty at the first check of a late step."""
+        """Return network interface -> bits/s, sent plus received, since the last check.
+
+        At the first check of a step that takes too long, {} is returned: the measurement begins.
+        """
         carried = self.carried()
         previous = self._carried
         self._carried = (now, carried)
@@ -391,8 +393,6 @@ class Watchdog:
             if interface in previous_carried:
                 rates[interface] = (count - previous_carried[interface]) * 8 / seconds
         return rates
-
-    # Exchange with other ranks, through the job's store
 
     def tell(self, state: State) -> None:
         """Store this rank's state for the other ranks."""
@@ -478,10 +478,10 @@ class Watchdog:
             self.say(hint)
 
     def say_alone(self) -> None:
-        """Print what this rank sees if the store does not answer, so that ranks cannot compare their states.
+        """Print in which operation this rank is stuck, if the job's store does not answer.
 
-        Only the lowest rank of those that take part in the oldest operation prints it. The store's host
-        is left out, because it may be the rank that has stopped.
+        The oldest unfinished operation is printed, by the lowest of its ranks only. The rank that
+        hosts the store does not count: it may be the one that has stopped.
         """
         state = self.state()
         if not self._late() or not state.waiting or self._alone_at == state.step:
