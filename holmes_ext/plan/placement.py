@@ -189,6 +189,7 @@ class Placement:
         """
         node_indices_of: dict[int, list[int]] = {}
         for node_index in range(self.nodes):
+            # Stage of the node's first rank. Every `stride` ranks, the next stage begins.
             stage = node_index * self.processes // self.stride % self.sizes.pipeline
             node_indices_of.setdefault(stage // self.stages_per_component, []).append(node_index)
         return tuple(tuple(node_indices_of[index]) for index in sorted(node_indices_of))
@@ -223,6 +224,7 @@ class Placement:
         if len(components) == len(self.parts):
             return self
         sizes = replace(self.sizes, pipeline=len(components) * self.stages_per_component)
+        # By component: the type of each of its nodes. (`parts` has runs of equal nodes.)
         node_types = [
             [node_type for node_type, count in self.parts[component] for _ in range(count)]
             for component in components
@@ -387,6 +389,7 @@ class Fold:
         sizes = placement.sizes
         if self.folded_tensor_ranks > 1:
             sizes = replace(sizes, tensor=sizes.tensor // self.folded_tensor_ranks)
+        #: The placement without the dropped tensor-parallel ranks: each node has fewer ranks.
         self.placement = Placement(sizes, processes, placement.node_runs)
         self.stages = range(sizes.pipeline)
         #: Axis -> distance between neighbours along it, among the ranks of a stage.
@@ -402,8 +405,9 @@ class Fold:
             )
             for rank_in_stage in self._multiplicity
         }
-        # Node index after each run of equal nodes.
+        # Node index after each run of equal nodes. bisect_right finds the run that has a node.
         ends = list(accumulate(count for _, count in placement.node_runs))
+        #: Node index -> node type, for nodes with kept ranks.
         self._node_type_at = {
             node_index: placement.node_runs[bisect_right(ends, node_index)][0]
             for node_indices in self._node_indices.values()
@@ -419,7 +423,7 @@ class Fold:
         self.count: Counter[int] = Counter()  # pipeline class -> number of pipelines
         first_of: dict[int, int] = {}  # pipeline class -> its first rank in stage
         for rank_in_stage, pipeline_class in self.pipeline_class_of.items():
-            equal_ranks = self._multiplicity[rank_in_stage]
+            equal_ranks = self._multiplicity[rank_in_stage]  # each of them has its own pipeline
             self.count[pipeline_class] += equal_ranks * self.folded_tensor_ranks
             first_of.setdefault(pipeline_class, rank_in_stage)
         #: By pipeline class: the node index of each stage, of the first pipeline of the class.
@@ -435,7 +439,8 @@ class Fold:
             node_index: (self._node_type_at[node_index], frozenset(ranks.items()))
             for node_index, ranks in self._ranks_on.items()
         }
-        self.node_class_of = _class_numbers(contents)  # node index -> node class
+        # Node index -> node class. Nodes with equal contents get the same number.
+        self.node_class_of = _class_numbers(contents)
         # Results that are computed once.
         self._families_of: dict[tuple[int, str], tuple[GroupFamily, ...]] = {}
         self._leaving_between: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
@@ -451,7 +456,7 @@ class Fold:
         """
         borders = self.placement.borders  # ranks in stage where the type of the nodes changes
         for low, high in zip(borders, borders[1:]):  # ranks low..high - 1 are on equal nodes
-            stop = high
+            stop = high  # all ranks are kept, unless whole periods of them are equal
             equal_ranks = 1
             has_whole_periods = low % self._repeating_ranks == high % self._repeating_ranks == 0
             if has_whole_periods:
@@ -504,6 +509,7 @@ class Fold:
 
         Pipelines on equal nodes form a class. The number may be that of any rank, kept or not.
         """
+        # Number of the rank if one of `folded_tensor_ranks` neighbours is counted.
         folded_rank = rank_in_stage // self.folded_tensor_ranks
         # On equal nodes, the fold keeps only the ranks of the first period.
         if folded_rank not in self.pipeline_class_of:
@@ -512,7 +518,10 @@ class Fold:
         return self.pipeline_class_of[folded_rank]
 
     def node_type_on(self, pipeline_class: int, stage: int) -> int:
-        """Return the type of the node that holds a stage of a pipeline class."""
+        """Return the type of the node that holds a stage of the pipelines of one class.
+
+        Pipelines form a class if their nodes have equal types.
+        """
         return self._node_type_at[self.pipeline_classes[pipeline_class][stage]]
 
     def ranks(self, pipeline_class: int, stage: int) -> tuple[int, ...]:
@@ -584,7 +593,7 @@ class Fold:
         """
         source = self.pipeline_classes[pipeline_class][stage]  # index of the sending node
         target = self.pipeline_classes[pipeline_class][other]  # index of the receiving node
-        # (index of a node, pipeline class) -> messages that leave the node
+        # (index of a node, pipeline class) -> messages that leave the node, of kept pipelines
         leaving_from = self._messages_leaving(stage, other)
         leaving = sum(leaving_from[source, sending_class] for sending_class in concurrent)
         # As many messages reach the receiving node as leave it in the opposite direction.
@@ -627,11 +636,13 @@ class Fold:
         Nodes of one class have one type, and equally many ranks of the same sorts of pipelines.
         """
         groups_on: dict[int, set[tuple[int, int]]] = {}  # node index -> (stage, group)
+        # node_indices: index of the node of each stage of a pipeline, by its rank in stage
         for rank_in_stage, node_indices in self._node_indices.items():
             group = self._data_group[rank_in_stage]
             for stage, node_index in enumerate(node_indices):
                 groups_on.setdefault(node_index, set()).add((stage, group))
         return {
+            # A kept tensor-parallel rank stands for several, each with its own data-parallel group.
             self.node_class_of[node_index]: len(groups) * self.folded_tensor_ranks
             for node_index, groups in groups_on.items()
         }

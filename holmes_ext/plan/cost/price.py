@@ -158,6 +158,8 @@ class ReductionPrices:
             placement: The placement.
             stages: Numbers of the stages.
         """
+        # The key is equal for stages on equal nodes. folded() makes their compact placement, and
+        # returns it with the stages' numbers in it.
         key, folded = self._key_and_fold(placement, *stages)
         return self.remember(name, key, lambda: make(*folded()))
 
@@ -168,7 +170,7 @@ class ReductionPrices:
         stages may have other numbers in it.
         """
         _, folded = self._key_and_fold(placement, *stages)
-        return folded()
+        return folded()  # cached for equal nodes
 
     def remember(self, name: str, key: Hashable, make: Callable[[], T]) -> T:
         """Return make(), computed once for each name and key.
@@ -277,6 +279,7 @@ class ReductionPrices:
         """
         if not self.network.wan:
             return 1  # without such links, a stage shares none
+        # placement.stages: nodes of each stage, as (node type, ranks)
         return placement.stages.count(placement.stages[stage])
 
     def family_reductions(self, placement: Placement, stage: int) -> list[FamilyReductions]:
@@ -599,6 +602,7 @@ class Prices(ReductionPrices):
         sender, receiver = stages
         # Over Ethernet, `slices` ranks send a part of the activation each, and compression (not in
         # training without holmes, `stock`) leaves `share` of its bytes.
+        # (full_placement has all ranks of the job, not only the kept ones.)
         slices = self.slices(fold.full_placement)
         share = 1.0 if self.stock else self.job.compressed_share(self.rules.compression)
 
@@ -620,6 +624,7 @@ class Prices(ReductionPrices):
                 link_bps = self.link_bps(messages.node_types)  # between the GPUs of a node
                 # Use of NICs and links by the message of one pipeline.
                 load = self.network.message(messages, link_bps, crossing[messages.node_types])
+                # A message on a fast fabric stays whole.
                 result.append(_price_of_slices(load, link_bps, slices, share))
             return result
 
@@ -684,6 +689,7 @@ class Prices(ReductionPrices):
         """Return the fabrics that carry the messages between two stages, or _INSIDE_NODE."""
         sender, receiver = stages
         return {
+            # local: messages inside a node; fabric(): the fastest that both nodes share
             _INSIDE_NODE if stage_link.local else self.network.fabric(stage_link.node_types).name
             for stage_link in self._messages(fold, sender, receiver)
         }
@@ -696,6 +702,7 @@ class Prices(ReductionPrices):
         (runtime/groups/wire.py). The result is 1 (no slices) if a tensor-parallel group has several
         nodes, or in training without holmes (`stock`).
         """
+        # Whether every tensor-parallel group lies in one node.
         is_possible = placement.sizes.tensor_inside(placement.processes)
         if self.stock or not self.rules.slices or not is_possible:
             return 1
@@ -718,6 +725,7 @@ class Prices(ReductionPrices):
         chunks = self.rules.virtual
         size = self.job.block.activation_bytes
         last = placement.sizes.pipeline - 1
+        # By stage: names of the clusters of its nodes.
         clusters = [set(self.network.clusters(content)) for content in placement.stages]
         inside_s = [0.0] * (last + 1)  # by stage: its NICs inside the cluster
         across_s = [0.0] * (last + 1)  # by stage: its NICs between clusters
@@ -791,13 +799,16 @@ class Prices(ReductionPrices):
                 simulation, which adds their loads itself).
         """
         last = fold.stages[-1]
+        # Types of the nodes that hold the first and the last stage of these pipelines.
         node_types = [fold.node_type_on(pipeline_class, stage) for stage in (0, last)]
+        # All-reduce between the two ranks of each pipeline. link_bps: bits/s between a node's GPUs.
         pairs = by_pairs(self.network, fold, pipeline_class, self.link_bps(node_types))
         if self.stock or not self.rules.tied:
             return pairs, None
         # Families of equal groups of all ranks, in both stages, with the same part of the weight.
         for family in tied_weight_families(fold):
             if pipeline_class in family.pipeline_classes:  # the family of these pipelines
+                # None if a stage does not lie in one cluster, or if both lie in the same one.
                 joint = tied_hierarchical(
                     self.network,
                     family,
@@ -817,7 +828,8 @@ class Prices(ReductionPrices):
         )
 
     def _spans_networks(self, fold: Fold, stages: tuple[int, ...]) -> bool:
-        # Groups of a stage, as families of equal groups (on nodes of the same types).
+        # Groups of a stage in all roles (data, tensor, context, expert), as families of equal
+        # groups.
         families = (family for role in INSIDE for family in fold.families(stages[0], role))
         return any(self.network.spans_networks(family.node_types) for family in families)
 

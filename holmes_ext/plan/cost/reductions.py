@@ -109,7 +109,8 @@ class PricedReduction:
             tag: Name of the last transfer. Its first three elements name the reduction.
             most: Largest number of chains.
         """
-        # One chain with a single transfer, which reduces the buckets one after the other.
+        # One chain with a single transfer, which reduces the buckets one after the other. Transfers
+        # on one channel run one after the other, too.
         return [[Flow(loads=(self.load,), sizes=tuple(sizes), tag=tag, channel=tag[:3])]]
 
 
@@ -133,7 +134,12 @@ _COMPARED_BYTES: tuple[int, ...] = tuple(2**power for power in range(10, 31))
 
 @dataclass(frozen=True)
 class Hierarchical(PricedReduction):
-    """An all-reduce in steps inside and across clusters, so that only clusters' sums cross between them."""
+    """An all-reduce in steps inside and across clusters, so that only clusters' sums cross.
+
+    The gradients are cut into chunks. Each is reduced inside every cluster, then across clusters.
+    Then its total is distributed across clusters, and inside every cluster. The steps of different
+    chunks run at the same time.
+    """
 
     name: str = "hierarchical"
     #: Step inside each cluster. It runs twice: as a reduce-scatter and as an all-gather.
@@ -141,6 +147,7 @@ class Hierarchical(PricedReduction):
     reduce_across: Load = Load()  # step across clusters that adds up the clusters' sums
     gather_across: Load = Load()  # step across clusters that distributes the total
     chunk_bytes: float = 0.0  # gradients are cut into chunks of this size
+    #: Algorithm of the steps across clusters: direct exchanges, a ring or a tree of clusters.
     route: CrossClusterAlgorithm = field(default=CrossClusterAlgorithm("direct", ()))
     ranks: Mapping[str, int] = field(default_factory=dict, hash=False)  # cluster -> its ranks
     #: Latency of one step across clusters, in seconds, and the part of it beyond the fabric's own latency.
@@ -161,9 +168,10 @@ class Hierarchical(PricedReduction):
 
         The price has seconds per byte of the gradients, and latency in seconds.
         """
-        prices = [load.price for load in self.inside_loads]
+        prices = [load.price for load in self.inside_loads]  # of one step, if nothing else runs
+        # FREE: no cluster has more than one rank of the group.
         slowest = max(prices, key=lambda price: price.byte_s, default=FREE)
-        return slowest.scaled(2)
+        return slowest.scaled(2)  # two steps
 
     @property
     def _stall_byte_s(self) -> float:
@@ -210,6 +218,7 @@ class Hierarchical(PricedReduction):
         the slower of the two is always busy, and the faster one adds only the time of the first
         chunk. With ZeRO 1, the gather of the updated weights follows (`weight_gather`).
         """
+        # `inside` is the price of both steps inside clusters, `across` that of both steps across.
         slower_byte_s, faster_byte_s = sorted(
             (self.inside.byte_s, self.across.byte_s), reverse=True
         )
@@ -218,6 +227,7 @@ class Hierarchical(PricedReduction):
         # gather step. Chunks follow each other, so this delay counts once.
         relay_byte_s = 2 * self.relay_byte_s
         first_chunk_s = self.chunk_bytes * (faster_byte_s + relay_byte_s)
+        # Price(seconds per byte, latency in seconds); a sum of prices adds up both.
         return Price(slower_byte_s, latency_s + first_chunk_s) + self.weight_gather
 
     def seconds(self, size: float) -> float:
@@ -227,10 +237,11 @@ class Hierarchical(PricedReduction):
         overlap, so their times add up.
         """
         if size > self.chunk_bytes:
-            return self.once.seconds(size)
+            return self.once.seconds(size)  # many chunks, whose steps overlap
         relay_byte_s = 2 * self.relay_byte_s  # of the reduce step and the gather step
         # No chunk follows that would wait, so the price of waiting (part of `across`) is taken off again.
         byte_s = self.inside.byte_s + self.across.byte_s + relay_byte_s - self._stall_byte_s
+        # Price(seconds per byte, latency in seconds); a sum of prices adds up both.
         single_chunk = Price(byte_s, self.inside.latency_s + self.across.latency_s)
         return (single_chunk + self.weight_gather).seconds(size)
 
@@ -423,7 +434,7 @@ def hierarchical(
     request = _HierarchicalRequest(
         family, direct, groups, compress, inside_bps, spread, chunk_bytes
     )
-    # Without a WAN the result does not depend on the size.
+    # Computed once for each key. Without a WAN the result does not depend on the size.
     key = "a hierarchical all-reduce", request, size if network.wan else 0.0
     return network.remember(key, lambda: _hierarchical(network, size, request))
 
@@ -439,7 +450,7 @@ def _hierarchical(
     members = _by_cluster(network, request.family)  # nodes and ranks of a group in each cluster
     if not _can_be_hierarchical(network, request, members):
         return None
-    clusters = tuple(members.parts)
+    clusters = tuple(members.parts)  # names of the clusters, the keys of `parts`
     if request.direct:
         routes = ways_across(network.wan, clusters)  # direct exchanges first, then rings and trees
     else:
@@ -457,7 +468,7 @@ def _hierarchical(
     candidates = []
     for route in routes:
         candidate = _priced_route(network, request, members, route, inside_loads)
-        if not request.chunk_bytes:
+        if not request.chunk_bytes:  # choose the fastest chunk size for a sum of `size` bytes
             candidate = candidate.with_best_chunks(size)
         candidates.append(candidate)
     default, *_ = candidates  # "direct", or NCCL's ring; kept if another gains only a little
@@ -469,7 +480,7 @@ def _hierarchical(
 def _by_cluster(network: Network, family: GroupFamily) -> _ClusterMembers:
     """Return the nodes and the number of ranks that one group of a family has in each cluster."""
     parts: dict[str, list[GroupPart]] = {}
-    for part in family.parts:
+    for part in family.parts:  # sets of equal nodes of a group
         parts.setdefault(network.cluster(part.node_type), []).append(part)
     ranks = {
         cluster: sum(part.nodes * part.ranks_per_node for part in cluster_parts)
@@ -481,7 +492,13 @@ def _by_cluster(network: Network, family: GroupFamily) -> _ClusterMembers:
 def _can_be_hierarchical(
     network: Network, request: _HierarchicalRequest, members: _ClusterMembers
 ) -> bool:
-    """Return whether a hierarchical all-reduce is possible and sends less than a flat ring."""
+    """Return whether a hierarchical all-reduce is possible and sends less than a flat ring.
+
+    Args:
+        network: The site.
+        request: The groups, and how they reduce.
+        members: Nodes and ranks of a group, by cluster.
+    """
     if len(members.parts) < 2:
         return False
     # For each cluster with several nodes of the group: these nodes.
@@ -523,7 +540,8 @@ def _priced_route(
         inside_loads: For each cluster with several ranks of a group: the load of a reduce-scatter
             (or an all-gather, which is equal) among these ranks.
     """
-    # route.halves: traffic between clusters in the reduce step, and in the gather step.
+    # route.halves: traffic between clusters in the reduce step, and in the gather step. The load of
+    # a step is its use of NICs and links, for each byte of the sum.
     reduce_across, gather_across = (
         _step_across_clusters(network, request, members, volumes) for volumes in route.halves
     )
@@ -739,13 +757,13 @@ class Sharded(PricedReduction):
     @property
     def gather(self) -> Price:
         """Return the price of gathering all weights, per byte of their gradients."""
-        all_gather = self.load.price.scaled(0.5)
+        all_gather = self.load.price.scaled(0.5)  # half of the time of a ring all-reduce
         return Price(self.weight_bytes_per_gradient_byte * all_gather.byte_s, all_gather.latency_s)
 
     @property
     def scatter(self) -> Price:
         """Return the price of reduce-scattering all gradients, per byte of gradients."""
-        return self.load.price.scaled(self.scatter_share)
+        return self.load.price.scaled(self.scatter_share)  # `load` is a ring all-reduce
 
     @property
     def shard_sum(self) -> Price:
@@ -756,6 +774,7 @@ class Sharded(PricedReduction):
         """
         if self.across is None:
             return FREE
+        # Each rank sums only its shard: 1 / shards of the gradients.
         return Price(self.across.price.byte_s / self.shards, self.across.price.latency_s)
 
     @property
@@ -764,6 +783,7 @@ class Sharded(PricedReduction):
 
         ZeRO 2 and 3 have further ones in each micro-batch (see `passes`).
         """
+        # A sum of prices adds up seconds per byte and latencies.
         if self.zero == _ZERO_OPTIMIZER:
             return self.scatter + self.shard_sum + self.gather
         if self.zero == _ZERO_GRADIENTS:
@@ -810,6 +830,7 @@ class Sharded(PricedReduction):
         # The backward pass begins with the last layer, whose weights no computation hides. It ends
         # with the first layer, and nothing follows that could hide the sum of its gradients.
         exposed_s = backward_gather_s[-1] + scatter_s[0] + shard_sum_s[0]
+        # Activities of a list run at the same time, so the longest one is the time of the pass.
         forward_activities = [
             _Activity(forward, exposed_s=gather_s[0]),
             _Activity(gather_s, exposed_s=forward[-1]),
@@ -888,7 +909,7 @@ def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
     (ranks,) = sizes  # the only number of ranks, of every cluster
     families = []
     for parts in members.parts.values():
-        # Nodes that a ring through the ranks visits: (node type, number of nodes in a row).
+        # Nodes that a ring through the ranks visits: (node type, number that follow each other).
         ring = tuple((part.node_type, part.nodes) for part in parts)
         families.append(replace(family, ranks=ranks, parts=tuple(parts), ring=ring))
     return families
@@ -942,9 +963,9 @@ def tied_weight_families(fold: Fold) -> Iterator[GroupFamily]:
         fold: A placement with only one of several equal pipelines. Pipelines on equal nodes form a
             pipeline class.
     """
-    # Classes of the pipelines in a group -> groups of the last stage.
+    # Classes of the pipelines in a data-parallel group -> the equal groups of the last stage.
     last_of = {family.pipeline_classes: family for family in fold.families(fold.stages[-1])}
-    for first in fold.families(0):
+    for first in fold.families(0):  # families of equal data-parallel groups of the first stage
         last = last_of.get(first.pipeline_classes)
         if last is None:
             continue
@@ -973,6 +994,7 @@ def by_pairs(
     """
     # Messages from the first to the last stage, of this class only.
     messages = fold.stage_link(pipeline, 0, fold.stages[-1])
+    # pairwise: load of an all-reduce between the two ranks of each pair
     return PricedReduction(network.pairwise(messages, inside_bps), name="pairs")
 
 
