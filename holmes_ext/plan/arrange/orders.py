@@ -76,10 +76,12 @@ class Orders:
         """
         if self._types_on[name] > 1:
             return name
+        # line: the fabric with its measured rate and latency
         fabric = self.network.line(self.network.site.fabric_by_name[name])
         return (fabric.kind, fabric.rate_bps, fabric.latency_s)
 
     def _first_equal(self, node_type: int) -> int:
+        """Return the first node type that a node type is interchangeable with, maybe itself."""
         for first in self.node_types:
             if self._signatures[first] == self._signatures[node_type] and self._have_equal_links(
                 node_type, first
@@ -90,7 +92,7 @@ class Orders:
     def _have_equal_links(self, first: int, second: int) -> bool:
         """Return whether two node types have equal links to all other clusters."""
         wan = self.network.wan
-        first_cluster = self.network.cluster(first)
+        first_cluster = self.network.cluster(first)  # name of its cluster
         second_cluster = self.network.cluster(second)
         if first_cluster == second_cluster or not wan:
             return True

@@ -68,7 +68,7 @@ def pack(
     """
     if size == 1:
         return [(node_class,) for node_class, count in counts.items() for _ in range(count)]
-    states: dict[OpenComponents, tuple[Assignment, ...]] = {frozenset(): ()}
+    states: dict[OpenComponents, tuple[Assignment, ...]] = {frozenset(): ()}  # nothing assigned
     waiting = list(counts)  # classes that are not assigned to fabrics yet
     while waiting:
         node_class = waiting.pop(0)
@@ -195,8 +195,8 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
 def fastest_first(network: Network) -> tuple[str, ...]:
     """Return the order of the nodes for a job whose parallel sizes are not known.
 
-    The nodes of each cluster follow each other, the fastest fabric first. So no group spans
-    networks if the stages divide the clusters evenly. The slowest fabric gets the last stages:
+    The nodes of each cluster follow each other, the fastest fabric first. So each group stays on
+    its fabric if the stages divide the clusters evenly. The slowest fabric gets the last stages:
     these end their backward passes first, so their slow reductions start earlier. With a WAN,
     clusters with good links are neighbours.
     """
@@ -216,7 +216,7 @@ def fastest_first(network: Network) -> tuple[str, ...]:
 
 
 def classes_of(network: Network) -> dict[str, int]:
-    """Return node -> its class: the first node type that it is interchangeable with."""
+    """Return the class of each node, by name: the first node type with the same fast fabrics."""
     first_type: dict[object, int] = {}
     result = {}
     for name, node_type in network.node_type_of.items():
@@ -241,7 +241,7 @@ def _chain(network: Network, clusters: Sequence[str]) -> list[str]:
 class _Score(NamedTuple):
     """Quality of an order; smaller is better."""
 
-    spans: bool  # whether a group spans networks
+    spans: bool  # whether a group uses Ethernet because its nodes are on different networks
     step_s: float  # predicted step
     flat_s: float  # step with flat rings only, to compare orders that are equal otherwise
 
@@ -249,7 +249,7 @@ class _Score(NamedTuple):
 class _Search:
     """Search for the best order of the nodes, which begins with the launcher's order.
 
-    `best` is the best order found so far: the class of each node, by component. `score` is its score.
+    `best` has the node classes of each component (nodes with the same stages), `score` its score.
     """
 
     def __init__(self, prices: Prices, sizes: Sizes):
@@ -257,7 +257,7 @@ class _Search:
         self.prices = prices
         self.sizes = sizes
         self.network = prices.network
-        flat_rules = replace(prices.rules, reductions=(FLAT,))
+        flat_rules = replace(prices.rules, reductions=(FLAT,))  # flat rings only
         self.flat_prices = Prices(prices.network, prices.job, flat_rules)
         self.class_of = classes_of(prices.network)  # name of a node -> its class
         launcher = tuple(self.class_of.values())
@@ -265,7 +265,7 @@ class _Search:
         placement = Placement.of(sizes, self.network.processes, launcher)
         # Node indices of each component. Stages that share nodes form a component.
         self.nodes_of_components = placement.components
-        component_ranks = placement.stage_ranks * placement.stages_per_component
+        component_ranks = placement.stage_ranks * placement.stages_per_component  # of each one
         self.ranks_per_order = component_ranks * len(placement.components)  # to price one order
         self.best = self.components_of(launcher)
         self.score = self._score_of(self.best)
@@ -300,7 +300,7 @@ class _Search:
         return _Score(self.prices.spans_networks(placement), step_s, flat_s)
 
     def accept_if_better(self, components: Sequence[Component], gain: float = ROUNDING) -> bool:
-        """Make an order the best one if it is better than the best one so far; return whether it is.
+        """Make an order the best one if it is better than `self.best`; return whether it is.
 
         It is better if it avoids that some group has to use Ethernet because its nodes are on
         different networks. If both orders do, or both do not, it is better if the step is shorter.

@@ -186,6 +186,7 @@ class Network:
     def placement(self, names: Sequence[str], sizes: Sizes) -> Placement:
         """Return the placement of a job on these nodes, given in the order of the ranks."""
         node_types = [self.node_type_of[name] for name in names]
+        # Placement.of takes the type of each node, in the order of the ranks.
         return replace(Placement.of(sizes, self.processes, node_types), names=tuple(names))
 
     def nodes(self, placement: Placement) -> tuple[str, ...]:
@@ -205,16 +206,18 @@ class Network:
         """
         if self.single_fabric is not None:
             return self.single_fabric
+        # _shared_fabric: the fastest that nodes of these types share
         if self.on_best_fabrics:
             best_fabrics = [self._shared_fabric(frozenset([node_type])) for node_type in node_types]
             return min(best_fabrics, key=lambda fabric: fabric.preference)
         return self._shared_fabric(frozenset(node_types))
 
     def _shared_fabric(self, node_types: frozenset[int]) -> Fabric:
+        """Return the fastest fabric that nodes of these types share; Ethernet if no other."""
+
         def fastest() -> Fabric:
             nodes = (self.names[node_type][0] for node_type in node_types)
-            # The fastest by measured rates; Ethernet if they share no other. The result has the
-            # rate of cluster.toml.
+            # The fastest by measured rates. The result has the rate of cluster.toml.
             name = self.measured.shared_fabric(nodes).name
             return self.site.fabric_by_name[name]
 
@@ -235,12 +238,13 @@ class Network:
         """
         if not self.wan or fabric.name != ETHERNET:
             return ()
-        return tuple(hop_loads(self.wan, pairs).items())
+        return tuple(hop_loads(self.wan, pairs).items())  # link -> sum of its flows
 
     def wan_latency_s(self, fabric: Fabric, pair: Pair) -> float:
         """Return a message's latency between two clusters beyond the fabric's own, in seconds."""
         if not self.wan or fabric.name != ETHERNET:
             return 0.0
+        # hops: links and uplinks from one cluster to the other
         latency_s = sum(hop.latency_s for hop in self.wan.hops(*pair))
         return max(0.0, latency_s - self.line(fabric).latency_s)
 
@@ -296,8 +300,9 @@ class Network:
         wan_latency_s = 2 * (sum(link_latency_s) - min(link_latency_s))
         # (from cluster, to cluster) -> flows of all groups that share the link.
         crossing = {pair: times * crossing_groups for pair, times in pairs.items()}
-        # Node class -> groups that share a NIC. concurrent_groups counts all groups with ranks on
-        # the node, `groups` only those of this family. Each sends one flow into the next node.
+        # A part has the equal nodes of a group, which form a node class. Node class -> groups that
+        # share a NIC: all groups with ranks on the node (concurrent_groups), or only those of this
+        # family (`groups`). Each sends one flow into the next node.
         flows = {
             part.node_class: part.concurrent_groups if counts_all_groups else part.groups
             for part in family.parts
@@ -334,7 +339,7 @@ class Network:
         # (from cluster, to cluster) -> number of links of the ring of ranks between them.
         pairs = Counter(self.neighbours(family.ring))
         flows = {}  # node class (equally busy nodes) -> flows that share a NIC
-        for part in family.parts:
+        for part in family.parts:  # sets of equal nodes of a group
             # In a ring, only the last rank of a group on a node sends to another node.
             senders_per_group = part.ranks_per_node if all_to_all else 1
             # concurrent_groups: all groups with ranks on the node, which exchange at the same time
@@ -373,8 +378,10 @@ class Network:
         sender_type, receiver_type = stage_link.node_types
         pair = self.cluster(sender_type), self.cluster(receiver_type)
         crosses = pair[0] != pair[1]
+        # (from cluster, to cluster) -> messages that share the link between them.
         flows = {pair: crossing or stage_link.count} if crosses else {}
         return Load(
+            # A node class are equally busy nodes; one stands for all.
             nics=(  # ((node class, fabric, direction), messages that share this NIC)
                 ((stage_link.sender, fabric.name, "out"), stage_link.leaving),
                 ((stage_link.receiver, fabric.name, "in"), stage_link.reaching),

@@ -264,6 +264,7 @@ class ReductionPrices:
         """
         if options.family.ranks == 1:
             return NONE  # nothing to reduce
+        # Collectives of ZeRO or FSDP, priced; None: nothing is sharded.
         sharded = self._sharded(options) if self.rules.zero else None
         if use_hierarchical and options.hierarchical is not None:
             if sharded is not None and self.rules.gathers:
@@ -371,6 +372,7 @@ class ReductionPrices:
         cluster_families = inside_clusters(self.network, options.family)
         if not cluster_families:  # the groups do not span clusters evenly
             return sharded  # all shards are divided among the ranks of all clusters
+        # Load of a ring all-reduce inside each cluster.
         rings_inside = [
             self.network.ring(family, options.crossing_groups, self.link_bps(family.node_types))
             for family in cluster_families
@@ -411,6 +413,7 @@ class Prices(ReductionPrices):
         job = self.job
         rules = self.rules
         chosen = list(reductions) or self.reductions(placement)  # by stage
+        # By stage: seconds of both passes and of the reduction, for each type of layer.
         layer_costs = [
             self._layer_costs_of(placement, stage, reduction, sharded)
             for stage, reduction in enumerate(chosen)
@@ -429,7 +432,7 @@ class Prices(ReductionPrices):
             forward_s=tuple(costs.forward_s for costs in layer_costs),
             backward_s=tuple(costs.backward_s for costs in layer_costs),
             reduction_s=tuple(costs.reduction_s for costs in layer_costs),
-            transfer_s=self._transfer_s(stage_links),
+            transfer_s=self._transfer_s(stage_links),  # of each type of layer's output, by stage
             micro_batches=job.micro_batches,
             # once: price of the collectives that run once a step
             latency_s=tuple(reduction.once.latency_s for reduction in chosen),
@@ -447,6 +450,7 @@ class Prices(ReductionPrices):
             load_s=self._load_s(placement, stage_links) if rules.virtual > 1 else 0.0,
             places=tuple(limit.clusters for limit in limits),
             link_load_s=link_load_s,
+            # (first, last) of stages that send to both sides over one NIC.
             shared_nic_stages=self.shared_nic_stages(placement) if self.hide_stage_links else (),
             weights_s=tuple(costs.weights_s for costs in layer_costs),
         )
@@ -457,11 +461,15 @@ class Prices(ReductionPrices):
         This suits a RankModel.of_workload: its block has the work of a whole average stage.
         """
         costs = self.costs(placement)
-        # (1, 1, ...): blocks of each stage
+        # estimate: times of a step in closed form, for these numbers of blocks (1, 1, ...)
         return estimate(costs, (1,) * costs.stages).step_s
 
     def _limits(self, content: Content) -> _StageLimits:
-        """Return the clusters and the memory of a stage on these nodes."""
+        """Return the clusters of a stage's nodes, and the memory that its ranks may use.
+
+        Args:
+            content: Nodes of the stage: (node type, number of ranks).
+        """
         clusters = self.network.clusters(content)
         # slowest(): a GPU with the least speed, memory and link rate of these clusters' GPUs.
         memory_bytes = self.job.slowest(clusters).memory_bytes or inf  # 0: not known
