@@ -55,9 +55,8 @@ class LinkTimes(NamedTuple):
     """Times of an activation over each stage link, in seconds."""
 
     transfer_s: tuple[float, ...]  # until it has arrived, with the latency
-    occupied_s: tuple[
-        float, ...
-    ]  # without the latency, during which other messages can use the link
+    #: Without the latency, during which other messages can use the link.
+    occupied_s: tuple[float, ...]
 
 
 class Decisions:
@@ -74,7 +73,7 @@ class Decisions:
     def __init__(
         self, plan: Plan, network_api: str, site: Site, options: Options, engine: EngineTraits
     ):
-        """Take over the arguments (see the class), and prepare prices; nothing is decided yet."""
+        """Store the arguments (see the class), and prepare predictions; decisions come later."""
         self.plan = plan
         self.network_api = network_api
         self.options = options
@@ -120,9 +119,8 @@ class Decisions:
         sizes = self.placement.sizes
         options = self.options
         is_reducing = sizes.data * sizes.context > 1
-        is_possible = is_reducing and self.engine.can(
-            "overlap", options.off
-        )  # off: disabled features
+        # options.off: disabled features
+        is_possible = is_reducing and self.engine.can("overlap", options.off)
         if is_possible and self.engine.overlaps == "on":
             return (True,) * sizes.pipeline  # the engine does it, with or without the option
         if options.overlap != "auto" or not is_possible:
@@ -184,9 +182,8 @@ class Decisions:
         ]
         suitable_bytes = INSIDE_BYTES  # if no group leaves its node
         if fabrics:
-            slowest = min(
-                fabrics, key=lambda fabric: fabric.preference
-            )  # faster ones are preferred
+            # Faster ones are preferred.
+            slowest = min(fabrics, key=lambda fabric: fabric.preference)
             # All groups of a stage have equally many ranks.
             suitable_bytes = bucket_bytes(slowest, families[0].family.ranks, total_bytes)
         flat = ReductionSpec(
@@ -303,9 +300,9 @@ class Decisions:
                 pair = tuple(sorted((ranks[stage], ranks[following])))
                 fabric = name_of(plan.fabric_of(pair, network_api))
                 fabrics.append(fabric)
-                # Some frameworks send over the group of the whole pipeline, others over that of all
-                # ranks ("world"). If this group uses a slower fabric than the two ranks share, they
-                # need a group of their own in such frameworks. "pipeline+world": in both kinds.
+                # Frameworks send over the group of the pipeline, or over that of all ranks
+                # ("world"). If it uses a slower fabric than the two ranks share, they need their
+                # own group.
                 frameworks = []
                 if pair in pairs:
                     frameworks.append("pipeline")
@@ -342,9 +339,11 @@ class Decisions:
         )
 
     def passes(self) -> tuple[str, ...]:
-        """Return the passes of every stage in order, with split backward passes (see Traffic.schedule).
+        """Return the passes of each stage in the best order found with split backward passes.
 
-        () if 1F1B is as fast, or if it is not known which part of a backward pass can be delayed.
+        A stage's text is such as "F0 F1 I0 F2 W0": letter and micro-batch of each pass. F is
+        forward, I and W compute the gradients of inputs and weights, B of both. () if 1F1B is as
+        fast, or if it is not known which part of a backward pass can be delayed.
         """
         loads = self.plan.loads
         if not self.prices.rules.splits or not loads:

@@ -121,10 +121,11 @@ class Rules:
 
 
 def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **more: Any) -> Rules:
-    """Return the rules for an engine and the user's options.
+    """Return the methods that a job may use: ways to reduce gradients, schedules and compression.
 
-    A method is used if the engine is able to (ABILITIES), the feature of holmes behind it is not
-    disabled (options.off, HOLMES_DISABLE), and the option for it is set.
+    A method may be used under three conditions: the engine is able to run it (ABILITIES), the
+    feature of holmes behind it is not disabled (options.off, HOLMES_DISABLE), and the option for it
+    is set.
 
     Args:
         engine: The training engine.

@@ -42,7 +42,11 @@ class Counts:
     table: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        """Raise HolmesError if the table is not rectangular (EXPERT: square) or has a bad number."""
+        """Raise HolmesError if the table of token counts has a bad shape or a bad number.
+
+        All rows need equally many numbers, one for each expert. If the rows stand for experts too,
+        the table must be square. Numbers must be 0 or more, and finite.
+        """
         width = len(self.table[0]) if self.table else 0
         if not width or any(len(row) != width for row in self.table):
             raise HolmesError("its rows differ in length; each needs one number per expert")
@@ -105,14 +109,17 @@ def load_traffic(path: str | Path) -> dict[int, Counts]:
 
 
 def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
-    """Return the values of a file by layer, whether it has one for all layers or one for each layer.
+    """Return the lists of a JSON file by layer, if it has one for all layers or one for each.
+
+    For alone="counts", {"counts": [1, 2]} has a list for all layers, and {"layers": {"3": [1, 2]}}
+    one for layer 3. These become {ALL_LAYERS: (name, [1, 2])} and {3: (name, [1, 2])}.
 
     Args:
-        top: The file.
-        alone: Key of a value for all layers; without it, the table "layers" has a value for each layer.
+        top: Content of the file.
+        alone: Key of the list for all layers.
 
     Returns:
-        Number of the layer (ALL_LAYERS: all layers) -> (name of the value in messages, value).
+        Number of the layer, or ALL_LAYERS -> (name of the list in error messages, list).
 
     Raises:
         HolmesError: A layer number is bad, or the file names no layer.

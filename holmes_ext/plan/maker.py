@@ -53,7 +53,10 @@ class PlanRequest:
     counted: bool = True  # whether nodes must start as many processes as cluster.toml says
 
     def read_files(self) -> None:
-        """Read the files that the options name.
+        """Load the cluster, plan and model files that the options name into this request's fields.
+
+        `spec`, `plan` and `model` get the content, and `digests` a hash of each file. An option
+        that is not set leaves its field as it is.
 
         Raises:
             HolmesError: A file cannot be read, or its content is bad.

@@ -55,7 +55,8 @@ def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> Split:
     Args:
         method: One of METHODS.
         costs: Costs of every layer on every stage.
-        alpha: Factor of the method "speed".
+        alpha: Factor by which the method "speed" multiplies the share of each stage before it
+            rounds the share to whole layers.
 
     Raises:
         HolmesError: The method is unknown, alpha is bad, or ("balanced") no split fits the memory.
@@ -77,7 +78,8 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
 
     Args:
         costs: Costs of every layer on every stage.
-        alpha: Factor of the method "speed", whose split is one of those that the search begins with.
+        alpha: Factor of the shares in the method "speed" (see partition). The search begins with
+            the split of this method, among others.
 
     Raises:
         HolmesError: No split fits the memory.
@@ -121,11 +123,15 @@ def _all_splits(blocks: int, stages: int) -> Iterator[Split]:
 
 
 def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
-    """Return the splits of the other methods, and the splits that result from moving single blocks.
+    """Return a few splits that are worth a precise prediction, if there are too many to try all.
+
+    These are three splits, and the result of moving single blocks of each while its step in closed
+    form gets shorter. The three are those of the methods "uniform" and "speed", and the split with
+    the fastest slowest stage.
 
     Args:
         costs: Costs of every layer on every stage.
-        alpha: Factor of the method "speed".
+        alpha: Factor by which "speed" multiplies the share of each stage before rounding it.
     """
     starts = [uniform(costs.blocks, costs.stages), by_speed(costs.blocks, speeds(costs), alpha)]
     level = levelled(costs)  # the split with the fastest slowest stage; () if none fits the memory
@@ -342,13 +348,13 @@ def _over_borders(split: Split) -> Iterator[Move]:
 def full_to_empty(work: Sequence[float]) -> Iterator[Move]:
     """Yield moves from the stages with most work to those with least.
 
-    Trying all pairs of stages would take too long. So only the three stages with most work give a
-    block, and the four with least work take one. The first and the last stage do both in any case,
-    and the middle stage takes: the reductions of these may be exposed, so their work does not tell
-    how busy they are.
+    A move is (stage that gives a block, stage that takes it). Trying all pairs of stages would take
+    too long. So only the three stages with most work give a block, and the four with least work
+    take one. The first and the last stage always give and take, and the middle stage always takes.
+    Their gradients may be reduced after all computation, so `work` does not tell how busy they are.
 
     Args:
-        work: Seconds of each stage.
+        work: Seconds of computation of each stage.
     """
     last = len(work) - 1
     stages = sorted(range(len(work)), key=work.__getitem__)  # least work first

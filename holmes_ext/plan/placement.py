@@ -55,33 +55,40 @@ def merge_neighbours(parts: Iterable[Run]) -> Content:
 
 @dataclass(frozen=True)
 class Placement:
-    """Order of the nodes of a job, as node types."""
+    """Assignment of a job's ranks to nodes: the type of each node, in the order of the ranks.
+
+    Rank r runs on node r // processes. A node type stands for equal nodes: of one cluster, on the
+    same fabrics. Costs depend only on types, so placements with equal types cost the same.
+    """
 
     sizes: Sizes  # parallel sizes, with the data size
-    processes: int  # of each node
-    node_runs: Content  # types of the nodes, in the order of the ranks
+    processes: int  # ranks of each node
+    node_runs: Content  # (node type, number of nodes that follow each other), in rank order
     #: Names of the nodes in the order of the ranks, if a user chose them. Otherwise the nodes of
     #: each type stand in the launcher's order.
     names: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, sizes: Sizes, processes: int, node_types: Iterable[int]) -> Placement:
-        """Return the placement with these node types, in the order of the ranks."""
-        return cls(sizes, processes, runs(node_types))
+        """Return the placement on nodes of these types, given in the order of the ranks."""
+        return cls(sizes, processes, runs(node_types))  # runs: types 0 0 1 -> (0, 2), (1, 1)
 
     @classmethod
     def of_parts(cls, sizes: Sizes, processes: int, parts: Sequence[Sequence[int]]) -> Placement:
-        """Return the placement with these nodes in each component (stages that share nodes).
+        """Return the placement whose components have the given nodes.
+
+        A component is a set of neighbouring stages that share nodes.
 
         Args:
             sizes: Parallel sizes, with the data size.
             processes: Ranks of each node.
-            parts: For each component, the types of its nodes, equally many in all components.
+            parts: For each component in stage order, the type of each of its nodes. All components
+                have equally many nodes.
         """
         if len(parts) == 1:
             return cls.of(sizes, processes, parts[0])
         ranks = sum(map(len, parts)) * processes
-        nodes = len(parts[0])
+        nodes = len(parts[0])  # of each component
         # Global ranks number all stages, then all stages again, until each stage has all of its
         # ranks. In one such round, every stage gets `stride` ranks that follow each other.
         stride = sizes.strides()["pp"]  # distance from a rank to its counterpart in the next stage
@@ -146,7 +153,8 @@ class Placement:
                     ranks = min(self.stride - offset, end - rank)
                     runs_of[stage].append((node_type, ranks))
                     rank += ranks
-        # Equal stages share one object, which makes comparisons fast.
+        # merge_neighbours: (a, 2), (a, 1) -> (a, 3). Equal stages share one object, which makes
+        # comparisons fast.
         shared: dict[Content, Content] = {}
         contents = map(merge_neighbours, runs_of)
         return tuple(shared.setdefault(content, content) for content in contents)
@@ -175,16 +183,26 @@ class Placement:
 
     @cached_property
     def components(self) -> tuple[tuple[int, ...], ...]:
-        """Return the node indices of each component (stages that share nodes), in stage order."""
+        """Return for each component the indices of its nodes, in the order of the ranks.
+
+        A component is a set of neighbouring stages that share nodes. Components are in stage order.
+        """
         node_indices_of: dict[int, list[int]] = {}
         for node_index in range(self.nodes):
+            # Stage of the node's first rank. Every `stride` ranks, the next stage begins.
             stage = node_index * self.processes // self.stride % self.sizes.pipeline
             node_indices_of.setdefault(stage // self.stages_per_component, []).append(node_index)
         return tuple(tuple(node_indices_of[index]) for index in sorted(node_indices_of))
 
     @cached_property
     def parts(self) -> tuple[Content, ...]:
-        """Return for each component (stages that share nodes) its nodes: (node type, number in a row)."""
+        """Return the nodes of each component, in the order of the ranks, as runs of equal nodes.
+
+        A component is a set of neighbouring stages that share nodes.
+
+        Returns:
+            For each component: (node type, number of nodes of this type that follow each other).
+        """
         if self.stages_per_component > 1:
             node_types = self.node_types()
             return tuple(
@@ -198,10 +216,15 @@ class Placement:
         )
 
     def alone(self, *components: int) -> Placement:
-        """Return a placement of some components (stages that share nodes) without the others."""
+        """Return a placement that has only some of the components, as a shorter pipeline.
+
+        Args:
+            components: Numbers of the components (sets of stages that share nodes), in stage order.
+        """
         if len(components) == len(self.parts):
             return self
         sizes = replace(self.sizes, pipeline=len(components) * self.stages_per_component)
+        # By component: the type of each of its nodes. (`parts` has runs of equal nodes.)
         node_types = [
             [node_type for node_type, count in self.parts[component] for _ in range(count)]
             for component in components
@@ -211,7 +234,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class GroupPart:
-    """Nodes of a group that are equal: the same type, and equally many ranks of each pipeline class."""
+    """Some nodes of a communication group that are equally busy, and how busy they are.
+
+    They have one type, and hold equally many ranks of each pipeline class (equal pipelines).
+    """
 
     node_class: int  # number of the class that these nodes form in the placement
     node_type: int  # cluster and fabrics of the nodes: an index of Network.node_types
@@ -223,12 +249,15 @@ class GroupPart:
 
 @dataclass(frozen=True)
 class GroupFamily:
-    """Equal groups of a stage: with equal nodes, and ranks of the same pipeline classes."""
+    """Communication groups of a stage that are equal, so that one price is that of each of them.
+
+    They lie on equal nodes, and their ranks belong to the same classes of equal pipelines.
+    """
 
     stage: int
     ranks: int  # of each group
     count: int  # number of groups
-    parts: tuple[GroupPart, ...]
+    parts: tuple[GroupPart, ...]  # nodes of one group, in sets of equal nodes
     pipeline_classes: tuple[int, ...]  # classes of pipelines that have ranks in the groups
     ring: Content  # types of the nodes that a ring through all ranks of a group visits
 
@@ -245,7 +274,10 @@ class GroupFamily:
 
 @dataclass(frozen=True)
 class StageMessages:
-    """Messages between two stages, in all pipelines of one class (pipelines on equal nodes)."""
+    """Numbers of messages from one stage to another, in all pipelines of one class.
+
+    A pipeline is one rank of each stage. Pipelines on equal nodes form a class.
+    """
 
     sender: int  # node class of the sending nodes
     receiver: int  # node class of the receiving nodes
@@ -271,15 +303,16 @@ class StageMessages:
 
 
 def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
-    """Return a group of arbitrary ranks as a family that contains only this group.
+    """Return a group of arbitrary ranks as a family (a set of equal groups) of a single group.
 
-    The remaining ranks of its nodes are assumed to be in groups like this one, which use the NICs too.
+    The remaining ranks of its nodes are assumed to be in groups like this one, which use the NICs
+    at the same time.
 
     Args:
         placement: Nodes of the job.
-        ranks: The group.
+        ranks: Global ranks of the group.
     """
-    node_types = placement.node_types()
+    node_types = placement.node_types()  # type of each node, in the order of the ranks
     ranks_on = Counter(rank // placement.processes for rank in ranks)  # node index -> ranks on it
     # (node type, ranks of the group on it) -> number of such nodes
     equal_nodes = Counter((node_types[index], count) for index, count in ranks_on.items())
@@ -321,14 +354,17 @@ def _class_numbers(signatures: Mapping[Key, Hashable]) -> dict[Key, int]:
 
 
 class _Copies(NamedTuple):
-    """Numbers of ranks and groups of a job that one rank and one group of a Fold (compact form) represent."""
+    """Factors from counts in a Fold to counts in the job.
 
-    ranks: int  # of the same group
-    groups: int
+    A Fold keeps one of several equal tensor-parallel ranks, so that there is less to price.
+    """
+
+    ranks: int  # ranks of the job that one kept rank stands for, in the same group
+    groups: int  # groups of the job that one group of kept ranks stands for
 
 
 class Fold:
-    """Compact form of a placement: keeps one of several equal ranks, and counts them.
+    """Compact form of a placement: one of several equal ranks, with the number of equal ranks.
 
     Equal ranks put equal loads on equal nodes, so prices need only one of them. Two steps drop ranks:
 
@@ -340,10 +376,11 @@ class Fold:
     """
 
     def __init__(self, placement: Placement):
-        """Choose the ranks to keep (one of several equal ones), and number pipeline and node classes.
+        """Select one of several equal ranks, count the equal ones, and number the classes.
 
-        A pipeline class is a set of pipelines on equal nodes. A node class is a set of nodes of one type
-        that hold equally many ranks of the same pipeline classes.
+        Prices then look at the selected (kept) ranks only. Pipelines on equal nodes form a pipeline
+        class. Nodes of one type form a node class if they hold equally many ranks of the same
+        pipeline classes.
         """
         self.full_placement = placement
         #: Tensor-parallel ranks of a node that one folded rank represents.
@@ -352,9 +389,12 @@ class Fold:
         sizes = placement.sizes
         if self.folded_tensor_ranks > 1:
             sizes = replace(sizes, tensor=sizes.tensor // self.folded_tensor_ranks)
+        #: The placement without the dropped tensor-parallel ranks: each node has fewer ranks.
         self.placement = Placement(sizes, processes, placement.node_runs)
         self.stages = range(sizes.pipeline)
+        #: Axis -> distance between neighbours along it, among the ranks of a stage.
         self._strides = _strides(self.placement)
+        #: Period with which the ranks of a stage repeat on equal nodes.
         self._repeating_ranks = _count_repeating_ranks(self.placement, self._strides)
         #: Kept rank in stage -> number of equal ranks in the stage (this one included).
         self._multiplicity = dict(self._kept_ranks())
@@ -365,8 +405,9 @@ class Fold:
             )
             for rank_in_stage in self._multiplicity
         }
-        # Node index after each run of equal nodes.
+        # Node index after each run of equal nodes. bisect_right finds the run that has a node.
         ends = list(accumulate(count for _, count in placement.node_runs))
+        #: Node index -> node type, for nodes with kept ranks.
         self._node_type_at = {
             node_index: placement.node_runs[bisect_right(ends, node_index)][0]
             for node_indices in self._node_indices.values()
@@ -382,7 +423,7 @@ class Fold:
         self.count: Counter[int] = Counter()  # pipeline class -> number of pipelines
         first_of: dict[int, int] = {}  # pipeline class -> its first rank in stage
         for rank_in_stage, pipeline_class in self.pipeline_class_of.items():
-            equal_ranks = self._multiplicity[rank_in_stage]
+            equal_ranks = self._multiplicity[rank_in_stage]  # each of them has its own pipeline
             self.count[pipeline_class] += equal_ranks * self.folded_tensor_ranks
             first_of.setdefault(pipeline_class, rank_in_stage)
         #: By pipeline class: the node index of each stage, of the first pipeline of the class.
@@ -398,20 +439,24 @@ class Fold:
             node_index: (self._node_type_at[node_index], frozenset(ranks.items()))
             for node_index, ranks in self._ranks_on.items()
         }
-        self.node_class_of = _class_numbers(contents)  # node index -> node class
+        # Node index -> node class. Nodes with equal contents get the same number.
+        self.node_class_of = _class_numbers(contents)
         # Results that are computed once.
         self._families_of: dict[tuple[int, str], tuple[GroupFamily, ...]] = {}
         self._leaving_between: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
 
     def _kept_ranks(self) -> Iterator[tuple[int, int]]:
-        """Yield (rank in stage, number of equal ranks) for the ranks of a stage that the fold keeps.
+        """Yield the ranks of a stage that the fold keeps, each with the number of equal ranks.
 
-        On equal nodes, the ranks of a stage repeat with a period of `_repeating_ranks`. Only those of
-        the first period are kept.
+        On equal nodes, the ranks of a stage repeat with a period of `_repeating_ranks`. Only those
+        of the first period are kept.
+
+        Yields:
+            (number of a rank among the ranks of its stage, number of equal ranks with this one).
         """
         borders = self.placement.borders  # ranks in stage where the type of the nodes changes
         for low, high in zip(borders, borders[1:]):  # ranks low..high - 1 are on equal nodes
-            stop = high
+            stop = high  # all ranks are kept, unless whole periods of them are equal
             equal_ranks = 1
             has_whole_periods = low % self._repeating_ranks == high % self._repeating_ranks == 0
             if has_whole_periods:
@@ -421,10 +466,15 @@ class Fold:
                 yield rank_in_stage, equal_ranks
 
     def _classes_of_pipelines(self) -> dict[int, int]:
-        """Return the class of each kept pipeline: rank in stage of its ranks -> pipeline class.
+        """Return the pipeline class of every pipeline that this compact placement keeps.
 
-        Two pipelines are in one class if their nodes are equal, and if their data-parallel groups
-        consist of the same numbers of pipelines with each sort of nodes.
+        A pipeline consists of one rank of each stage. All of them have the same number among the
+        ranks of their stage: the rank in stage. Two pipelines form a class if their nodes are
+        equal, and if their data-parallel groups contain equally many pipelines on nodes of each
+        sort.
+
+        Returns:
+            Rank in stage of a pipeline -> number of its class.
         """
         # First level: a signature is a value that is equal for pipelines with equal nodes.
         signatures = {
@@ -437,6 +487,7 @@ class Fold:
             counts = counts_of.setdefault(self._data_group[rank_in_stage], Counter())
             counts[signature] += self._multiplicity[rank_in_stage]  # pipelines that it represents
         group_signatures = {group: frozenset(counts.items()) for group, counts in counts_of.items()}
+        # Equal values get equal numbers.
         return _class_numbers(
             {
                 rank_in_stage: (signature, group_signatures[self._data_group[rank_in_stage]])
@@ -454,7 +505,11 @@ class Fold:
         return node_types, tuple(index == other for index, other in zip(node_indices, following))
 
     def pipeline_class_at(self, rank_in_stage: int) -> int:
-        """Return the class of the pipeline that consists of rank number `rank_in_stage` of each stage."""
+        """Return the class of the pipeline that has rank number `rank_in_stage` of each stage.
+
+        Pipelines on equal nodes form a class. The number may be that of any rank, kept or not.
+        """
+        # Number of the rank if one of `folded_tensor_ranks` neighbours is counted.
         folded_rank = rank_in_stage // self.folded_tensor_ranks
         # On equal nodes, the fold keeps only the ranks of the first period.
         if folded_rank not in self.pipeline_class_of:
@@ -463,11 +518,17 @@ class Fold:
         return self.pipeline_class_of[folded_rank]
 
     def node_type_on(self, pipeline_class: int, stage: int) -> int:
-        """Return the type of the node that holds a stage of a pipeline class."""
+        """Return the type of the node that holds a stage of the pipelines of one class.
+
+        Pipelines form a class if their nodes have equal types.
+        """
         return self._node_type_at[self.pipeline_classes[pipeline_class][stage]]
 
     def ranks(self, pipeline_class: int, stage: int) -> tuple[int, ...]:
-        """Return all global ranks of a stage that belong to a class of (equal) pipelines."""
+        """Return all global ranks of a stage that belong to the pipelines of one class.
+
+        Pipelines on equal nodes form a class. Ranks that the fold dropped are included.
+        """
         ranks: list[int] = []
         for first_rank, other_class in self.pipeline_class_of.items():
             if other_class != pipeline_class:
@@ -475,6 +536,7 @@ class Fold:
             # The equal ranks follow the kept one at distances of `_repeating_ranks`.
             stop = first_rank + self._multiplicity[first_rank] * self._repeating_ranks
             for rank_in_stage in range(first_rank, stop, self._repeating_ranks):
+                # `placement` numbers only kept ranks; each stands for `folded_tensor_ranks` ranks.
                 first = self.placement.rank(rank_in_stage, stage) * self.folded_tensor_ranks
                 ranks += range(first, first + self.folded_tensor_ranks)
         return tuple(sorted(ranks))
@@ -489,7 +551,9 @@ class Fold:
     def stage_links(
         self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]
     ) -> list[StageMessages]:
-        """Return the messages from `stage` to `other` of each pipeline class.
+        """Return the messages from `stage` to `other`: one entry for each pipeline class.
+
+        A pipeline is one rank of each stage. Pipelines on equal nodes form a pipeline class.
 
         Args:
             stage: Number of the sending stage.
@@ -515,10 +579,11 @@ class Fold:
     def _stage_link(
         self, pipeline_class: int, stage: int, other: int, concurrent: Collection[int]
     ) -> StageMessages:
-        """Return the messages from a stage to another in a class of pipelines (on equal nodes).
+        """Return the messages from one stage to another in the pipelines of one class.
 
-        Each pipeline sends one message. `leaving` and `reaching` of the result count the messages on
-        the NIC of one sending and one receiving node; `count` counts the pipelines of the class.
+        Pipelines on equal nodes form a class, and each pipeline sends one message. `leaving` and
+        `reaching` of the result count the messages on the NIC of one sending and one receiving
+        node; `count` counts the pipelines of the class.
 
         Args:
             pipeline_class: Number of the class.
@@ -528,6 +593,7 @@ class Fold:
         """
         source = self.pipeline_classes[pipeline_class][stage]  # index of the sending node
         target = self.pipeline_classes[pipeline_class][other]  # index of the receiving node
+        # (index of a node, pipeline class) -> messages that leave the node, of kept pipelines
         leaving_from = self._messages_leaving(stage, other)
         leaving = sum(leaving_from[source, sending_class] for sending_class in concurrent)
         # As many messages reach the receiving node as leave it in the opposite direction.
@@ -565,19 +631,27 @@ class Fold:
 
     @cached_property
     def _data_groups_on(self) -> dict[int, int]:
-        """Return the number of data-parallel groups of all stages on a node of each class."""
+        """Return the number of data-parallel groups of all stages on a node of each node class.
+
+        Nodes of one class have one type, and equally many ranks of the same sorts of pipelines.
+        """
         groups_on: dict[int, set[tuple[int, int]]] = {}  # node index -> (stage, group)
+        # node_indices: index of the node of each stage of a pipeline, by its rank in stage
         for rank_in_stage, node_indices in self._node_indices.items():
             group = self._data_group[rank_in_stage]
             for stage, node_index in enumerate(node_indices):
                 groups_on.setdefault(node_index, set()).add((stage, group))
         return {
+            # A kept tensor-parallel rank stands for several, each with its own data-parallel group.
             self.node_class_of[node_index]: len(groups) * self.folded_tensor_ranks
             for node_index, groups in groups_on.items()
         }
 
     def families(self, stage: int, role: str = "data") -> tuple[GroupFamily, ...]:
-        """Return the groups of a stage, as families of equal groups.
+        """Return the communication groups of a stage, as families of equal groups.
+
+        Groups are equal if they lie on equal nodes and belong to equal pipelines. A family counts
+        its groups.
 
         Args:
             stage: Number of the stage.
@@ -589,12 +663,20 @@ class Fold:
         return self._families_of[stage, role]
 
     def _families(self, stage: int, role: str) -> Iterator[GroupFamily]:
-        """Yield the families of a stage's groups: groups that are equal form a family.
+        """Yield the communication groups of a stage, with equal groups combined into a family.
 
-        Groups are equal if they have equally many ranks on nodes of the same classes, and ranks of
-        the same pipeline classes. `role` is "data", "tensor", "context" or "expert".
+        A pipeline is one rank of each stage; equal pipelines form a pipeline class. Equally busy
+        nodes of one type form a node class. Two groups are equal under two conditions: they have
+        equally many ranks on nodes of each node class, and the pipelines of their ranks belong to
+        the same pipeline classes.
+
+        Args:
+            stage: Number of the stage.
+            role: "data", "tensor", "context" or "expert".
         """
-        members_of = self._groups(role)  # group -> its ranks, as ranks in stage
+        # Group -> its ranks that the fold keeps, each as its number among the ranks of the stage
+        # (rank in stage).
+        members_of = self._groups(role)
         # Rank in stage -> index of the node that holds it.
         node_index_of = {
             rank_in_stage: node_indices[stage]
@@ -624,21 +706,25 @@ class Fold:
         node_index_of: Mapping[int, int],
         groups_on: Mapping[int, Collection[Hashable]],
     ) -> GroupFamily:
-        """Return a family of equal groups. The first group stands for all of them.
+        """Return equal communication groups as one GroupFamily, made from the first of them.
+
+        A fold has only one of several equal ranks, and so only some of the equal groups. The counts
+        in the result are those of the whole job. A rank is given as its number among the ranks of
+        its stage, a node as its index.
 
         Args:
             stage: Number of the stage.
-            role: "data", "tensor", "context" or "expert".
-            groups: The equal groups, as far as the fold keeps them (it drops equal ranks).
-            members_of: Group -> its ranks, as numbers among the ranks of the stage, in order.
-            node_index_of: Rank in stage -> index of the node that holds it in this stage.
-            groups_on: Index of a node -> groups of this role with ranks on it.
+            role: Purpose of the groups: "data", "tensor", "context" or "expert".
+            groups: Keys of the equal groups.
+            members_of: Key of a group -> its ranks.
+            node_index_of: Rank -> node that holds it.
+            groups_on: Node -> keys of all groups of this role with ranks on it.
         """
         # Ranks of a stage repeat periodically, and the fold keeps the first period. _multiplicity is
         # the number of periods. A data-parallel group passes through all periods, so its nodes are
         # multiplied. Any other group lies within one period, so the number of groups is multiplied.
         is_data = role == "data"
-        copies = self._copies(role)
+        copies = self._copies(role)  # ranks and groups of the job for each one of the fold
         members = members_of[groups[0]]
         member_nodes = [node_index_of[member] for member in members]
         # Index of a node -> number of equal nodes in the group, itself included.
@@ -648,7 +734,8 @@ class Fold:
             equal_nodes = {node_index_of[member]: self._multiplicity[member] for member in members}
             count = len(groups)
         nodes_of: Counter[GroupPart] = Counter()
-        for node_index, ranks in Counter(member_nodes).items():
+        for node_index, ranks in Counter(member_nodes).items():  # ranks of the group on the node
+            # Groups of this family, and of all families, that use the NIC of the node.
             family_groups = copies.groups * sum(group in groups_on[node_index] for group in groups)
             if is_data:
                 concurrent_groups = self._data_groups_on[self.node_class_of[node_index]]
@@ -675,7 +762,7 @@ class Fold:
         )
 
     def _copies(self, role: str) -> _Copies:
-        """Return how many ranks and groups of the job one rank and one group of this fold represent.
+        """Return how many ranks and groups of the job one kept rank and group stand for.
 
         The fold keeps one of n = `folded_tensor_ranks` tensor-parallel neighbours on a node. So it
         represents n ranks of one tensor-parallel group. Of any other role, each of the n ranks has a
@@ -698,14 +785,18 @@ class Fold:
         )
 
     def _groups(self, role: str) -> dict[Hashable, list[int]]:
-        """Return the ranks of every group that the fold keeps: key of the group -> ranks in stage, in order.
+        """Return the groups of a role within any stage, with the ranks that the fold keeps.
 
-        (The fold keeps one of several equal ranks.) The ranks of a stage form a grid. Members of a
+        The fold keeps one of several equal ranks. The ranks of a stage form a grid. Members of a
         group differ only along the axes of its role, KINDS[role], such as "dp" and "cp" for "data".
         So the key of a group is its coordinates along all other axes.
+
+        Returns:
+            Key of a group -> its ranks in order, each as its number among the ranks of the stage.
         """
         sizes = self.placement.sizes
         if role == "expert":
+            # Axis -> number of ranks along it, and distance of neighbours, in layers with experts.
             grid, strides = expert_grid(sizes)
             axes = [(strides[axis], grid[axis]) for axis in ("tp", "dp")]  # all but "ep"
         else:
@@ -728,12 +819,12 @@ class Fold:
 
 
 def _count_folded_tensor_ranks(placement: Placement) -> int:
-    """Return how many neighbours in a tensor-parallel group are equal, so that a Fold keeps one of them.
+    """Return how many neighbouring tensor-parallel ranks are equal, so that one stands for all.
 
-    The neighbours must lie on one node. So the result is the greatest common divisor of the group's
-    ranks and the ranks of a node: then no such set of neighbours spans two nodes. It is 1 (keep all)
-    if tensor-parallel ranks are not neighbours, or if expert groups divide tensor-parallel groups:
-    then the ranks are not equal.
+    A Fold keeps one of them, to have less to price. The neighbours must lie on one node. So the
+    result is the greatest common divisor of the group's ranks and the ranks of a node: then no such
+    set of neighbours spans two nodes. It is 1 (keep all) if tensor-parallel ranks are not
+    neighbours, or if expert groups divide tensor-parallel groups: then the ranks are not equal.
     """
     sizes = placement.sizes
     is_innermost = sizes.axes[0] == "tp"
@@ -748,7 +839,7 @@ def _count_folded_tensor_ranks(placement: Placement) -> int:
 def _strides(placement: Placement) -> dict[str, int]:
     """Return the distance between neighbours along each axis, among the ranks of a stage."""
     sizes = placement.sizes
-    strides = sizes.strides()
+    strides = sizes.strides()  # axis -> distance of neighbours among all ranks of the job
     del strides["pp"]
     outside_pipeline = sizes.axes[sizes.axes.index("pp") :]
     return {

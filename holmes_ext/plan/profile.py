@@ -270,10 +270,17 @@ def measured_costs(
 
 
 def _measured_on(profile: Profile, names: Sequence[str], stage: int) -> StageTimes:
-    """Return the times of a measured stage on the same clusters, if possible of the stage with this number.
+    """Return the measured times of a stage that ran on exactly the given clusters.
+
+    If several stages did, it is the one with the number `stage` if possible, else the first one.
+
+    Args:
+        profile: Times of all measured stages.
+        names: Names of the clusters.
+        stage: Number of the stage to prefer.
 
     Raises:
-        HolmesError: There is no such stage.
+        HolmesError: No stage was measured on these clusters.
     """
     same_stage = profile.stages[stage : stage + 1]  # empty if fewer stages were measured
     for times in (*same_stage, *profile.stages):

@@ -216,19 +216,18 @@ class PassOrder:
         return tuple(before(order, counted="F", of_letters="BI") for order in self.stages)
 
     def receive_orders(self, stage_link: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return in which order each end of a stage link posts its receives among its sends.
+        """Return the orders of activations and gradients by which the two stages of a link receive.
 
-        An order of activations and gradients is written as one number for each gradient: the number
-        of activations before it. The order a0 a1 g0 a2 g1 is (2, 3). With NCCL both ends use one
-        order. Without it (gloo), a receiver assumes that the sender sends in the order of its own
-        passes: then it posts each receive in time.
+        An order is written as one number for each gradient: the number of activations before it.
+        The order a0 a1 g0 a2 g1 is (2, 3). With NCCL both stages use one order. With gloo, a
+        receiver uses the order in which the passes of the sending stage make the messages.
 
         Args:
-            stage_link: Number of the stage link, which connects this stage and the next one.
+            stage_link: Number of the stage link. Link i connects stages i and i + 1.
 
         Returns:
-            The order by which the later stage receives activations, and the order by which the
-            earlier stage receives gradients.
+            The order by which stage i + 1 receives activations, and the order by which stage i
+            receives gradients.
         """
         if self.activations_before:
             in_one_order = self.activations_before[stage_link]
@@ -240,10 +239,11 @@ class PassOrder:
         return earlier_stage, later_stage
 
     def posted_after(self, stage_link: int, received: str, number: int) -> OnePass | None:
-        """Return the pass of the receiver after which it posts a receive.
+        """Return the pass of the receiving stage after which it posts the receive of a message.
 
-        A receiver sends over the same stage link in the other direction. In the order of the link's
-        messages, it posts a receive after its last own message before the received one.
+        Both stages of a link send: activations one way, gradients the other way. In the order of
+        the link's messages, take the receiver's last message before the received one. The result is
+        the pass that makes it.
 
         Args:
             stage_link: Number of the stage link.
@@ -251,7 +251,7 @@ class PassOrder:
             number: Micro-batch of the received message.
 
         Returns:
-            The pass that makes this message; None: the receive is posted at the beginning of the step.
+            (letter, micro-batch) of the pass; None: the receive is posted when the step begins.
         """
         # Two orders of the messages, each as the number of activations before each gradient.
         for_activations, for_gradients = self.receive_orders(stage_link)
@@ -302,14 +302,15 @@ class PassOrder:
     ) -> bool:
         """Return whether the message that a pass needs has been sent, or whether it needs none.
 
-        A forward pass needs the activation of the previous stage. A backward pass needs the gradient of the
-        next stage, which its "I" (or "B", recorded as "I", too) makes.
+        A forward pass ("F") needs the activation of the previous stage. A backward pass needs the
+        gradient that the backward pass of the next stage makes. This is a whole one ("B") or the
+        first half of a split one ("I"). The second half ("W") needs no message.
 
         Args:
             stage: Stage of the pass.
             letter: Letter of the pass.
             number: Micro-batch of the pass.
-            ended: (stage, letter, micro-batch) of the passes that have ended.
+            ended: (stage, letter, micro-batch) of the ended passes, with "I" in place of "B".
         """
         if letter == "F" and stage > 0:
             return (stage - 1, "F", number) in ended
@@ -334,15 +335,14 @@ class PassOrder:
         """Return when each pass ends.
 
         A pass begins when its stage is free and the message that it needs has arrived. If the
-        messages have an order (NCCL), a message leaves only after its receive was posted
-        (rendezvous).
+        messages have an order (NCCL), a message leaves only after its receive was posted.
 
         Args:
             times: Seconds of the passes and messages.
 
         Returns:
-            (stage, letter, micro-batch) -> seconds since the step began. "I" stands for "B", too:
-            both make the gradient that the previous stage needs (_recorded_letter).
+            (stage, letter, micro-batch) -> seconds since the step began. The letter is "F"
+            (forward), "W" (weight gradients) or "I" (input gradients, or a whole backward pass).
         """
         clock = [0.0] * len(self.stages)  # when each stage has ended its latest pass
         last = len(self.stages) - 1

@@ -69,13 +69,13 @@ def _sharded_bytes(model: Model, zero: int) -> float:
 
 
 def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int = 1) -> Shape:
-    """Return the shape of a job.
+    """Return the parallel sizes, batch sizes, recomputation and ZeRO stage of a job as a Shape.
 
     Args:
         model: The model and its training settings.
         sizes: Parallel sizes, with the data size.
         zero: ZeRO stage; None: as the model says.
-        virtual: Chunks per stage.
+        virtual: Chunks of layers that each pipeline stage has; more than 1: interleaved schedule.
 
     Raises:
         HolmesError: The batch, layers or experts do not fit these sizes.

@@ -17,7 +17,7 @@ from holmes_ext.words import some_of
 
 @dataclass(frozen=True)
 class ShardedWeights:
-    """Weights and gradients of a model that is sharded."""
+    """Sizes of a model's weights and gradients in bytes, for training that shards them."""
 
     units: int  # parts of the model that are gathered one by one (FSDP units, such as layers)
     weight_bytes: float  # of all units, in the dtype in which they travel

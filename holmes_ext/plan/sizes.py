@@ -114,13 +114,15 @@ class Sizes:
         return replace(self, data=data)
 
     def _advice_on_sizes(self, world_size: int, processes: int) -> str:
-        """Return advice for an error message: sizes that fit the nodes, or numbers of nodes that fit.
+        """Return the end of an error message: sizes that fit the nodes, or node numbers that fit.
 
-        Examples, by the size that is named first:
+        The message begins with "... does not divide the world size 56; ". Its end depends on the
+        cause:
 
-            data        "leave data out; or 12 or 16 nodes for pipeline 4"
-            tensor      "tensor 1, 2, 4 would (context 2); or 12 nodes for pipeline 4"
-            pipeline    "for tensor 8: pipeline 1, 2, 7, 14; or 12 or 16 nodes for pipeline 4"
+            a data size was given      "leave data out; or 12 or 16 nodes for pipeline 4"
+            tensor size does not fit   "tensor 1, 2, 4 would (context 2); or 12 nodes for pipeline
+            4" only pipeline does not     "for tensor 8: pipeline 1, 7; or 12 or 16 nodes for
+            pipeline 4"
 
         Args:
             world_size: Number of ranks, which the sizes do not divide.

@@ -79,10 +79,14 @@ class CrossClusterAlgorithm:
         return exchange, exchange
 
     def latency_s(self, of: Callable[[Pair], float]) -> float:
-        """Return the latency until the sums have arrived, in seconds; the way back takes as long.
+        """Return the latency of the reduce step, in seconds; the gather step takes as long.
+
+        The reduce step adds up the sums of all clusters, the gather step distributes the total.
+        Both send messages between clusters; the latencies of messages that follow each other add
+        up.
 
         Args:
-            of: Returns the latency between two clusters, in seconds.
+            of: Returns the latency of a message from one cluster to another, in seconds.
         """
         if self.algorithm == "direct":  # all clusters exchange their parts at the same time
             reduce_step, _ = self.halves
@@ -158,9 +162,11 @@ class StageLink:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Networks of groups, reductions, stage links and pass order, for groups of some network APIs.
+    """Decisions about a job's communication, for the process groups of one network API or of both.
 
-    NCCL's groups use the network API "verbs", gloo's "sockets". Equal decisions for both are one Traffic.
+    They are the network of each group, how each stage sums gradients and sends to the next one, and
+    in which order passes run. NCCL's groups use the network API "verbs", gloo's "sockets". If the
+    decisions for both are equal, a plan has one Traffic with both names.
     """
 
     network_apis: tuple[str, ...]

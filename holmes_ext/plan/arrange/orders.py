@@ -36,18 +36,21 @@ MOST_CHAINED = 9
 
 
 class Orders:
-    """Distinct orders of the node types of a site.
+    """Distinct orders of the node types of a site, for the pipeline stages of a job.
+
+    A node type stands for the nodes of one cluster that are on the same fabrics.
 
     Args:
-        network: The site.
-        gpus: GPU of each node type.
+        network: Nodes, fabrics and links of the site.
+        gpus: GPU of the nodes of each node type, in the order of network.node_types.
     """
 
     def __init__(self, network: Network, gpus: Sequence[Gpu]):
-        """Find the node types that are interchangeable.
+        """Find the node types that can be exchanged without changing any cost.
 
-        Two types are if they have equally many nodes, equal GPUs and equal fabrics (_fabric_signature),
-        and links of equal rate and latency to all other clusters.
+        Two node types are interchangeable if all of these are equal: the number of their nodes,
+        their GPUs, their fabrics, and the rate and latency of their links to all other clusters.
+        The class describes the arguments.
         """
         self.network = network
         self.gpus = tuple(gpus)
@@ -73,10 +76,12 @@ class Orders:
         """
         if self._types_on[name] > 1:
             return name
+        # line: the fabric with its measured rate and latency
         fabric = self.network.line(self.network.site.fabric_by_name[name])
         return (fabric.kind, fabric.rate_bps, fabric.latency_s)
 
     def _first_equal(self, node_type: int) -> int:
+        """Return the first node type that a node type is interchangeable with, maybe itself."""
         for first in self.node_types:
             if self._signatures[first] == self._signatures[node_type] and self._have_equal_links(
                 node_type, first
@@ -87,7 +92,7 @@ class Orders:
     def _have_equal_links(self, first: int, second: int) -> bool:
         """Return whether two node types have equal links to all other clusters."""
         wan = self.network.wan
-        first_cluster = self.network.cluster(first)
+        first_cluster = self.network.cluster(first)  # name of its cluster
         second_cluster = self.network.cluster(second)
         if first_cluster == second_cluster or not wan:
             return True
@@ -105,10 +110,18 @@ class Orders:
         )
 
     def placements(self, sizes: Sizes) -> tuple[list[Placement], bool]:
-        """Return placements for parallel sizes, and whether these are all distinct orders of whole clusters.
+        """Return placements that keep clusters whole, and whether the list has every distinct one.
+
+        A placement is an order of the nodes. In these placements, the nodes of a type either follow
+        each other, or share their stages evenly with other types. Two placements are distinct if
+        they differ in more than interchangeable node types. Large sites have too many to price:
+        then the list has only the first ones.
 
         Args:
             sizes: Parallel sizes with the data size, in the default order of the axes.
+
+        Returns:
+            The placements, and True if no distinct one is missing.
         """
         stages = sizes.pipeline
         if stages == 1:
@@ -128,7 +141,8 @@ class Orders:
             if stages == 1 and group_size > 1:
                 break  # all node types share the only stage in any case
             # At most `most` orders for each group size. With a WAN, orders with good links between
-            # neighbours come first, and again among all orders.
+            # neighbours come first (_chained; nothing without a WAN), and again among all orders
+            # (_distinct). Both yield tuples of groups of node types, in the order of the stages.
             orders = chain(self._chained(group_size), self._distinct(group_size))
             first_orders = list(islice(orders, most))
             has_further_orders = next(orders, None) is not None
@@ -143,11 +157,12 @@ class Orders:
 
         Args:
             sizes: Parallel sizes with the data size.
-            groups: Groups of node types, equally many in each. The first group holds the first
-                stages; the types of one group share all of its stages.
+            groups: Node types by group; all groups have equally many types. The first group holds
+                the first stages; the types of one group share all of its stages.
 
         Returns:
-            One placement, or [] if the nodes of a group do not divide evenly among its stages.
+            A list with the placement, or [] if a group's nodes do not divide evenly among its
+            stages.
         """
         if len(groups[0]) > 1:
             return self._placements_with_shared_stages(sizes, groups)
@@ -156,12 +171,14 @@ class Orders:
         return [Placement(sizes, self.network.processes, node_runs)]
 
     def _chained(self, group_size: int) -> Iterator[Groups]:
-        """Yield orders in which clusters with good WAN links are neighbours.
+        """Yield a few orders of the node types in which clusters with good links are neighbours.
 
-        These are the chain over the best links, its reverse, and the chain with two neighbours swapped.
+        First comes the chain over the best links, cut into groups of `group_size` neighbours. Its
+        reverse follows, and then the chain with each two neighbouring groups swapped. Without a
+        WAN, or with fewer than three node types, nothing is yielded.
 
         Args:
-            group_size: Number of node types that share stages.
+            group_size: Number of node types in a group; these share pipeline stages.
         """
         if not self.network.wan or len(self.node_types) < 3:
             return
@@ -169,8 +186,9 @@ class Orders:
         def cost(pair: tuple[int, int]) -> tuple[float, float]:
             """Return the cost of the WAN link between the clusters of two node types."""
             source, target = map(self.network.cluster, pair)
-            return self.network.wan.cost((source, target))
+            return self.network.wan.cost((source, target))  # (seconds per bit, latency in seconds)
 
+        # The chain whose worst link is cheapest. `remember` computes it once for each network.
         order = self.network.remember("chain", lambda: best_order(self.node_types, cost))
         groups = tuple(
             order[start : start + group_size] for start in range(0, len(order), group_size)
@@ -196,10 +214,15 @@ class Orders:
         used = dict.fromkeys(types_of, 0)  # class -> number of its types that are in groups already
 
         def choices(size: int, classes: list[int]) -> Iterator[tuple[int, ...]]:
-            """Yield the ways to choose `size` unused types out of `classes`, as classes.
+            """Yield every way to choose `size` of the node types that are in no group yet.
 
-            (3, 3, 5) stands for two types of class 3 and one of class 5. `used` and `types_of` (of
-            the enclosing function) tell how many types of a class are left.
+            Interchangeable node types form a class. A choice names only the class of each chosen
+            type: (3, 3, 5) stands for two types of class 3 and one of class 5. Of a class,
+            len(types_of[class]) - used[class] types are in no group yet.
+
+            Args:
+                size: Number of node types to choose.
+                classes: Classes to choose from.
             """
             if not size:
                 yield ()
@@ -211,11 +234,17 @@ class Orders:
                         yield (first_class,) * amount + choice
 
         def extend(groups: Groups) -> Iterator[Groups]:
-            """Yield all sequences that begin with `groups` and contain every node type."""
+            """Yield the complete sequences of groups that begin with `groups`.
+
+            A sequence is complete if each node type of the site is in exactly one of its groups.
+            Each group has `group_size` types (an argument of the enclosing function). Of sequences
+            that differ only in interchangeable types, one is yielded.
+            """
             if len(groups) * group_size == len(self.first_equal_type):
                 yield groups
                 return
-            # A list, because the loop changes `used`, on which the choices depend.
+            # Each choice has the class of every type of the next group. A list, because the loop
+            # changes `used`, on which the choices depend.
             for choice in list(choices(group_size, list(types_of))):
                 group = []
                 for equal_class in choice:
@@ -263,6 +292,7 @@ class Orders:
             ]
             node_runs += stage * stages
         if has_whole_nodes:
+            # merge_neighbours: (a, 2), (a, 1) -> (a, 3)
             return [Placement(sizes, processes, merge_neighbours(node_runs))]
         if len(groups) > 1:
             return []  # every node would hold all stages, also those of other groups
@@ -273,14 +303,18 @@ class Orders:
 def launched(network: Network, sizes: Sizes) -> Placement:
     """Return the placement without holmes: the nodes in the order of the cluster file."""
     names = [node.name for node in network.site.nodes]
+    # names=(): the nodes of each type stand in the launcher's order in any case.
     return replace(network.placement(names, sizes), names=())
 
 
 def described(network: Network, placement: Placement) -> str:
-    """Return an order in words: "a -> b" if a holds the first stages, "a + b" if both hold the same."""
+    """Return the clusters of a placement's stages as a text for tables.
+
+    "a -> b": cluster a holds the first stages, b the last ones. "a + b": both hold the same stages.
+    """
     stages_of: dict[str, list[int]] = {}  # cluster -> its stages
-    for stage, content in enumerate(placement.stages):
-        for cluster in network.clusters(content):
+    for stage, content in enumerate(placement.stages):  # content: (node type, ranks) of the stage
+        for cluster in network.clusters(content):  # each cluster once
             stages_of.setdefault(cluster, []).append(stage)
     groups: dict[tuple[int, ...], list[str]] = {}  # stages -> clusters that hold them
     for cluster, stages in stages_of.items():

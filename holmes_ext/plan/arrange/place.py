@@ -10,7 +10,6 @@ into components, if there is one.
 
 An order in which no group spans networks is better than one in which some group does. Otherwise the
 shorter predicted step is better. If steps are equal, the launcher's order stays.
-
 If there are few distinct orders, all are tried. Else the search permutes runs of equal components,
 and then swaps pairs while that shortens the step.
 """
@@ -36,10 +35,10 @@ PACK_BUDGET = 150_000
 
 
 class Assignment(NamedTuple):
-    """Number of nodes of a class (nodes on the same fabrics) in components that use a fabric."""
+    """Choice of a fabric for a number of interchangeable nodes, as a part of a result of pack()."""
 
     fabric: str
-    node_class: int
+    node_class: int  # nodes on the same fabrics form a class
     nodes: int
 
 
@@ -52,13 +51,12 @@ def pack(
 ) -> list[tuple[int, ...]] | None:
     """Divide nodes into components of equal size whose nodes share a fabric.
 
-    A component are nodes with the same pipeline stages. Nodes on the same fabrics form a class.
-
-    The search assigns the nodes of one class after the other to fabrics, which fills components.
-    Whether the remaining classes fit depends only on the last component of each fabric: how many
-    nodes it has if it is not full. Assignments that agree in these numbers are one state, and the
-    search continues only the first of them. With many nodes on three or more fast fabrics there are
-    too many states: it stops after PACK_BUDGET steps, and None is no proof then.
+    A component are nodes with the same pipeline stages. Nodes on the same fabrics form a class. The
+    search assigns one class after the other to fabrics, which fills components. Whether the other
+    classes fit depends only on the last component of each fabric: how many nodes it has if it is
+    not full. Assignments that agree in these numbers are one state, and only the first of them is
+    continued. With many nodes on three or more fast fabrics there are too many states: the search
+    stops after PACK_BUDGET steps, and None is no proof then.
 
     Args:
         counts: Node class -> number of nodes.
@@ -70,7 +68,7 @@ def pack(
     """
     if size == 1:
         return [(node_class,) for node_class, count in counts.items() for _ in range(count)]
-    states: dict[OpenComponents, tuple[Assignment, ...]] = {frozenset(): ()}
+    states: dict[OpenComponents, tuple[Assignment, ...]] = {frozenset(): ()}  # nothing assigned
     waiting = list(counts)  # classes that are not assigned to fabrics yet
     while waiting:
         node_class = waiting.pop(0)
@@ -105,20 +103,22 @@ def _with_class(
     size: int,
     most: int,
 ) -> dict[OpenComponents, tuple[Assignment, ...]]:
-    """Assign the nodes of one class to fabrics, in all ways that matter, and return the new states.
+    """Assign the nodes of one class to fabrics in every way; keep one way for each outcome.
 
-    pack() divides nodes into components of `size` nodes that each use one fabric. The last
-    component of a fabric is open until it is full.
+    pack() fills components of `size` nodes on each fabric. The last one of a fabric is open until
+    it is full. An outcome (state) is the set of (fabric, nodes in its open component).
 
     Args:
-        states: Set of (fabric, nodes of its open component) -> an assignment of the earlier classes
-            that leads to it.
+        states: Outcome of the earlier classes -> an assignment of their nodes that leads to it.
         node_class: The class: nodes on the same fabrics.
         count: Number of nodes of the class.
         usable_fabrics: Fabrics that the nodes of the class can use.
-        later: Fabrics that the remaining classes can use, and so fill their open components.
+        later: Fabrics that the remaining classes can use. Only these can fill an open component.
         size: Nodes of a component.
         most: Largest number of combinations (a state, a division of the nodes) to try.
+
+    Returns:
+        The same as `states`, after this class.
     """
     result: dict[OpenComponents, tuple[Assignment, ...]] = {}
     steps = (
@@ -143,10 +143,12 @@ def _with_class(
 
 
 def _divisions(count: int, usable_fabrics: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to divide `count` nodes among some fabrics, as numbers of nodes by fabric.
+    """Yield ways to divide `count` equal nodes among fabrics: the number of nodes of each fabric.
 
-    pack() fills components of `size` nodes on each fabric, and whole ones may be on any fabric. So
-    every fabric but the first gets less than `size` nodes, and the first one gets the rest.
+    pack() cuts the nodes of a fabric into components of `size` nodes. Only the remainder matters to
+    it, and `size` nodes can move to another fabric without changing one. So every fabric but the
+    first gets less than `size` nodes. The first one gets all others: 5 nodes, 2 fabrics, size 2
+    -> (5, 0), (4, 1).
     """
     if usable_fabrics == 1:
         yield (count,)
@@ -159,8 +161,7 @@ def _divisions(count: int, usable_fabrics: int, size: int) -> Iterator[tuple[int
 T = TypeVar("T")
 #: Node classes of a component's nodes: (0, 0, 1) has two nodes of class 0 and one of class 1.
 Component = tuple[int, ...]
-#: A search stops after this many ranks in components that were not priced before (about half a
-#: second).
+#: A search stops after this many ranks in components that were not priced before (about 0.5 s).
 RANK_BUDGET = 30_000
 #: The same for stages of components that were priced before: only their costs are added up.
 STAGE_BUDGET = 4_000
@@ -187,15 +188,15 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     unused: dict[int, list[str]] = {}  # class -> its nodes, reversed: pop() takes the first one
     for name, node_class in reversed(search.class_of.items()):
         unused.setdefault(node_class, []).append(name)
-    order = search.placement(search.best).node_types()
+    order = search.placement(search.best).node_types()  # class of each node, in rank order
     return prices.network.placement([unused[node_class].pop() for node_class in order], sizes)
 
 
 def fastest_first(network: Network) -> tuple[str, ...]:
     """Return the order of the nodes for a job whose parallel sizes are not known.
 
-    The nodes of each cluster follow each other, the fastest fabric first. So no group spans
-    networks if the stages divide the clusters evenly. The slowest fabric gets the last stages:
+    The nodes of each cluster follow each other, the fastest fabric first. So each group stays on
+    its fabric if the stages divide the clusters evenly. The slowest fabric gets the last stages:
     these end their backward passes first, so their slow reductions start earlier. With a WAN,
     clusters with good links are neighbours.
     """
@@ -215,7 +216,7 @@ def fastest_first(network: Network) -> tuple[str, ...]:
 
 
 def classes_of(network: Network) -> dict[str, int]:
-    """Return node -> its class: the first node type that it is interchangeable with."""
+    """Return the class of each node, by name: the first node type with the same fast fabrics."""
     first_type: dict[object, int] = {}
     result = {}
     for name, node_type in network.node_type_of.items():
@@ -240,7 +241,7 @@ def _chain(network: Network, clusters: Sequence[str]) -> list[str]:
 class _Score(NamedTuple):
     """Quality of an order; smaller is better."""
 
-    spans: bool  # whether a group spans networks
+    spans: bool  # whether a group uses Ethernet because its nodes are on different networks
     step_s: float  # predicted step
     flat_s: float  # step with flat rings only, to compare orders that are equal otherwise
 
@@ -248,25 +249,23 @@ class _Score(NamedTuple):
 class _Search:
     """Search for the best order of the nodes, which begins with the launcher's order.
 
-    `best` is the best order found so far: the class of each node, by component. `score` is its score.
+    `best` has the node classes of each component (nodes with the same stages), `score` its score.
     """
 
     def __init__(self, prices: Prices, sizes: Sizes):
-        """Make the launcher's order the best one so far.
-
-        Nodes on the same fabrics form a class. Stages that share nodes form a component.
-        """
+        """Make the launcher's order the best one so far."""
         self.prices = prices
         self.sizes = sizes
         self.network = prices.network
-        flat_rules = replace(prices.rules, reductions=(FLAT,))
+        flat_rules = replace(prices.rules, reductions=(FLAT,))  # flat rings only
         self.flat_prices = Prices(prices.network, prices.job, flat_rules)
-        self.class_of = classes_of(prices.network)
+        self.class_of = classes_of(prices.network)  # name of a node -> its class
         launcher = tuple(self.class_of.values())
-        self.counts = Counter(launcher)  # class -> number of nodes
+        self.counts = Counter(launcher)  # class (nodes on the same fabrics) -> number of nodes
         placement = Placement.of(sizes, self.network.processes, launcher)
-        self.nodes_of_components = placement.components  # node indices of each component
-        component_ranks = placement.stage_ranks * placement.stages_per_component
+        # Node indices of each component. Stages that share nodes form a component.
+        self.nodes_of_components = placement.components
+        component_ranks = placement.stage_ranks * placement.stages_per_component  # of each one
         self.ranks_per_order = component_ranks * len(placement.components)  # to price one order
         self.best = self.components_of(launcher)
         self.score = self._score_of(self.best)
@@ -293,14 +292,15 @@ class _Search:
         `components` has the node classes of each component (nodes that hold the same stages).
         """
         placement = self.placement(components)
-        step_s = flat_s = self.prices.step_s(placement)
-        # Hierarchical reductions can make orders equal; flat rings (flat_prices) then tell them apart.
+        step_s = flat_s = self.prices.step_s(placement)  # predicted in closed form
+        # Hierarchical reductions can make orders equal; flat rings (flat_prices) then differ.
+        # Prices.reductions() has the chosen reduction of each stage.
         if any(reduction.name == HIERARCHICAL for reduction in self.prices.reductions(placement)):
             flat_s = self.flat_prices.step_s(placement)
         return _Score(self.prices.spans_networks(placement), step_s, flat_s)
 
     def accept_if_better(self, components: Sequence[Component], gain: float = ROUNDING) -> bool:
-        """Make an order the best one if it is better than the best one so far; return whether it is.
+        """Make an order the best one if it is better than `self.best`; return whether it is.
 
         It is better if it avoids that some group has to use Ethernet because its nodes are on
         different networks. If both orders do, or both do not, it is better if the step is shorter.
@@ -328,10 +328,7 @@ class _Search:
         return False
 
     def accept_worthwhile_swap(self, components: Sequence[Component]) -> bool:
-        """Make an order the best one if it is better by SWAP_GAIN, and return whether it is.
-
-        A swap makes the order less regular, so a tiny gain is not enough (see `accept_if_better`).
-        """
+        """Make an order the best one if it saves SWAP_GAIN of a step; return whether it does."""
         return self.accept_if_better(components, SWAP_GAIN)
 
     def run(self, budget: int | None) -> None:
@@ -348,13 +345,14 @@ class _Search:
         known_orders = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
         component_nodes = len(self.nodes_of_components[0])
         usable_fabrics = {each: self.network.usable_fabrics(each) for each in self.counts}
-        # Components with nodes that share a fabric: then no group spans networks. None: not found.
+        # Classes of each component's nodes, which share a fabric: then no group spans networks
+        # (uses Ethernet because its nodes are on different networks). None: not found.
         unspanned = pack(self.counts, usable_fabrics, component_nodes)
         # pack() returns one division into components. There may be others if nodes have a choice.
         has_choice = any(len(fabrics) > 1 for fabrics in usable_fabrics.values())
-        is_small = order_count(self.counts) <= new_orders
+        is_small = order_count(self.counts) <= new_orders  # number of distinct orders
         if is_small and (unspanned is None or has_choice):
-            for order in distinct_orders(self.counts):
+            for order in distinct_orders(self.counts):  # order: class of each node
                 self.accept_if_better(self.components_of(order))
         elif unspanned is not None:
             self.try_orders_of(unspanned, known_orders)
@@ -364,38 +362,39 @@ class _Search:
             self._try_mixtures(component_nodes, new_orders, known_orders)
 
     def _try_mixtures(self, size: int, new_orders: int, known_orders: int) -> None:
-        """Try orders with mixed components of the nodes that fill no component of their class.
+        """Price orders in which some components have nodes of several classes; keep the best order.
 
-        A component is a set of stages that share nodes; a class are nodes on the same fabrics. All
-        other components have nodes of one class. At the end, pairs of single nodes are swapped.
+        Nodes on the same fabrics form a class, and nodes with the same stages a component. Only the
+        nodes that are left over by whole components of one class are mixed. At the end, pairs of
+        nodes are swapped. `self.best` has the result.
 
         Args:
             size: Nodes of a component.
-            new_orders: Largest number of orders with components that were not priced before.
-            known_orders: Largest number of orders of components that were priced before.
+            new_orders: Largest number of orders to price, if their components are new (slow).
+            known_orders: The same, if all components were priced in another order before (fast).
         """
-        # A mixture is a division of the nodes into components, some of them mixed. Its first order is
-        # slow to price, as its components are new. So the mixtures may be half as many as new orders,
-        # which leaves each of them two orders. At least two are compared.
+        # A mixture is a division into components, some of them mixed. As these are new, its first
+        # order is slow to price. So half as many mixtures as new orders are tried, at least two.
         mixture_count = min(MIXTURES, max(2, new_orders // 2))
         mixtures = list(islice(_divisions_with_leftovers(self.counts, size), mixture_count))
         orders_per_mixture = min(known_orders, new_orders) // len(mixtures)
         for components in mixtures:
             self.try_orders_of(components, orders_per_mixture)
-        swap_pairs(
+        swap_pairs(  # as long as accept_worthwhile_swap accepts a swap
             self.placement(self.best).node_types(),
             lambda order: self.accept_worthwhile_swap(self.components_of(order)),
             limit=new_orders,
         )
 
     def line_up_clusters(self, size: int, limit: int) -> None:
-        """Try orders in which the nodes of each cluster follow each other.
+        """Price orders in which the nodes of each cluster follow each other; keep the best order.
 
-        This is for clusters whose nodes do not fill whole components (nodes with the same pipeline stages).
+        Components (nodes with the same stages) then have nodes of several clusters, if the clusters
+        do not fill whole ones. Clusters with good links are neighbours. `self.best` has the result.
 
         Args:
             size: Nodes of a component.
-            limit: Largest number of orders.
+            limit: Largest number of orders to price.
         """
         classes: dict[str, list[int]] = {}  # cluster -> classes of its nodes
         for node_class in self.counts:
@@ -414,7 +413,7 @@ class _Search:
         swap_pairs(chain, lambda clusters: self.accept_worthwhile_swap(in_order(clusters)), limit)
 
     def try_orders_of(self, components: Sequence[Component], limit: int) -> None:
-        """Try orders of components (stages that share nodes), and keep the best one in `best`.
+        """Price orders of components (nodes with the same stages); keep the best in `self.best`.
 
         If there are few orders, all are tried. Else equal components stay together, in each order
         of the different ones if these are few, and then pairs of components are swapped.
@@ -442,8 +441,7 @@ class _Search:
                 self.accept_if_better(with_equal_together(order))
         else:
             self.accept_if_better(with_equal_together(distinct))
-            # The last stages end their backward passes first, so the slowest reductions belong
-            # there.
+            # The last stages end their backward passes first: slow reductions belong there.
             distinct.sort(key=self._reduction_s)
             self.accept_if_better(with_equal_together(distinct))
         if self.network.wan and 2 < len(distinct) <= MOST_CHAINED:  # chains over good links
@@ -461,19 +459,21 @@ class _Search:
     def _reduction_s(self, part: Component) -> float:
         """Return the seconds of reducing a block's gradients on the slowest stage of a component."""
         size = self.prices.job.block_bytes
-        reductions = self.prices.reductions(self.placement([part]))
+        reductions = self.prices.reductions(self.placement([part]))  # one for each stage
         return max(reduction.seconds(size) for reduction in reductions)
 
     def _chains(self, distinct: Sequence[Component]) -> Iterator[Sequence[Component]]:
-        """Yield chains of components with good stage links between neighbours, in both directions.
+        """Yield four orders of components: two chains over good stage links, each also reversed.
 
-        The first chain has the fastest slowest link, the second one the least sum of all links.
+        One chain has the fastest slowest link between neighbours, the other the least sum of links.
+        A component are nodes with the same stages.
         """
         size = self.prices.job.block.activation_bytes
         link_s = {}  # (component, next component) -> seconds of an activation
         for first, second in permutations(distinct, 2):
             placement = self.placement([first, second])  # a pipeline of these two components only
             last_of_first = placement.sizes.pipeline // 2 - 1
+            # Price (linear in bytes) of a message between the slowest pair of ranks.
             link = self.prices.stage_link(placement, last_of_first, last_of_first + 1)
             link_s[first, second] = link.seconds(size)
         # best_order minimizes the largest first number of all pairs, then the sums of the numbers.

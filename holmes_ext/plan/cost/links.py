@@ -168,7 +168,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """Measured links of a site."""
+    """Measured times of messages on the fabrics of a site, and on the links between its clusters.
+
+    `holmes probe` measures them. What was not measured is as cluster.toml describes it.
+    """
 
     #: Name of a fabric -> its link. A fabric that is missing has the rate and latency of cluster.toml.
     measured: Mapping[str, Link] = field(default_factory=dict)
@@ -249,15 +252,17 @@ class Links:
 
     @classmethod
     def of_spec(cls, spec: SiteSpec) -> Links:
-        """Return the links that `holmes probe` wrote to cluster.toml.
+        """Return the measurements of `holmes probe` that a cluster.toml contains.
 
-        If only one of the two curves was measured, it stands for the other one too.
+        Every fabric has two curves of time by size: of single messages, and of the messages of a
+        ring. If only one of them was measured, it stands for the other one, too.
         """
         measured = {}
         for fabric in fabrics_of_spec(spec):
             points = spec.links.get(fabric.name)
             if points and (points.send or points.ring):
                 source = f"{spec.source}: key 'link.{fabric.name}'"
+                # Curves through the (bytes, seconds) of measured messages.
                 send = fit(points.send or points.ring, source)
                 ring = fit(points.ring or points.send, source)
                 measured[fabric.name] = Link(fabric.name, send, ring)

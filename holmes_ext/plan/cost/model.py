@@ -380,9 +380,10 @@ class Model:
     def _block_widths(self) -> _BlockWidths:
         """Return the widths of a block's matrices, with defaults in place of optional sizes.
 
-        If only some blocks have experts, `dense_mlp` and `token_mlp` are the mean of all blocks. In a block
-        with experts, every token passes the shared expert (width shared_ffn, 0: none) in place of the dense
-        MLP (width ffn), and experts_per_token routed experts (width expert_ffn each).
+        `dense_mlp` is the inner width of the MLP that every token passes through. `token_mlp` adds
+        the widths of the experts that a token is routed to. In a block with experts, the shared
+        expert (width shared_ffn, 0: none) takes the place of the dense MLP (width ffn). If only
+        some blocks have experts, both widths are means over all blocks.
         """
         head_size = self.head_size or self.hidden // self.heads
         key_value_heads = (
@@ -406,14 +407,14 @@ class Model:
         )
 
     def _linear_tensors(self, inputs: float, outputs: float, tensor: int) -> tuple[float, ...]:
-        """Return the elements of a linear layer's weight and bias on a tensor-parallel rank."""
+        """Return the numbers of elements of a linear layer's weight and bias on a tensor rank."""
         weight = inputs * outputs / tensor
         if not self.bias:
             return (weight,)
         return (weight, outputs / tensor)
 
     def _mlp_tensors(self, width: float, tensor: int) -> tuple[float, ...]:
-        """Return the elements of each parameter of an MLP on a tensor-parallel rank."""
+        """Return the number of elements of each parameter of an MLP on a tensor-parallel rank."""
         if not width:
             return ()
         # A gated MLP has its two input matrices side by side in one tensor.
@@ -424,9 +425,10 @@ class Model:
         )
 
     def _block_tensors(self, widths: _BlockWidths, tensor: int) -> tuple[float, ...]:
-        """Return the elements of each parameter of a block on a rank, without experts, in forward order.
+        """Return the number of elements of each parameter of a block on a rank, without experts.
 
-        If only some blocks have experts, router and MLP are those of a mean block, with broken numbers.
+        The parameters are in the order of the forward pass. If only some blocks have experts, the
+        numbers of router and MLP are means over all blocks, and need not be whole.
 
         Args:
             widths: Widths of the block's matrices.
@@ -543,7 +545,12 @@ class Model:
         )
 
     def _embedding(self, tensor: int, context: int) -> Layer:
-        """Return the costs of the embedding layer on a rank, for a micro-batch."""
+        """Return the FLOPs, bytes and parameters of the embedding on a rank, for a micro-batch.
+
+        Args:
+            tensor: Tensor-parallel size.
+            context: Context-parallel size.
+        """
         elements = self._tokens(context) * self.hidden
         position_tensors: tuple[int, ...] = ()
         if self.positions == "learned":
@@ -559,7 +566,14 @@ class Model:
         )
 
     def _output(self, tensor: int, context: int) -> Layer:
-        """Return the costs of the final norm, the logits and the loss on a rank."""
+        """Return the FLOPs, bytes and parameters of the output layer on a rank, for a micro-batch.
+
+        The layer contains the final norm, the logits and the loss.
+
+        Args:
+            tensor: Tensor-parallel size.
+            context: Context-parallel size.
+        """
         tokens = self._tokens(context)
         logits = tokens * self.vocabulary / tensor
         input_bytes = 2 * tokens * self.hidden * self.activation_width  # inputs of norm and matrix

@@ -52,14 +52,16 @@ class Price:
         return Price(self.byte_s + other.byte_s, self.latency_s + other.latency_s)
 
 
+#: Price of a transfer that takes no time.
 FREE = Price()
 
 
 @dataclass(frozen=True)
 class Load:
-    """Use of the networks by a message or a collective, in proportion to its bytes.
+    """Use of the networks by a message or a collective, for each byte that it sends or reduces.
 
-    The defaults are those of a single message from one rank to another.
+    Its `price` is the time if nothing else runs. The simulation adds up the loads of transfers that
+    run at the same time. The defaults are those of a single message from one rank to another.
     """
 
     nics: tuple[tuple[Nic, float], ...] = ()  # NIC, and number of equal flows that share its rate
@@ -88,12 +90,12 @@ class Load:
 
     @cached_property
     def price(self) -> Price:
-        """Return the time of this load if nothing else runs."""
+        """Return the time of this load if nothing else runs: seconds per byte, and latency."""
         if self.fabric is None:  # inside a node
             if not self.inside_bps:
                 return FREE
             return Price(byte_s=8 * self.volume / self.inside_bps)
-        nic_bps = self.fabric.rate_bps
+        nic_bps = self.fabric.rate_bps  # bits/s of a NIC
         # Seconds per bit of one flow, if n equal flows share a NIC or a link: n / rate. The slowest
         # one decides. A flow that shares nothing (1 / rate) is the least, as no NIC is faster.
         slowest_bit_s = max([1 / nic_bps, *(flows / nic_bps for _, flows in self.nics)])
@@ -152,7 +154,10 @@ class Network:
         self._known: dict[Hashable, Any] = {}  # results of `remember`
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return make(), computed once for each key."""
+        """Return make(), computed once for each key.
+
+        Everything that the result depends on, besides this network, must be part of the key.
+        """
         if key not in self._known:
             self._known[key] = make()
         result: T = self._known[key]
@@ -171,12 +176,17 @@ class Network:
         return self.node_types[node_type][0]
 
     def clusters(self, content: Content) -> list[str]:
-        """Return the clusters of a stage's nodes, each once, in the order of the nodes."""
+        """Return the clusters of a stage's nodes, each once, in the order of the nodes.
+
+        Args:
+            content: Nodes of the stage: (node type, number of nodes or ranks).
+        """
         return list(dict.fromkeys(self.cluster(node_type) for node_type, _ in content))
 
     def placement(self, names: Sequence[str], sizes: Sizes) -> Placement:
         """Return the placement of a job on these nodes, given in the order of the ranks."""
         node_types = [self.node_type_of[name] for name in names]
+        # Placement.of takes the type of each node, in the order of the ranks.
         return replace(Placement.of(sizes, self.processes, node_types), names=tuple(names))
 
     def nodes(self, placement: Placement) -> tuple[str, ...]:
@@ -196,14 +206,18 @@ class Network:
         """
         if self.single_fabric is not None:
             return self.single_fabric
+        # _shared_fabric: the fastest that nodes of these types share
         if self.on_best_fabrics:
             best_fabrics = [self._shared_fabric(frozenset([node_type])) for node_type in node_types]
             return min(best_fabrics, key=lambda fabric: fabric.preference)
         return self._shared_fabric(frozenset(node_types))
 
     def _shared_fabric(self, node_types: frozenset[int]) -> Fabric:
+        """Return the fastest fabric that nodes of these types share; Ethernet if no other."""
+
         def fastest() -> Fabric:
             nodes = (self.names[node_type][0] for node_type in node_types)
+            # The fastest by measured rates. The result has the rate of cluster.toml.
             name = self.measured.shared_fabric(nodes).name
             return self.site.fabric_by_name[name]
 
@@ -224,29 +238,34 @@ class Network:
         """
         if not self.wan or fabric.name != ETHERNET:
             return ()
-        return tuple(hop_loads(self.wan, pairs).items())
+        return tuple(hop_loads(self.wan, pairs).items())  # link -> sum of its flows
 
     def wan_latency_s(self, fabric: Fabric, pair: Pair) -> float:
         """Return a message's latency between two clusters beyond the fabric's own, in seconds."""
         if not self.wan or fabric.name != ETHERNET:
             return 0.0
+        # hops: links and uplinks from one cluster to the other
         latency_s = sum(hop.latency_s for hop in self.wan.hops(*pair))
         return max(0.0, latency_s - self.line(fabric).latency_s)
 
     def neighbours(self, ring: Content) -> list[Pair]:
-        """Return the pairs of different clusters that follow each other on a ring of nodes."""
+        """Return the pairs of different clusters that follow each other on a ring of nodes.
+
+        The ring is given as (node type, number of nodes that follow each other). For clusters
+        a a b it is (a, b), (b, a).
+        """
         return neighbours([self.cluster(node_type) for node_type, _ in ring])
 
     # ------------------------------------------------------------------- loads
 
     def ring(self, family: GroupFamily, groups: float = 0, inside_bps: float = 0.0) -> Load:
-        """Return the load of a ring all-reduce in each group of a family.
+        """Return the load of a ring all-reduce in each group of a family of equal groups.
 
         Args:
-            family: Groups that are equal.
-            groups: Number of all groups that cross between clusters at the same time. 0: count only
-                the groups of this family (for the simulation, which adds the loads of other groups
-                itself).
+            family: The groups.
+            groups: Number of all groups that cross between clusters at the same time. 0: leave out
+                the groups of other families, on links and on NICs. (The simulation adds their loads
+                itself.)
             inside_bps: Bits/s between the GPUs of a node; used if each group lies inside a node.
         """
         if family.nodes == 1:
@@ -255,18 +274,20 @@ class Network:
         return self.remember(("ring", family, groups), lambda: self._ring(family, groups))
 
     def _ring(self, family: GroupFamily, groups: float) -> Load:
-        """Return the load of a ring all-reduce in each group of a family, if a group has several nodes.
+        """Return the load of a ring all-reduce in each of several equal groups that span nodes.
+
+        NICs and links between clusters are shared with other groups that run at the same time.
 
         Args:
-            family: Groups that are equal.
-            groups: Number of all groups that cross between clusters at the same time. 0: count only
-                the groups of this family (for the simulation, which adds the loads of other groups
-                itself), on NICs, too.
+            family: The groups.
+            groups: Number of all groups that share the links between clusters. The NICs are then
+                shared by all groups with ranks on a node. 0: links and NICs are shared only by the
+                groups of this family (for the simulation, which adds the loads of others itself).
         """
         ranks = family.ranks
         counts_all_groups = groups > 0
         crossing_groups = groups if counts_all_groups else family.count
-        fabric = self.fabric(family.node_types)
+        fabric = self.fabric(family.node_types)  # the fastest that all nodes of a group share
         # (from cluster, to cluster) -> number of links of the ring between them.
         pairs = Counter(self.neighbours(family.ring))
         # Latency beyond the fabric's own, of each rank's link to the next rank; 0 inside a cluster.
@@ -277,17 +298,19 @@ class Network:
         # A chunk passes all links but one, first for the sum and again to distribute it. The
         # slowest chunk leaves out the fastest link.
         wan_latency_s = 2 * (sum(link_latency_s) - min(link_latency_s))
+        # (from cluster, to cluster) -> flows of all groups that share the link.
         crossing = {pair: times * crossing_groups for pair, times in pairs.items()}
-        # Node class -> groups that share a NIC. concurrent_groups counts all groups with ranks on
-        # the node, `groups` only those of this family. Each sends one flow into the next node.
+        # A part has the equal nodes of a group, which form a node class. Node class -> groups that
+        # share a NIC: all groups with ranks on the node (concurrent_groups), or only those of this
+        # family (`groups`). Each sends one flow into the next node.
         flows = {
             part.node_class: part.concurrent_groups if counts_all_groups else part.groups
             for part in family.parts
         }
         return Load(
-            nics=self.both_ways(fabric, flows),
-            hops=self.hops(fabric, crossing),
-            fabric=self.line(fabric),
+            nics=self.both_ways(fabric, flows),  # NICs in both directions, with their flows
+            hops=self.hops(fabric, crossing),  # links between clusters, with their flows
+            fabric=self.line(fabric),  # with the measured rate and latency
             # 2 (ranks - 1) steps; in each of them a rank passes on 1 / ranks of the bytes.
             volume=2 * (ranks - 1) / ranks,
             messages=2 * (ranks - 1),
@@ -306,16 +329,17 @@ class Network:
         received to its neighbour.
 
         Args:
-            family: Groups that are equal.
+            family: The groups: equal ones of a stage.
             all_to_all: Whether it is an all-to-all; else a ring.
             inside_bps: Bits/s between the GPUs of a node; used if each group lies inside a node.
         """
         if family.nodes == 1:
             return Load(inside_bps=inside_bps)
-        fabric = self.fabric(family.node_types)
+        fabric = self.fabric(family.node_types)  # the fastest that all nodes of a group share
+        # (from cluster, to cluster) -> number of links of the ring of ranks between them.
         pairs = Counter(self.neighbours(family.ring))
-        flows = {}
-        for part in family.parts:
+        flows = {}  # node class (equally busy nodes) -> flows that share a NIC
+        for part in family.parts:  # sets of equal nodes of a group
             # In a ring, only the last rank of a group on a node sends to another node.
             senders_per_group = part.ranks_per_node if all_to_all else 1
             # concurrent_groups: all groups with ranks on the node, which exchange at the same time
@@ -326,9 +350,9 @@ class Network:
         # Callers multiply the price by the bytes that a rank sends in all steps together, so a byte
         # is one byte on the NIC: `volume` keeps its default, 1.
         return Load(
-            nics=self.both_ways(fabric, flows),  # node class -> messages that share a NIC
-            hops=self.hops(fabric, pairs),
-            fabric=self.line(fabric),
+            nics=self.both_ways(fabric, flows),  # NICs in both directions, with their flows
+            hops=self.hops(fabric, pairs),  # links between clusters, with their flows
+            fabric=self.line(fabric),  # with the measured rate and latency
             messages=messages,
             wan_latency_s=messages * step_latency_s,
             crosses_clusters=self.spans_clusters(family.node_types),
@@ -348,20 +372,22 @@ class Network:
                 0: only those of this class. NICs need no such number: `leaving` and `reaching`
                 count all classes.
         """
-        if stage_link.local:
+        if stage_link.local:  # both stages are on one node
             return Load(inside_bps=inside_bps)
-        fabric = self.fabric(stage_link.node_types)
+        fabric = self.fabric(stage_link.node_types)  # the fastest that both nodes share
         sender_type, receiver_type = stage_link.node_types
         pair = self.cluster(sender_type), self.cluster(receiver_type)
         crosses = pair[0] != pair[1]
+        # (from cluster, to cluster) -> messages that share the link between them.
         flows = {pair: crossing or stage_link.count} if crosses else {}
         return Load(
+            # A node class are equally busy nodes; one stands for all.
             nics=(  # ((node class, fabric, direction), messages that share this NIC)
                 ((stage_link.sender, fabric.name, "out"), stage_link.leaving),
                 ((stage_link.receiver, fabric.name, "in"), stage_link.reaching),
             ),
-            hops=self.hops(fabric, flows),
-            fabric=self.line(fabric),
+            hops=self.hops(fabric, flows),  # links between clusters, with their flows
+            fabric=self.line(fabric),  # with the measured rate and latency
             wan_latency_s=self.wan_latency_s(fabric, pair) if crosses else 0.0,
             crosses_clusters=crosses,
             senders=stage_link.count,
@@ -375,13 +401,13 @@ class Network:
         messages.
 
         Args:
-            stage_link: Messages from one stage to the other, in one class of pipelines.
+            stage_link: Messages from one stage to the other, in pipelines on equal nodes.
             inside_bps: Bits/s between the GPUs of a node.
         """
-        forward = self.message(stage_link, inside_bps)
-        if forward.fabric is None:
+        forward = self.message(stage_link, inside_bps)  # load of one message of each pair
+        if forward.fabric is None:  # inside a node
             return forward
-        backward = self.message(stage_link.turned, inside_bps)
+        backward = self.message(stage_link.turned, inside_bps)  # in the opposite direction
         # Flows of both directions add up on a link.
         hops: dict[Hop, float] = {}
         for hop, flows in (*forward.hops, *backward.hops):
@@ -420,9 +446,11 @@ class Network:
         )
 
     def usable_fabrics(self, node_type: int) -> list[str]:
-        """Return the fabrics that should hold the groups of a node type.
+        """Return the names of the fabrics on which groups of a node type run at full speed.
 
-        These are its fast fabrics, or Ethernet if it has none (with a WAN, that of its cluster only).
+        These are the nodes' fabrics that are faster than Ethernet, or Ethernet if they have none.
+        With a WAN, the Ethernet of each cluster counts as a fabric of its own, with the name
+        "ethernet of <cluster>".
         """
         cluster, fabrics = self.node_types[node_type]
         ethernet = self.site.fabric_by_name[ETHERNET]
@@ -434,7 +462,11 @@ class Network:
         return fast or [f"{ETHERNET} of {cluster}" if self.wan else ETHERNET]
 
     def spans_networks(self, node_types: frozenset[int]) -> bool:
-        """Return whether these node types share only Ethernet although one has a faster fabric."""
+        """Return whether these node types share only Ethernet although one has a faster fabric.
+
+        A group on such nodes "spans networks". With a WAN, Ethernet between two clusters counts as
+        slower than Ethernet inside one.
+        """
         if len(node_types) == 1 or self.fabric(node_types).name != ETHERNET:
             return False
         return len({tuple(self.usable_fabrics(node_type)) for node_type in node_types}) > 1
@@ -444,7 +476,7 @@ class Network:
         return len(set(map(self.cluster, node_types))) > 1
 
     def link(self, load: Load) -> Link:
-        """Return the measured link of a load's fabric."""
+        """Return the measured times of messages on a load's fabric, else those of cluster.toml."""
         assert load.fabric is not None
         return self.links.of(load.fabric)
 

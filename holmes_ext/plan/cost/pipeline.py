@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from holmes_ext.options import Options
 
 Seconds = Sequence[float]
-#: Stage links that take less than this part of a stage's forward and backward need not be hidden: the sends
-#: of holmes cost about as much.
+#: Stage links below this part of a stage's passes are not hidden: holmes' sends cost about as much.
 NEGLIGIBLE_LINK_SHARE = 0.01
-#: With more micro-batches than this times those in flight, the pace of the slowest stage decides the step.
+#: With more micro-batches than this times those in flight, the slowest stage decides the step.
 SETTLED = 4
 #: More micro-batches in flight are used only if they save this part of the step.
 WORTH_MORE = 0.005
@@ -69,16 +68,16 @@ def in_flight(
     most: Sequence[float] = (),
     pace_s: float = 0.0,
 ) -> tuple[int, ...]:
-    """Return the micro-batches that each stage must have in flight so that no stage waits for a stage link.
+    """Return the micro-batches in flight, by stage, with which no stage waits for a stage link.
 
-    With k[s] micro-batches in flight, stage s runs k[s] - 1 further forward passes between the forward and
-    the backward of a micro-batch, and a later stage t runs k[t] - 1. The difference, and one for the
-    micro-batch itself, is the time that stages s..t have to pass it forward and its gradient back:
+    The pace is the time between two micro-batches: that of the slowest stage or stage link. With
+    k[s] in flight, stage s begins a micro-batch k[s] paces before it ends its backward pass, and a
+    later stage t k[t] paces before. The difference, and one pace for stage t itself, is the time of
+    the trip from s to t and back:
 
         (k[s] - k[t] + 1) pace  >=  sum of busy[s..t]  +  2 x sum of transfer[s..t-1]
 
-    The pace is the time between two micro-batches: that of the slowest stage or stage link. With free stage
-    links and equal stages the result is that of 1F1B: p - s for stage s of p. No schedule needs fewer.
+    With free stage links and equal stages this is 1F1B, p - s for stage s of p: the least possible.
 
     Args:
         busy: Seconds of a forward and a backward pass together.
@@ -127,11 +126,12 @@ def quickest_in_flight(
     load: tuple[float, ...] = (),
     most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
-    """Return the micro-batches in flight on each stage with the shorter step, out of two candidates.
+    """Return the number of micro-batches in flight on each stage, of the faster of two schedules.
 
-    Candidates are the numbers that hide the stage links (see in_flight) at the pace of the slowest stage, and
-    at the mean pace of all stages. The mean pace is shorter, so it needs more micro-batches in flight. With
-    few micro-batches per step this may be faster, as fast stages then work ahead of the slowest one.
+    Both have enough in flight to hide the stage links (see in_flight): one if a micro-batch ends in
+    each pace of the slowest stage, the other in each mean pace of all stages. The mean pace is
+    shorter, so it needs more in flight. With few micro-batches per step it may be faster: fast
+    stages work ahead of the slowest one.
 
     Args:
         forward: Seconds of a forward pass, by stage.
@@ -162,12 +162,11 @@ def quickest_in_flight(
 def share_nics(
     transfer: Seconds, load: Seconds, nics: Sequence[tuple[int, int]], busy_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the times of stage links, longer if two stage links share a busy NIC.
+    """Return the times of stage links, made longer where two stage links share a busy NIC.
 
-    A NIC that sends both to the previous and to the next stage carries two messages for each micro-batch. If
-    both together take longer than the slowest stage computes, nearly every message shares the NIC with a
-    message of the other stage link. It then takes longer by the time of the shorter message. (The longer
-    message may be limited by a link, not by the NIC.)
+    A NIC that sends both to the previous and to the next stage carries two messages for each
+    micro-batch. It is busy if both together take longer than the slowest stage computes. Then
+    both are mostly sent at the same time, and each takes longer by the time of the shorter one.
 
     Args:
         transfer: Seconds of an activation over each stage link.
@@ -176,7 +175,7 @@ def share_nics(
         busy_s: Seconds of a forward and a backward pass on the slowest stage.
 
     Returns:
-        The new `transfer` and the new `load`.
+        The longer `transfer` and the longer `load`, by stage link.
     """
     transfer_s = list(transfer)
     load_s = list(load)
@@ -230,10 +229,11 @@ def schedule(
 
 
 def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
-    """Return the micro-batches in flight on each stage with which no stage link delays a given pace.
+    """Return the least numbers of micro-batches in flight, by stage, that a given pace needs.
 
-    These are the least numbers k with (k[s] - k[t] + 1) pace >= busy[s..t] + 2 x transfer[s..t-1] for all
-    stages s < t (see in_flight), and at least those of 1F1B. A stage that takes longer than the pace
+    With fewer, some stage would wait for a message, and micro-batches would follow each other more
+    slowly. These are the least k with (k[s] - k[t] + 1) pace >= sum of busy[s..t] + 2 x sum of
+    transfer[s..t-1] for all stages s < t (see in_flight), and at least 1F1B's. A slower stage
     counts as if it took the pace.
 
     Args:
@@ -425,13 +425,13 @@ def _least_end_s(
     final: int,
     micro_batches: int,
 ) -> float:
-    """Return a lower bound on the end of stage `first` - 1, if the stages after it share a NIC.
+    """Return a lower bound on the time at which stage `first` - 1 ends its last backward pass.
 
-    Stages `first` to `final` are on the same nodes. Their NIC sends two messages for each
-    micro-batch: an activation to the stage after them and a gradient to the stage before them. It
-    receives two as well. Sending all messages takes a fixed time, and there are moments in which
-    nothing can be sent yet or any more. The sum is a bound; the same holds for receiving. The
-    result is the larger bound: the end of the last backward pass of the stage before them.
+    Stages `first` to `final` are on the same nodes. For each micro-batch, their NIC sends an
+    activation to the next stage and a gradient to stage `first` - 1. It is busy for the time of all
+    these messages, and idle before the first can be sent and after the last one has left. Busy time
+    plus idle time is one bound; the same for receiving is another. The result is the larger one,
+    plus the last backward pass.
 
     Args:
         forward: Seconds of a forward pass, by stage.

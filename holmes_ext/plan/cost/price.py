@@ -40,22 +40,24 @@ T = TypeVar("T")
 
 
 class FoldedStages(NamedTuple):
-    """Some stages of a placement, as a Fold: it counts equal pipelines, nodes and groups.
+    """A compact placement (Fold) of some stages, with the numbers of these stages in it.
 
-    The fold contains only the nodes of these stages, and the stages that share these nodes.
+    A Fold keeps one of several equal ranks, and counts the equal ones. This one lacks all nodes
+    that hold none of the stages. So it may lack other stages, and it numbers the stages from 0
+    again.
     """
 
     fold: Fold
-    stages: tuple[int, ...]  # the number that each stage has in the fold
+    stages: tuple[int, ...]  # number in the fold, of each stage that was asked for
 
 
 @dataclass(frozen=True)
 class FamilyReductions:
-    """Prices of the possible ways to reduce gradients in a family: equal groups of a stage."""
+    """Prices of the ways to reduce the gradients of some equal groups of a stage (a family)."""
 
-    family: GroupFamily
-    flat: PricedReduction
-    hierarchical: Hierarchical | None  # None: not possible
+    family: GroupFamily  # the groups
+    flat: PricedReduction  # one ring over all ranks of a group
+    hierarchical: Hierarchical | None  # inside clusters, then across; None: not possible
     crossing_groups: float  # number of groups that share the links between clusters
 
 
@@ -68,14 +70,18 @@ class _StageKey(NamedTuple):
 
 
 class ReductionPrices:
-    """Prices of the gradient reductions of a job on one network, for placements of the same sizes.
+    """Prices of the gradient reductions of a job on one network, for any order of the nodes.
+
+    A price is a time as a linear function of the bytes: seconds per byte, and latency in seconds.
+    All placements (orders of the nodes) must have the same parallel sizes.
 
     Args:
-        network: The site.
+        network: Nodes, fabrics and links of the site.
         job: Layers and bytes of a rank.
         rules: Reductions that the engine and the options allow.
-        role_on_best_fabrics: Role of groups ("data", "tensor", "context" or "expert") that are priced
-            as if each node could use its best fabric. "": none.
+        role_on_best_fabrics: Role of the groups ("data", "tensor", "context" or "expert") that are
+            priced as if a group could use the best fabric of each node. The difference to the real
+            price is the cost of groups whose nodes share only a slow fabric. "": no role.
     """
 
     def __init__(
@@ -96,7 +102,6 @@ class ReductionPrices:
         #: Role of a group ("data", "tensor", ...) -> network that its groups are priced on.
         self.network_of_role: dict[str, Network] = dict.fromkeys(INSIDE, network)
         if role_on_best_fabrics:
-            # The difference of both prices is the cost of groups that span networks.
             self.network_of_role[role_on_best_fabrics] = Network(
                 network.site, network.links, network.single_fabric, on_best_fabrics=True
             )
@@ -118,7 +123,7 @@ class ReductionPrices:
             placement: Nodes of each stage.
             stages: Numbers of the stages.
         """
-        per_component = placement.stages_per_component
+        per_component = placement.stages_per_component  # neighbouring stages that share nodes
         components = sorted({stage // per_component for stage in stages})
         # The fold has only these components, in this order, so the stages have other numbers in it.
         folded_stages = tuple(
@@ -129,6 +134,7 @@ class ReductionPrices:
         sizes = placement.sizes
 
         def folded() -> FoldedStages:
+            """Return the compact placement, made once for equal nodes, and the stages' numbers."""
             fold = self.network.remember(
                 ("fold", (parts, sizes)),
                 lambda: Fold(placement.alone(*components)),  # without the nodes of other components
@@ -152,19 +158,28 @@ class ReductionPrices:
             placement: The placement.
             stages: Numbers of the stages.
         """
+        # The key is equal for stages on equal nodes. folded() makes their compact placement, and
+        # returns it with the stages' numbers in it.
         key, folded = self._key_and_fold(placement, *stages)
         return self.remember(name, key, lambda: make(*folded()))
 
     def fold(self, placement: Placement, *stages: int) -> FoldedStages:
-        """Return a compact form of these stages' nodes, which counts equal groups and links.
+        """Return a compact placement of these stages' nodes, and the stages' numbers in it.
 
-        It lacks stages on other nodes, so the stages may have other numbers in it.
+        It keeps one of several equal ranks, and counts them. It lacks stages on other nodes, so the
+        stages may have other numbers in it.
         """
         _, folded = self._key_and_fold(placement, *stages)
-        return folded()
+        return folded()  # cached for equal nodes
 
     def remember(self, name: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return make(), computed once for each name and key."""
+        """Return make(), computed once for each name and key.
+
+        Args:
+            name: Name of the result, such as "reduction".
+            key: All that the result depends on, besides this object.
+            make: Computes the result.
+        """
         if (name, key) not in self.cached_results:
             self.cached_results[name, key] = make()
         result: T = self.cached_results[name, key]
@@ -173,7 +188,7 @@ class ReductionPrices:
     # ------------------------------------------------------------------- reductions
 
     def reductions(self, placement: Placement) -> list[PricedReduction]:
-        """Return the reduction of each stage: that of its slowest group."""
+        """Return how each stage reduces its gradients, priced for its slowest group."""
         result = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
         if not self.rules.same_reductions:
             return result
@@ -184,6 +199,7 @@ class ReductionPrices:
             (reduction.name, len(content)) for reduction, content in zip(result, placement.stages)
         }
         if len(choices) > 1 and any(name == HIERARCHICAL for name, _ in choices):
+            # The same prices, if only flat rings are allowed.
             flat = ReductionPrices(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
             return flat.reductions(placement)
         return result
@@ -191,16 +207,21 @@ class ReductionPrices:
     def _reduction(self, placement: Placement, stage: int) -> PricedReduction:
         """Return the gradient reduction of a stage's slowest group, computed once for equal stages.
 
-        Groups are priced as families of equal groups. Each family has a flat ring, and perhaps a
+        Equal groups form a family, and are priced once. Each family has a flat ring, and perhaps a
         hierarchical all-reduce. A stage reduces hierarchically if that is faster for each of its
         families that spans clusters. (The groups of a stage run at the same time and share NICs, so
         they all reduce in one way.)
         """
-        key, _ = self._key_and_fold(placement, stage)
+        key, _ = self._key_and_fold(placement, stage)  # equal for stages on equal nodes
         size = self.job.total_bytes / placement.sizes.pipeline  # gradients of an average stage
 
         def slowest() -> PricedReduction:
-            """Choose a reduction for each family of groups; return the one that takes longest."""
+            """Choose how each group of the stage reduces; return the reduction that takes longest.
+
+            All groups that span clusters reduce hierarchically, if that is faster for each of them.
+            `placement`, `stage` and `size` are those of the enclosing function.
+            """
+            # The possible reductions (flat, hierarchical) of each family of equal groups.
             families = self.family_reductions(placement, stage)
             spanning = [  # families whose groups span clusters
                 options
@@ -214,12 +235,20 @@ class ReductionPrices:
             chosen = [self._chosen(options, use_hierarchical) for options in families]
             return max(chosen, key=lambda reduction: reduction.seconds(size))
 
+        # The number of stages on the same nodes decides how many groups share the links.
         return self.remember(
             "reduction", (key, self._stages_on_same_nodes(placement, stage)), slowest
         )
 
     def _prefers_hierarchical(self, options: FamilyReductions, size: float) -> bool:
-        """Return whether the hierarchical all-reduce of `size` bytes is possible, and faster or required."""
+        """Return whether some groups should reduce `size` bytes hierarchically.
+
+        They should if it is possible, and either faster than a flat ring or the only allowed way.
+
+        Args:
+            options: The possible reductions of these equal groups, priced.
+            size: Bytes of gradients.
+        """
         if options.hierarchical is None:
             return False
         if FLAT not in self.rules.reductions:
@@ -227,9 +256,15 @@ class ReductionPrices:
         return options.hierarchical.seconds(size) < options.flat.seconds(size)
 
     def _chosen(self, options: FamilyReductions, use_hierarchical: bool) -> PricedReduction:
-        """Return the reduction of a family: hierarchical if wanted and possible, sharded (ZeRO), or flat."""
+        """Return the reduction of some equal groups: hierarchical, sharded (ZeRO, FSDP) or flat.
+
+        Args:
+            options: The possible reductions of these groups, priced.
+            use_hierarchical: Whether the groups of this stage reduce hierarchically if they can.
+        """
         if options.family.ranks == 1:
-            return NONE
+            return NONE  # nothing to reduce
+        # Collectives of ZeRO or FSDP, priced; None: nothing is sharded.
         sharded = self._sharded(options) if self.rules.zero else None
         if use_hierarchical and options.hierarchical is not None:
             if sharded is not None and self.rules.gathers:
@@ -245,18 +280,20 @@ class ReductionPrices:
         """
         if not self.network.wan:
             return 1  # without such links, a stage shares none
+        # placement.stages: nodes of each stage, as (node type, ranks)
         return placement.stages.count(placement.stages[stage])
 
     def family_reductions(self, placement: Placement, stage: int) -> list[FamilyReductions]:
-        """Return the possible gradient reductions of each family (equal groups) of a stage, priced.
+        """Return the possible reductions of a stage's gradients, priced for each of its groups.
 
-        Results are cached. Equal stages share them, if the same number of stages competes for the
-        links between clusters.
+        Equal groups form a family, and have one entry. Results are cached. Equal stages share them,
+        if the same number of stages competes for the links between clusters.
         """
         key, folded = self._key_and_fold(placement, stage)
         stages_at_once = self._stages_on_same_nodes(placement, stage)
 
         def price_families() -> list[FamilyReductions]:
+            """Return the possible reductions of the stage's groups; equal groups form one entry."""
             # The fold is a compact placement of the stage's nodes. It numbers stages from 0 again.
             fold, (folded_stage,) = folded()
             families = fold.families(folded_stage)  # families of equal data-parallel groups
@@ -272,20 +309,21 @@ class ReductionPrices:
     def reductions_of_family(
         self, family: GroupFamily, crossing_groups: float, pipeline: int = 1
     ) -> FamilyReductions:
-        """Return the possible reductions of a family of equal groups: flat and hierarchical.
+        """Return the possible gradient reductions of some equal groups, priced: flat, hierarchical.
 
         Args:
-            family: Groups that are equal.
+            family: The equal groups.
             crossing_groups: Number of groups that use the links between clusters at the same time.
             pipeline: Number of stages, to divide the bytes of all gradients by.
         """
         network = self.network_of_role["data"]  # for the fabrics of data-parallel groups
         rules = self.rules
-        link_bps = self.link_bps(family.node_types)
+        link_bps = self.link_bps(family.node_types)  # between the GPUs of a node
         hierarchical_reduction = None
         # Training without holmes (`stock`) has none. ZeRO 2 and 3 reduce-scatter the gradients of
         # each micro-batch instead.
         if not self.stock and rules.zero < 2 and HIERARCHICAL in rules.reductions:
+            # The fastest one; None if it is not possible, or of no use.
             hierarchical_reduction = hierarchical(
                 network,
                 family,
@@ -297,7 +335,7 @@ class ReductionPrices:
                 chunk_bytes=rules.bucket_bytes,  # each bucket is one chunk; 0: choose it
             )
         flat = PricedReduction(
-            load=network.ring(family, crossing_groups, link_bps),
+            load=network.ring(family, crossing_groups, link_bps),  # of a ring all-reduce
             name=FLAT if family.nodes > 1 else "local",
         )
         return FamilyReductions(
@@ -308,11 +346,15 @@ class ReductionPrices:
         )
 
     def _sharded(self, options: FamilyReductions) -> Sharded:
-        """Return the collectives of sharded training (ZeRO, FSDP) for a family of equal groups.
+        """Return the collectives of sharded training (ZeRO, FSDP) for some equal groups, priced.
 
-        With hybrid sharding (FSDP's HSDP), every cluster has all shards: its ranks gather weights
-        and reduce-scatter gradients among themselves. Ranks with the same shard in different
-        clusters then all-reduce the gradient of their shard.
+        Weights, gradients or optimizer states are sharded over the ranks of each group. With hybrid
+        sharding (FSDP's HSDP), every cluster has all shards: its ranks gather weights and
+        reduce-scatter gradients among themselves. Ranks with the same shard in different clusters
+        then all-reduce the gradient of their shard.
+
+        Args:
+            options: The groups, with the price of a ring all-reduce in each of them.
         """
         sharded = Sharded(
             load=options.flat.load,
@@ -326,28 +368,37 @@ class ReductionPrices:
             sharded = replace(sharded, scatter_share=1.0)
         if not self.rules.hybrid:
             return sharded
+        # For each cluster, the groups' parts in it, as a family of equal groups.
         cluster_families = inside_clusters(self.network, options.family)
         if not cluster_families:  # the groups do not span clusters evenly
             return sharded  # all shards are divided among the ranks of all clusters
+        # Load of a ring all-reduce inside each cluster.
         rings_inside = [
             self.network.ring(family, options.crossing_groups, self.link_bps(family.node_types))
             for family in cluster_families
         ]
         slowest = max(rings_inside, key=lambda ring: (ring.price.byte_s, ring.price.latency_s))
         shard_owners = owners(self.network, options.family)  # groups of one rank of each cluster
-        across = self.network.ring(shard_owners, options.crossing_groups)
+        across = self.network.ring(shard_owners, options.crossing_groups)  # load of an all-reduce
         shards = cluster_families[0].ranks  # ranks of a group in each cluster
         return replace(sharded, load=slowest, name="hybrid", across=across, shards=shards)
 
     def link_bps(self, node_types: Iterable[int]) -> float:
-        """Return the slowest rate between the GPUs of a node of these node_types, in bits/s."""
+        """Return the slowest rate between the GPUs of a node of these types, in bits/s.
+
+        0: not known; traffic inside a node then counts as free.
+        """
         node_types = frozenset(node_types)
         clusters = map(self.network.cluster, node_types)
+        # slowest(): a GPU with the least speed, memory and link rate of these clusters' GPUs.
         return self.remember("link", node_types, lambda: self.job.slowest(clusters).link_bps)
 
 
 class Prices(ReductionPrices):
-    """Costs of a job on one network, for any placement of the same sizes."""
+    """Costs of a job on one network, for any order of the nodes (placement) of the same sizes.
+
+    It adds computation, stage links and memory to the prices of the reductions.
+    """
 
     def costs(
         self, placement: Placement, reductions: Sequence[PricedReduction] = (), sharded: bool = True
@@ -361,12 +412,13 @@ class Prices(ReductionPrices):
         """
         job = self.job
         rules = self.rules
-        chosen = list(reductions) or self.reductions(placement)
+        chosen = list(reductions) or self.reductions(placement)  # by stage
+        # By stage: seconds of both passes and of the reduction, for each type of layer.
         layer_costs = [
             self._layer_costs_of(placement, stage, reduction, sharded)
             for stage, reduction in enumerate(chosen)
         ]
-        stage_links = self.stage_links(placement)
+        stage_links = self.stage_links(placement)  # price of an activation to each next stage
         limits = [
             self.remember("limits", content, partial(self._limits, content))
             for content in placement.stages
@@ -380,22 +432,25 @@ class Prices(ReductionPrices):
             forward_s=tuple(costs.forward_s for costs in layer_costs),
             backward_s=tuple(costs.backward_s for costs in layer_costs),
             reduction_s=tuple(costs.reduction_s for costs in layer_costs),
-            transfer_s=self._transfer_s(stage_links),
+            transfer_s=self._transfer_s(stage_links),  # of each type of layer's output, by stage
             micro_batches=job.micro_batches,
+            # once: price of the collectives that run once a step
             latency_s=tuple(reduction.once.latency_s for reduction in chosen),
             state_bytes=job.state_bytes,
             kept_bytes=tuple(layer.kept_bytes for layer in job.layers),
             limit_bytes=tuple(limit.memory_bytes for limit in limits),
             before=job.before,
             after=job.after,
-            tied_s=self.tied_s(placement),
+            tied_s=self.tied_s(placement),  # sum of the gradient of a tied embedding
             overlap=rules.overlap,
             repeats=job.repeats,
             working_bytes=job.working_bytes,
             virtual=rules.virtual,
+            # Of the busiest NIC, for one micro-batch of an interleaved schedule.
             load_s=self._load_s(placement, stage_links) if rules.virtual > 1 else 0.0,
             places=tuple(limit.clusters for limit in limits),
             link_load_s=link_load_s,
+            # (first, last) of stages that send to both sides over one NIC.
             shared_nic_stages=self.shared_nic_stages(placement) if self.hide_stage_links else (),
             weights_s=tuple(costs.weights_s for costs in layer_costs),
         )
@@ -406,11 +461,17 @@ class Prices(ReductionPrices):
         This suits a RankModel.of_workload: its block has the work of a whole average stage.
         """
         costs = self.costs(placement)
+        # estimate: times of a step in closed form, for these numbers of blocks (1, 1, ...)
         return estimate(costs, (1,) * costs.stages).step_s
 
     def _limits(self, content: Content) -> _StageLimits:
-        """Return the clusters and the memory of a stage on these nodes."""
+        """Return the clusters of a stage's nodes, and the memory that its ranks may use.
+
+        Args:
+            content: Nodes of the stage: (node type, number of ranks).
+        """
         clusters = self.network.clusters(content)
+        # slowest(): a GPU with the least speed, memory and link rate of these clusters' GPUs.
         memory_bytes = self.job.slowest(clusters).memory_bytes or inf  # 0: not known
         return _StageLimits(
             clusters=", ".join(clusters),
@@ -420,7 +481,16 @@ class Prices(ReductionPrices):
     def _layer_costs_of(
         self, placement: Placement, stage: int, reduction: PricedReduction, sharded: bool
     ) -> _LayerCosts:
-        """Return the costs of each type of layer on a stage, computed once for equal stages."""
+        """Return the costs of each type of layer on a stage, computed once for equal stages.
+
+        Args:
+            placement: Nodes of each stage.
+            stage: Number of the stage.
+            reduction: Reduction of the stage's gradients.
+            sharded: Whether passes include the collectives of ZeRO 2 and 3 in each micro-batch.
+        """
+        # A key that is equal for stages on equal nodes, and a function that makes their Fold (a
+        # compact placement).
         key, folded = self._key_and_fold(placement, stage)
         return self.remember(
             "layers",
@@ -441,7 +511,7 @@ class Prices(ReductionPrices):
         """
         fold, (stage,) = folded()
         job = self.job
-        content = fold.placement.stages[stage]
+        content = fold.placement.stages[stage]  # nodes of the stage: (node type, ranks)
         flops = job.slowest(self.network.clusters(content)).flops
         # Half of the groups' collectives run in the forward pass, half in the backward pass.
         half_s = self.collective_s(fold, stage) / 2
@@ -473,6 +543,10 @@ class Prices(ReductionPrices):
         """Return the seconds that a block's tensor, context and expert groups take for a micro-batch.
 
         This is the sum of the forward and the backward pass.
+
+        Args:
+            fold: A compact placement, which has only one of several equal ranks.
+            stage: Number of the stage in the fold.
         """
         block = self.job.block
         sizes = fold.full_placement.sizes
@@ -492,15 +566,16 @@ class Prices(ReductionPrices):
         ring.
 
         Args:
-            fold: The placement.
+            fold: A compact placement, which has only one of several equal ranks.
             stage: Number of the stage in the fold.
             role: "tensor", "context" or "expert".
-            size: Bytes.
+            size: Bytes that the group sums, or that a rank sends.
         """
         network = self.network_of_role[role]
         slowest_s = 0.0
-        for family in fold.families(stage, role):
-            link_bps = self.link_bps(family.node_types)
+        for family in fold.families(stage, role):  # a family: equal groups of the stage
+            link_bps = self.link_bps(family.node_types)  # between the GPUs of a node
+            # Load: use of NICs and links, for each byte of the sum or of what a rank sends.
             if role == "tensor":
                 load = network.ring(family, groups=family.count, inside_bps=link_bps)
             else:
@@ -512,7 +587,10 @@ class Prices(ReductionPrices):
     # ------------------------------------------------------------------- stage links
 
     def stage_links(self, placement: Placement) -> list[Price]:
-        """Return the price of sending an activation from each stage to the next one."""
+        """Return the price of sending an activation from each stage to the next one.
+
+        A price has seconds per byte, and latency in seconds.
+        """
         return [
             self.stage_link(placement, stage, stage + 1)
             for stage in range(placement.sizes.pipeline - 1)
@@ -526,19 +604,22 @@ class Prices(ReductionPrices):
         """Return the price of an activation from one stage to another, for the slowest pair of ranks.
 
         Args:
-            fold: The placement.
+            fold: A compact placement, which has only one of several equal ranks.
             stages: Numbers of the sending and the receiving stage in the fold.
         """
         sender, receiver = stages
         # Over Ethernet, `slices` ranks send a part of the activation each, and compression (not in
         # training without holmes, `stock`) leaves `share` of its bytes.
+        # (full_placement has all ranks of the job, not only the kept ones.)
         slices = self.slices(fold.full_placement)
         share = 1.0 if self.stock else self.job.compressed_share(self.rules.compression)
 
         def prices() -> list[Price]:
-            """Return the price of an activation from stage `sender` to `receiver`, by pipeline class.
+            """Return the price of sending an activation from stage `sender` to stage `receiver`.
 
-            The fold groups equal pipelines into classes. All of them send at the same time.
+            A price has seconds per byte, and latency in seconds. Pipelines on equal nodes form a
+            class, and the result has one price for each class. All pipelines send at the same time.
+            `sender`, `receiver` and the placement (`fold`) are those of the enclosing function.
             """
             messages_of_classes = self._messages(fold, sender, receiver)
             # Types of both nodes -> messages between such nodes, which share the links between
@@ -548,8 +629,10 @@ class Prices(ReductionPrices):
                 crossing[messages.node_types] += messages.count
             result = []
             for messages in messages_of_classes:
-                link_bps = self.link_bps(messages.node_types)
+                link_bps = self.link_bps(messages.node_types)  # between the GPUs of a node
+                # Use of NICs and links by the message of one pipeline.
                 load = self.network.message(messages, link_bps, crossing[messages.node_types])
+                # A message on a fast fabric stays whole.
                 result.append(_price_of_slices(load, link_bps, slices, share))
             return result
 
@@ -560,11 +643,20 @@ class Prices(ReductionPrices):
         return max(self.network.remember(key, prices), key=lambda price: price.seconds(size))
 
     def _messages(self, fold: Fold, sender: int, receiver: int) -> list[StageMessages]:
-        """Return the messages between two stages, of each pipeline class."""
+        """Return the messages between two stages, of each class of pipelines on equal nodes."""
+        # Classes whose messages use the same fabric send at the same time.
         return fold.stage_links(sender, receiver, lambda types: self.network.fabric(types).name)
 
     def _transfer_s(self, stage_links: Sequence[Price]) -> tuple[Row, ...]:
-        """Return the seconds that each type of layer's output takes to the next stage, by stage."""
+        """Return the seconds that the output of a layer takes to the next stage.
+
+        Args:
+            stage_links: Price of an activation from each stage to the next one.
+
+        Returns:
+            By stage, and by type of layer (embedding, block, output): the time if the stage ends
+            with such a layer.
+        """
         job = self.job
         size = job.block.activation_bytes
         output: Row = (0.0,) if job.after else ()  # the output layer sends nothing
@@ -605,6 +697,7 @@ class Prices(ReductionPrices):
         """Return the fabrics that carry the messages between two stages, or _INSIDE_NODE."""
         sender, receiver = stages
         return {
+            # local: messages inside a node; fabric(): the fastest that both nodes share
             _INSIDE_NODE if stage_link.local else self.network.fabric(stage_link.node_types).name
             for stage_link in self._messages(fold, sender, receiver)
         }
@@ -617,6 +710,7 @@ class Prices(ReductionPrices):
         (runtime/groups/wire.py). The result is 1 (no slices) if a tensor-parallel group has several
         nodes, or in training without holmes (`stock`).
         """
+        # Whether every tensor-parallel group lies in one node.
         is_possible = placement.sizes.tensor_inside(placement.processes)
         if self.stock or not self.rules.slices or not is_possible:
             return 1
@@ -639,6 +733,7 @@ class Prices(ReductionPrices):
         chunks = self.rules.virtual
         size = self.job.block.activation_bytes
         last = placement.sizes.pipeline - 1
+        # By stage: names of the clusters of its nodes.
         clusters = [set(self.network.clusters(content)) for content in placement.stages]
         inside_s = [0.0] * (last + 1)  # by stage: its NICs inside the cluster
         across_s = [0.0] * (last + 1)  # by stage: its NICs between clusters
@@ -660,22 +755,35 @@ class Prices(ReductionPrices):
     # ------------------------------------------------------------------- tied weights, spanning groups
 
     def tied_s(self, placement: Placement) -> float:
-        """Return the seconds that the first and last stage need to sum a tied embedding's gradient."""
+        """Return the seconds that the first and last stage need to sum a tied embedding's gradient.
+
+        0: the job has no tied embedding, or a single stage.
+        """
         size = self.job.tied_bytes
         last = placement.sizes.pipeline - 1
         if not size or not last:
             return 0.0
 
         def seconds(fold: Fold, _: tuple[int, ...]) -> float:
+            # The slowest class of pipelines on equal nodes.
             return max(reduction.seconds(size) for reduction in self.tied(fold))
 
         return self._computed_once("tied", seconds, placement, 0, last)
 
     def tied(self, fold: Fold) -> list[PricedReduction]:
-        """Return the fastest reduction of a tied weight for each pipeline class."""
+        """Return the fastest reduction of a tied weight, for each class of equal pipelines.
+
+        A tied weight is the embedding that the first and the last stage share. Pipelines on equal
+        nodes form a class.
+
+        Args:
+            fold: A compact placement: one pipeline of each class, with their number.
+        """
         size = self.job.tied_bytes
         result: list[PricedReduction] = []
         for pipeline_class in range(len(fold.pipeline_classes)):
+            # pairs: all-reduce of two counterparts. joint: hierarchical, of all ranks of both
+            # stages.
             pairs, joint = self.tied_of(fold, pipeline_class, alone=False)
             if joint and joint.seconds(size) < pairs.seconds(size):
                 result.append(joint)
@@ -693,18 +801,22 @@ class Prices(ReductionPrices):
         of both stages form one group (`joint`).
 
         Args:
-            fold: The placement, with equal pipelines counted as classes.
+            fold: A compact placement: one of several equal pipelines, with their number.
             pipeline_class: Number of the class; pipelines of one class run on equal nodes.
             alone: Whether the price leaves out the other groups that send at the same time (for the
                 simulation, which adds their loads itself).
         """
         last = fold.stages[-1]
+        # Types of the nodes that hold the first and the last stage of these pipelines.
         node_types = [fold.node_type_on(pipeline_class, stage) for stage in (0, last)]
+        # All-reduce between the two ranks of each pipeline. link_bps: bits/s between a node's GPUs.
         pairs = by_pairs(self.network, fold, pipeline_class, self.link_bps(node_types))
         if self.stock or not self.rules.tied:
             return pairs, None
+        # Families of equal groups of all ranks, in both stages, with the same part of the weight.
         for family in tied_weight_families(fold):
-            if pipeline_class in family.pipeline_classes:
+            if pipeline_class in family.pipeline_classes:  # the family of these pipelines
+                # None if a stage does not lie in one cluster, or if both lie in the same one.
                 joint = tied_hierarchical(
                     self.network,
                     family,
@@ -724,6 +836,8 @@ class Prices(ReductionPrices):
         )
 
     def _spans_networks(self, fold: Fold, stages: tuple[int, ...]) -> bool:
+        # Groups of a stage in all roles (data, tensor, context, expert), as families of equal
+        # groups.
         families = (family for role in INSIDE for family in fold.families(stages[0], role))
         return any(self.network.spans_networks(family.node_types) for family in families)
 
@@ -733,10 +847,10 @@ _INSIDE_NODE = ""
 
 
 class _StageLimits(NamedTuple):
-    """Clusters and memory of a stage."""
+    """Largest amount of memory that a rank of a stage may use, with the stage's clusters."""
 
-    clusters: str  # names, for messages
-    memory_bytes: float  # of the smallest GPU; inf: no limit
+    clusters: str  # their names, for the message if the memory does not suffice
+    memory_bytes: float  # of the stage's smallest GPU; inf: no limit
 
 
 class _LayerCosts(NamedTuple):
@@ -751,8 +865,10 @@ class _LayerCosts(NamedTuple):
 def _price_of_slices(load: Load, link_bps: float, slices: int, share: float) -> Price:
     """Return the price of a message that is compressed and divided among ranks if it uses Ethernet.
 
+    A price has seconds per byte, and latency in seconds.
+
     Args:
-        load: The whole message.
+        load: Use of NICs and links by the whole message.
         link_bps: Bits/s inside the receiving node, where the slices are gathered; 0: not known.
         slices: Number of ranks that send one slice each.
         share: Part of the bytes that compression leaves.
@@ -771,7 +887,7 @@ def price(
     rules: Rules = Rules(),
     reductions: Sequence[PricedReduction] = (),
 ) -> StageCosts:
-    """Return the costs of every type of layer on every stage of a placement.
+    """Return the seconds and bytes of every type of layer on every stage of a placement.
 
     Args:
         network: The site.

@@ -62,9 +62,11 @@ Tag = tuple[Hashable, ...]
 class Flow:
     """A transfer of the simulation: collectives with the same loads that run one after the other.
 
-    A flat all-reduce is one Flow, with a collective for each bucket. A hierarchical all-reduce has
-    four Flows for each chunk of the gradients (reduce inside and across clusters, gather across and
-    inside). Each has a single collective and is `chained`: it starts the next one.
+    The time of a transfer depends on its `loads` (use of NICs and links) and on other transfers
+    that run at the same time. A flat all-reduce is one Flow, with a collective for each bucket. A
+    hierarchical all-reduce has four Flows for each chunk of the gradients (reduce inside and across
+    clusters, gather across and inside). Each has a single collective and is `chained`: it starts
+    the next one.
     """
 
     loads: tuple[Load, ...]  # of a step inside clusters: one for each cluster; else a single one
@@ -79,18 +81,24 @@ class Flow:
 
 @dataclass(frozen=True)
 class PricedReduction:
-    """A ring all-reduce over all ranks of a group; the base class of the other reductions."""
+    """A ring all-reduce over all ranks of a group; the base class of the other reductions.
 
-    load: Load = Load()
+    Each reduction has a price (closed form), and lists its transfers for the simulation.
+    """
+
+    load: Load = Load()  # use of NICs and links, for each byte of the sum
     name: str = "flat"  # in tables
 
     @property
     def once(self) -> Price:
-        """Return the price of the collectives that run once a step (seconds per byte, and latency)."""
+        """Return the price of the collectives that run once a step, not in each micro-batch.
+
+        The price has seconds per byte of the gradients, and latency in seconds.
+        """
         return self.load.price
 
     def seconds(self, size: float) -> float:
-        """Return the seconds that a sum of `size` bytes takes."""
+        """Return the seconds that the collectives of a step take for `size` bytes of gradients."""
         return self.once.seconds(size)
 
     def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
@@ -98,9 +106,11 @@ class PricedReduction:
 
         Args:
             sizes: Bytes of each bucket.
-            tag: Name of the last transfer.
+            tag: Name of the last transfer. Its first three elements name the reduction.
             most: Largest number of chains.
         """
+        # One chain with a single transfer, which reduces the buckets one after the other. Transfers
+        # on one channel run one after the other, too.
         return [[Flow(loads=(self.load,), sizes=tuple(sizes), tag=tag, channel=tag[:3])]]
 
 
@@ -124,7 +134,12 @@ _COMPARED_BYTES: tuple[int, ...] = tuple(2**power for power in range(10, 31))
 
 @dataclass(frozen=True)
 class Hierarchical(PricedReduction):
-    """An all-reduce in steps inside and across clusters, so that only clusters' sums cross between them."""
+    """An all-reduce in steps inside and across clusters, so that only clusters' sums cross.
+
+    The gradients are cut into chunks. Each is reduced inside every cluster, then across clusters.
+    Then its total is distributed across clusters, and inside every cluster. The steps of different
+    chunks run at the same time.
+    """
 
     name: str = "hierarchical"
     #: Step inside each cluster. It runs twice: as a reduce-scatter and as an all-gather.
@@ -132,6 +147,7 @@ class Hierarchical(PricedReduction):
     reduce_across: Load = Load()  # step across clusters that adds up the clusters' sums
     gather_across: Load = Load()  # step across clusters that distributes the total
     chunk_bytes: float = 0.0  # gradients are cut into chunks of this size
+    #: Algorithm of the steps across clusters: direct exchanges, a ring or a tree of clusters.
     route: CrossClusterAlgorithm = field(default=CrossClusterAlgorithm("direct", ()))
     ranks: Mapping[str, int] = field(default_factory=dict, hash=False)  # cluster -> its ranks
     #: Latency of one step across clusters, in seconds, and the part of it beyond the fabric's own latency.
@@ -148,10 +164,14 @@ class Hierarchical(PricedReduction):
 
     @cached_property
     def inside(self) -> Price:
-        """Return the price of the reduce-scatter and the all-gather inside the slowest cluster."""
-        prices = [load.price for load in self.inside_loads]
+        """Return the price of the reduce-scatter and the all-gather inside the slowest cluster.
+
+        The price has seconds per byte of the gradients, and latency in seconds.
+        """
+        prices = [load.price for load in self.inside_loads]  # of one step, if nothing else runs
+        # FREE: no cluster has more than one rank of the group.
         slowest = max(prices, key=lambda price: price.byte_s, default=FREE)
-        return slowest.scaled(2)
+        return slowest.scaled(2)  # two steps
 
     @property
     def _stall_byte_s(self) -> float:
@@ -166,10 +186,12 @@ class Hierarchical(PricedReduction):
 
     @cached_property
     def across(self) -> Price:
-        """Return the price of reduce and gather step across clusters, per byte of gradients.
+        """Return the price of the reduce and the gather step across clusters, both together.
 
-        The busiest NIC or link between clusters sets the rate. Compression sends fewer bytes. If
-        `stalls`, each chunk waits until the one before has arrived, and so adds its latency.
+        The price has seconds per byte of the gradients, and latency in seconds. The busiest NIC or
+        link between clusters sets the rate. Compression sends fewer bytes. Chunks normally follow
+        each other without a pause, so only one latency counts. If `stalls` is set, each chunk
+        leaves only after the chunk before it has arrived, so the latency counts for every chunk.
         """
         # NIC or link between clusters -> seconds that it is busy per bit, in both steps.
         bit_s: dict[object, float] = defaultdict(float)
@@ -177,7 +199,7 @@ class Hierarchical(PricedReduction):
             assert load.fabric is not None
             for nic, flows in load.nics:  # bytes through this NIC for each byte of gradients
                 bit_s[nic] += flows / load.fabric.rate_bps
-            for hop, flows in load.hops:
+            for hop, flows in load.hops:  # the same for links between clusters
                 bit_s[hop] += flows / hop.rate_bps
         # Each of the two steps takes one latency. gloo's direct exchanges over a WAN (`stalls`) take a
         # second one: a send waits for the receiver's announcement, posted at the same time.
@@ -196,6 +218,7 @@ class Hierarchical(PricedReduction):
         the slower of the two is always busy, and the faster one adds only the time of the first
         chunk. With ZeRO 1, the gather of the updated weights follows (`weight_gather`).
         """
+        # `inside` is the price of both steps inside clusters, `across` that of both steps across.
         slower_byte_s, faster_byte_s = sorted(
             (self.inside.byte_s, self.across.byte_s), reverse=True
         )
@@ -204,6 +227,7 @@ class Hierarchical(PricedReduction):
         # gather step. Chunks follow each other, so this delay counts once.
         relay_byte_s = 2 * self.relay_byte_s
         first_chunk_s = self.chunk_bytes * (faster_byte_s + relay_byte_s)
+        # Price(seconds per byte, latency in seconds); a sum of prices adds up both.
         return Price(slower_byte_s, latency_s + first_chunk_s) + self.weight_gather
 
     def seconds(self, size: float) -> float:
@@ -213,10 +237,11 @@ class Hierarchical(PricedReduction):
         overlap, so their times add up.
         """
         if size > self.chunk_bytes:
-            return self.once.seconds(size)
+            return self.once.seconds(size)  # many chunks, whose steps overlap
         relay_byte_s = 2 * self.relay_byte_s  # of the reduce step and the gather step
         # No chunk follows that would wait, so the price of waiting (part of `across`) is taken off again.
         byte_s = self.inside.byte_s + self.across.byte_s + relay_byte_s - self._stall_byte_s
+        # Price(seconds per byte, latency in seconds); a sum of prices adds up both.
         single_chunk = Price(byte_s, self.inside.latency_s + self.across.latency_s)
         return (single_chunk + self.weight_gather).seconds(size)
 
@@ -237,10 +262,12 @@ class Hierarchical(PricedReduction):
         return min(candidates, key=lambda candidate: candidate.seconds(size))
 
     def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
-        """Return the transfers of each chunk: steps inside, across, back across and inside again.
+        """Return the transfers that reduce buckets of gradients: four for each chunk.
 
-        All simulated chunks have an equal part of all bytes. The sizes of the buckets decide only
-        how many chunks there are, as a chunk never spans buckets.
+        These are a reduce-scatter inside each cluster, a reduce across clusters, a gather across
+        clusters, and an all-gather inside each cluster. All simulated chunks have an equal part of
+        all bytes. The sizes of the buckets decide only how many chunks there are, as a chunk never
+        spans buckets.
 
         Args:
             sizes: Bytes of each bucket of gradients.
@@ -249,8 +276,9 @@ class Hierarchical(PricedReduction):
                 larger than the real ones.
 
         Returns:
-            The four transfers of each chunk. Each starts the next one.
+            For each chunk, its four transfers. The end of each starts the next one.
         """
+        # chunks_of: bytes / chunk_bytes rounded down, at least 1
         real_chunks = sum(chunks_of(size, self.chunk_bytes) for size in sizes)
         chunks = min(most, real_chunks)
         # A cluster on the way forwards a chunk after it has received all of it: as a longer latency. This
@@ -272,19 +300,21 @@ class Hierarchical(PricedReduction):
     def _chain(
         self, size: float, wan_latency_s: float, tag: Tag, chunk: int, is_last: bool
     ) -> Iterator[Flow]:
-        """Yield the transfers of a chunk: inside, across, back across, inside.
+        """Yield the four transfers that all-reduce one chunk of the gradients.
 
-        Each transfer is `chained`: its end starts the one that `then` names. Transfers on one
-        `channel` run one after the other; with `awaits_arrival` the next one waits for the latency.
+        They are a reduce-scatter inside each cluster, a reduce across clusters, a gather across
+        clusters, and an all-gather inside each cluster. The end of each one starts the next one.
+        Chunks take each of the four steps one after the other. If the reduction `stalls`, a chunk
+        takes a step across only after the chunk before it has arrived.
 
         Args:
             size: Bytes of the chunk.
             wan_latency_s: Seconds between the end of sending a chunk to another cluster and its
                 arrival, beyond the latency of the fabric.
-            tag: Name of the reduction; its first three elements are (collective, stage, pipelines):
-                name of the collective, number of the stage, classes of equal pipelines.
+            tag: Name of the last transfer of the last chunk. Its first three elements name the
+                reduction: collective, number of the stage, classes of equal pipelines.
             chunk: Number of the chunk.
-            is_last: Whether this is the last chunk; its last transfer is named `tag`.
+            is_last: Whether this is the last chunk.
         """
         reduction = tag[:3]  # without the bucket: all buckets of a stage share the channels
         # Reduce-scatter inside, reduce across, gather across, all-gather inside.
@@ -325,6 +355,7 @@ class Hierarchical(PricedReduction):
         # (from cluster, to cluster) -> bytes per byte of the sum. The gather step uses the same links.
         reduce_volumes, _ = self.route.halves
         for source, target in reduce_volumes:
+            # The link of cluster.toml between two clusters; None if it lists none.
             link = network.wan.pair_of.get((source, target))
             if link is None or not link.stream_bps or not link.rate_bps:
                 continue
@@ -350,15 +381,17 @@ class Hierarchical(PricedReduction):
 
 
 class _HierarchicalRequest(NamedTuple):
-    """Arguments of `hierarchical`, which describes them, except the size of the sum."""
+    """Arguments of `hierarchical` except the size of the sum, as a key for cached results."""
 
-    family: GroupFamily
-    direct: bool
+    family: GroupFamily  # equal groups; each sums its gradients
+    direct: bool  # whether the steps are gloo's direct exchanges; else NCCL's rings
+    #: Number of all groups that cross between clusters at the same time. 0: count only those of the
+    #: family.
     groups: float
-    compress: str
-    inside_bps: float
-    spread: bool
-    chunk_bytes: int
+    compress: str  # compression across clusters: "off", "bf16" or "int8"
+    inside_bps: float  # bits/s between the GPUs of a node; 0: not known
+    spread: bool  # whether some cluster must have several nodes of a group
+    chunk_bytes: int  # size of a chunk; 0: the size that suits the network
 
 
 class _ClusterMembers(NamedTuple):
@@ -379,11 +412,14 @@ def hierarchical(
     spread: bool = True,
     chunk_bytes: int = 0,
 ) -> Hierarchical | None:
-    """Return the fastest hierarchical all-reduce of a family of groups, or None if it is not possible.
+    """Return the fastest hierarchical all-reduce of a family of groups, or None if it has no use.
+
+    It reduces inside every cluster, then across clusters, and distributes the sum inside again. It
+    has no use if the groups lie in one cluster, or if a flat ring sends as little across clusters.
 
     Args:
         network: The site.
-        family: Groups that are equal; each sums its gradients.
+        family: Equal groups; each sums its gradients.
         size: Bytes of the sum that the route and the chunks are chosen for.
         direct: Whether the steps are gloo's direct exchanges; else they are NCCL's rings.
         groups: Number of all groups that cross between clusters at the same time. 0: count only the
@@ -398,7 +434,7 @@ def hierarchical(
     request = _HierarchicalRequest(
         family, direct, groups, compress, inside_bps, spread, chunk_bytes
     )
-    # Without a WAN the result does not depend on the size.
+    # Computed once for each key. Without a WAN the result does not depend on the size.
     key = "a hierarchical all-reduce", request, size if network.wan else 0.0
     return network.remember(key, lambda: _hierarchical(network, size, request))
 
@@ -408,12 +444,13 @@ def _hierarchical(
 ) -> Hierarchical | None:
     """Return the hierarchical all-reduce with the fastest route across clusters for `size` bytes.
 
-    It is None if the groups cannot reduce so, or if that would send no less than a flat ring.
+    A route is the algorithm that adds up the clusters' sums: direct exchanges, a ring or a tree.
+    The result is None if the groups cannot reduce so, or if that sends no less than a flat ring.
     """
-    members = _by_cluster(network, request.family)
+    members = _by_cluster(network, request.family)  # nodes and ranks of a group in each cluster
     if not _can_be_hierarchical(network, request, members):
         return None
-    clusters = tuple(members.parts)
+    clusters = tuple(members.parts)  # names of the clusters, the keys of `parts`
     if request.direct:
         routes = ways_across(network.wan, clusters)  # direct exchanges first, then rings and trees
     else:
@@ -422,6 +459,7 @@ def _hierarchical(
         routes = (CrossClusterAlgorithm(algorithm, clusters),)
     if request.compress != "off":
         routes = routes[:1]  # compressed sums take the first route, "direct" or NCCL's ring, only
+    # By cluster with several ranks: load of a reduce-scatter or an all-gather inside it.
     inside_loads = tuple(
         _step_inside_cluster(network, request, members.parts[cluster], members.ranks[cluster])
         for cluster in clusters
@@ -430,7 +468,7 @@ def _hierarchical(
     candidates = []
     for route in routes:
         candidate = _priced_route(network, request, members, route, inside_loads)
-        if not request.chunk_bytes:
+        if not request.chunk_bytes:  # choose the fastest chunk size for a sum of `size` bytes
             candidate = candidate.with_best_chunks(size)
         candidates.append(candidate)
     default, *_ = candidates  # "direct", or NCCL's ring; kept if another gains only a little
@@ -440,8 +478,9 @@ def _hierarchical(
 
 
 def _by_cluster(network: Network, family: GroupFamily) -> _ClusterMembers:
+    """Return the nodes and the number of ranks that one group of a family has in each cluster."""
     parts: dict[str, list[GroupPart]] = {}
-    for part in family.parts:
+    for part in family.parts:  # sets of equal nodes of a group
         parts.setdefault(network.cluster(part.node_type), []).append(part)
     ranks = {
         cluster: sum(part.nodes * part.ranks_per_node for part in cluster_parts)
@@ -453,7 +492,13 @@ def _by_cluster(network: Network, family: GroupFamily) -> _ClusterMembers:
 def _can_be_hierarchical(
     network: Network, request: _HierarchicalRequest, members: _ClusterMembers
 ) -> bool:
-    """Return whether a hierarchical all-reduce is possible and sends less than a flat ring."""
+    """Return whether a hierarchical all-reduce is possible and sends less than a flat ring.
+
+    Args:
+        network: The site.
+        request: The groups, and how they reduce.
+        members: Nodes and ranks of a group, by cluster.
+    """
     if len(members.parts) < 2:
         return False
     # For each cluster with several nodes of the group: these nodes.
@@ -469,7 +514,7 @@ def _can_be_hierarchical(
     has_equal_ranks = len(set(members.ranks.values())) == 1
     if not (request.direct or network.uneven or has_equal_ranks):
         return False
-    fabric_across = network.fabric(request.family.node_types)
+    fabric_across = network.fabric(request.family.node_types)  # the fastest that all nodes share
     fabrics_inside = {
         network.fabric(part.node_type for part in parts) for parts in with_several_nodes
     }
@@ -485,12 +530,18 @@ def _priced_route(
     route: CrossClusterAlgorithm,
     inside_loads: tuple[Load, ...],
 ) -> Hierarchical:
-    """Return the price of a hierarchical all-reduce with one algorithm across clusters.
+    """Return the hierarchical all-reduce that uses a given algorithm across clusters.
 
-    The algorithm (`route`) that adds up the clusters' sums is direct exchanges, a ring or a tree.
-    `inside_loads` has the load of the step inside each cluster.
+    Args:
+        network: The site.
+        request: The groups, and how they reduce.
+        members: Nodes and ranks of a group, by cluster.
+        route: Algorithm that adds up the clusters' sums: direct exchanges, a ring or a tree.
+        inside_loads: For each cluster with several ranks of a group: the load of a reduce-scatter
+            (or an all-gather, which is equal) among these ranks.
     """
-    # route.halves: traffic between clusters in the reduce step, and in the gather step.
+    # route.halves: traffic between clusters in the reduce step, and in the gather step. The load of
+    # a step is its use of NICs and links, for each byte of the sum.
     reduce_across, gather_across = (
         _step_across_clusters(network, request, members, volumes) for volumes in route.halves
     )
@@ -507,6 +558,7 @@ def _priced_route(
         # Compressed NCCL groups all-gather the sums of all C clusters, as NCCL cannot add compressed
         # numbers. A rank then receives C - 1 sums, in place of 2 (C - 1) / C in a ring: C / 2 times.
         share *= len(members.parts) / 2
+    # Size of a chunk that fits the number of ranks in the smallest cluster.
     suitable_bytes = chunk_bytes(min(members.ranks.values()), request.direct)
     return Hierarchical(
         inside_loads=inside_loads,
@@ -515,6 +567,7 @@ def _priced_route(
         chunk_bytes=request.chunk_bytes or suitable_bytes,
         route=route,
         ranks=members.ranks,
+        # Latency of all messages of a step that follow each other, given that between two clusters.
         step_latency_s=route.latency_s(latency_s),
         compressed_share=share,
         wan_latency_s=route.latency_s(lambda pair: network.wan_latency_s(fabric, pair)),
@@ -529,18 +582,24 @@ def _priced_route(
 def _relay_byte_s(
     network: Network, fabric: Fabric, route: CrossClusterAlgorithm, ranks: Mapping[str, int]
 ) -> float:
-    """Return the seconds per byte of the sum that relaying adds to a step across clusters.
+    """Return the seconds per byte of the sum that forwarding adds to a step across clusters.
 
     On a ring or a tree of clusters, a message passes several links, one after the other: a cluster
     forwards it after it has received all of it. The price of a step already contains the time of
-    its busiest link. Relaying adds the time of the longest sequence of messages, less that time.
-    `ranks` maps each cluster to the number of the group's ranks in it.
+    its busiest link. Forwarding adds the time of the longest sequence of messages, less that time.
+
+    Args:
+        network: The site.
+        fabric: Fabric between the clusters.
+        route: Algorithm that adds up the clusters' sums.
+        ranks: Cluster -> number of the group's ranks in it.
     """
 
     def message_s(pair: Pair) -> float:
         """Return the seconds that one message between two clusters takes, per byte of the sum."""
         # The ranks of the smaller cluster send through their NICs at the same time.
         rates_bps: list[float] = [fabric.rate_bps * min(ranks[cluster] for cluster in pair)]
+        # Links and uplinks between the two clusters.
         rates_bps += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
         return 8 * route.message_share / min(rates_bps)
 
@@ -567,6 +626,7 @@ def _sending_ranks(part: GroupPart, groups: float) -> float:
             stages on the node. The number itself does not matter.
     """
     counts_all_groups = groups > 0
+    # concurrent_groups: groups of all families and stages with ranks on the node
     groups_on_node = part.concurrent_groups if counts_all_groups else part.groups
     return part.ranks_per_node * groups_on_node
 
@@ -574,7 +634,9 @@ def _sending_ranks(part: GroupPart, groups: float) -> float:
 def _step_inside_cluster(
     network: Network, request: _HierarchicalRequest, parts: Sequence[GroupPart], ranks: int
 ) -> Load:
-    """Return the load of one step inside a cluster: a reduce-scatter or an all-gather among its ranks.
+    """Return the load of a reduce-scatter or an all-gather among a group's ranks in one cluster.
+
+    It is a step of a hierarchical all-reduce.
 
     Args:
         network: The site.
@@ -587,7 +649,7 @@ def _step_inside_cluster(
     if nodes == 1:
         return Load(inside_bps=request.inside_bps, volume=ring_volume)
     family = request.family
-    fabric = network.fabric(part.node_type for part in parts)
+    fabric = network.fabric(part.node_type for part in parts)  # the fastest that the nodes share
     # Node class -> groups that share a NIC. concurrent_groups counts all groups on the node, `groups`
     # only those of this family (if request.groups is 0, for the simulation).
     flows = {
@@ -608,8 +670,8 @@ def _step_inside_cluster(
         volume = ring_volume
         messages = ranks - 1
     return Load(
-        nics=network.both_ways(fabric, flows),
-        fabric=network.line(fabric),
+        nics=network.both_ways(fabric, flows),  # NICs in both directions, with their flows
+        fabric=network.line(fabric),  # with the measured rate and latency
         volume=volume,
         messages=messages,
         message_share=1 / ranks,
@@ -637,7 +699,7 @@ def _step_across_clusters(
         volumes: (from cluster, to cluster) -> bytes that a group sends for each byte of the sum.
     """
     family = request.family
-    fabric = network.fabric(family.node_types)
+    fabric = network.fabric(family.node_types)  # the fastest that all nodes of a group share
     # Cluster -> bytes that each of its ranks sends or receives, for each byte of the sum.
     sent_by: dict[str, float] = defaultdict(float)
     received_by: dict[str, float] = defaultdict(float)
@@ -650,7 +712,9 @@ def _step_across_clusters(
             if cluster not in volume_of:
                 continue  # no traffic in this direction (the root or a leaf of a tree)
             for part in parts:
+                # Ranks of a node that send at the same time, each with this volume.
                 flows = _sending_ranks(part, request.groups) * volume_of[cluster]
+                # Nodes of one class are equally busy, so one stands for all.
                 nics.append(((part.node_class, fabric.name, direction), flows))
     groups = request.groups or family.count
     # Bytes between clusters for each byte of a sum, of all groups that cross at once.
@@ -659,8 +723,8 @@ def _step_across_clusters(
     messages = sum(max(members.ranks[cluster] for cluster in pair) for pair in volumes)
     return Load(
         nics=tuple(nics),
-        hops=network.hops(fabric, crossing),
-        fabric=network.line(fabric),
+        hops=network.hops(fabric, crossing),  # links between clusters, with their flows
+        fabric=network.line(fabric),  # with the measured rate and latency
         message_share=max(sent_by.values()),  # of the largest message: one for each rank
         crosses_clusters=True,
         # CPU time grows with the bytes: as many messages as if each carried the whole sum.
@@ -676,9 +740,10 @@ _ZERO_OPTIMIZER, _ZERO_GRADIENTS, _ZERO_WEIGHTS = 1, 2, 3
 
 @dataclass(frozen=True)
 class Sharded(PricedReduction):
-    """Collectives of sharded training (ZeRO, FSDP).
+    """Collectives of sharded training (ZeRO, FSDP): their prices, once a step or in each pass.
 
-    `load` is an all-reduce among the ranks over which the weights are sharded.
+    All prices are derived from that of a ring all-reduce among the ranks that share the shards:
+    `load`. A reduce-scatter or an all-gather takes half of its time (see scatter_share).
     """
 
     zero: int = _ZERO_OPTIMIZER  # ZeRO stage
@@ -692,13 +757,13 @@ class Sharded(PricedReduction):
     @property
     def gather(self) -> Price:
         """Return the price of gathering all weights, per byte of their gradients."""
-        all_gather = self.load.price.scaled(0.5)
+        all_gather = self.load.price.scaled(0.5)  # half of the time of a ring all-reduce
         return Price(self.weight_bytes_per_gradient_byte * all_gather.byte_s, all_gather.latency_s)
 
     @property
     def scatter(self) -> Price:
         """Return the price of reduce-scattering all gradients, per byte of gradients."""
-        return self.load.price.scaled(self.scatter_share)
+        return self.load.price.scaled(self.scatter_share)  # `load` is a ring all-reduce
 
     @property
     def shard_sum(self) -> Price:
@@ -709,11 +774,16 @@ class Sharded(PricedReduction):
         """
         if self.across is None:
             return FREE
+        # Each rank sums only its shard: 1 / shards of the gradients.
         return Price(self.across.price.byte_s / self.shards, self.across.price.latency_s)
 
     @property
     def once(self) -> Price:
-        """Return the price of the collectives that run once a step, per byte of gradients."""
+        """Return the price of the collectives that run once a step, per byte of gradients.
+
+        ZeRO 2 and 3 have further ones in each micro-batch (see `passes`).
+        """
+        # A sum of prices adds up seconds per byte and latencies.
         if self.zero == _ZERO_OPTIMIZER:
             return self.scatter + self.shard_sum + self.gather
         if self.zero == _ZERO_GRADIENTS:
@@ -744,6 +814,7 @@ class Sharded(PricedReduction):
             return forward, backward  # ZeRO 1 has no collectives in a micro-batch
         gather = self.gather if self.zero == _ZERO_WEIGHTS else FREE
         backward_gather = gather.scaled(self.regathered_share)
+        # Seconds of each collective, by type of layer.
         gather_s = _seconds_of(gather, sizes)
         backward_gather_s = _seconds_of(backward_gather, sizes)
         scatter_s = _seconds_of(self.scatter, sizes)
@@ -759,6 +830,7 @@ class Sharded(PricedReduction):
         # The backward pass begins with the last layer, whose weights no computation hides. It ends
         # with the first layer, and nothing follows that could hide the sum of its gradients.
         exposed_s = backward_gather_s[-1] + scatter_s[0] + shard_sum_s[0]
+        # Activities of a list run at the same time, so the longest one is the time of the pass.
         forward_activities = [
             _Activity(forward, exposed_s=gather_s[0]),
             _Activity(gather_s, exposed_s=forward[-1]),
@@ -774,13 +846,17 @@ class Sharded(PricedReduction):
 
 
 class _Activity(NamedTuple):
-    """Work of a pass over all layers: computation, or the use of one network."""
+    """Work of a pass over all layers that runs at the same time as other work.
+
+    It is the computation of all layers, or the use of one network by their collectives.
+    """
 
     layer_s: Row  # seconds of a layer of each type
     exposed_s: float = 0.0  # seconds before or after it that overlap with nothing
 
 
 def _seconds_of(price: Price, sizes: Row) -> Row:
+    """Return the seconds that a collective takes for each number of bytes."""
     return tuple(map(price.seconds, sizes))
 
 
@@ -790,11 +866,16 @@ def _sum_by_element(*rows: Row) -> Row:
 
 
 def _row_of_longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> Row:
-    """Return the seconds of a layer of each type in the activity that takes longest.
+    """Return the seconds of each type of layer, so that their total is the time of the pass.
 
-    An activity is the computation of a pass, or its use of one network. Activities run at the same
-    time, so the longest one sets the time of the pass. Its exposed seconds, which overlap with
-    nothing, go to the layers of the first type. `repeats`: number of layers of each type.
+    A pass runs several activities at the same time: computation, and the use of networks. Each has
+    seconds for a layer of each type, and exposed seconds that overlap with nothing. The activity
+    with the longest total sets the time of the pass. The result has its seconds; its exposed
+    seconds are added to the layers of the first type.
+
+    Args:
+        activities: What runs at the same time.
+        repeats: Number of layers of each type.
     """
 
     def total_s(activity: _Activity) -> float:
@@ -808,20 +889,27 @@ def _row_of_longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> 
 
 
 def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
-    """Split the groups of a family (equal groups) by cluster.
+    """Divide each of several equal groups into its parts inside one cluster each.
+
+    Hybrid sharding shards among the ranks of such a part.
+
+    Args:
+        network: The site.
+        family: The equal groups.
 
     Returns:
         For each cluster, a family with the groups' ranks in this cluster. []: the groups lie in one
         cluster, or a group has more ranks in one cluster than in another.
     """
-    members = _by_cluster(network, family)  # cluster -> nodes (`parts`), and number of ranks
+    # By cluster: nodes of a group in it (`parts`, in sets of equal nodes), and number of its ranks.
+    members = _by_cluster(network, family)
     sizes = set(members.ranks.values())
     if len(members.parts) < 2 or len(sizes) > 1:
         return []
     (ranks,) = sizes  # the only number of ranks, of every cluster
     families = []
     for parts in members.parts.values():
-        # Nodes that a ring through the ranks visits: (node type, number of nodes in a row).
+        # Nodes that a ring through the ranks visits: (node type, number that follow each other).
         ring = tuple((part.node_type, part.nodes) for part in parts)
         families.append(replace(family, ranks=ranks, parts=tuple(parts), ring=ring))
     return families
@@ -865,13 +953,19 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
 
 
 def tied_weight_families(fold: Fold) -> Iterator[GroupFamily]:
-    """Yield the groups of all ranks that hold the same part of a weight of the first and last stage.
+    """Yield groups that can sum the gradient of a weight shared by the first and the last stage.
 
-    Each group unites a data-parallel group of the first stage with that of the same pipelines in the
-    last stage. A first-stage group without such a counterpart is left out.
+    Such a group has all ranks of both stages with the same part of the weight: a data-parallel
+    group of the first stage, and the group of the same pipelines in the last stage. Groups of the
+    first stage without such a counterpart are left out. Equal groups are yielded as one family.
+
+    Args:
+        fold: A placement with only one of several equal pipelines. Pipelines on equal nodes form a
+            pipeline class.
     """
+    # Classes of the pipelines in a data-parallel group -> the equal groups of the last stage.
     last_of = {family.pipeline_classes: family for family in fold.families(fold.stages[-1])}
-    for first in fold.families(0):
+    for first in fold.families(0):  # families of equal data-parallel groups of the first stage
         last = last_of.get(first.pipeline_classes)
         if last is None:
             continue
@@ -890,13 +984,17 @@ def by_pairs(
 ) -> PricedReduction:
     """Return the all-reduce of a tied weight between pairs of ranks of the first and the last stage.
 
+    A tied weight is on both stages. A pair are the two ranks that a pipeline has in them.
+
     Args:
         network: The site.
-        fold: The placement, compact: equal pipelines are counted as a class.
-        pipeline: Number of the pipeline class.
+        fold: A placement with only one of several equal pipelines.
+        pipeline: Number of the pipelines' class (pipelines on equal nodes).
         inside_bps: Bits/s between the GPUs of a node; 0: not known, counts as free.
     """
+    # Messages from the first to the last stage, of this class only.
     messages = fold.stage_link(pipeline, 0, fold.stages[-1])
+    # pairwise: load of an all-reduce between the two ranks of each pair
     return PricedReduction(network.pairwise(messages, inside_bps), name="pairs")
 
 
@@ -925,6 +1023,7 @@ def tied_hierarchical(
         inside_bps: Bits/s between the GPUs of a node.
     """
     clusters = [network.cluster(node_type) for node_type, _ in family.ring]
+    # Ranks of a group in the cluster where the ring begins.
     first_ranks = sum(
         part.nodes * part.ranks_per_node
         for part in family.parts

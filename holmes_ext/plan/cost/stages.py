@@ -225,7 +225,7 @@ class StageCosts:
     weights_s: Rows = ()
 
     def __post_init__(self) -> None:
-        """Fill in defaults of rows that were not given, and check all numbers."""
+        """Set empty fields to 0 seconds or bytes, no memory limit, 1 layer; check all numbers."""
         stages = len(self.forward_s)
         kinds = len(self.forward_s[0])
         defaults: dict[str, tuple[Any, ...]] = {
