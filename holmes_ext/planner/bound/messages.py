@@ -10,7 +10,7 @@ from holmes_ext.plan.placement import Placement
 
 
 class Message(NamedTuple):
-    """An activation sent to the next stage: lower bounds on its times, in seconds."""
+    """An activation sent from a stage to the next one: lower bounds on its times, in seconds."""
 
     #: From the first byte sent to the last byte received.
     total_s: float
