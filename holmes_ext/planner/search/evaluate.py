@@ -66,7 +66,11 @@ class BoundedItem(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of the work on one item."""
+    """Result of the work on an item: smaller items, simulated plans, and a bound on the rest.
+
+    An item is a part of the search space: all plans of a shape (parallel sizes), or those of them
+    with the same placement of the stages.
+    """
 
     #: Smaller items to examine.
     items: list[BoundedItem]
@@ -78,17 +82,17 @@ class Outcome(NamedTuple):
 
 
 class Placements(NamedTuple):
-    """Placements of one shape."""
+    """Placements of one shape: ways to put its pipeline stages on nodes."""
 
     listed: list[Placement]
     complete: bool  # no order of the clusters was left out
 
 
 class Evaluator:
-    """Examines the items of one search: divides an item into smaller ones, or simulates its plans.
+    """Worker of the search: divides parts of the search space, or simulates their plans.
 
-    An item is a shape (parallel sizes, micro-batch, recomputation, ZeRO stage), or a shape with a
-    placement (the nodes of every stage).
+    Such a part (an item) is a shape (parallel sizes, micro-batch, recomputation, ZeRO stage), or a
+    shape with a placement (the nodes of every stage).
     """
 
     def __init__(self, result: SearchResult):
@@ -96,13 +100,17 @@ class Evaluator:
         self.orders = Orders(result.network, result.gpus)
 
     def process(self, item: Item, bound_s: float, best_s: float) -> Outcome:
-        """Divide or simulate an item.
+        """Divide or simulate a part of the search space (an item), and return the results.
 
-        A shape is divided into its placements. A placement with several splits first gets a tighter
-        bound, and then, as an item of its own, it is simulated.
+            a shape              becomes items, one for each placement of its stages
+            a placement          becomes the same item with a tighter bound, if it has several
+                                 splits of the layers
+            a tightened item     is simulated, and so is a placement with a single split
+
+        Each call does one of these; the caller queues the new items and calls again.
 
         Args:
-            item: Shape, or shape with a placement.
+            item: Shape (parallel sizes), or shape with a placement.
             bound_s: Lower bound on the step time of the item's plans, in seconds.
             best_s: Best simulated step time so far; plans that cannot be faster are left out.
         """
@@ -138,10 +146,13 @@ class Evaluator:
         return ChainBound(prices, placement, costs, run)
 
     def _list_placements(self, shape: Shape, ideal_s: float, best_s: float) -> Outcome:
-        """Return the placements of a shape whose lower bound is below the best step time.
+        """Return a shape's placements as new items, each with its own lower bound on the step time.
+
+        Only placements whose bound is below the best step are returned.
 
         Args:
-            ideal_s: Lower bound on the step time of the shape's plans, in seconds.
+            shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
+            ideal_s: Lower bound on the step time of all plans of the shape, in seconds.
             best_s: Best simulated step time so far.
         """
         prices = self.result.prices(shape)
@@ -170,10 +181,11 @@ class Evaluator:
         return Outcome(items, candidates=[], remaining_s=max(ideal_s, remaining_s))
 
     def _tighten(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
-        """Return the item with a tighter lower bound, and a split of the layers that has this bound.
+        """Compute a tighter lower bound for a placement, and return the item with it.
 
-        If the bound shows that no split can beat the best step, the outcome is empty: nothing of
-        the item is left to examine, so `remaining_s` is inf.
+        The new item also has a split of the layers that reaches this bound. If no split can beat
+        the best step, the outcome has no item. Its `remaining_s`, the bound on plans that are left
+        out, is inf in both cases: none is left out that could be faster.
 
         Args:
             item: Shape with a placement.
