@@ -47,6 +47,7 @@ def _hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
 
     A hop is a link between two clusters, or a cluster's connection to the WAN (uplink).
     """
+    # fabric(): the fastest network that the nodes of both clusters share. Only Ethernet has a WAN.
     if network.fabric(pair).name != ETHERNET:
         return ()
     source, target = pair
@@ -77,7 +78,7 @@ def best_links(network: Network) -> BestLinks:
         tree_bps.append(rates_bps[inside, outside])
 
     # For each number of peers: the rate at which each cluster receives from so many of its fastest
-    # peers. It is at most that of the cluster's uplink to the WAN.
+    # peers. It is at most that of the cluster's uplink to the WAN (uplink_of: cluster -> bits/s).
     links_into = []
     for target in node_types:
         links = [rates_bps[source, target] for source in node_types if source != target]

@@ -77,6 +77,7 @@ class ChainBound(StepLowerBound):
 
     def _possible_split(self, step_s: float) -> tuple[int, ...]:
         """Return a split whose lower bound is at most `step_s` seconds; () if there is none."""
+        # The seconds of the longest update lie in one of these intervals; which one is open.
         for interval in self.update_intervals:
             split = self._split_within(step_s, interval)
             if split:
@@ -96,6 +97,7 @@ class ChainBound(StepLowerBound):
             update: Range of seconds in which the longest update (optimizer step and weight gather)
                 of all stages is assumed to lie.
         """
+        # Most layers of each stage in such a step; None if they do not add up to the whole model.
         limits = self._layer_limits(step_s, update.least_s, update.limit_s)
         if limits is None:
             return ()
@@ -156,6 +158,13 @@ class ChainBound(StepLowerBound):
             update_s: Least seconds of the longest update (optimizer step and weight gather) of all
                 stages.
         """
+        # Lists by stage, from the base classes (seconds of one micro-batch):
+        #   forward_s, backward_s    a pass of one layer
+        #   extra_..._s              a pass of the embedding or output layer
+        #   down_s, links_before_s   forward passes and messages of all earlier stages
+        #   round_trip_s             passes and messages of all later stages, there and back
+        #   layer_..._s              what one more layer on those stages adds at least
+        #   nic_busy_s               messages through the stage's NIC
         is_last = stage == self.stage_count - 1
         forward_s = self.forward_s[stage]
         backward_s = self.backward_s[stage]
@@ -170,6 +179,7 @@ class ChainBound(StepLowerBound):
         # link later.
         sent_end_s = down_s + self.extra_forward_s[stage] + sent_s - link_before_s
         passes = [self._pass_times(stage, layers) for layers in range(limit + 1)]
+        # Seconds of gradient reduction and update after the last backward pass, by layers.
         after_s = [
             self._after_last_backward_s(stage, layers, update_s) for layers in range(limit + 1)
         ]
@@ -182,6 +192,8 @@ class ChainBound(StepLowerBound):
             round_trip_s = self.round_trip_s[stage]
             if further_behind:
                 round_trip_s += further_behind * self.layer_round_trip_s[stage]
+            # What must have happened before the stage's layers do their last backward pass. On the
+            # last stage: all activations have arrived over the slowest link.
             if is_last:
                 before_backward_s = self.flow_end_s[stage]
             else:

@@ -69,7 +69,7 @@ class _InterleavedBound:
         #: The schedule is symmetric: as many backward passes come after the last forward pass.
         self.in_flight = [min(passes + 1, self.passes) for passes in self.warm_up]
         #: Seconds of one micro-batch through one chunk of every stage, and back to the stage where
-        #: it began.
+        #: it began (last_to_first: from the last stage to the next chunk of the first one).
         links_s = sum(self.stage_links_s)
         self.forward_turn_s = sum(self.forward_s) + links_s + bounds.last_to_first.total_s
         self.backward_turn_s = sum(self.backward_s) + links_s + bounds.last_to_first.total_s
@@ -127,6 +127,7 @@ class _InterleavedBound:
         starts_s = [0.0]
         for stage in range(1, self.stage_count):
             before = stage - 1
+            # The first stage computes the embedding, too, before the second stage can start.
             embedding_s = self.embedding_forward_s * (stage == 1)
             forward_s = self.forward_s[before]
             link_s = self.stage_links_s[before]
@@ -175,6 +176,7 @@ class _InterleavedBound:
             start_s = self.first_forward_start_s[stage] + max(passes_s, messages_s)
             start_s = max(first_returns_s, start_s)
             if stage < last_stage:
+                # The stage behind: its backward pass, with the output layer's on the last stage.
                 is_before_last = stage == self.stage_count - 2
                 behind_s = self.backward_s[stage + 1] + self.output_backward_s * is_before_last
                 start_s = max(start_s, starts_s[stage + 1] + behind_s + self.stage_links_s[stage])
@@ -328,6 +330,7 @@ class _InterleavedBound:
         # first, and these messages follow each other on one stage link.
         returns = self.micro_batches * (self.chunks - 1)
         steps_s = [returns * self.bounds.last_to_first.interval_s]
+        # Optimizer step and weight gather of each stage.
         updates_s = [
             self.stage_layers * after.update.block_s + after.update.fixed_s
             for after in self.bounds.after_backward
@@ -401,6 +404,8 @@ class _InterleavedBound:
                 backward_end_s = max(after_closing_s, after_passes_s)
             backward_start_s = backward_end_s - backward_s - bounds.extra_backward_s[stage]
             reduced = followers + 1  # chunks
+            # The fixed part is latency, and the embedding in the first chunk, which completes last.
+            # On the last stage it is the output layer, in the chunk that completes first.
             fixed_s = fixed_reduction_s if stage < self.stage_count - 1 else 0.0
             reduction_s = layers * block_reduction_s * reduced / self.chunks + fixed_s
             # The NIC also sends the gradients of the passes that follow: half of a micro-batch's

@@ -112,6 +112,8 @@ def shared_hops(bounds: StageBounds) -> list[SharedHop]:
     for stage in range(bounds.stage_count):
         for hop, seconds in _hop_byte_s(bounds, stage).items():
             byte_s[hop][stage] = seconds
+    # A stage may need 0 seconds, such as under ZeRO 2 and 3: it does not sum once a step. Then the
+    # link sets no limit.
     candidates = [
         _shared_hop(bounds, by_stage) for by_stage in byte_s.values() if min(by_stage.values()) > 0
     ]
@@ -135,6 +137,7 @@ def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
         byte_s: Each stage on the link -> seconds for which a byte of its gradients occupies the
             link.
     """
+    # Bytes of gradients that one rank reduces.
     embedding_bytes, block_bytes, output_bytes = bounds.prices.job.reduced_bytes
     first_byte_s = byte_s.get(0, 0.0)
     last_byte_s = byte_s.get(bounds.stage_count - 1, 0.0)
@@ -170,7 +173,8 @@ def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
     """
     # Traffic relative to an all-reduce; 0.5 if the gradients are only reduce-scattered once a step.
     share = bounds.all_reduce_share
-    reduction, _ = bounds.reduction(stage)  # _: the groups that are summed over
+    # A load says how a collective uses NICs and links. _: the groups that are summed over
+    reduction, _ = bounds.reduction(stage)
     loads: tuple[Load, ...] = (reduction.load,)
     if isinstance(reduction, Hierarchical):
         if bounds.run.direct:  # gloo's direct exchanges instead of rings

@@ -96,7 +96,7 @@ class StepLowerBound(PassBounds):
         #: Seconds from the step's start to the start of each stage's last backward pass, without
         #: the passes of the other stages; only if a resource is shared.
         self.last_backward_start: list[LinearCost] = []
-        if not self.stages_of_nodes and not self.crossing:
+        if not self.stages_of_nodes and not self.crossing:  # no node or link has several stages
             return
         all_links_s = self.links_before_s[-1]
         for stage in range(self.stage_count):
@@ -182,10 +182,10 @@ class StepLowerBound(PassBounds):
                 `reached_s` is returned instead.
         """
         # `low` is always a lower bound. The largest one is searched by doubling, then by bisection.
-        if self.run.virtual > 1:
+        if self.run.virtual > 1:  # interleaved: equally many layers on all stages
             even = uniform(self.layer_count, self.stage_count)
             return interleaved_s(self) if self.fits(even) else inf
-        if sum(self.max_layers) < self.layer_count or min(self.max_layers) < 1:
+        if sum(self.max_layers) < self.layer_count or min(self.max_layers) < 1:  # by memory
             return inf
         low = self._simple_bound_s()
         if low >= reached_s or (reached_s < inf and not self._is_possible(reached_s)):

@@ -159,6 +159,7 @@ def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Sit
         clusters: Name of each node of the new site -> name of its cluster.
         links: Measured links.
     """
+    # line(): the fabric with its measured rate and latency
     used_fabrics = [
         links.line(fabric)
         for fabric in site.fabrics
@@ -192,7 +193,7 @@ def of_family(
         send_speedup: How many times faster Ethernet carries an activation than its rate says, at
             most: tensor parallel ranks send a slice each. Faster fabrics carry it whole.
     """
-    fixed_names: set[str] = set()  # nodes of the clusters that are not open
+    fixed_names: set[str] = set()  # nodes of the clusters that are not open (None: open)
     for cluster, nodes in zip(spec.clusters, family):
         fixed_names.update(cluster.nodes[: nodes or 0])
     site = site_from_spec(spec.only(fixed_names))

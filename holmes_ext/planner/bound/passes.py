@@ -96,6 +96,7 @@ class PassBounds(StageBounds):
         last backward pass is not included, as their number is open: the caller adds it. In seconds
         from the step's start.
         """
+        # down_s[-1], up_s[-1], links_before_s[-1]: sums over all stages, with one layer on each.
         further_layers = self.layer_count - self.stage_count  # besides one on each stage
         first_activation_down_s = (
             self.down_s[-1] + further_layers * min(self.forward_s) + self.links_before_s[-1]
@@ -137,6 +138,7 @@ class PassBounds(StageBounds):
             return self.pass_times[stage][layers]
         micro_batches = self.micro_batches
         warm_up = self._warm_up_with(stage, layers)
+        # Sends may block the stage (else 0): a gradient (up), or an activation and a gradient.
         blocked_up_s = self._blocked_up_s(stage)
         blocked_both_s = self._blocked_both_s(stage)
         forward_s = layers * self.forward_s[stage] + self.extra_forward_s[stage]
@@ -183,7 +185,7 @@ class PassBounds(StageBounds):
         that hides the messages between stages (`async_stage_links`) begins more micro-batches than
         1F1B, so only then the memory is examined.
         """
-        costs = self.costs
+        costs = self.costs  # room_bytes: a GPU's memory for this stage, inf if unknown
         warm_up = self.warm_up[stage]
         if not self.async_stage_links or costs.room_bytes[stage] == inf:
             return warm_up

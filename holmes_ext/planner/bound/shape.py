@@ -74,6 +74,7 @@ class ShapeBound:
         times = [self._block_times(node_type) for node_type in node_types]
         if not self._layers_fit(max(block.limit_bytes for block in times)):
             return inf
+        # Stages that each node type's ranks can hold, such as 2.5.
         stage_counts = [ranks / self.stage_ranks for ranks in self.ranks]
         reductions_s = [self._reduction_s(node_type) for node_type in node_types]
         if self.shape.virtual > 1:
@@ -215,7 +216,7 @@ class ShapeBound:
         links_on_nic = 2 if (stages - 1) // 2 > 2 * borders else 1
         messages_s = micro_batches * chunks * links_on_nic * link_s
         # The gradients of the last chunk are reduced first: when its last backward pass begins, all
-        # forward passes have ended, and all backward passes but the `early_passes` that follow.
+        # forward passes have ended, and all backward passes but the `passes_behind` that follow.
         backward_s = min(block.both_s - block.forward_s for block in times)
         forward_s = micro_batches * min(block.forward_s for block in times)
         passes_behind = (stages * (chunks - 1) + 1) / chunks  # in passes of a whole stage
@@ -246,6 +247,7 @@ class ShapeBound:
             nodes = max(1, self.stage_ranks // processes)
             sizes = replace(self.sizes, pipeline=stages)
             placement = Placement(sizes, processes, node_runs=((node_type, nodes),))
+            # fold(): the nodes of stage 0 in a compact form, which the cost model prices
             fold, (stage,) = self.prices.fold(placement, 0)
             return self.prices.collective_s(fold, stage)
 
@@ -256,6 +258,7 @@ class ShapeBound:
         )
         if max(group_sizes) > 1:
             key = ("alone", node_type, self.stage_ranks, group_sizes, collective_bytes, gpu)
+            # remember(): computed once for each key, for all shapes of a search
             collectives_s = self.network.remember(key, collective_s) / 2
         forward_s = block.forward_flops / gpu.flops + collectives_s
         return _BlockTimes(
@@ -333,6 +336,7 @@ class ShapeBound:
                 seconds.append(node_bits / line.rate_bps + latency_s)
             return min(seconds)
 
+        # remember(): computed once for each key
         return self.network.remember(("stage_link", message_bytes, share, latency), least_s)
 
     def _reduction_s(self, node_type: int) -> float:
@@ -434,6 +438,7 @@ class ShapeBound:
             _, block, _ = job.layers
             if not block.expert_parameters:
                 gradient_bits = 8 * shape.tensor * job.total_bytes
+            # SHARES: kind of compression -> bytes sent for each byte
             gradient_bits *= (1 - 1 / shards) * SHARES[self.prices.rules.compress]
             # The group with most gradients has at least its share of them: group_size /
             # cluster_count. Each of its clusters receives a whole sum from its group_size - 1

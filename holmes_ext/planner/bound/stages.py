@@ -282,6 +282,7 @@ class StageBounds:
             run.hierarchical,
             run.reductions[stage : stage + 1],  # a slice: empty if no reductions are given
         )
+        # remember(): computed once for each key
         return self.prices.remember("after", key, lambda: self._priced_after_backward(stage))
 
     def _priced_after_backward(self, stage: int) -> AfterBackward:
@@ -383,6 +384,8 @@ class StageBounds:
         """
         prices = self.prices
         run = self.run
+        # fold(): the stage's nodes, with equal ranks together. A pipeline class is all pipelines on
+        # equal nodes, a family all data parallel groups on equal nodes.
         fold, (folded_stage,) = prices.fold(self.placement, stage)
         pipeline_class = fold.pipeline_class_at(self.slowest_rank_index)
         family = next(
@@ -415,6 +418,8 @@ class StageBounds:
         If the stage lies on several clusters, it is the cluster of the pipeline with the slowest
         messages.
         """
+        # fold(): the stage's nodes, with equal ranks together. A pipeline class is all pipelines on
+        # equal nodes; a node type is a cluster.
         fold, (folded_stage,) = self.prices.fold(self.placement, stage)
         pipeline_class = fold.pipeline_class_at(self.slowest_rank_index)
         node_type = fold.node_type_on(pipeline_class, folded_stage)
@@ -460,6 +465,7 @@ class StageBounds:
         distance = last_stage * self.placement.stride
         if distance < prices.network.processes:
             return 0.0
+        # fold(): the nodes of both stages, with equal ranks together
         fold, _ = prices.fold(self.placement, 0, last_stage)
         # tied_of() prices two ways to reduce: between pairs of ranks, or hierarchically (None if
         # impossible). alone: no other group sends at the same time, which gives the least time.

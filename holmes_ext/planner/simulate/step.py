@@ -134,8 +134,6 @@ def simulate(
         site: Nodes and networks.
         order: Names of the nodes in rank order: rank r runs on order[r // processes].
         sizes: Parallel sizes.
-        model: Model to train.
-        execution: Schedule and overlap.
         links: Measured links.
         only: Fabric that carries all traffic, as in a job without this plugin. None: the groups
             inside a cluster use its fast fabric, the others Ethernet.
@@ -243,11 +241,11 @@ class JobStep:
     def _message(
         self, maker: TransferMaker, pipeline_class: int, stage: int, other: int, size: float
     ) -> Transfer:
-        """Return a message of `size` bytes from a stage to another.
+        """Return the transfer of a message of `size` bytes from a stage to another.
 
-        On Ethernet between nodes, the tensor parallel ranks send a slice each, and gather the
-        slices on the receiving node. A message of at most `buffer_bytes` is buffered: its sender
-        goes on once the transfer is ready, before the bytes have left.
+        On Ethernet between nodes, tensor parallel ranks send a slice each if the job allows it
+        (_slices); the receiving node gathers them. Up to run.buffer_bytes a message is buffered:
+        its sender goes on once the receiver is ready, before the bytes have left.
 
         Args:
             pipeline_class: Number of the class of pipelines: all pipelines on equal nodes.
@@ -275,11 +273,9 @@ class JobStep:
         return replace(transfer, channel=channel, buffered=is_buffered)
 
     def _gpu_link_bps(self, pipeline_class: int, stage: int) -> float:
-        """Return the rate between the GPUs of a node in bits/s, for the nodes of a stage.
+        """Return the rate between the GPUs of one node of a stage, in bits/s.
 
-        Args:
-            pipeline_class: Number of the class of pipelines (all pipelines on equal nodes).
-            stage: The stage.
+        A pipeline class is all pipelines on equal nodes, so the stage is on nodes of one kind.
         """
         cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))
         return self.model.gpu_of(cluster).link_bps
@@ -405,17 +401,19 @@ class JobStep:
             planned=self.passes,
         )
         for op in ops:
+            # ("post" or "wait", message, ...), or a pass: (letter, micro-batch, chunk)
             if op[0] in ("post", "wait"):
                 yield self._exchange(op, pipeline_class, stage)
                 continue
             letter, micro_batch, chunk = op
-            low, high = self.ranges[chunk * costs.stages + stage]
+            low, high = self.ranges[chunk * costs.stages + stage]  # layers of the chunk
             is_final = letter in "BW" and micro_batch == micro_batches - 1
             needs, launches = collectives.along(
                 pipeline_class, stage, chunk, letter, micro_batch, is_final
             )
             span_kind = _SPAN_KINDS[letter]
             if run.block_s and letter != "W":
+                # Of the chunk: `before` layers (the embedding) precede the model's blocks.
                 blocks = min(high, costs.before + costs.blocks) - max(low, costs.before)
                 yield ("software", span_kind, run.block_s * blocks, micro_batch, chunk)
             pieces = pass_pieces(sums[letter], low, high, letter == "F", needs, launches)
@@ -427,11 +425,12 @@ class JobStep:
         yield from collectives.report(pipeline_class, stage)
 
     def _exchange(self, op: Op, pipeline_class: int, stage: int) -> Op:
-        """Return the simulation's operation for a schedule's post or wait of a message.
+        """Translate a schedule's post or wait for a message into an operation of the simulation.
 
-        A post says that the sender or the receiver is ready for the message. A wait of the sender
-        (AS_SENDER) ends when all bytes have left, a wait of the receiver when they have arrived. A
-        receiver's post (AS_RECEIVER) reaches the sender a latency later, as a notice.
+        The activation ("a", 0, 5) of micro-batch 5 goes from virtual stage 0 to 1. Results on stage
+        0: ("post", tag), ("wait", tag, ..., AS_SENDER) until all bytes have left. On stage 1:
+        ("post", tag, AS_RECEIVER), ("wait", tag, ...) until it has arrived. A post says that this
+        side is ready.
 
         Args:
             op: ("post" or "wait", message, messages that a receiver has sent to the same stage just
