@@ -123,6 +123,7 @@ class StepLowerBound(PassBounds):
         """
         self.update_intervals = [UpdateInterval(0.0, inf)]
         if self.has_norm_barrier:
+            # Seconds of optimizer step and weight gather, linear in the layers of each stage.
             updates = (after.update for after in self.after_backward)
             # Equal stages: ((update, most layers), number of such stages).
             groups = tuple(Counter(zip(updates, self.max_layers)).items())
@@ -481,6 +482,7 @@ class StepLowerBound(PassBounds):
         """
         spare = sum(limits) - self.layer_count
         starts_s = []
+        # start: least seconds of the stage's own passes, and of messages, linear in its layers
         for stage, start in enumerate(self.last_backward_start):
             layers = limits[stage]
             if start.block_s > 0:  # else more layers only lower the bound

@@ -289,6 +289,7 @@ class OrderBounds:
         else:
             last_clusters = list(groups[-1])
         tied_s = min(self.tied_s[first, last] for last in last_clusters)
+        # inside_s: least seconds of a micro-batch's passes, and messages, inside the clusters
         return self.inside_s + messages_s + self.first_stage_end_s[first] + tied_s
 
     def _reduction_s(self, groups: Groups, open_borders: int, group_size: int) -> float:

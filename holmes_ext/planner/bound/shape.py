@@ -370,6 +370,7 @@ class ShapeBound:
             sent_bytes = (
                 2 * (ranks - 1) / ranks
             )  # by each rank of a ring, for each byte of gradients
+            # line(): the fabric with its measured rate
             return 8 * sent_bytes * groups_per_node / network.line(fabric).rate_bps
 
         def least_byte_s() -> float:

@@ -104,6 +104,7 @@ class StageBounds:
 
     def _max_layers(self) -> list[int]:
         """Return the most layers that fit each stage's memory (no memory limit: all layers)."""
+        # Bytes of a layer, and of embedding or output layer. room_bytes: memory of a GPU for them.
         block_bytes, extra_bytes = _block_and_extra(self.costs.memory)
         result = []
         for available, block, extra in zip(self.costs.room_bytes, block_bytes, extra_bytes):
@@ -366,9 +367,9 @@ class StageBounds:
     def _weight_gather_price(self, ring: Price) -> Price:
         """Return the price of gathering the updated weights after the optimizer (ZeRO 1 and 2)."""
         run = self.run
-        if run.zero not in (1, 2):
+        if run.zero not in (1, 2):  # ZeRO 0 has all weights, ZeRO 3 gathers them before each pass
             return FREE
-        if run.zero == 1 and run.gather_overlap:
+        if run.zero == 1 and run.gather_overlap:  # hidden under the next forward pass
             return FREE
         half_ring = ring.scaled(0.5)  # an all-gather is half of an all-reduce
         return Price(

@@ -253,8 +253,8 @@ def _gpu_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
 def _moved_nodes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
     """Yield sites with one node moved to another cluster: (description, search request).
 
-    A request is a SearchResult without plans, which search() fills. None if there are more than
-    MAX_CLUSTERS clusters.
+    A request is a SearchResult without plans, which search() fills. With more than MAX_CLUSTERS
+    clusters there are none.
     """
     site = result.network.site
     if len(site.clusters) > MAX_CLUSTERS:

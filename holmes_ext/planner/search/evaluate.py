@@ -89,7 +89,7 @@ class Placements(NamedTuple):
 
 
 class Evaluator:
-    """Worker of the search: divides parts of the search space, or simulates their plans.
+    """Examination of the search space: divides its parts, or simulates their plans.
 
     Such a part (an item) is a shape (parallel sizes, micro-batch, recomputation, ZeRO stage), or a
     shape with a placement (the nodes of every stage).

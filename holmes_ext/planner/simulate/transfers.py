@@ -82,7 +82,7 @@ class TransferMaker:
         total_bytes = sum(sizes)
         if load.fabric is None:  # inside a node
             return Transfer(parties, fixed_s=load.price.seconds(total_bytes))
-        curve = self.network.curve(load)
+        curve = self.network.curve(load)  # startup time by size, and the rate of one flow
         # Startup of one message of each collective.
         startups_s = [curve.fixed_s(load.message_share * size) + self.message_s for size in sizes]
         # Latency between clusters beyond the fabric's own, once for each collective.
@@ -117,7 +117,7 @@ class TransferMaker:
             if load.fabric is None:
                 fixed_s = max(fixed_s, load.price.seconds(size))
             else:
-                curve = self.network.curve(load)
+                curve = self.network.curve(load)  # startup time by size
                 startup_s = curve.fixed_s(load.message_share * size) + self.message_s
                 fixed_s = max(fixed_s, load.messages * startup_s)
         # `wan_latency_s` is the latency between clusters. If the step blocks the next one on its channel,
