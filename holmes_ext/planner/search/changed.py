@@ -33,7 +33,7 @@ MAX_CLUSTERS = 4
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step, with holmes and without."""
+    """Seconds of a step with holmes, and of the same job without it (stock)."""
 
     step_s: float
     stock_s: float
@@ -73,10 +73,10 @@ def with_site(
 
 
 def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> StepTimes:
-    """Return the step times of a plan and of stock with `factor` times the rates between clusters.
+    """Return the step times of a plan with and without holmes, if rates between clusters change.
 
-    Stock is the same job without holmes. If the site does not describe the links between clusters
-    (its WAN), Ethernet's rate on every node changes.
+    All rates between clusters are multiplied by `factor`. If the site does not describe the links
+    between clusters (its WAN), Ethernet's rate on every node changes.
     """
     site = result.network.measured  # network.site with the measured rates in its WAN
     links = result.network.links
@@ -174,10 +174,15 @@ def _best_step_s(result: SearchResult, changed: SearchResult) -> float:
 
 
 def _kept_plan_s(changed: SearchResult, candidate: Candidate) -> float:
-    """Return the step of an unchanged plan on a changed site; inf if it does not fit the memory.
+    """Return the step time of an unchanged plan on a changed site; inf if memory is too small.
 
     The better of two schedules counts: the plan's warm-up depths, and new ones for the changed
-    site.
+    site. A warm-up depth is the number of micro-batches that a stage begins before its first
+    backward pass.
+
+    Args:
+        changed: Search request for the changed site.
+        candidate: The plan.
     """
     same_plan = changed.candidate(candidate.shape, candidate.placement, candidate.split)
     if not same_plan.fits:

@@ -43,7 +43,11 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class PlacedShape:
-    """A shape with the nodes of every stage, whose splits of the layers are not simulated yet."""
+    """All plans with the same parallel sizes and the same nodes of every stage.
+
+    They are an item of the search: they differ only in the split (number of layers of each stage),
+    and are not simulated yet.
+    """
 
     shape: Shape
     placement: Placement
@@ -59,7 +63,7 @@ Item = Shape | PlacedShape
 
 
 class BoundedItem(NamedTuple):
-    """An item of the search, and a lower bound on the step time of all its plans in seconds."""
+    """A part of the search space, and a lower bound on its plans' step times, in seconds."""
 
     bound_s: float
     item: Item
@@ -122,7 +126,10 @@ class Evaluator:
         return self._simulate(item, bound_s, best_s)
 
     def placements(self, shape: Shape) -> Placements:
-        """Return the placements of a shape that the user's limits allow."""
+        """Return the placements of a shape that the user's limits allow.
+
+        A shape is the parallel sizes; a placement says which nodes hold which stage.
+        """
         network = self.result.network
         sizes = shape.sizes().complete(network.world)
         # Shapes with the same sizes share their placements.
@@ -133,13 +140,21 @@ class Evaluator:
         return Placements(allowed, complete)
 
     def stage_bounds(self, shape: Shape, placement: Placement) -> StageBounds:
-        """Return the compute times and memory limits of a placement's stages."""
+        """Return the compute times and memory limits of a placement's stages, for any split."""
         prices = self.result.prices(shape)
         run = execution_of(self.result, shape, split=(), reductions=())
         return StageBounds(prices, placement, prices.costs(placement), run)
 
     def lower_bound(self, shape: Shape, placement: Placement, costs: StageCosts) -> ChainBound:
-        """Return the lower bound on the step time of a placement."""
+        """Return an object that computes lower bounds on the step time of a placement.
+
+        They hold for all splits of the layers over the stages.
+
+        Args:
+            shape: Parallel sizes.
+            placement: Nodes of every stage.
+            costs: Times and memory of the stages.
+        """
         prices = self.result.prices(shape)
         reductions = [reduction.name for reduction in prices.reductions(placement)]
         run = execution_of(self.result, shape, split=(), reductions=reductions)
@@ -202,14 +217,14 @@ class Evaluator:
         return Outcome([BoundedItem(tighter_s, tightened)], candidates=[], remaining_s=inf)
 
     def _simulate(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
-        """Simulate a placement with good splits of its layers.
+        """Simulate a placement with good splits of its layers, and return the plans.
 
-        Without a pipeline, or with chunks, a placement has a single split, so its simulation
-        settles it. Otherwise some splits are not simulated, so the item's bound stays in the
-        outcome (`remaining_s`) and counts in the optimality gap.
+        Without a pipeline, or with chunks, a placement has a single split, so nothing is left.
+        Otherwise some splits are not simulated. So the placement's lower bound stays in the outcome
+        (`remaining_s`) and counts in the optimality gap.
 
         Args:
-            item: Shape with a placement.
+            item: Shape (parallel sizes) with a placement.
             bound_s: Lower bound on the step time of its plans, in seconds.
             best_s: Best simulated step time so far.
         """
@@ -341,7 +356,7 @@ def balanced_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
 
 
 def _work_s(stages: StageBounds, split: Split) -> list[float]:
-    """Return the seconds that each stage computes the blocks of one micro-batch."""
+    """Return the seconds in which each stage computes its layers for one micro-batch."""
     return [layers * block_s for layers, block_s in zip(split, stages.block_s)]
 
 

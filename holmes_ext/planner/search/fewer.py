@@ -198,7 +198,10 @@ class _NodeSets:
                 )
 
     def one_less(self) -> Iterator[Counts]:
-        """Yield the best set without one of its clusters, and without one node of a cluster."""
+        """Yield sets of nodes that are a little smaller than the best one so far.
+
+        For each cluster, they are the best set without this cluster, and without one node of it.
+        """
         for index, count in enumerate(self.counts):
             for fewer in {0, max(0, count - 1)}:
                 yield (*self.counts[:index], fewer, *self.counts[index + 1 :])
@@ -235,7 +238,13 @@ class _NodeSets:
         return self.best is not previous_best
 
     def _compute_s(self, counts: Counts) -> float:
-        """Return the seconds in which the GPUs of a set compute the batch, a lower bound on its step."""
+        """Return the seconds in which the GPUs of a set of nodes compute the batch.
+
+        This is a lower bound on the step time there.
+
+        Args:
+            counts: Number of nodes of each cluster.
+        """
         flops = sum(count * node_flops for count, node_flops in zip(counts, self.node_flops))
         return self.batch_flops / flops if flops else inf
 

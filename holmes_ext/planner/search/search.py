@@ -127,7 +127,7 @@ _evaluator: Evaluator | None = None  # of a worker process
 
 
 def _start_worker(result: SearchResult) -> None:
-    """Prepare a worker process for the search that `result` requests."""
+    """Prepare a worker process to examine parts of the search space of the request `result`."""
     global _evaluator
     gc.disable()  # nothing here has reference cycles; saves a tenth of the time
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
@@ -230,9 +230,9 @@ class _BranchAndBound:
         self.running: dict[Future[Outcome], _Task] = {}
 
     def run(self) -> None:
-        """Process items until none can beat the best plan, or the time is over.
+        """Examine the search space until no part can beat the best plan, or the time is over.
 
-        With a WAN, also stop after PATIENCE items without a better plan.
+        With a WAN, also stop after PATIENCE parts (items) without a better plan.
         """
         self._push_shapes()
         evaluator = Evaluator(self.result)
@@ -251,10 +251,11 @@ class _BranchAndBound:
     def _push_shapes(self) -> None:
         """Queue all shapes whose lower bound is below the best step.
 
-        Those that differ from the best plan's shape only in recomputation or ZeRO stage probably
-        have a better plan, so they go to the early queue, which is processed first. This is so for
-        1F1B over several stages only: other shapes have a single split of their layers, so they
-        gain nothing from the early queue's tighter bound over all splits.
+        A shape is the parallel sizes, recomputation and ZeRO stage. Shapes that differ from the
+        best plan's only in recomputation or ZeRO stage probably have a better plan. So they go to
+        the early queue, which is processed first. This is so for 1F1B over several stages only:
+        other shapes have a single split of their layers, and gain nothing from the early queue's
+        tighter bound over all splits.
         """
         best = self.result.best.shape
         for shape, ideal_s in self.result.ideals.items():
@@ -267,7 +268,11 @@ class _BranchAndBound:
                 self._push(ideal_s, shape)
 
     def _process_here(self, evaluator: Evaluator) -> bool:
-        """Process one item in this process; return False if none is left."""
+        """Examine the next part of the search space in this process; return False if none is left.
+
+        Args:
+            evaluator: Divides or simulates the part.
+        """
         task = self._next_task()
         if task is None:
             return False
@@ -281,13 +286,15 @@ class _BranchAndBound:
         return True
 
     def _process_in_workers(self, processes: int) -> bool:
-        """Give each worker process a task and a spare one, and wait for an outcome to record.
+        """Keep the workers busy with parts of the search space; wait for a result and record it.
+
+        Each process gets a spare part, so that it need not wait for the next one.
 
         Args:
             processes: Number of worker processes.
 
         Returns:
-            False if no task is left or running.
+            False if no part is left or being examined.
         """
         if self.pool is None:
             request = replace(self.result, candidates=[], ideals={})
@@ -329,7 +336,7 @@ class _BranchAndBound:
         return _Task(bound_s, item, early=False)
 
     def _may_improve(self) -> bool:
-        """Return whether an item of the main queue could beat the best plan."""
+        """Return whether a part of the search space in the main queue could beat the best plan."""
         return bool(self.queue) and self.queue[0].bound_s < self.best_s * (1 - EQUAL)
 
     def _push(self, bound_s: float, item: Item) -> None:

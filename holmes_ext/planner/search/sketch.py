@@ -135,7 +135,10 @@ class Sketch:
         return result
 
     def _bound_shapes(self) -> None:
-        """Compute the lower bound of every shape; shapes whose layers fit no memory are only counted."""
+        """Compute the lower bound on the step time of every shape (parallel sizes), and keep it.
+
+        Shapes whose layers fit no memory are only counted.
+        """
         result = self.result
         all_shapes = shapes(result.network, result.model, result.global_batch, result.limits)
         for shape in self.only or all_shapes:
@@ -147,10 +150,11 @@ class Sketch:
                 self._count_misfit(shape)
 
     def _rank_shapes(self, end: float, progress: Progress | None) -> None:
-        """Add the best plan of each shape by the closed form to the candidates, until the time is over.
+        """Add the best plan of each shape to the candidates, by the closed form, until `end`.
 
-        With a WAN, also stop after PATIENCE shapes without a better plan. Shapes that cannot be
-        faster than the best plan are left out, once there are candidates for all rows of the table.
+        A shape is the parallel sizes and further settings. With a WAN, also stop after PATIENCE
+        shapes without a better plan. Shapes that cannot be faster than the best plan are left out,
+        once there are candidates for all rows of the table.
 
         Args:
             end: Moment of time.monotonic() at which to stop.

@@ -242,9 +242,13 @@ class _SubsetSearch:
         return bool(self.found) and (self.proven or time.monotonic() > end)
 
     def price_all(self, subsets: Iterator[Counts], end: float) -> None:
-        """Price each subset whose lower bound ("floor") is below the best price, until `end`.
+        """Compute the step time of the best plan on each of some subsets of the nodes, until `end`.
 
-        The price of a subset is the step time of the best plan on it.
+        Subsets whose lower bound ("floor") is not below the best step so far are left out.
+
+        Args:
+            subsets: Number of nodes of each cluster, for each subset.
+            end: Moment of time.monotonic() at which to stop.
         """
         for counts in subsets:
             if self.is_over(end):

@@ -271,7 +271,7 @@ class Simulation:
             self._post(tag)
 
     def _post(self, tag: Hashable, ready: float | None = None) -> None:
-        """Note that a party is ready for a transfer, and begin it if all parties are and its channel is free.
+        """Note that a party is ready for a transfer; begin it if all are and its channel is free.
 
         Args:
             tag: Tag of the transfer.

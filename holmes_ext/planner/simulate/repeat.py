@@ -65,14 +65,14 @@ def folded_s(job: JobStep) -> float:
 
 
 def _from_few_s(job: JobStep, few: int, round_size: int) -> float:
-    """Return the step time from a simulation of `few` micro-batches or a little more; 0 if nothing repeats.
+    """Return the step time from a simulation of about `few` micro-batches; 0 if nothing repeats.
 
     The simulation leaves out micro-batches in the middle of the step. If the middle repeats with a
     period, the step takes longer by the time of the omitted periods.
 
     Args:
         job: The step.
-        few: Number of micro-batches to simulate.
+        few: Number of micro-batches to simulate, or a little more.
         round_size: Micro-batches of a round; periods are multiples of it.
     """
     stages = job.costs.stages
@@ -181,7 +181,7 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
 
 
 def _lifetime_s(spans: Sequence[Span], until: float) -> float:
-    """Return the seconds from a micro-batch's first forward to its last backward pass on a first stage.
+    """Return the seconds from a micro-batch's first to its last pass, on a first stage.
 
     The micro-batch is the last that ended before the moment `until`; 0 if none did.
     """

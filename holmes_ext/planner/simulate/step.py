@@ -149,7 +149,7 @@ def simulate(
 
 
 class _Actor(NamedTuple):
-    """All ranks of a stage in pipelines of one class (on equal nodes): they do the same at the same time."""
+    """All ranks of a stage in pipelines on equal nodes (one class), which do the same at once."""
 
     pipeline_class: int
     stage: int
@@ -322,7 +322,7 @@ class JobStep:
         return Simulation(programs, transfers, self.capacities)
 
     def apart(self) -> list[set[int]]:
-        """Divide the pipeline classes into groups that share nothing before their gradients are reduced.
+        """Divide the pipeline classes into groups that share nothing before they reduce gradients.
 
         A class is all pipelines on equal nodes. Two share something if their messages use the same
         NIC or link, if all ranks share CPU cores (run.cores), or if a collective runs before the
