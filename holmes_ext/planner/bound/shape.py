@@ -383,7 +383,7 @@ class ShapeBound:
             return min(inside_s, across_s)
 
         key = ("least reduction", node_type, shards, shards_per_node)
-        block_byte_s = network.remember(key, least_byte_s)
+        block_byte_s = network.remember(key, least_byte_s)  # computed once for each key
         share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
         _, block_bytes, _ = self.job.reduced_bytes  # of embedding, block and output layer
         return block_byte_s * block_bytes * share

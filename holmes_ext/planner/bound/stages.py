@@ -466,7 +466,8 @@ class StageBounds:
         distance = last_stage * self.placement.stride
         if distance < prices.network.processes:
             return 0.0
-        # fold(): the nodes of both stages, with equal ranks together
+        # fold(): the nodes of both stages, with equal ranks together. A pipeline class is all
+        # pipelines on equal nodes.
         fold, _ = prices.fold(self.placement, 0, last_stage)
         # tied_of() prices two ways to reduce: between pairs of ranks, or hierarchically (None if
         # impossible). alone: no other group sends at the same time, which gives the least time.

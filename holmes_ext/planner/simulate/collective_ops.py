@@ -39,12 +39,20 @@ class CollectiveOps(Collectives):
 
         A collective with several pieces has a chain of transfers for each piece; the first of a
         chain starts the others.
+
+        Args:
+            tag: Key of the collective.
         """
         return [("post", name) for name in self.starts.get(tag, [tag])]
 
     @staticmethod
     def _post_and_wait(tag: object, span_kind: str) -> Iterator[Op]:
-        """Yield the start of a collective and the wait for it, recorded as a span of `span_kind`."""
+        """Yield the start of a collective and the wait for it.
+
+        Args:
+            tag: Key of the collective's transfer.
+            span_kind: Kind of the span (Span.kind) that records the wait.
+        """
         yield ("post", tag)
         yield ("wait", tag, span_kind, NO_MICRO_BATCH)
 
@@ -53,6 +61,10 @@ class CollectiveOps(Collectives):
 
         They overlap with the first forward pass (gather_overlap). They gather the weights that the
         last step's optimizer changed, in the order of the forward pass.
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
         """
         if not self.late_gather:
             return []
@@ -117,6 +129,12 @@ class CollectiveOps(Collectives):
 
             weights      the gather starts before the previous layer computes
             gradients    the wait for the reduce-scatter comes after the next layer has computed
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
+            letter: "F" for a forward pass, "B" for a backward pass.
+            micro_batch: Micro-batch of the pass.
         """
         needs: Operations = {}
         launches: Operations = {}
@@ -185,6 +203,10 @@ class CollectiveOps(Collectives):
 
         The weights are gathered here under ZeRO 1 and 2, unless that overlaps with the next forward
         pass. ZeRO 3 gathers them before each pass, and ZeRO 0 has all weights on each rank.
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
         """
         reductions = [self._reduce(pipeline_class, stage), self._reduce_tied(pipeline_class, stage)]
         if self.run.engine.tied_first:
@@ -200,7 +222,12 @@ class CollectiveOps(Collectives):
                 yield from self._post_and_wait(tag, "gather")
 
     def _optimizer_s(self, pipeline_class: int, stage: int) -> float:
-        """Return the seconds of the optimizer for a rank's parameters, or for its shard of them."""
+        """Return the seconds of the optimizer for a rank's parameters, or for its shard of them.
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
+        """
         shards = 1  # ranks that share the parameters
         if self.run.zero:
             # Groups that shard: under ZeRO 2 and 3 those in `shards` (hybrid sharding: of one
@@ -222,6 +249,10 @@ class CollectiveOps(Collectives):
         The engine averages the loss over the last stage's ranks, and sends it to the other stages.
         A training script may sum further numbers over each stage's ranks, such as counts of tokens
         (run.sums).
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
         """
         has_group = (pipeline_class, stage) in self.groups
         if has_group:
@@ -239,6 +270,10 @@ class CollectiveOps(Collectives):
         """Return a rank's operations for the loss, which the last stage sends to all others.
 
         The sender's waits end when all bytes have left, the receivers' when they have arrived.
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
         """
         last = self.stages - 1
         if stage < last and ("loss", pipeline_class, stage) in self.transfers:

@@ -161,8 +161,8 @@ class Collectives:
     def _add_family(self, family: GroupFamily) -> None:
         """Add all collectives of the groups that sum a stage's gradients.
 
-        They are the reductions of all buckets, with ZeRO the weight gathers, and sums of single
-        numbers.
+        They are bucket reductions, weight gathers with ZeRO, and sums of numbers. A family is all
+        groups of a stage on equal nodes; a pipeline class is all pipelines on equal nodes.
         """
         run = self.run
         stage = family.stage
@@ -198,7 +198,7 @@ class Collectives:
             else PricedReduction(ring)
         )
         for number, buckets in enumerate(all_buckets):
-            tag = ("reduce", stage, family.pipeline_classes, number)
+            tag = ("reduce", stage, family.pipeline_classes, number)  # key of the transfer
             if scatters:  # a reduce-scatter, with run.scatter of an all-reduce's traffic
                 self._add_ring(family, ring.scaled(run.scatter), tag, buckets.sizes)
             else:
@@ -326,7 +326,7 @@ class Collectives:
                         self._add_ring(shards, all_gather, weights, [weight_bytes])
             if across is not None:
                 shard_bytes = gradient_bytes / sharding_groups[0].ranks
-                tag = ("across", stage, family.pipeline_classes, layer)
+                tag = ("across", stage, family.pipeline_classes, layer)  # key of the transfer
                 self._add_ring(across, self._ring(across), tag, [shard_bytes])
 
     def _of_cluster(self, family: GroupFamily) -> GroupFamily:
@@ -364,7 +364,7 @@ class Collectives:
         hierarchical_of = self._hierarchical_tied() if self.run.tied else {}
         for pipeline_class in range(len(self.fold.pipeline_classes)):
             pair = self._tied_pair(pipeline_class)
-            tag: Tag = ("tied", 0, (pipeline_class,), 0)
+            tag: Tag = ("tied", 0, (pipeline_class,), 0)  # key of the transfer
             parties = 2  # first and last stage
             reduction: PricedReduction = pair
             if pipeline_class in hierarchical_of:

@@ -220,7 +220,7 @@ class JobStep:
 
         Letter "a" is the activation from a virtual stage to the next one, "g" its gradient back. A
         virtual stage is a chunk of layers, numbered over all stages in the order of the forward
-        pass.
+        pass. A pipeline class is all pipelines on equal nodes.
 
         Args:
             maker: Factory of transfers.
@@ -283,7 +283,7 @@ class JobStep:
     @property
     def _compressed_share(self) -> float:
         """Bytes sent for each byte of an activation on Ethernet."""
-        if self.network.single_fabric:
+        if self.network.single_fabric:  # a job without holmes, which compresses nothing
             return 1.0
         return compressed_share(self.run.compression, self.model.activation_width)
 
@@ -296,7 +296,7 @@ class JobStep:
             and self.run.cut
             and sizes.tensor_inside(self.network.processes)
         )
-        return self.model.copies(sizes) if is_sliced else 1
+        return self.model.copies(sizes) if is_sliced else 1  # copies: ranks with the same message
 
     def simulation(self, micro_batches: int, begins: Sequence[float] = ()) -> Simulation:
         """Return a simulation of so many micro-batches, not yet run.
@@ -336,7 +336,7 @@ class JobStep:
             return [set(all_classes)]
         # Pipeline class -> NICs and links of limited rate that its messages use.
         resources_of: list[set[Hashable]] = [set() for _ in all_classes]
-        for tag, transfer in self.templates.items():
+        for tag, transfer in self.templates.items():  # tag: (letter, virtual stage, class)
             if isinstance(tag, tuple) and tag[0] in (_ACTIVATION, _GRADIENT):
                 _, _, pipeline_class = tag
                 for resource, _ in transfer.uses:
@@ -361,7 +361,7 @@ class JobStep:
         timelines = []
         for (pipeline_class, stage), spans in zip(self.actors, simulation.run()):
             cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))
-            ranks = self.fold.ranks(pipeline_class, stage)
+            ranks = self.fold.ranks(pipeline_class, stage)  # on equal nodes: they do the same
             timelines.append(Timeline(stage, ranks, cluster, spans=tuple(spans)))
         carried_bytes = {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES}
         step_s = end_of(timeline.spans for timeline in timelines)
@@ -481,7 +481,7 @@ class JobStep:
             if not self.run.cores:
                 yield ("compute", kind, seconds, micro_batch, chunk)
             elif seconds > 0:
-                tag = ("software", tuple(actor), number)
+                tag = ("software", tuple(actor), number)  # key of the transfer
                 # The flow of each rank uses one core at most: a second is as many bits as a core
                 # can send. Its weight is the number of ranks that the actor stands for.
                 transfers[tag] = Transfer(
