@@ -178,6 +178,8 @@ class ChainBound(StepLowerBound):
         # The NIC begins to send after the first forward pass; its last gradient arrives a stage
         # link later.
         sent_end_s = down_s + self.extra_forward_s[stage] + sent_s - link_before_s
+        # PassTimes, by layers: least seconds of all passes if the stage waits for one round trip of
+        # a micro-batch, for two, or for `rounds` + 1.
         passes = [self._pass_times(stage, layers) for layers in range(limit + 1)]
         # Seconds of gradient reduction and update after the last backward pass, by layers.
         after_s = [

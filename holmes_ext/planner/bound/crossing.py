@@ -93,6 +93,7 @@ class SharedHop(NamedTuple):
             for larger in range(len(sharing) + 1):
                 remaining_s = seconds - (1 + FAIR * larger) * first_s
                 if remaining_s >= 0:
+                    # By then at least the share FAIR of a smaller one's gradients has passed.
                     carried = remaining_s / (FAIR * self.block_s)
                     smaller_layers = min(sum(sharing[larger:]), carried)
                     larger_layers = sum(sharing[:larger])
