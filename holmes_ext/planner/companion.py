@@ -1,4 +1,4 @@
-"""Interface of a forecast that an extension shows beside the plans of a search (`holmes plan --joined`).
+"""Interface of a forecast that an extension shows beside plans (`holmes plan --joined`).
 
 The contribution point "plan_companions" takes a module with
 
@@ -13,7 +13,12 @@ from typing import Any, Protocol
 
 
 class PlanCompanion(Protocol):
-    """Forecast that an extension shows beside the best plan of a search."""
+    """Forecast that an extension adds to the output of `holmes plan`, such as one for joined jobs.
+
+    An extension implements all four methods; beside() of its module makes the object from the
+    search result. Then `holmes plan` calls the method for the output that the user asked for: JSON,
+    text, picture or HTML page.
+    """
 
     def document(self) -> dict[str, Any]:
         """Return the forecast as a dictionary for `holmes plan --json`."""

@@ -267,11 +267,10 @@ def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
 
 
 def replicas_of(candidate: Candidate) -> int:
-    """Return the number of clusters of each stage, if all stages have as many.
+    """Return on how many clusters each stage lies, if it is the same number for all stages; else 0.
 
-    Returns:
-        Number of clusters; 0 if stages differ, or if a stage has more ranks on one of its clusters
-        than on another.
+    A framework with hybrid sharding can keep one replica of the stage on each of them. The result
+    is 0 also if a stage has more ranks on one of its clusters than on another.
     """
     counts = set()
     for clusters in candidate.placement.stages:  # (cluster, ranks on it)

@@ -13,22 +13,27 @@ from holmes_ext.plan.cost.network import Network
 
 
 class BestLinks(NamedTuple):
-    """Best rates that any choice of links between clusters can reach."""
+    """Highest rates and least latency of the links between clusters, without saying which clusters.
+
+    best_links() makes it for lower bounds on the step time. Which clusters a plan will connect is
+    not known then. So a bound takes the best case: the n-th fastest link of a plan is at most as
+    fast as the n-th rate here.
+    """
 
     #: Rates of the maximum spanning tree over all clusters (Prim 1957), fastest first, in bits/s.
     #: The n-th fastest link of any tree or forest is no faster than the n-th of these.
     tree_bps: list[float]
-    #: Item n - 1: for each cluster the rate at which it receives from its n fastest peers, fastest
-    #: first, in bits/s.
+    #: Item n - 1 has a rate for each cluster, the fastest cluster first: the bits/s at which it can
+    #: receive from its n fastest peers together.
     into_bps: list[list[float]]
-    latency_s: float  # the least of all pairs
+    latency_s: float  # one way, between the two clusters with the least
 
 
 def rates_between(network: Network) -> dict[tuple[int, int], float]:
-    """Return the rate from cluster to cluster in bits/s: (from, to) -> rate of the slowest hop.
+    """Return the rates between all clusters: {(from, to): bits/s of the slowest link on the path}.
 
-    A hop is a link between two clusters, or the uplink of one. The rate is inf for clusters on one
-    fast network.
+    The path between two clusters consists of links over the WAN and of each cluster's connection to
+    the WAN (uplink). The rate is inf for clusters on one fast network, which need no WAN.
     """
     rates_bps = {}
     for pair in permutations(range(len(network.node_types)), 2):
@@ -38,7 +43,11 @@ def rates_between(network: Network) -> dict[tuple[int, int], float]:
 
 
 def _hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
-    """Return the WAN hops from one cluster to another; none if a fast network connects them."""
+    """Return the WAN links between two clusters; none if a fast network connects them.
+
+    A hop is a link between two clusters, or a cluster's connection to the WAN (uplink).
+    """
+    # fabric(): the fastest network that the nodes of both clusters share. Only Ethernet has a WAN.
     if network.fabric(pair).name != ETHERNET:
         return ()
     source, target = pair
@@ -46,11 +55,12 @@ def _hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
 
 
 def best_links(network: Network) -> BestLinks:
-    """Return the best rates between the clusters of a network that any choice of links can reach.
+    """Return the highest rates (bits/s) and the least latency of the links between clusters.
 
-    Each node type is a cluster here, numbered as in Network.node_types. The rates are sorted, as a
-    bound needs only the n-th best rate, whichever clusters have it. A path between two clusters has
-    hops: links between clusters, or the uplink of one.
+    The rates do not say which clusters they belong to: a lower bound on the step time needs only
+    "the n-th fastest link at best". Each node type of `network` is a cluster here. The rate between
+    two clusters is that of the slowest link on the path. The latency is the sum over the path's
+    links.
     """
     node_types = range(len(network.node_types))
     rates_bps = rates_between(network)
@@ -68,7 +78,7 @@ def best_links(network: Network) -> BestLinks:
         tree_bps.append(rates_bps[inside, outside])
 
     # For each number of peers: the rate at which each cluster receives from so many of its fastest
-    # peers. It is at most that of the cluster's uplink to the WAN.
+    # peers. It is at most that of the cluster's uplink to the WAN (uplink_of: cluster -> bits/s).
     links_into = []
     for target in node_types:
         links = [rates_bps[source, target] for source in node_types if source != target]

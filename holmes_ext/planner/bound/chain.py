@@ -17,9 +17,10 @@ PRECISION = 2e-4
 
 
 class ChainedBound(NamedTuple):
-    """Lower bound on the step time, and a split of the layers into stages that has this bound.
+    """Lower bound on the step time, and a split of the layers over the stages that has this bound.
 
-    Chained: computed stage by stage, each from the next one's result, so all stages have one split.
+    ChainBound.chained() makes it. "Chained": computed stage by stage, each stage from the result of
+    the next one, so that all stages have the layers of the same split.
     """
 
     step_s: float
@@ -27,7 +28,11 @@ class ChainedBound(NamedTuple):
 
 
 class _StageChoices(NamedTuple):
-    """Best numbers of layers for one stage, for each sum of its layers and those of the stages behind it."""
+    """Best number of layers of one stage, for each total of layers on it and on all later stages.
+
+    The best number is the one with which the stage's last backward pass can end first. The dynamic
+    program of ChainBound makes one such table for each stage.
+    """
 
     #: Sum of layers -> least moment at which the stage's last backward pass ends, in seconds.
     end_s: dict[int, float]
@@ -36,10 +41,10 @@ class _StageChoices(NamedTuple):
 
 
 class ChainBound(StepLowerBound):
-    """Lower bound on the step time of one placement, in which all stages have the layers of one split.
+    """Lower bound on the step time of one placement, with the same split for all stages.
 
-    A split is the number of layers of each stage. (The base class lets each stage assume the split
-    of the other stages that suits it best, so its bound is lower.)
+    A split is the number of layers of each stage. The base class lets each stage assume the split
+    that suits this stage best, so its bound is lower.
     """
 
     def chained(self, low: float, reached_s: float) -> ChainedBound:
@@ -72,6 +77,7 @@ class ChainBound(StepLowerBound):
 
     def _possible_split(self, step_s: float) -> tuple[int, ...]:
         """Return a split whose lower bound is at most `step_s` seconds; () if there is none."""
+        # The seconds of the longest update lie in one of these intervals; which one is open.
         for interval in self.update_intervals:
             split = self._split_within(step_s, interval)
             if split:
@@ -79,17 +85,19 @@ class ChainBound(StepLowerBound):
         return ()
 
     def _split_within(self, step_s: float, update: UpdateInterval) -> tuple[int, ...]:
-        """Return a split that may take `step_s` seconds; () if there is none.
+        """Return a split of the layers that can reach a step of `step_s` seconds, by its bound.
 
-        Dynamic programming from the last stage to the first: for each sum of layers of a stage and
-        the stages behind it, the least moment at which the stage's last backward pass ends, in
-        seconds from the start of the step.
+        A split is the number of layers of each stage. Its lower bound is at most `step_s`; the
+        result is () if no split has such a bound. Dynamic programming goes from the last stage to
+        the first. For each total of layers on a stage and all later stages, it keeps the earliest
+        end of the stage's last backward pass, in seconds from the start of the step.
 
         Args:
-            step_s: Seconds of the step.
-            update: Interval in which the longest update (optimizer step and weight gather) of all
-                stages lies.
+            step_s: Largest bound on the step time, in seconds.
+            update: Range of seconds in which the longest update (optimizer step and weight gather)
+                of all stages is assumed to lie.
         """
+        # Most layers of each stage in such a step; None if they do not add up to the whole model.
         limits = self._layer_limits(step_s, update.least_s, update.limit_s)
         if limits is None:
             return ()
@@ -133,21 +141,30 @@ class ChainBound(StepLowerBound):
         step_s: float,
         update_s: float,
     ) -> _StageChoices:
-        """Return the best number of layers of a stage, for each sum of its layers and those behind it.
+        """Return a stage's best number of layers, for each total of its and all later layers.
 
-        The best is the one for which the stage's last backward pass ends first. That pass ends
-        after the stage's passes, after the next stage's last backward pass and the stage link, and
-        after the stage's NIC has sent all messages. Numbers of layers that make the step longer
+        The best number is the one with which the stage's last backward pass can end first. That
+        pass ends after the stage's other passes, after the next stage's last backward pass and its
+        message, and after the stage's NIC has sent all messages. Numbers that make the step longer
         than `step_s` are left out.
 
         Args:
             stage: The stage.
             limit: Most layers of the stage.
-            end_of: Layers behind the stage -> least end of the next stage's last backward pass.
-            most_before: Most layers of all stages before.
+            end_of: Layers on all later stages -> earliest end of the next stage's last backward
+                pass, in seconds.
+            most_before: Most layers of all earlier stages together.
             step_s: Seconds that the step may take.
-            update_s: Least seconds of the longest update of all stages.
+            update_s: Least seconds of the longest update (optimizer step and weight gather) of all
+                stages.
         """
+        # Lists by stage, from the base classes (seconds of one micro-batch):
+        #   forward_s, backward_s    a pass of one layer
+        #   extra_..._s              a pass of the embedding or output layer
+        #   down_s, links_before_s   forward passes and messages of all earlier stages
+        #   round_trip_s             passes and messages of all later stages, there and back
+        #   layer_..._s              what one more layer on those stages adds at least
+        #   nic_busy_s               messages through the stage's NIC
         is_last = stage == self.stage_count - 1
         forward_s = self.forward_s[stage]
         backward_s = self.backward_s[stage]
@@ -161,7 +178,10 @@ class ChainBound(StepLowerBound):
         # The NIC begins to send after the first forward pass; its last gradient arrives a stage
         # link later.
         sent_end_s = down_s + self.extra_forward_s[stage] + sent_s - link_before_s
+        # PassTimes, by layers: least seconds of all passes if the stage waits for one round trip of
+        # a micro-batch, for two, or for `rounds` + 1.
         passes = [self._pass_times(stage, layers) for layers in range(limit + 1)]
+        # Seconds of gradient reduction and update after the last backward pass, by layers.
         after_s = [
             self._after_last_backward_s(stage, layers, update_s) for layers in range(limit + 1)
         ]
@@ -174,6 +194,8 @@ class ChainBound(StepLowerBound):
             round_trip_s = self.round_trip_s[stage]
             if further_behind:
                 round_trip_s += further_behind * self.layer_round_trip_s[stage]
+            # What must have happened before the stage's layers do their last backward pass. On the
+            # last stage: all activations have arrived over the slowest link.
             if is_last:
                 before_backward_s = self.flow_end_s[stage]
             else:

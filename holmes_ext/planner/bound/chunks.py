@@ -1,4 +1,4 @@
-"""Lower bound on the simulated step time of an interleaved schedule (least.py has the one for 1F1B).
+"""Lower bound on the simulated step time of an interleaved schedule (1F1B: least.py).
 
 A stage has several chunks of layers, all of the same size, so a placement has one split. A pass
 here is one micro-batch through one chunk. A stage first passes as many micro-batches as there are
@@ -31,16 +31,22 @@ def interleaved_s(bounds: StageBounds) -> float:
 
 
 class _InterleavedBound:
-    """Earliest possible times of the first and last passes of every stage, in seconds from the step's start.
+    """Earliest possible times of every stage's first and last passes, in seconds.
 
-    A pass is one micro-batch through one chunk. Lists have one entry for each stage.
+    They count from the step's start, for an interleaved schedule: each stage has several chunks of
+    layers. A pass is one micro-batch through one chunk, forward or backward. Lists have one entry
+    for each stage.
     """
 
     def __init__(self, bounds: StageBounds):
-        """Compute the times.
+        """Compute the earliest times of each stage's first and last passes.
+
+        The four lists (seconds from the step's start, one entry for each stage):
+        first_forward_start_s, first_backward_start_s, last_forward_end_s, last_backward_end_s.
 
         Args:
-            bounds: Lower bounds on the work of every stage of a placement.
+            bounds: Least seconds of a layer, a message and a reduction on every stage of a
+                placement.
         """
         self.bounds = bounds
         self.chunks = bounds.run.virtual
@@ -63,7 +69,7 @@ class _InterleavedBound:
         #: The schedule is symmetric: as many backward passes come after the last forward pass.
         self.in_flight = [min(passes + 1, self.passes) for passes in self.warm_up]
         #: Seconds of one micro-batch through one chunk of every stage, and back to the stage where
-        #: it began.
+        #: it began (last_to_first: from the last stage to the next chunk of the first one).
         links_s = sum(self.stage_links_s)
         self.forward_turn_s = sum(self.forward_s) + links_s + bounds.last_to_first.total_s
         self.backward_turn_s = sum(self.backward_s) + links_s + bounds.last_to_first.total_s
@@ -77,12 +83,11 @@ class _InterleavedBound:
         return [self.stage_layers * seconds / self.chunks for seconds in block_s]
 
     def _warm_up(self, stage: int) -> int:
-        """Return the number of forward passes of a stage before its first pair of forward and backward pass.
+        """Return a stage's number of forward passes before forward and backward passes alternate.
 
         The number is that of Megatron's interleaved schedule:
 
-            2 * stages behind this stage
-            + (chunks of a stage - 1) * number of stages
+            2 * stages behind this stage + (chunks of a stage - 1) * number of stages
 
         If there are no more micro-batches than stages, all forward passes come first.
         """
@@ -92,18 +97,18 @@ class _InterleavedBound:
         return min(self.passes, stages_behind * 2 + (self.chunks - 1) * self.stage_count)
 
     def _turns_wait_s(self, turn_s: float, each_s: float, turns: int | None = None) -> float:
-        """Return the seconds that a stage waits because micro-batches are late for their next chunk.
+        """Return the seconds that a stage idles as micro-batches return late for its next chunk.
 
-        A stage passes `stage_count` micro-batches through a chunk before it begins the next chunk
-        with the first of them. That one must have been through all stages by then (a turn). If a
-        turn takes longer than those `stage_count` passes, the stage waits for the difference, once
-        each time.
+        A stage passes `stage_count` micro-batches through one of its chunks of layers. Then it
+        begins the next chunk with the first of them. This micro-batch must have passed all other
+        stages by then (a turn). If a turn takes longer than `stage_count` passes of the stage, the
+        stage idles for the difference, each time it begins a chunk.
 
         Args:
-            turn_s: Seconds of a turn through all stages.
-            each_s: Seconds from one pass of the stage to its next: a pass, or the interval between
-                messages.
-            turns: How often the stage waits (None: before each chunk but the first).
+            turn_s: Seconds of one micro-batch through one chunk of every stage, with the messages.
+            each_s: Seconds between the starts of two passes of this stage: the time of a pass, or
+                of a message if the messages are to limit the pace.
+            turns: How often the stage begins a further chunk; None: number of chunks - 1.
         """
         if turns is None:
             turns = self.chunks - 1
@@ -115,10 +120,14 @@ class _InterleavedBound:
         return self.bounds.interval_s[stage - 1] if stage else 0.0
 
     def _first_forward_starts(self) -> list[float]:
-        """Return the earliest start of each stage's first forward pass: after those of all stages before."""
+        """Return the earliest start of each stage's first forward pass, in seconds of the step.
+
+        The first micro-batch passes the first chunk of all earlier stages before.
+        """
         starts_s = [0.0]
         for stage in range(1, self.stage_count):
             before = stage - 1
+            # The first stage computes the embedding, too, before the second stage can start.
             embedding_s = self.embedding_forward_s * (stage == 1)
             forward_s = self.forward_s[before]
             link_s = self.stage_links_s[before]
@@ -126,14 +135,15 @@ class _InterleavedBound:
         return starts_s
 
     def _first_backward_starts(self) -> list[float]:
-        """Return the earliest start of each stage's first backward pass.
+        """Return the earliest start of each stage's first backward pass, in seconds of the step.
 
-        It is the latest of four times, none of which the pass can precede:
+        It is the latest of four moments, none of which the pass can precede:
 
-            first_returns_s    the first micro-batch has been through all chunks, and back to this stage
-            passes_s           the stage has done its forward passes before the first backward pass
-            messages_s         the activations of these forward passes have arrived, one after the other
-            behind_s           the next stage has ended its first backward pass, and sent the gradient
+            first_returns_s    the first micro-batch has passed all chunks of all stages, and is
+                               back here
+            passes_s           the stage has done the forward passes that the schedule puts first
+            messages_s         the activations of these passes have arrived, one after the other
+            behind_s           the next stage has done its first backward pass and sent the gradient
         """
         last_stage = self.stage_count - 1
         all_links_s = (
@@ -166,6 +176,7 @@ class _InterleavedBound:
             start_s = self.first_forward_start_s[stage] + max(passes_s, messages_s)
             start_s = max(first_returns_s, start_s)
             if stage < last_stage:
+                # The stage behind: its backward pass, with the output layer's on the last stage.
                 is_before_last = stage == self.stage_count - 2
                 behind_s = self.backward_s[stage + 1] + self.output_backward_s * is_before_last
                 start_s = max(start_s, starts_s[stage + 1] + behind_s + self.stage_links_s[stage])
@@ -177,17 +188,20 @@ class _InterleavedBound:
         return starts_s
 
     def _last_forward_ends(self) -> list[float]:
-        """Return the earliest end of each stage's last forward pass.
+        """Return the earliest end of each stage's last forward pass, in seconds of the step.
 
-        It is the latest of these times, none of which the pass can precede:
+        It is the latest of five moments. The first three count from the start of the first forward
+        pass:
 
-            after_passes_s      first forward start + all forward passes and embedding (or output)
-            after_turns_s       first forward start + all forward passes + waits (_turns_wait_s:
-                                before a chunk, its micro-batch may not be back)
-            after_messages_s    first forward start + arrival of all activations + one pass
-            after_pairs_s       first backward start + a backward and a forward pass for each
-                                forward pass that is left then
-            after_before_s      last forward end of the stage before + its message + one pass
+            after_passes_s      all forward passes, with embedding or output layer
+            after_turns_s       all forward passes, and the idle time until micro-batches have
+                                passed the other stages and return for their next chunk
+                                (_turns_wait_s)
+            after_messages_s    all activations arrive, one after the other; then one pass
+            after_pairs_s       from the start of the first backward pass: a backward and a forward
+                                pass for each forward pass that is still to do
+            after_before_s      from the last forward pass of the stage before: its message, then
+                                one pass
         """
         bounds = self.bounds
         ends_s = [0.0] * self.stage_count
@@ -224,15 +238,17 @@ class _InterleavedBound:
         return ends_s
 
     def _last_backward_ends(self) -> list[float]:
-        """Return the earliest end of each stage's last backward pass.
+        """Return the earliest end of each stage's last backward pass, in seconds of the step.
 
-        It is the latest of these times, none of which the pass can precede:
+        It is the latest of these moments, and of those of _ends_after_stage_behind():
 
-            last_returns_s      the last micro-batch's gradient is back, through all chunks
-            after_closing_s     last forward end + the backward passes that must follow it
-            after_passes_s      first backward start + all backward passes + waits (_turns_wait_s:
-                                before a chunk, the gradient may not be back from the chunk before)
-            those of _ends_after_stage_behind()
+            last_returns_s     after the last forward pass of the last stage, the last micro-batch
+                               goes backward through all chunks of all stages, and ends here
+            after_closing_s    after this stage's last forward pass, the backward passes that the
+                               schedule puts after it
+            after_passes_s     after the start of this stage's first backward pass: all backward
+                               passes, and the idle time until gradients return for the next chunk
+                               (_turns_wait_s)
         """
         bounds = self.bounds
         last_stage = self.stage_count - 1
@@ -263,21 +279,24 @@ class _InterleavedBound:
         return ends_s
 
     def _ends_after_stage_behind(self, stage: int, behind_end_s: float) -> list[float]:
-        """Return times that a stage's last backward pass cannot precede because of stage + 1 (`behind`).
+        """Return moments before which a stage's last backward pass cannot end.
 
-        Each time includes this stage's last backward pass. It starts from an event:
+        They follow from the next stage (stage + 1, `behind`), which sends the gradients; in seconds
+        from the step's start. Each moment is the sum of an event, what must follow, and this
+        stage's last backward pass:
 
-            after_messages_s    this stage's first backward pass starts: the first gradient has
-                                arrived, the others follow one after the other
-            after_last_s        the stage behind ends its last backward pass, and sends that gradient
-            after_closing_s     the stage behind ends its last forward pass; `in_flight` backward passes
-                                follow there, and their gradients one after the other
-            after_nic_s         the stage behind ends its first forward pass; then its NIC sends all
+            after_messages_s    this stage begins its first backward pass; the other gradients then
+                                arrive one after the other
+            after_last_s        the next stage ends its last backward pass; its gradient arrives
+            after_closing_s     the next stage ends its last forward pass, then a first backward
+                                pass; the gradients of its remaining (`in_flight`) passes arrive one
+                                after the other
+            after_nic_s         the next stage ends its first forward pass; its NIC then sends all
                                 its activations and gradients
 
         Args:
             stage: The stage.
-            behind_end_s: End of the last backward pass of stage + 1.
+            behind_end_s: Earliest end of the last backward pass of stage + 1.
         """
         bounds = self.bounds
         behind = stage + 1
@@ -311,6 +330,7 @@ class _InterleavedBound:
         # first, and these messages follow each other on one stage link.
         returns = self.micro_batches * (self.chunks - 1)
         steps_s = [returns * self.bounds.last_to_first.interval_s]
+        # Optimizer step and weight gather of each stage.
         updates_s = [
             self.stage_layers * after.update.block_s + after.update.fixed_s
             for after in self.bounds.after_backward
@@ -323,14 +343,17 @@ class _InterleavedBound:
         return max(steps_s)
 
     def _steps_by_stage(self, stage: int, after_reduction_s: float) -> list[float]:
-        """Return lower bounds on the step time that the work of one stage sets; the largest one holds.
+        """Return several lower bounds on the step time, in seconds, from the work of one stage.
 
-        Each ends with `after_reduction_s`. Before it come:
+        The largest counts. Each is a sum with `after_reduction_s` as last term. The others:
 
-            always          all passes; without overlap also the whole reduction
-            always          all activations, gradients and reductions through the NIC
-            with overlap    the start of the backward pass that completes a chunk's gradients, then
-                            the reductions of this chunk and of the chunks that complete later
+            bound 1           all passes; then the gradient reduction, if it does not overlap with
+                              passes
+            bound 2           the first forward pass; then all activations, gradients and reductions
+                              that the stage's NIC must send
+            further bounds    only with overlap, one for each chunk that ends late: everything until
+                              the backward pass begins that completes the chunk's gradients; then
+                              the reductions of this chunk and of the chunks that end after it
 
         Args:
             stage: The stage.
@@ -381,6 +404,8 @@ class _InterleavedBound:
                 backward_end_s = max(after_closing_s, after_passes_s)
             backward_start_s = backward_end_s - backward_s - bounds.extra_backward_s[stage]
             reduced = followers + 1  # chunks
+            # The fixed part is latency, and the embedding in the first chunk, which completes last.
+            # On the last stage it is the output layer, in the chunk that completes first.
             fixed_s = fixed_reduction_s if stage < self.stage_count - 1 else 0.0
             reduction_s = layers * block_reduction_s * reduced / self.chunks + fixed_s
             # The NIC also sends the gradients of the passes that follow: half of a micro-batch's

@@ -30,7 +30,11 @@ FAIR = 0.9
 
 
 class SharedHop(NamedTuple):
-    """A link between clusters (a hop) that carries the gradient reductions of several stages."""
+    """A link between clusters that carries the gradient reductions of several stages.
+
+    shared_hops() makes it. The seconds say how long the link is busy, so they limit how many layers
+    its stages can have in a step of a given length. A block is a transformer layer.
+    """
 
     stages: tuple[int, ...]
     #: Least seconds for one block's gradients, on any of the stages.
@@ -53,20 +57,21 @@ class SharedHop(NamedTuple):
         return (seconds - self.ends_s) / self.block_s
 
     def blocks_beside_first(self, max_layers: Sequence[int], seconds: float) -> float:
-        """Return the most layers of all stages on the link if the first stage reduces in `seconds`.
+        """Return the most layers with which the first stage can reduce in `seconds`.
 
-        While the first stage's reduction runs, each other stage in `beside_first` (the stages on
-        the same nodes) sends at least FAIR = 0.9 bytes for each byte of the first stage, until its
-        own reduction ends. All of this must fit in `seconds`. The number of layers of the first
-        stage is open, so every number is tried.
+        They are the layers of all stages that reduce over this link. The first stage shares it with
+        `beside_first`, the stages on the same nodes. While the first stage sends its gradients,
+        each of them sends at least FAIR = 0.9 times as many bytes, until it has sent all. So their
+        layers use up the first stage's time, too; layers of the link's other stages do not. The
+        first stage's number of layers is open, so every number is tried.
 
         Args:
-            max_layers: Most layers of each stage.
+            max_layers: Most layers of each stage of the model.
             seconds: Time for the first stage's reduction.
 
         Returns:
-            Number of layers: inf if the first stage does not use the link, -inf if `seconds` is too
-            short.
+            Number of layers, may be a fraction: inf if the first stage does not use the link, -inf
+            if `seconds` is too short.
         """
         if 0 not in self.stages:
             return inf
@@ -88,6 +93,7 @@ class SharedHop(NamedTuple):
             for larger in range(len(sharing) + 1):
                 remaining_s = seconds - (1 + FAIR * larger) * first_s
                 if remaining_s >= 0:
+                    # By then at least the share FAIR of a smaller one's gradients has passed.
                     carried = remaining_s / (FAIR * self.block_s)
                     smaller_layers = min(sum(sharing[larger:]), carried)
                     larger_layers = sum(sharing[:larger])
@@ -97,15 +103,18 @@ class SharedHop(NamedTuple):
 
 
 def shared_hops(bounds: StageBounds) -> list[SharedHop]:
-    """Return the links between clusters that limit the layers of several stages, slowest first.
+    """Return the links between clusters that carry gradient reductions, the slowest first.
 
-    A link that would share a stage with a slower one is left out. So no two links have a stage in
-    common, and their limits on the number of layers add up.
+    Of two links that a stage has in common, only the slower one is returned, as it limits the
+    layers more. So each stage is on at most one returned link. This lets the caller,
+    blocks_at_most(), add up the layers that each link excludes, without counting a stage twice.
     """
     byte_s: dict[Hop, dict[int, float]] = defaultdict(dict)  # hop -> stage -> seconds for a byte
     for stage in range(bounds.stage_count):
         for hop, seconds in _hop_byte_s(bounds, stage).items():
             byte_s[hop][stage] = seconds
+    # A stage may need 0 seconds, such as under ZeRO 2 and 3: it does not sum once a step. Then the
+    # link sets no limit.
     candidates = [
         _shared_hop(bounds, by_stage) for by_stage in byte_s.values() if min(by_stage.values()) > 0
     ]
@@ -118,16 +127,18 @@ def shared_hops(bounds: StageBounds) -> list[SharedHop]:
 
 
 def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
-    """Return the time that a link between clusters (hop) needs for the gradients of its stages.
+    """Return the seconds for which a stage's gradients occupy a link between clusters.
+
+    `block_s` is for one transformer layer, on that stage of the link which sends least for it: a
+    lower bound for all. `ends_s` is for the embedding, if the first stage uses the link, and for
+    the output layer, if the last stage does.
 
     Args:
         bounds: Lower bounds on the work of the stages.
-        byte_s: Stage -> seconds that the link needs for a byte of the stage's gradients.
-
-    Returns:
-        Seconds for a block on any stage, and seconds for the embedding and the output layer
-        (`ends_s`: both ends of the model) where the first and the last stage use the link.
+        byte_s: Each stage on the link -> seconds for which a byte of its gradients occupies the
+            link.
     """
+    # Bytes of gradients that one rank reduces.
     embedding_bytes, block_bytes, output_bytes = bounds.prices.job.reduced_bytes
     first_byte_s = byte_s.get(0, 0.0)
     last_byte_s = byte_s.get(bounds.stage_count - 1, 0.0)
@@ -151,10 +162,11 @@ def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
 
 
 def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
-    """Return, for each link between clusters that a stage's reduction passes, the seconds for a byte.
+    """Return the links that a stage's gradient reduction uses: {link: seconds for a byte}.
 
-    Such a link (a hop) connects two clusters, or is the uplink of one. The bytes are those of the
-    stage's gradients. The result is empty if the links are not known.
+    Only links between clusters count. A link (Hop) connects two clusters, or a cluster to the WAN
+    (uplink). The seconds say how long the link is busy for each byte of the stage's gradients. The
+    result is empty if the route depends on the number of bytes, which is not known yet.
 
     Args:
         bounds: Lower bounds on the work of the stages.
@@ -162,7 +174,8 @@ def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
     """
     # Traffic relative to an all-reduce; 0.5 if the gradients are only reduce-scattered once a step.
     share = bounds.all_reduce_share
-    reduction, _ = bounds.reduction(stage)  # _: the groups that are summed over
+    # A load says how a collective uses NICs and links. _: the groups that are summed over
+    reduction, _ = bounds.reduction(stage)
     loads: tuple[Load, ...] = (reduction.load,)
     if isinstance(reduction, Hierarchical):
         if bounds.run.direct:  # gloo's direct exchanges instead of rings
@@ -184,13 +197,17 @@ def blocks_at_most(
     seconds: Sequence[float],
     first_s: float = inf,
 ) -> float:
-    """Return the most layers of all stages whose gradients pass between clusters in time.
+    """Return the most layers of all stages whose gradients the links can carry in time.
+
+    Without the links it is the sum of `max_layers`. Each link takes off the layers of its stages
+    for whose gradients it has no time. A block is a transformer layer.
 
     Args:
         hops: Links between clusters without a common stage (shared_hops).
         max_layers: Most layers of each stage.
-        seconds: For each link, the time for all its reductions.
-        first_s: Time for the first stage's reduction, which begins last, so it has the least time.
+        seconds: For each link, the time for the reductions of all its stages.
+        first_s: Time for the first stage's reduction. It is shorter, as the first stage is the last
+            one to end its backward passes.
     """
     total: float = sum(max_layers)
     for hop, hop_s in zip(hops, seconds):

@@ -61,7 +61,11 @@ class UpdateInterval(NamedTuple):
 
 
 class _Ways(NamedTuple):
-    """Least seconds of one micro-batch on the stages other than a given stage."""
+    """Least seconds of one micro-batch on all stages but a given one.
+
+    "Before" means earlier stages, "behind" later ones. The way down goes forward from the first
+    stage to the given one, the way up goes backward. _ways_with() makes this record.
+    """
 
     down_s: float  # its forward passes on the stages before, without the stage links
     up_s: float  # its backward passes on the stages before, without the stage links
@@ -81,17 +85,18 @@ class StepLowerBound(PassBounds):
             self._add_update_intervals()
 
     def _add_shared_resources(self) -> None:
-        """Prepare the bounds on links and NICs that carry the gradient reductions of several stages.
+        """Prepare the bounds on links and NICs that carry the reductions of several stages.
 
-        No reduction begins before its stage's last backward pass, so these bounds need the earliest
-        start of the last backward passes: for each stage a linear function of its number of layers.
+        No gradient reduction begins before its stage's last backward pass. So these bounds need the
+        earliest start of the last backward passes: for each stage a linear function of its number
+        of layers.
         """
         #: Hops between clusters that carry the reductions of several stages.
         self.crossing = shared_hops(self) if self.prices.network.wan else []
         #: Seconds from the step's start to the start of each stage's last backward pass, without
         #: the passes of the other stages; only if a resource is shared.
         self.last_backward_start: list[LinearCost] = []
-        if not self.stages_of_nodes and not self.crossing:
+        if not self.stages_of_nodes and not self.crossing:  # no node or link has several stages
             return
         all_links_s = self.links_before_s[-1]
         for stage in range(self.stage_count):
@@ -111,13 +116,14 @@ class StepLowerBound(PassBounds):
             self.last_backward_start.append(LinearCost(block_s, fixed_s))
 
     def _add_update_intervals(self) -> None:
-        """Divide the possible times of the longest update into intervals that are examined one by one.
+        """Divide the possible times of the longest update into intervals, examined one by one.
 
         An update is a stage's optimizer step and its gather of the weights. Without the barrier of
         the gradient norm, stages do not wait for the longest update, so one interval is enough.
         """
         self.update_intervals = [UpdateInterval(0.0, inf)]
         if self.has_norm_barrier:
+            # Seconds of optimizer step and weight gather, linear in the layers of each stage.
             updates = (after.update for after in self.after_backward)
             # Equal stages: ((update, most layers), number of such stages).
             groups = tuple(Counter(zip(updates, self.max_layers)).items())
@@ -177,10 +183,10 @@ class StepLowerBound(PassBounds):
                 `reached_s` is returned instead.
         """
         # `low` is always a lower bound. The largest one is searched by doubling, then by bisection.
-        if self.run.virtual > 1:
+        if self.run.virtual > 1:  # interleaved: equally many layers on all stages
             even = uniform(self.layer_count, self.stage_count)
             return interleaved_s(self) if self.fits(even) else inf
-        if sum(self.max_layers) < self.layer_count or min(self.max_layers) < 1:
+        if sum(self.max_layers) < self.layer_count or min(self.max_layers) < 1:  # by memory
             return inf
         low = self._simple_bound_s()
         if low >= reached_s or (reached_s < inf and not self._is_possible(reached_s)):
@@ -222,7 +228,7 @@ class StepLowerBound(PassBounds):
         return max(passes_s + self.first_stage_end_s(), nic_s)
 
     def first_stage_end_s(self) -> float:
-        """Return the least seconds from the first stage's last backward pass to the end of the step.
+        """Return the least seconds from the first stage's last backward pass to the step's end.
 
         They are the first stage's exposed reduction, the tied embedding's reduction and the update,
         for the number of layers of the first stage that makes them shortest.
@@ -232,12 +238,14 @@ class StepLowerBound(PassBounds):
         return min(self._after_last_backward_s(0, layers, update_s) for layers in choices)
 
     def _least_work_s(self, max_layers: Sequence[int], backward_from: int = 0) -> float:
-        """Return the least seconds that all stages compute one micro-batch, over all splits.
+        """Return the seconds of one micro-batch on all stages (their sum), with the best split.
+
+        A split is the number of layers of each stage.
 
         Args:
             max_layers: Most layers of each stage.
-            backward_from: First stage whose backward pass counts; stages before it count their
-                forward pass only.
+            backward_from: First stage whose backward pass counts, too; of earlier stages only the
+                forward pass counts.
         """
         extra_s = sum(self.extra_s[backward_from:]) + sum(self.extra_forward_s[:backward_from])
         if self.is_homogeneous:
@@ -264,13 +272,17 @@ class StepLowerBound(PassBounds):
         return total_s
 
     def _is_possible(self, step_s: float) -> bool:
-        """Return whether all layers fit the limits that a step of `step_s` seconds sets for the stages."""
+        """Return whether some split of the layers may take a step of `step_s` seconds.
+
+        A step of this length sets a limit on the layers of each stage; all layers must fit these
+        limits.
+        """
         return self._layer_limits(step_s, self.update_intervals[0].least_s) is not None
 
     def _layer_limits(
         self, step_s: float, update_s: float, update_limit_s: float = inf
     ) -> list[int] | None:
-        """Return the most layers of each stage in a step of `step_s` seconds; None if no split can take it.
+        """Return the most layers of each stage in a step of `step_s` seconds; None if it is too short.
 
         The limit of a stage is the largest number of layers with which its part of the step
         (_stage_step_s) fits in `step_s`. An update is a stage's optimizer step and weight gather.
@@ -318,14 +330,15 @@ class StepLowerBound(PassBounds):
         return limits
 
     def _links_can_reduce(self, limits: Sequence[int], step_s: float, update_s: float) -> bool:
-        """Return whether the shared links between clusters can carry the gradients of all layers in time.
+        """Return whether the links between clusters can carry the gradients of all layers in time.
 
-        `self.crossing` are these links (hops), each with the stages that reduce over it.
+        Only links that several stages reduce over are examined (`self.crossing`).
 
         Args:
             limits: Most layers of every stage.
             step_s: Seconds of the step.
-            update_s: Least seconds of the longest update of all stages.
+            update_s: Least seconds of the longest update (optimizer step, weight gather) of all
+                stages.
         """
         # Time from the first of all last backward passes, on the last stage, to the end of the
         # step.
@@ -346,18 +359,22 @@ class StepLowerBound(PassBounds):
     def _stage_step_s(
         self, stage: int, layers: int, layers_before: int, update_s: float, first_end_s: float
     ) -> float:
-        """Return the least step time if `stage` has `layers` layers, in seconds.
+        """Return a lower bound on the step time, in seconds, if `stage` has `layers` layers.
 
-        The step is at least the sum of three times: the way down (forward passes and stage links of
-        the stages before), the stage's passes with round trips to the last stage and back, and then
-        the longer one of the stage's own end and the way up with the first stage's end.
+        It is the sum of three times:
+
+            1. forward passes and messages of the earlier stages, until the first activation arrives
+            2. all passes of `stage`, with the waits for micro-batches that are on later stages
+            3. after its last backward pass, the longer of: its own reduction and update; or the
+               backward passes and messages of the earlier stages, then `first_end_s`
 
         Args:
             stage: The stage.
             layers: Its number of layers.
-            layers_before: Most layers that the stages before can hold.
-            update_s: Least seconds of the longest update of all stages.
-            first_end_s: Least seconds of the first stage after its last backward pass.
+            layers_before: Most layers that the earlier stages can hold together.
+            update_s: Least seconds of the longest update (optimizer step, weight gather) of all
+                stages.
+            first_end_s: Least seconds of the first stage's reduction and update.
         """
         ways = self._ways_with(stage, layers, layers_before)
         links_s = self.links_before_s[stage]
@@ -373,16 +390,17 @@ class StepLowerBound(PassBounds):
         return last_backward_end_s + max(stage_end_s, way_up_s)
 
     def _ways_with(self, stage: int, layers: int, layers_before: int) -> _Ways:
-        """Return the least times of a micro-batch on the other stages, given `layers` of `stage`.
+        """Return the least seconds of a micro-batch on all stages but `stage`.
 
-        Each other stage has one layer. Each further layer is on a stage before, where it adds to
-        the ways down and up, or on a stage behind, where it adds to the round trip: wherever the
-        step is shorter.
+        `stage` has `layers` layers, each other stage one. The layers that remain are assumed where
+        they lengthen the step least. On earlier stages they lengthen the way down (forward) and the
+        way up (backward). On later stages they lengthen the round trip from `stage` to the last
+        stage and back.
 
         Args:
             stage: The stage.
             layers: Its number of layers.
-            layers_before: Most layers that the stages before can hold.
+            layers_before: Most layers that the earlier stages can hold together.
         """
         down_s = self.down_s[stage]
         up_s = self.up_s[stage]
@@ -451,18 +469,20 @@ class StepLowerBound(PassBounds):
         return self._last_backward_start_s(limits) + layers * block_s <= step_s
 
     def _last_backward_start_s(self, limits: Sequence[int]) -> float:
-        """Return the seconds before which no stage's last backward pass begins.
+        """Return a moment before which no stage begins its last backward pass, in seconds.
 
-        Every stage's last forward pass ends before any last backward pass begins. So one stage with
-        a late last forward pass gives the bound. All stages together have `spare` layers less than
-        their limits, so some stage has at most spare / (number of stages) layers less than its
-        limit. Which stage is open, so the least bound of all stages counts.
+        It counts from the step's start. All stages end their last forward pass before it. So any
+        one stage with a late last forward pass gives a bound. `limits` sum to more layers than the
+        model has, by a number `spare`. So some stage is at most spare / (number of stages) layers
+        below its limit. As it is not known which stage, the result is the least of all stages'
+        bounds.
 
         Args:
             limits: Most layers of every stage.
         """
         spare = sum(limits) - self.layer_count
         starts_s = []
+        # start: least seconds of the stage's own passes, and of messages, linear in its layers
         for stage, start in enumerate(self.last_backward_start):
             layers = limits[stage]
             if start.block_s > 0:  # else more layers only lower the bound

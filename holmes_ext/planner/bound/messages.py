@@ -10,7 +10,7 @@ from holmes_ext.plan.placement import Placement
 
 
 class Message(NamedTuple):
-    """An activation sent to the next stage: lower bounds on its times, in seconds."""
+    """An activation sent from a stage to the next one: lower bounds on its times, in seconds."""
 
     #: From the first byte sent to the last byte received.
     total_s: float
@@ -114,6 +114,7 @@ def _priced_message(
     fold, folded_stages = prices.fold(placement, stage, next_stage)
     stage_link = fold.stage_link(fold.pipeline_class_at(rank_index), *folded_stages)
     message_bytes = prices.job.block.activation_bytes
+    # A load says how a message uses NICs and links, and its price: latency and seconds for a byte.
     load = network.message(stage_link, prices.link_bps(stage_link.node_types))
     if load.fabric is None:  # both stages are on one node
         seconds = load.price.seconds(message_bytes)

@@ -90,9 +90,10 @@ def fastest_first(spec: SiteSpec, model: Model, first_equal: Sequence[int]) -> l
 
 
 def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """Return one ideal cluster of `count` nodes, and the model with its GPUs, for a bound on all subsets.
+    """Return one ideal cluster of `count` nodes, and the model with its GPUs.
 
-    The cluster has the best GPUs of the site, on one network faster than any of the site's.
+    A step there is a lower bound for all subsets of so many nodes. The cluster has the best GPUs of
+    the site, on one network faster than any of the site's.
 
     Args:
         site: All nodes.
@@ -106,12 +107,16 @@ def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Mod
 
 
 def ideal_gpus(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """Return the `count` nodes with the fastest GPUs on one ideal network, and the model there.
+    """Return the `count` nodes with the fastest GPUs on one ideal network, and the model for them.
 
-    Each GPU speed is a cluster. The step time on these nodes bounds the computing time of every
-    subset.
+    A bound takes the step time there as the least time in which any subset of `count` nodes
+    computes. The nodes with GPUs of one speed are a cluster of the new site, named by FLOP/s; the
+    model has one GPU for each. The network is at least as fast as each network of `site`.
 
     Args:
+        site: All nodes.
+        count: Nodes of the new site.
+        model: Model with the GPUs of the site's clusters.
         links: Measured links.
     """
     fastest = sorted(site.nodes, key=lambda node: -model.gpu_of(node.cluster).flops)[:count]
@@ -142,17 +147,19 @@ def _best_gpu(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Site:
-    """Return a site whose nodes share one ideal network.
+    """Return a site whose nodes share one ideal network, as good as all networks of `site`.
 
-    The network has the least latency of all fabrics in use, and the rate of the fastest one and
-    Ethernet together, because a hierarchical all-reduce uses both at once. It is called Ethernet,
-    so the tensor parallel ranks share out the messages of a stage.
+    Its latency is the least of all fabrics in use. Its rate is the sum of the fastest fabric's and
+    Ethernet's rate, because a hierarchical all-reduce uses both at once. Its name is Ethernet,
+    because only on Ethernet tensor parallel ranks send a slice of a message each, which is the
+    fastest case.
 
     Args:
         site: Nodes and fabrics to take the best values from.
         clusters: Name of each node of the new site -> name of its cluster.
         links: Measured links.
     """
+    # line(): the fabric with its measured rate and latency
     used_fabrics = [
         links.line(fabric)
         for fabric in site.fabrics
@@ -171,7 +178,7 @@ def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Sit
 def of_family(
     spec: SiteSpec, family: Family, count: int, model: Model, links: Links, send_speedup: float
 ) -> tuple[Site, Model]:
-    """Return ideal nodes, at least as good as any subset of a family, and the model with their GPUs.
+    """Return ideal nodes, as good as any subset of a family, and the model with their GPUs.
 
     A family is all subsets of `count` nodes with the given numbers of nodes from the fixed
     clusters. The fixed clusters keep their nodes. The other nodes become an ideal cluster (OPEN)
@@ -186,7 +193,7 @@ def of_family(
         send_speedup: How many times faster Ethernet carries an activation than its rate says, at
             most: tensor parallel ranks send a slice each. Faster fabrics carry it whole.
     """
-    fixed_names: set[str] = set()  # nodes of the clusters that are not open
+    fixed_names: set[str] = set()  # nodes of the clusters that are not open (None: open)
     for cluster, nodes in zip(spec.clusters, family):
         fixed_names.update(cluster.nodes[: nodes or 0])
     site = site_from_spec(spec.only(fixed_names))

@@ -41,14 +41,18 @@ MIN_CLUSTERS = 3
 
 
 class _ClusterLink(NamedTuple):
-    """Seconds for an activation from one cluster to the next."""
+    """Seconds for an activation from one cluster's last stage to the next cluster's first stage."""
 
     total_s: float
     interval_s: float  # between messages that follow each other
 
 
 class _Prefix(NamedTuple):
-    """Entry of the search's heap: the first groups of clusters that a pipeline passes."""
+    """Beginning of an order of clusters, with a lower bound on the step time.
+
+    It is an entry of the search's heap. An order is the sequence of clusters that a pipeline
+    passes. It is made of groups of equal size; the clusters of a group share their stages.
+    """
 
     bound_s: float
     number: int  # order of creation; decides between equal bounds
@@ -73,7 +77,10 @@ class OrderSearch(NamedTuple):
 
 
 class OrderBounds:
-    """Lower bounds on the step time for the orders of a pipeline's clusters, with given parallel sizes."""
+    """Lower bounds on the step time for all orders in which a pipeline can pass its clusters.
+
+    The parallel sizes are given. below() searches for the orders that can beat a step time.
+    """
 
     def __init__(
         self,
@@ -82,18 +89,18 @@ class OrderBounds:
         bound_of: Callable[[Placement], StepLowerBound],
         ring_bits: float,
     ):
-        """Read the costs of all links between clusters from sample placements.
+        """Read the costs of the links between clusters from the lower bounds of sample pipelines.
 
-        The samples are chains of all clusters. In the samples, each pair of clusters is
-        neighbouring at least once, and is first and last cluster once; so every cost that depends
-        on a pair is read.
+        A sample pipeline passes all clusters one after the other. The samples are chosen so that
+        every pair of clusters appears as neighbours, and also as the first and the last cluster. So
+        they contain every cost that depends on two clusters.
 
         Args:
             orders: Clusters to order.
             sizes: Complete parallel sizes.
             bound_of: Returns the lower bound of a placement.
-            ring_bits: Bits of all gradients if they travel around the clusters
-                (ShapeBound.ring_bits).
+            ring_bits: Bits of all gradients, if ring all-reduces carry them between clusters; else
+                0 (ShapeBound.ring_bits).
         """
         self.orders = orders
         self.sizes = sizes
@@ -121,11 +128,11 @@ class OrderBounds:
 
     @staticmethod
     def applies_to(orders: Orders, sizes: Sizes) -> bool:
-        """Return whether a search over orders is worth it, and these bounds hold for the clusters.
+        """Return whether OrderBounds holds for these clusters, and a search is worth it.
 
-        It needs a pipeline over MIN_CLUSTERS or more clusters, which a WAN connects (else all
-        orders are equal or listed anyway). The bounds need equally many ranks in each cluster, and
-        whole stages in each.
+        True for a pipeline over at least MIN_CLUSTERS clusters that a WAN connects. (Without a WAN
+        all orders take equally long; of fewer clusters all orders are examined without a search.)
+        Also, all clusters must have equally many ranks, and hold a whole number of stages.
 
         Args:
             orders: Clusters to order.
@@ -141,13 +148,15 @@ class OrderBounds:
         return cluster_ranks % stage_ranks == 0
 
     def _read_chain(self, chain: Sequence[int]) -> None:
-        """Read the costs of a chain of clusters from the bound of its placement.
+        """Keep the seconds of messages and work that the bound of one sample pipeline has.
 
-        Sets the entries of `links`, `tied_s` and `first_stage_end_s` for the pairs and the first
-        cluster of the chain, and lowers `inside_s` if this chain's time inside clusters is less.
+        Sets, for the clusters a -> b -> ... -> z of the sample: links[a, b], ... (an activation
+        between neighbours), tied_s[a, z] (all-reduce of the tied embedding), first_stage_end_s[a]
+        (work of the first stage after its last backward pass). inside_s (a micro-batch's work and
+        messages inside clusters) keeps the least of all samples.
 
         Args:
-            chain: All clusters in the order of the pipeline.
+            chain: All clusters, in the order in which the sample pipeline passes them.
         """
         # A group for each cluster: there is one placement with this order.
         (placement,) = self.orders.placements_of(self.sizes, tuple((cluster,) for cluster in chain))
@@ -171,9 +180,12 @@ class OrderBounds:
         self.inside_s = min(self.inside_s, compute_s + 2 * inside_links_s)
 
     def below(self, best_s: float) -> OrderSearch:
-        """Search for the placements whose lower bound is below `best_s` seconds.
+        """Search the clusters' orders for placements with a lower bound below `best_s` seconds.
 
-        The search ends early after MAX_EXTENDED prefixes or MAX_BOUNDED placements.
+        Best-first search (A*): it extends the beginning of an order with the least bound by one
+        group of clusters. It stops early after extending MAX_EXTENDED beginnings or finding
+        MAX_BOUNDED placements. Then `remaining_s` of the result is a lower bound for all orders
+        that were not examined.
         """
         placements = []
         bounded = 0  # placements so far
@@ -205,10 +217,14 @@ class OrderBounds:
         return OrderSearch(placements, remaining_s)
 
     def _next_groups(self, prefix: _Prefix) -> Iterator[tuple[int, ...]]:
-        """Yield the groups of unused clusters that may follow the first groups of an order.
+        """Yield the groups of unused clusters that can come next in an order.
 
-        Of interchangeable clusters, those with lower numbers are used first, so equal orders appear
-        once.
+        The clusters of a group share stages. Of interchangeable clusters, those with lower numbers
+        are used first. So two orders that differ only in which of two equal clusters comes first
+        are tried once.
+
+        Args:
+            prefix: First groups of the order, and the size of every group.
         """
         used = {cluster for group in prefix.groups for cluster in group}
         unused = [cluster for cluster in self.clusters if cluster not in used]
@@ -224,10 +240,10 @@ class OrderBounds:
                 yield group
 
     def prefix_bound_s(self, groups: Groups, group_size: int) -> float:
-        """Return a lower bound on the step time of every order that begins with `groups`, in seconds.
+        """Return a lower bound, in seconds, for every order of clusters that begins with `groups`.
 
         The clusters of a group share stages, and each micro-batch is divided among them. Chain i is
-        the path through the i-th cluster of every group, and carries 1 / group_size of each
+        the path through the i-th cluster of every group; it carries 1 / group_size of each
         micro-batch. The bound is a sum of three times:
 
             the first activation passes the slowest chain
@@ -235,8 +251,8 @@ class OrderBounds:
             the last gradient comes back, or the reduction between clusters: the longer one
 
         Groups of one cluster have no such reduction; the work inside clusters and the end of the
-        first stage are added instead. Borders between groups that are not chosen yet have the best
-        link.
+        first stage are added instead. Between groups that are not chosen yet, the best link is
+        assumed.
 
         Args:
             groups: First groups of the order.
@@ -273,18 +289,20 @@ class OrderBounds:
         else:
             last_clusters = list(groups[-1])
         tied_s = min(self.tied_s[first, last] for last in last_clusters)
+        # inside_s: least seconds of a micro-batch's passes, and messages, inside the clusters
         return self.inside_s + messages_s + self.first_stage_end_s[first] + tied_s
 
     def _reduction_s(self, groups: Groups, open_borders: int, group_size: int) -> float:
-        """Return the least seconds to sum the gradients of each group in rings around its clusters.
+        """Return the least seconds to sum all gradients in rings, one for each group of clusters.
 
-        How the gradients are divided among the groups is open, as it depends on the layers of each
-        stage. At best all groups end at the same time; then each has gradients in proportion to its
-        rate, so the sum of their rates counts.
+        A ring goes around the clusters of a group, which share stages. How many layers, and so
+        gradients, a group has is open. At best all groups end at the same time: then all gradients
+        take their bits / the sum of the rings' rates.
 
         Args:
             groups: First groups of the order.
-            open_borders: Number of groups that are not chosen yet.
+            open_borders: Number of groups that are not chosen yet; the best possible ring is
+                assumed.
             group_size: Number of clusters in each group.
         """
         # A ring around the clusters of a group is as fast as its slowest link.

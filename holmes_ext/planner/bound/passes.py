@@ -21,10 +21,11 @@ from holmes_ext.planner.bound.stages import ROUNDING, StageBounds
 
 
 class PassTimes(NamedTuple):
-    """Lower bounds for one stage from its first forward pass to the end of its last backward pass.
+    """Least seconds of all passes of a stage under 1F1B, without round trips.
 
-    Each field excludes the round trips of micro-batches through the stages behind; seconds() adds
-    them.
+    A round trip is the time of a micro-batch on the later stages, there and back, for which this
+    stage waits. seconds() adds it. PassBounds._pass_times() makes this record for a number of
+    layers.
     """
 
     one_trip_s: float  # if the stage waits for one round trip
@@ -43,14 +44,15 @@ class PassTimes(NamedTuple):
 
 
 class PassBounds(StageBounds):
-    """Lower bounds on the passes of every stage, whatever the number of its layers."""
+    """Lower bounds on the time of every stage's passes under 1F1B, for any number of layers."""
 
     def _sum_along_pipeline(self) -> None:
-        """Set, for each stage, the least times of the stages before and behind it.
+        """Set the least seconds of one micro-batch before and behind each stage.
 
-        The times are those of one micro-batch, with one layer on every stage. "Extra" is the
-        embedding or output layer. What each further layer adds at least is set, too: the cost on
-        the cheapest of the stages that could have it.
+        They become attributes of this object, lists by stage, with one layer on every stage: down_s
+        (forward passes), up_s (backward passes) and links_before_s (messages) of the earlier
+        stages; round_trip_s for the way to the last stage and back. layer_down_s, layer_up_s and
+        layer_round_trip_s are what each further layer adds at least.
         """
         stages = range(self.stage_count)
         forward_s = map(sum, zip(self.forward_s, self.extra_forward_s))
@@ -87,11 +89,14 @@ class PassBounds(StageBounds):
         self.pass_times: list[dict[int, PassTimes]] = [{} for _ in stages]
 
     def _flow_ends(self) -> list[float]:
-        """Return the least end of each stage's last backward pass, without the stage's own blocks.
+        """Return, for each stage, the least end of its last backward pass, from message times.
 
-        All activations pass each stage link one after the other. Then the gradient of the last one
-        comes back from the last stage to this one.
+        All activations pass the slowest stage link one after the other. Then the gradient of the
+        last one comes back from the last stage. The time that this stage's own layers take in its
+        last backward pass is not included, as their number is open: the caller adds it. In seconds
+        from the step's start.
         """
+        # down_s[-1], up_s[-1], links_before_s[-1]: sums over all stages, with one layer on each.
         further_layers = self.layer_count - self.stage_count  # besides one on each stage
         first_activation_down_s = (
             self.down_s[-1] + further_layers * min(self.forward_s) + self.links_before_s[-1]
@@ -125,14 +130,15 @@ class PassBounds(StageBounds):
     def _pass_times(self, stage: int, layers: int) -> PassTimes:
         """Return the least seconds of all passes of a stage that has `layers` layers.
 
-        The results exclude the round trips of micro-batches through the stages behind. `blocked`
-        times: sending a message blocks the stage (0 if sends do not block); "up" is a gradient,
-        "both" an activation and a gradient.
+        A round trip is the time of a micro-batch on the later stages, there and back, for which
+        this stage waits; PassTimes.seconds() adds it. The result is computed once for each number
+        of layers.
         """
         if layers in self.pass_times[stage]:
             return self.pass_times[stage][layers]
         micro_batches = self.micro_batches
         warm_up = self._warm_up_with(stage, layers)
+        # Sends may block the stage (else 0): a gradient (up), or an activation and a gradient.
         blocked_up_s = self._blocked_up_s(stage)
         blocked_both_s = self._blocked_both_s(stage)
         forward_s = layers * self.forward_s[stage] + self.extra_forward_s[stage]
@@ -172,14 +178,14 @@ class PassBounds(StageBounds):
         return result
 
     def _warm_up_with(self, stage: int, layers: int) -> int:
-        """Return the largest warm-up depth for which a stage with `layers` layers has memory.
+        """Return the most micro-batches that a stage can begin before its first backward pass.
 
-        The warm-up depth is the number of micro-batches that the stage begins before its first
-        backward pass. It is at least 1F1B's, even if the memory is too small for that, as in the
-        simulation. Only schedules that hide the stage links (async_stage_links) go deeper than
-        1F1B, so only these need the memory limit. `room_bytes`: memory of a GPU for this stage.
+        The GPU's memory limits it, with `layers` layers on the stage. The result is never below the
+        number of 1F1B, even if that does not fit; the simulation does the same. Only a schedule
+        that hides the messages between stages (`async_stage_links`) begins more micro-batches than
+        1F1B, so only then the memory is examined.
         """
-        costs = self.costs
+        costs = self.costs  # room_bytes: a GPU's memory for this stage, inf if unknown
         warm_up = self.warm_up[stage]
         if not self.async_stage_links or costs.room_bytes[stage] == inf:
             return warm_up
@@ -196,11 +202,14 @@ class PassBounds(StageBounds):
         return min(warm_up, max(fitting, warm_up_1f1b))
 
     def _stage_bytes(self, stage: int, layers: int, layer_bytes: Sequence[float]) -> float:
-        """Return the bytes of a stage with `layers` blocks.
+        """Return the bytes of a stage's layers, and of its embedding and output layer.
+
+        The caller chooses which bytes: `layer_bytes` may be those of activations, or of weights,
+        gradients and optimizer state.
 
         Args:
             stage: The first stage also has the embedding, the last one the output layer.
-            layers: Number of blocks.
+            layers: Number of transformer layers (blocks).
             layer_bytes: Bytes of (embedding, block, output layer).
         """
         embedding_bytes, block_bytes, output_bytes = layer_bytes

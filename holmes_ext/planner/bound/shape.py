@@ -30,7 +30,10 @@ FORWARD_SHARE_MARGIN = 1.2
 
 
 class _BlockTimes(NamedTuple):
-    """Seconds of one block of a stage that lies on one node type."""
+    """Seconds of one transformer layer (block) for one micro-batch on the GPUs of one cluster.
+
+    A node type is a cluster here. ShapeBound._block_times() makes this record.
+    """
 
     forward_s: float
     both_s: float  # forward and backward pass
@@ -38,9 +41,10 @@ class _BlockTimes(NamedTuple):
 
 
 class ShapeBound:
-    """Lower bound on the step time of all placements (which nodes hold which stage) of one shape.
+    """Lower bound on the step time of all plans with the same parallel sizes.
 
-    A shape fixes parallel sizes, micro-batch, recomputation and ZeRO stage.
+    It holds wherever their stages lie. A shape fixes parallel sizes, micro-batch, recomputation and
+    ZeRO stage, but not which nodes hold which stage. A node type is a cluster here.
     """
 
     def __init__(self, network: Network, prices: Prices, shape: Shape):
@@ -59,16 +63,18 @@ class ShapeBound:
         return max(self.computing_s(), self.crossing_s())
 
     def computing_s(self) -> float:
-        """Return a lower bound from the computation of all stages, in seconds; inf if no memory suffices.
+        """Return a lower bound on the step time from the computation of all stages, in seconds.
 
-        It is a lower bound because each relaxation can only shorten a step: stages compute and
-        communicate inside as if each node type were alone, layers are divisible, activations take
-        the fastest network, and each node type reduces its gradients in the cheapest way.
+        It assumes an ideal case, which can only shorten the step: each stage lies inside one
+        cluster, layers can be divided into fractions, activations take the fastest network, and
+        gradients are reduced in the cheapest way. The result is inf if even the largest GPU memory
+        cannot hold the layers.
         """
         node_types = range(len(self.ranks))
         times = [self._block_times(node_type) for node_type in node_types]
         if not self._layers_fit(max(block.limit_bytes for block in times)):
             return inf
+        # Stages that each node type's ranks can hold, such as 2.5.
         stage_counts = [ranks / self.stage_ranks for ranks in self.ranks]
         reductions_s = [self._reduction_s(node_type) for node_type in node_types]
         if self.shape.virtual > 1:
@@ -83,12 +89,15 @@ class ShapeBound:
     ) -> float:
         """Return a lower bound on the step time under a 1F1B schedule, in seconds.
 
-        It is the largest of five bounds: each holds for every placement. Layers are divisible here,
-        so they can be divided such that all stages take equally long.
+        It is the largest of five bounds: computation without idle time, computation that the first
+        micro-batch's round trip cannot hide, round trips one after the other, the messages of one
+        stage link, and passes with the gradient reduction. Layers may be fractions, so all stages
+        can take equally long.
 
         Args:
-            stage_counts: Number of stages that the nodes of each type can hold; may be a fraction.
-            times: Times of a block on each node type.
+            stage_counts: For each node type (cluster), the number of stages that its ranks hold,
+                such as 2.5.
+            times: Times of a block (transformer layer) on each node type.
             reductions_s: Least seconds for the gradients of a block on each node type.
         """
         layers = self.job.blocks
@@ -134,19 +143,21 @@ class ShapeBound:
         warm_up: int,
         link_s: float,
     ) -> float:
-        """Return the least seconds until each stage has computed and reduced its share of the layers.
+        """Return a lower bound on a 1F1B step, in seconds, from passes and gradient reduction.
 
-        The time is a sum: the first activation's way down through all layers and stage links, then
-        the passes and the reduction that remain to a stage. Layers are divisible, so all stages can
-        end at the same time: then they handle `blocks_per_s` layers a second.
+        It is a sum: the first activation passes all layers and stage links; then a stage does its
+        other passes and reduces its gradients. Layers can be divided into fractions here, so all
+        stages can end at the same time. A block is a layer: `blocks_per_s` are those that all
+        stages together complete in a second.
 
         Args:
-            stage_counts: Number of stages that the nodes of each type can hold; may be a fraction.
+            stage_counts: For each node type (cluster), the number of stages that its ranks hold;
+                may be a fraction.
             times: Times of a block on each node type.
             reductions_s: Least seconds for the gradients of a block on each node type.
             warm_up: Largest number of micro-batches that a stage begins before its first backward
                 pass.
-            link_s: Least seconds of a stage link.
+            link_s: Least seconds of an activation from a stage to the next one.
         """
         # Seconds of one block of a stage after the way down: all its passes and its reduction.
         block_s = []
@@ -178,8 +189,9 @@ class ShapeBound:
         with reduction.
 
         Args:
-            stage_counts: Number of stages that the nodes of each type can hold; may be a fraction.
-            times: Times of a block on each node type.
+            stage_counts: For each node type (cluster), the number of stages that its ranks hold;
+                may be a fraction.
+            times: Times of a block (transformer layer) on each node type.
             reductions_s: Least seconds for the gradients of a block on each node type.
         """
         micro_batches = self.shape.micro_batches
@@ -204,7 +216,7 @@ class ShapeBound:
         links_on_nic = 2 if (stages - 1) // 2 > 2 * borders else 1
         messages_s = micro_batches * chunks * links_on_nic * link_s
         # The gradients of the last chunk are reduced first: when its last backward pass begins, all
-        # forward passes have ended, and all backward passes but the `early_passes` that follow.
+        # forward passes have ended, and all backward passes but the `passes_behind` that follow.
         backward_s = min(block.both_s - block.forward_s for block in times)
         forward_s = micro_batches * min(block.forward_s for block in times)
         passes_behind = (stages * (chunks - 1) + 1) / chunks  # in passes of a whole stage
@@ -213,10 +225,13 @@ class ShapeBound:
         return max(compute_s, messages_s, with_reduction_s)
 
     def _block_times(self, node_type: int) -> _BlockTimes:
-        """Return the times of one block of a stage that lies on one node type only.
+        """Return the times of one transformer layer (block) of a stage inside one cluster.
+
+        They include the tensor, context and expert parallel collectives of the layer.
 
         Args:
-            node_type: Index of the cluster.
+            node_type: Number of the cluster; the network numbers node types, each of which is a
+                cluster.
         """
         gpu = self.job.gpu_of(self.network.cluster(node_type))
         block = self.job.block
@@ -232,6 +247,7 @@ class ShapeBound:
             nodes = max(1, self.stage_ranks // processes)
             sizes = replace(self.sizes, pipeline=stages)
             placement = Placement(sizes, processes, node_runs=((node_type, nodes),))
+            # fold(): the nodes of stage 0 in a compact form, which the cost model prices
             fold, (stage,) = self.prices.fold(placement, 0)
             return self.prices.collective_s(fold, stage)
 
@@ -242,6 +258,7 @@ class ShapeBound:
         )
         if max(group_sizes) > 1:
             key = ("alone", node_type, self.stage_ranks, group_sizes, collective_bytes, gpu)
+            # remember(): computed once for each key, for all shapes of a search
             collectives_s = self.network.remember(key, collective_s) / 2
         forward_s = block.forward_flops / gpu.flops + collectives_s
         return _BlockTimes(
@@ -251,7 +268,11 @@ class ShapeBound:
         )
 
     def _layers_fit(self, limit_bytes: float) -> bool:
-        """Return whether all layers fit if every GPU has `limit_bytes`, without embedding and output."""
+        """Return whether all stages together can hold the model, if every GPU has `limit_bytes`.
+
+        It is an optimistic test, for any number of layers on each stage: the bytes of embedding and
+        output layer are left out. If it fails, no placement fits.
+        """
         if limit_bytes == inf:
             return True
         shape = self.shape
@@ -270,7 +291,7 @@ class ShapeBound:
     def stage_link_s(self, latency: bool = True) -> float:
         """Return the least seconds for an activation from a stage to the next.
 
-        The bound is 0 if neighbouring stages may share a node.
+        The fastest network counts. The bound is 0 if neighbouring stages may share a node.
 
         Args:
             latency: Count the latency, not only the bytes.
@@ -295,9 +316,10 @@ class ShapeBound:
         node_types = range(len(self.ranks))
 
         def least_s() -> float:
-            """Return the seconds of an activation on the fastest network between two node types.
+            """Return the seconds in which a node's ranks send an activation, on the best network.
 
-            `share` is the part of the message that each rank sends over Ethernet.
+            Uses variables of the enclosing method: over Ethernet each rank sends only the part
+            `share` of `message_bytes`, over other networks all of it.
             """
             fabrics = {
                 self.network.fabric((node_type, other))
@@ -314,17 +336,18 @@ class ShapeBound:
                 seconds.append(node_bits / line.rate_bps + latency_s)
             return min(seconds)
 
+        # remember(): computed once for each key
         return self.network.remember(("stage_link", message_bytes, share, latency), least_s)
 
     def _reduction_s(self, node_type: int) -> float:
-        """Return the least seconds in which a stage reduces a block's gradients.
+        """Return the least seconds in which a stage reduces the gradients of one layer (block).
 
         It is the less of two rings: inside the cluster, as part of a hierarchical all-reduce, or
         among all ranks of a data parallel group. How many ranks of a group are in this cluster is
         open; an equal number in each cluster is assumed, which is the cheapest case.
 
         Args:
-            node_type: Index of the cluster, which has some of the stage's ranks.
+            node_type: Number of the cluster, which has some of the stage's ranks.
         """
         shape = self.shape
         network = self.network
@@ -347,6 +370,7 @@ class ShapeBound:
             sent_bytes = (
                 2 * (ranks - 1) / ranks
             )  # by each rank of a ring, for each byte of gradients
+            # line(): the fabric with its measured rate
             return 8 * sent_bytes * groups_per_node / network.line(fabric).rate_bps
 
         def least_byte_s() -> float:
@@ -359,7 +383,7 @@ class ShapeBound:
             return min(inside_s, across_s)
 
         key = ("least reduction", node_type, shards, shards_per_node)
-        block_byte_s = network.remember(key, least_byte_s)
+        block_byte_s = network.remember(key, least_byte_s)  # computed once for each key
         share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
         _, block_bytes, _ = self.job.reduced_bytes  # of embedding, block and output layer
         return block_byte_s * block_bytes * share
@@ -367,11 +391,11 @@ class ShapeBound:
     # ------------------------------------------------------------------- traffic between clusters
 
     def crossing_s(self) -> float:
-        """Return a lower bound from the traffic between clusters of equal size, in seconds.
+        """Return a lower bound on the step time from the traffic between clusters, in seconds.
 
-        A placement divides the clusters into groups of equal size. The clusters of a group share
-        stages, and the pipeline passes from group to group. The group size is open, so the least
-        bound of all sizes counts (_group_crossing_s).
+        A plan divides the clusters into groups of equal size. The clusters of a group share stages,
+        and the pipeline passes from group to group. Which size a plan chooses is open, so the
+        result is the least of the bounds for all sizes (_group_crossing_s).
 
         The bound is 0 if the clusters have no WAN between them, or differ in size.
         """
@@ -393,15 +417,16 @@ class ShapeBound:
         )
 
     def _group_crossing_s(self, group_size: int, links: BestLinks) -> float:
-        """Return a lower bound on the step time if groups of `group_size` clusters share stages, in seconds.
+        """Return a lower bound on the step, in seconds, if a stage lies on `group_size` clusters.
 
-        Two kinds of traffic cross between clusters. The gradients of a group are summed over its
-        clusters after the last micro-batch. Before that, the activations pass from group to group:
-        `group_size` chains of links, one for each cluster of a group.
+        Two kinds of traffic cross between clusters: activations from each group of clusters to the
+        next, and, after the last micro-batch, the sum of the gradients over the clusters of a
+        group.
 
         Args:
-            group_size: Number of clusters on which each stage lies.
-            links: Best rates that any choice of links between clusters reaches.
+            group_size: Number of clusters that share their stages.
+            links: Highest rates between clusters. Which links a plan uses is open, so the fastest
+                are assumed.
         """
         shape = self.shape
         job = self.job
@@ -414,6 +439,7 @@ class ShapeBound:
             _, block, _ = job.layers
             if not block.expert_parameters:
                 gradient_bits = 8 * shape.tensor * job.total_bytes
+            # SHARES: kind of compression -> bytes sent for each byte
             gradient_bits *= (1 - 1 / shards) * SHARES[self.prices.rules.compress]
             # The group with most gradients has at least its share of them: group_size /
             # cluster_count. Each of its clusters receives a whole sum from its group_size - 1
@@ -447,10 +473,11 @@ class ShapeBound:
 
     @property
     def ring_bits(self) -> float:
-        """Bits of all gradients, if rings of all ranks sum them over the links between clusters.
+        """Bits of all gradients that ring all-reduces between clusters must carry.
 
-        0 if the gradients travel in another way, for which this bound does not hold: ZeRO, experts,
-        compression, or gloo's direct exchanges between all pairs of clusters (rules.direct).
+        Lower bounds divide it by the rates of the links. It is 0, which means no bound, if the
+        gradients travel in other ways: with ZeRO, experts, compression, or direct exchanges between
+        all pairs of clusters with gloo (rules.direct).
         """
         rules = self.prices.rules
         _, block, _ = self.job.layers  # embedding, block, output layer

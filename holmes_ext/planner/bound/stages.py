@@ -1,4 +1,4 @@
-"""Lower bounds on the work of each pipeline stage of one placement: messages, reductions, optimizer.
+"""Lower bounds on the work of each pipeline stage: messages, reductions, optimizer.
 
 A placement fixes which nodes hold which stage; the number of layers of each stage is still open.
 Every value here holds for each number of layers, so the bounds on the step time (least.py,
@@ -75,7 +75,7 @@ class AfterBackward:
 
 
 class StageBounds:
-    """Lower bounds on the work of every stage of one placement. Lists have one entry for each stage."""
+    """Lower bounds on the work of every stage of one placement (lists: one entry a stage)."""
 
     def __init__(self, prices: Prices, placement: Placement, costs: StageCosts, run: Execution):
         """Read the compute times and the memory limits.
@@ -103,7 +103,8 @@ class StageBounds:
         self.max_layers = self._max_layers()
 
     def _max_layers(self) -> list[int]:
-        """Return the most layers that fit the memory of each stage; all layers without a memory limit."""
+        """Return the most layers that fit each stage's memory (no memory limit: all layers)."""
+        # Bytes of a layer, and of embedding or output layer. room_bytes: memory of a GPU for them.
         block_bytes, extra_bytes = _block_and_extra(self.costs.memory)
         result = []
         for available, block, extra in zip(self.costs.room_bytes, block_bytes, extra_bytes):
@@ -173,12 +174,12 @@ class StageBounds:
             self.tied_s[0] = self.tied_s[-1] = self._tied_all_reduce_s()
 
     def _max_warm_up(self) -> list[int]:
-        """Return the largest number of micro-batches that each stage begins before its first backward pass.
+        """Return the most micro-batches that each stage may begin before its first backward.
 
-        1F1B begins one micro-batch for each stage from here to the end. To hide the stage links
-        (the messages between stages), a stage needs one more for each micro-batch that is under way
-        on the stage links of this stage and the stages behind. That number is largest if
-        micro-batches follow each other as fast as any split of the layers allows.
+        Under 1F1B this is one for this stage and one for each later stage. A schedule that hides
+        the messages between stages needs more: one for each micro-batch that is being sent, as
+        activation or as gradient, between this stage and the last. How many these are depends on
+        the split of the layers; the split with the fastest pace has most, and is assumed.
         """
         result = [self.stage_count - stage for stage in range(self.stage_count)]  # 1F1B
         if (
@@ -215,9 +216,10 @@ class StageBounds:
         return result
 
     def _least_block_work_s(self) -> float:
-        """Return a lower bound on the seconds that all stages compute the blocks of one micro-batch.
+        """Return the least sum, over all stages, of the seconds of one micro-batch's layers.
 
-        Every stage has one block; the others are on the fastest stages, as far as memory allows.
+        Embedding and output layer are not included. Every stage has one layer (block); the others
+        are on the fastest stages, as far as memory allows.
         """
         remaining = self.layer_count - self.stage_count
         total_s = sum(self.block_s)
@@ -232,12 +234,13 @@ class StageBounds:
     # ------------------------------------------------------------------- messages
 
     def _nic_busy_s(self, messages: Sequence[Message]) -> list[float]:
-        """Return the seconds for which an activation down and a gradient up occupy each stage's NIC.
+        """Return the seconds for which one micro-batch's messages occupy each stage's NIC.
 
-        The bound is 0 where no such time is certain: for the first and the last stage, if
-        activation and gradient leave through different NICs, if stages share nodes, and on measured
-        networks. (There, only the rate of one message was measured, and a NIC may be faster than
-        that.)
+        A stage between others sends an activation to the next stage, and a gradient to the one
+        before. The result is a lower bound. It is 0 for the first and the last stage, and where the
+        seconds are not certain: if both messages leave through different NICs, if stages share
+        nodes, and on measured networks. (There only the rate of one message was measured; a NIC may
+        be faster than that.)
 
         Args:
             messages: For each stage, the message to the next one.
@@ -259,7 +262,11 @@ class StageBounds:
     # ------------------------------------------------------------------- reductions
 
     def _after_backward(self, stage: int) -> AfterBackward:
-        """Return the lower bounds on a stage's reduction and update, computed once for equal stages."""
+        """Return the lower bounds on a stage's gradient reduction and update.
+
+        An update is an optimizer step and the gather of the updated weights. The bounds are
+        computed once for equal stages.
+        """
         # A component is a number of neighbouring stages that share nodes (mostly one stage).
         stages_per_component = self.placement.stages_per_component
         component, stage_in_component = divmod(stage, stages_per_component)
@@ -276,13 +283,15 @@ class StageBounds:
             run.hierarchical,
             run.reductions[stage : stage + 1],  # a slice: empty if no reductions are given
         )
+        # remember(): computed once for each key
         return self.prices.remember("after", key, lambda: self._priced_after_backward(stage))
 
     def _priced_after_backward(self, stage: int) -> AfterBackward:
-        """Return the lower bounds on a stage's reduction and update, from the prices of its groups.
+        """Compute the lower bounds on a stage's gradient reduction and update, in seconds.
 
-        A price is a latency and seconds for each byte. `_linear` makes a cost for each layer and a
-        fixed cost from the seconds of embedding, block and output layer.
+        An update is an optimizer step and the gather of the updated weights. Each collective has a
+        price: its latency, and seconds for each byte. With the bytes of the layers, the seconds
+        become a linear function of the stage's number of layers, which is still open.
         """
         prices = self.prices
         run = self.run
@@ -314,11 +323,11 @@ class StageBounds:
         )
 
     def _linear(self, stage: int, seconds: Sequence[float], latency_s: float) -> LinearCost:
-        """Return the cost of a stage as a linear function of its number of layers.
+        """Return the seconds of a stage as a linear function of its number of layers.
 
         Args:
             stage: The first stage also has the embedding, the last one the output layer.
-            seconds: Seconds of embedding, block and output layer.
+            seconds: Seconds of embedding, block (one layer) and output layer.
             latency_s: Latency of the collective, once whatever the number of layers.
         """
         embedding_s, block_s, output_s = seconds
@@ -328,11 +337,15 @@ class StageBounds:
         return LinearCost(block_s, fixed_s)
 
     def _reduction_price(self, reduction: PricedReduction, ring: Price) -> Price:
-        """Return a lower bound on the price (latency, and seconds a byte) of summing gradients once a step.
+        """Return the least latency and seconds a byte of summing a stage's gradients in a step.
+
+        Both together are a price. A hierarchical reduction costs the slower of its parts. ZeRO 1
+        costs `ring`, or half of it if each rank gets its shard only. ZeRO 2 and 3 cost nothing
+        here: they sum after each micro-batch. Any other reduction costs its own price.
 
         Args:
             reduction: Reduction that the stage uses.
-            ring: Price of a ring all-reduce in the same groups.
+            ring: Price of a ring all-reduce in the same groups; only ZeRO 1 uses it.
         """
         run = self.run
         if isinstance(reduction, Hierarchical):
@@ -354,9 +367,9 @@ class StageBounds:
     def _weight_gather_price(self, ring: Price) -> Price:
         """Return the price of gathering the updated weights after the optimizer (ZeRO 1 and 2)."""
         run = self.run
-        if run.zero not in (1, 2):
+        if run.zero not in (1, 2):  # ZeRO 0 has all weights, ZeRO 3 gathers them before each pass
             return FREE
-        if run.zero == 1 and run.gather_overlap:
+        if run.zero == 1 and run.gather_overlap:  # hidden under the next forward pass
             return FREE
         half_ring = ring.scaled(0.5)  # an all-gather is half of an all-reduce
         return Price(
@@ -364,15 +377,16 @@ class StageBounds:
         )
 
     def reduction(self, stage: int) -> tuple[PricedReduction, GroupFamily]:
-        """Return the reduction that the simulation uses on a stage, and the groups that it sums over.
+        """Return how a stage's gradients are summed, and over which data parallel groups.
 
-        The groups are the data parallel groups that contain the pipelines with the slowest messages
-        (`slowest_rank_index`). They are a "family": all groups with equal nodes, which share one
-        price. A Fold looks at one rank of each set of equal ranks; pipelines on equal nodes are of
-        one class.
+        The simulation uses the same reduction. The groups are a "family": all groups of the stage
+        on equal nodes, which share one price. Of a stage's families it is the one with the ranks at
+        `slowest_rank_index`: the pipeline through these ranks has the slowest messages.
         """
         prices = self.prices
         run = self.run
+        # fold(): the stage's nodes, with equal ranks together. A pipeline class is all pipelines on
+        # equal nodes, a family all data parallel groups on equal nodes.
         fold, (folded_stage,) = prices.fold(self.placement, stage)
         pipeline_class = fold.pipeline_class_at(self.slowest_rank_index)
         family = next(
@@ -400,11 +414,13 @@ class StageBounds:
         return PricedReduction(prices.network.ring(family, groups=0, inside_bps=link_bps)), family
 
     def _fabric_inside_cluster(self, stage: int) -> str:
-        """Return the name of the fabric that carries activations inside the cluster of a stage.
+        """Return the name of the network that carries activations inside the cluster of a stage.
 
-        A Fold looks at one rank of each set of equal ranks; pipelines on equal nodes are of one
-        class.
+        If the stage lies on several clusters, it is the cluster of the pipeline with the slowest
+        messages.
         """
+        # fold(): the stage's nodes, with equal ranks together. A pipeline class is all pipelines on
+        # equal nodes; a node type is a cluster.
         fold, (folded_stage,) = self.prices.fold(self.placement, stage)
         pipeline_class = fold.pipeline_class_at(self.slowest_rank_index)
         node_type = fold.node_type_on(pipeline_class, folded_stage)
@@ -412,12 +428,11 @@ class StageBounds:
 
     @staticmethod
     def _nic_byte_s(reduction: PricedReduction, fabric: str) -> float:
-        """Return the least seconds for which each byte of a reduction occupies a NIC on a fabric.
+        """Return the least seconds for which each byte of gradients in a reduction occupies a NIC.
 
-        A load says how a collective uses the networks: `volume` bytes through a NIC for each byte
-        of gradients, and `nics`, pairs of a NIC and the number of flows that share it. A
-        hierarchical all-reduce has a load for each cluster, equal in its two steps inside clusters.
-        Which cluster's NIC is busiest is open, so the bound is the least of them.
+        Only NICs of the given fabric count; 0 if the reduction does not use it. A hierarchical
+        reduction uses a NIC in each of several clusters for different times. In which cluster the
+        stage's messages leave is not known, so the shortest of these times is returned.
 
         Args:
             reduction: Reduction of a stage.
@@ -439,9 +454,9 @@ class StageBounds:
     def _tied_all_reduce_s(self) -> float:
         """Return a lower bound on the all-reduce of the tied embedding's gradient, in seconds.
 
-        The first and the last stage both have the tied embedding. The bound is 0 if they may share
-        a node. A Fold looks at one rank of each set of equal ranks; pipelines on equal nodes are of
-        one class.
+        The first and the last stage both have the tied embedding, so its gradient is summed between
+        them. The bound is 0 if they may share a node. Of all pipelines, the one with the slowest
+        messages counts.
         """
         prices = self.prices
         tied_bytes = prices.job.tied_bytes
@@ -451,6 +466,8 @@ class StageBounds:
         distance = last_stage * self.placement.stride
         if distance < prices.network.processes:
             return 0.0
+        # fold(): the nodes of both stages, with equal ranks together. A pipeline class is all
+        # pipelines on equal nodes.
         fold, _ = prices.fold(self.placement, 0, last_stage)
         # tied_of() prices two ways to reduce: between pairs of ranks, or hierarchically (None if
         # impossible). alone: no other group sends at the same time, which gives the least time.
@@ -467,7 +484,7 @@ class StageBounds:
 
 
 def _block_and_extra(rows: Rows) -> tuple[list[float], list[float]]:
-    """Return, for each stage, the cost of a block and of the embedding or output layer that it also has.
+    """Return two lists by stage: the cost of a block, and of embedding or output layer there.
 
     Args:
         rows: For each stage the costs of (embedding, block, output layer).

@@ -27,9 +27,11 @@ MIN_RANKS = 2
 
 @dataclass(frozen=True)
 class Places:
-    """Places where experts can live, and the cost of sending a token between expert parallel ranks.
+    """Nodes on which the experts of a layer can live, and the cost of a token between ranks.
 
-    A place is a set of ranks without a network between them: the ranks of a node.
+    places_of() makes it for a plan. A place is the ranks of an expert parallel group on one node:
+    no network is between them. Costs have no unit: 0 inside a node, INSIDE inside a cluster, 1 over
+    the fastest path between clusters, more over slower paths.
     """
 
     #: For each place, its ranks within an expert parallel group (0, 1, ...).
@@ -47,10 +49,11 @@ class Places:
 
 
 def places_of(plan: Plan) -> Places:
-    """Return the places of a plan's expert parallel groups: the sets of ranks that share a node.
+    """Return the nodes on which a plan's experts can live, and the cost of a token between ranks.
 
-    An expert has the same rank number in all expert parallel groups, so costs and shares are means
-    over the groups.
+    An expert has the same rank number in all expert parallel groups, but the groups lie on
+    different nodes. So each cost is a mean over the groups; so is the share of groups in which two
+    ranks are on different nodes or clusters.
 
     Raises:
         HolmesError: The plan has no expert parallel groups.

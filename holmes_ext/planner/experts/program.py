@@ -84,31 +84,31 @@ class Answer:
 
 
 class _Solution(NamedTuple):
-    """Solution of an integer program."""
+    """Assignment of experts to places (nodes) by an integer program, and a bound on its cost."""
 
     #: [experts] number of the place; None if no solution was found in time.
     places: Any
-    bound: float
+    bound: float  # on the cost of every assignment
 
 
 def solve(
     counts: Counts, places: Places, balance: float = 1.1, seconds: float = 10.0, per_rank: int = 0
 ) -> Answer:
-    """Find the placement of one layer's experts on the expert parallel ranks with the least traffic.
+    """Find the placement of one layer's experts on ranks with the least traffic.
 
-    Each rank gets equally many experts.
+    The traffic is the sum of all tokens' costs. Each expert parallel rank gets equally many
+    experts.
 
     Args:
-        counts: Tokens by rank and expert, or by pairs of experts.
-        places: Expert parallel ranks by node (a place is the ranks of one node), and the cost of
-            sending a token between ranks.
+        counts: Tokens: a row for each rank, or for each expert (tokens sent to both experts).
+        places: Ranks by node (a place is the ranks of one node), and the cost of a token between
+            ranks.
         balance: Most tokens of a node's experts, relative to the mean.
         seconds: Time limit of the solver (HiGHS).
         per_rank: Most experts for which a rank has memory; 0 for no limit.
 
     Returns:
-        The placement, with two others to compare it with, and a lower bound on the cost of every
-        placement.
+        The placement, two others to compare it with, and a lower bound on every placement's cost.
 
     Raises:
         HolmesError: The experts do not fit the ranks, `balance` is below 1, or scipy is missing.
@@ -131,8 +131,7 @@ def place_experts(
 ) -> Placed:
     """Return the placement of the experts with the least traffic.
 
-    Its `order[s]` is the expert of slot s. Slots are numbered rank by rank within an expert
-    parallel group.
+    Its `order[s]` is the expert of slot s; slots are numbered rank by rank within a group.
 
     Args:
         counts: Tokens, with a row for each rank and a column for each expert.
@@ -171,7 +170,10 @@ class _Problem:
     """
 
     def __init__(self, counts: Counts, places: Places, balance: float):
-        """Compute the most load of each place (ranks of a node) and region (its cluster)."""
+        """Compute the load (tokens) of each expert, and the most load of each node and cluster.
+
+        A node's experts may get `balance` times the mean load, or the load that EPLB gives a node.
+        """
         self.np, self.optimize, self.sparse = _libraries()
         np = self.np
         self.places = places
@@ -299,7 +301,10 @@ class _Problem:
     # ------------------------------------------------------------------- solution
 
     def answer(self, seconds: float) -> Answer:
-        """Return the best placement found in `seconds`, two baselines and a bound on the cost."""
+        """Return the best placement of the experts found in `seconds`, and a bound on the cost.
+
+        Two simple placements come with it: the experts in their order (IDENTITY), and EPLB's.
+        """
         ranks = range(self.places.ranks)
         identity = {rank: list(range(rank * self.slots, (rank + 1) * self.slots)) for rank in ranks}
         baselines = [self.placed(IDENTITY, identity), self.placed(EPLB, self.eplb)]
@@ -328,10 +333,11 @@ class _Problem:
         )
 
     def solve_linear(self, seconds: float) -> _Solution:
-        """Solve the program for counts by ranks: first regions, then places within each region.
+        """Assign experts to places (nodes) by an integer program, if tokens are counted by rank.
 
-        A region is the places of a cluster. The program for regions assumes that each expert gets
-        its best place there, so its bound holds for the whole problem.
+        With several clusters it first assigns experts to clusters (regions), each at its best place
+        there: so that bound holds for the whole problem. Then it assigns them to the places of each
+        cluster.
 
         Args:
             seconds: Time limit of HiGHS, half of it for the regions.
@@ -356,20 +362,19 @@ class _Problem:
         return _Solution(place_of, bound)
 
     def places_within(self, cost: Any, experts: Any, region: list[int], seconds: float) -> Any:
-        """Distribute a cluster's experts over its nodes with the least cost, within a limit on their load.
+        """Distribute a cluster's experts over its nodes with the least cost, within load limits.
 
-        The limit on the load of a slot is the larger of two: `balance` times the mean load of an
-        expert, or the load of a slot on the fullest node under EPLB. (A slot holds one expert.)
+        A slot holds one expert. The limit for each slot of a node is `balance` times the mean load
+        of an expert. If EPLB loads the slots of some node more, that is the limit.
 
         Args:
-            cost: [experts, places] cost of an expert's tokens at a place. A place is the ranks of a
-                node.
+            cost: [experts, places] cost of an expert's tokens at a place (the ranks of a node).
             experts: Experts of the region.
             region: Places of the cluster.
             seconds: Time limit of the solver (HiGHS).
 
         Returns:
-            For each of `experts` the index of its place in `region`.
+            Array: for each of `experts` the index of its place in `region`.
         """
         np = self.np
         ranks = [rank for place in region for rank in self.places.of[place]]
@@ -388,7 +393,7 @@ class _Problem:
     def solve_program(
         self, cost: Any, room: Any, limit: Any, seconds: float, load: Any = None
     ) -> _Solution:
-        """Assign each expert to a place with the least total cost: an integer program, solved by HiGHS.
+        """Assign each expert to a place with the least total cost, by an integer program (HiGHS).
 
         Each place gets as many experts as it has slots, and no more load than its limit.
 
@@ -397,7 +402,7 @@ class _Problem:
             room: Slots of each place.
             limit: Most load of each place.
             seconds: Time limit.
-            load: Load of each expert; None for all experts.
+            load: Tokens of each expert in `cost`; None if these are all experts.
         """
         np = self.np
         experts, places = cost.shape
@@ -430,10 +435,10 @@ class _Problem:
         return _Solution(result.x.reshape(experts, places).argmax(1), bound)
 
     def swapped(self, place_of: Any) -> Any:
-        """Return a placement after swapping pairs of experts, best pair first, as long as the cost falls.
+        """Swap pairs of experts, best pair first, while the cost falls; return the placement.
 
-        Counts are by pairs of experts here: a token that two experts share costs the way between
-        their places.
+        Tokens are counted by pairs of experts here: each goes to two experts, and costs what a
+        message between the nodes of these two costs.
 
         Args:
             place_of: [experts] number of the place (node) of each expert.
@@ -455,8 +460,7 @@ class _Problem:
             between = 2 * self.table * place_cost[place_of][:, place_of]
             gain = current[:, None] - swapped + current[None, :] - swapped.T - between
             loads = np.bincount(place_of, self.load, len(self.room))
-            # [i, j] load that the place of i gains
-            growth = self.load[None, :] - self.load[:, None]
+            growth = self.load[None, :] - self.load[:, None]  # [i, j] load that i's place gains
             spare_load = self.limit - loads  # load that each place can still take
             # The place of j gains the opposite of what the place of i gains.
             overfills_i = growth > spare_load[place_of][:, None] + ROUNDING
@@ -468,20 +472,19 @@ class _Problem:
             place_of[i], place_of[j] = place_of[j], place_of[i]
 
     def companions_bound(self) -> float:
-        """Return a lower bound on the cost for counts by pairs of experts.
+        """Return a lower bound on the cost for tokens counted by pairs of experts.
 
-        A token is shared by two experts; its cost is that between their places (nodes). The node of
-        an expert has slots for a number of experts. At best these are the experts with which it
-        shares most tokens; the tokens shared with all others leave the node, at the least cost
-        between nodes. The same holds for clusters. The larger of the two bounds is the result.
+        Each token goes to two experts, and costs something if they are on different nodes. A node
+        has few slots. At best an expert has those experts beside it with which it shares most
+        tokens. Its other tokens leave the node, at the least cost between nodes. The same holds for
+        clusters; the larger of the two bounds is returned.
         """
         np = self.np
         costs = self.place_cost
         is_inside = costs <= INSIDE  # [from place, to place] inside one cluster
         across = costs[~is_inside]
         inside = costs[(costs > 0) & is_inside]
-        # For clusters, and for nodes: (least cost of a token that leaves, for each place the slots
-        # of its cluster or node).
+        # Of clusters, and of nodes: (least cost of a token that leaves, slots around each place).
         levels = [(float(across.min()) if across.size else 0.0, is_inside @ self.room)]
         if inside.size:
             levels.append((float(inside.min()), self.room))
@@ -490,8 +493,7 @@ class _Problem:
         ascending = np.sort(self.table, 1)[:, 1:]
         bounds = []
         for cost, slots in levels:
-            # Experts that cannot be in the largest node or cluster, whichever the expert itself is
-            # in.
+            # Experts that cannot be in the largest node or cluster, wherever the expert itself is.
             elsewhere = len(self.load) - int(np.max(slots))
             # The sum has each token twice: for both of its experts.
             bounds.append(float(ascending[:, :elsewhere].sum()) * cost / 2)

@@ -154,8 +154,8 @@ def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], si
     (thick) and stage links (thin, dashed), in the color of their network.
 
     Args:
-        panels: (title, site, nodes in rank order, whether each group uses its best NIC; else
-            Ethernet).
+        panels: (title, site, nodes in rank order, True if each group communicates over its fastest
+            common network; False if all use Ethernet).
         sizes: Parallel sizes.
     """
     plt = pyplot()
@@ -263,7 +263,7 @@ def _box(
 
 
 class _GroupLines(NamedTuple):
-    """Lines of a group, or of a stage link."""
+    """Lines between nodes that show a data parallel group, or a stage link, in a figure."""
 
     pairs: list[tuple[str, str]]  # nodes to connect
     width: float  # in points

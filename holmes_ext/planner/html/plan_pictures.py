@@ -129,9 +129,10 @@ def step(result: SearchResult) -> Any:
 
 
 def _timeline_rows(result: SearchResult, candidate: Candidate) -> tuple[list[Row], float]:
-    """Return a row for the first ranks of each stage, and the step time in seconds.
+    """Return a chart's rows, one for each pipeline stage, and the step time in seconds.
 
-    Communication is shown by network: inside a cluster, or between clusters.
+    A row shows what the stage's first group of equal ranks does over time. Communication is colored
+    by network: inside a cluster, or between clusters.
     """
     simulated_step = simulated(result, candidate)
     rows: dict[int, Row] = {}  # stage -> row

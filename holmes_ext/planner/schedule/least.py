@@ -11,15 +11,16 @@ from holmes_ext.plan.schedule import Times
 
 
 def least_s(times: Times) -> float:
-    """Return a lower bound on the seconds from the first forward pass to the end of the last pass.
+    """Return a lower bound on the seconds of a pipeline's passes, over all orders of the passes.
 
-    Each stage gives three bounds, which hold for every order of passes; the result is the largest
-    of all. Each begins with the way down: the first activation reaches the stage after the forward
-    passes and links of the stages before.
+    It counts from the first forward pass to the end of the last pass. Each stage gives three
+    bounds, and the largest of all counts. Each is a sum that begins with the first activation's way
+    through the stages before:
 
-        by_work      the stage does all of its passes, and waits idly for its first gradient in between
-        by_memory    the same up to the last gradient of the input, then that gradient goes to the first stage
-        by_rounds    with room for K micro-batches, micro-batch n + K waits for the end of micro-batch n
+        by_work      all passes of the stage, and its idle time until the first gradient arrives
+        by_memory    the passes and idle time until the stage's last gradient of the input; then
+                     that gradient goes on to the first stage, with its work there
+        by_rounds    with memory for K micro-batches, micro-batch n + K begins after the end of n
 
     Args:
         times: Seconds of the passes and stage links, and most micro-batches that each stage can

@@ -68,16 +68,16 @@ def quickest(
     micro_batches: int,
     one_order: bool,
 ) -> PassOrder | None:
-    """Return an order of passes that is faster than 1F1B, by splitting and delaying backward passes.
+    """Return an order of passes that is faster than 1F1B: backward passes are split and delayed.
 
     1F1B is compared with a warm-up depth that hides the transfers between stages.
 
     Args:
         loads: Seconds and memory of each stage. A memory of unknown size holds as many
             micro-batches as the fullest stage under 1F1B.
-        transfer: Seconds of an activation from each stage to the next one.
-        sent: Seconds of these for which the bytes occupy the link; the remaining time is latency,
-            in which other messages can follow.
+        transfer: Seconds of an activation from each stage to the next one, latency included.
+        sent: The part of `transfer` in seconds for which the bytes occupy the link. Other messages
+            can follow during the rest, the latency.
         micro_batches: Number of micro-batches.
         one_order: Sends and receives between two stages must follow one order on both (NCCL).
 
@@ -121,10 +121,15 @@ def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassO
 
 
 class _LocalSearch:
-    """Iterated local search over the rules of all stages."""
+    """Local search for the order of a pipeline's passes with the shortest step.
+
+    It varies a rule for each stage (Rule: how the stage chooses its next pass), and computes the
+    order of passes that follows from the rules. At a local minimum it changes some rules at random
+    and goes on.
+    """
 
     def __init__(self, times: Times, ahead: Sequence[int], one_order: bool):
-        """Set the budget of the search.
+        """Prepare a search for a short order of passes, and limit the number of its tries.
 
         Args:
             times: Seconds of the passes, and memory of the stages.
@@ -146,7 +151,11 @@ class _LocalSearch:
         self.tried: dict[tuple[Rule, ...], float] = {}
 
     def best_order(self) -> PassOrder:
-        """Return the best order of passes that is found until the budget is spent or the bound is reached."""
+        """Return the order of passes with the shortest step that the search finds.
+
+        The search stops after `max_tries` orders, or if the step reaches the lower bound on all
+        orders (least_s).
+        """
         bound_s = least_s(self.times)
         dice = Random(0)  # always the same changes
         starts = sorted(self._starts(), key=self._seconds)
@@ -207,13 +216,22 @@ class _LocalSearch:
         order.
 
         Args:
-            orders: For each stage its passes in order: (letter, micro-batch).
+            orders: For each stage its passes in order: (letter, micro-batch). F is a forward pass,
+                I and W the gradients of the input and of the weights, B both.
         """
         pass_order = PassOrder(tuple(tuple(order) for order in orders))
         return pass_order.in_one_order(self.times) if self.one_order else pass_order
 
     def _descend(self, rules: list[Rule]) -> list[Rule]:
-        """Return a local minimum: change single rules as long as that shortens the order."""
+        """Return rules at a local minimum of the step time: no change of a single rule helps.
+
+        The rules say how each stage chooses its next pass. From the given ones, each change
+        (_neighbours) that shortens the step is kept, until none does or the number of tries is
+        over.
+
+        Args:
+            rules: Rule of each stage, where the descent begins.
+        """
         best_s = self._seconds(rules)
         improved = True
         while improved:
@@ -230,10 +248,11 @@ class _LocalSearch:
 
 
 def _neighbours(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Rule]]:
-    """Yield copies of the rules in which one stage's rule has one of its three numbers changed.
+    """Yield copies of the rules in which a single number of one stage's rule is changed.
 
-    The numbers: `ahead`, forward passes before gradients take precedence; `late`, most delayed
-    gradients of the weights; `patience`, longest wait for a message.
+    A rule has three numbers. `ahead` (micro-batches between forward and backward pass) and `late`
+    (most delayed gradients of weights) change by 1 or 2 up or down, within what the memory can
+    hold. `patience`, the longest wait for a message, becomes 0, 0.5, 1 or inf.
 
     Args:
         rules: Rule of each stage.
@@ -275,16 +294,18 @@ def _with_whole_backward(stage: int, order: list[OnePass]) -> tuple[OnePass, ...
 
 
 class _StageState:
-    """Progress of one stage during list scheduling."""
+    """Progress of one stage while an order of passes is built: passes done, messages arrived.
+
+    order_by_rules() keeps one for each stage, and asks it for the stage's next pass.
+    """
 
     def __init__(self, room: int, activations: list[float]):
-        """Start without any pass.
-
-        F is a forward pass, I a gradient of the input, W a gradient of the weights.
+        """Start without any pass done.
 
         Args:
             room: Most micro-batches that the stage can hold.
-            activations: Moments at which the activations arrive, as far as they are known.
+            activations: Moments at which the activations arrive, as far as they are known, in
+                seconds.
         """
         self.order: list[OnePass] = []
         self.room = room
@@ -351,15 +372,15 @@ class _StageState:
 
 
 def order_by_rules(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePass]], float]:
-    """Schedule the passes of all stages by the stages' rules.
+    """Compute the order of all passes that follows from the stages' rules, and its end.
 
     Args:
         times: Seconds of the passes and links, and memory of the stages.
-        rules: Rule of each stage.
+        rules: Rule of each stage: how it chooses its next pass.
 
     Returns:
-        For each stage its passes in order, (letter, micro-batch); and the end of the last pass, in
-        seconds.
+        For each stage its passes in order, (letter, micro-batch), where F is a forward pass, I and
+        W the gradients of the input and of the weights; and the end of the last pass, in seconds.
     """
     micro_batches = times.micro_batches
     last = len(rules) - 1

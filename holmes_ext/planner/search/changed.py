@@ -33,14 +33,14 @@ MAX_CLUSTERS = 4
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step, with holmes and without."""
+    """Seconds of a step with holmes, and of the same job without it (stock)."""
 
     step_s: float
     stock_s: float
 
 
 class SiteChange(NamedTuple):
-    """A change of the site, and the step of the best plan then found."""
+    """A change of the site (networks, GPUs or nodes), and the best plan's step time after it."""
 
     description: str  # noun phrase
     step_s: float
@@ -49,11 +49,14 @@ class SiteChange(NamedTuple):
 def with_site(
     result: SearchResult, candidate: Candidate, site: Site, links: Links | None = None
 ) -> StepTimes:
-    """Return the step times of a candidate's plan and of stock on a site with other networks.
+    """Return the step times on other networks: of a plan, and of the job without holmes.
 
-    Stock is the same job without holmes. The steps are simulated if the candidate is.
+    The job without holmes is called "stock". The steps are simulated if the candidate's is; else
+    they come from the closed form.
 
     Args:
+        result: Request for the site as it is.
+        candidate: The plan.
         site: The same nodes and clusters with other networks.
         links: Measured links to use; None for those of the result.
     """
@@ -70,10 +73,10 @@ def with_site(
 
 
 def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> StepTimes:
-    """Return the step times of a plan and of stock with `factor` times the rates between clusters.
+    """Return the step times of a plan with and without holmes, if rates between clusters change.
 
-    Stock is the same job without holmes. If the site does not describe the links between clusters
-    (its WAN), Ethernet's rate on every node changes.
+    All rates between clusters are multiplied by `factor`. If the site does not describe the links
+    between clusters (its WAN), Ethernet's rate on every node changes.
     """
     site = result.network.measured  # network.site with the measured rates in its WAN
     links = result.network.links
@@ -85,10 +88,10 @@ def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> 
 
 
 def ethernet_s(result: SearchResult, candidate: Candidate) -> float:
-    """Return the seconds of a step that depend on Ethernet's rate.
+    """Return the seconds of a plan's step that Ethernet's rate decides.
 
-    They are found from a step with a slower Ethernet, of LESS times the rate: t seconds of traffic
-    at full rate then take t / LESS seconds, so the step grows by t (1 / LESS - 1).
+    A step with a slower Ethernet (factor LESS on the rate) shows it. If t seconds depend on the
+    rate, they become t / LESS. So t is the growth of the step divided by (1 / LESS - 1).
     """
     network = result.network
     site = with_fabric(network.site, ETHERNET, rate=LESS)
@@ -130,11 +133,12 @@ def with_latency(site: Site, seconds: float) -> Site:
 
 
 def what_if(result: SearchResult) -> list[SiteChange]:
-    """Return the step of the best plan for each of some changes of the site.
+    """Return, for each of some changes of the site, the step time of the best plan after it.
 
-    The first shapes of the result are searched again, and the plans found are tried as they are, so
-    a faster network or GPU never makes the step longer. Changes for which no plan fits are left
-    out.
+    Changes are better networks or GPUs, and nodes moved to other clusters. For each, the best
+    shapes (parallel sizes) of the result are searched again; the plans of the result are also tried
+    unchanged. So a faster network or GPU never makes the step longer. A change is left out if no
+    plan fits it.
     """
     changes = []
     for description, changed in _changed_requests(result):
@@ -146,11 +150,14 @@ def what_if(result: SearchResult) -> list[SiteChange]:
 
 
 def _best_step_s(result: SearchResult, changed: SearchResult) -> float:
-    """Return the best step on a changed site: of plans found there, and of plans for the site as it is.
+    """Return the step time, in seconds, of the best plan on a changed site.
+
+    Two sets of plans are tried: those that a search on the changed site finds, and those that were
+    found for the site as it is.
 
     Args:
         result: Result for the site as it is.
-        changed: Request for the changed site.
+        changed: The same request for the changed site: a SearchResult without plans.
     """
     # Breadth-first plans are variants of others in the list, with another order of passes.
     # _kept_plan_s() cannot restore that order.
@@ -167,10 +174,15 @@ def _best_step_s(result: SearchResult, changed: SearchResult) -> float:
 
 
 def _kept_plan_s(changed: SearchResult, candidate: Candidate) -> float:
-    """Return the step of an unchanged plan on a changed site; inf if it does not fit the memory.
+    """Return the step time of an unchanged plan on a changed site; inf if memory is too small.
 
     The better of two schedules counts: the plan's warm-up depths, and new ones for the changed
-    site.
+    site. A warm-up depth is the number of micro-batches that a stage begins before its first
+    backward pass.
+
+    Args:
+        changed: Search request for the changed site.
+        candidate: The plan.
     """
     same_plan = changed.candidate(candidate.shape, candidate.placement, candidate.split)
     if not same_plan.fits:
@@ -183,7 +195,10 @@ def _kept_plan_s(changed: SearchResult, candidate: Candidate) -> float:
 
 
 def _changed_requests(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
-    """Yield the changes of the site, as (description, request for the changed site)."""
+    """Yield the changes of the site: (description, search request for the changed site).
+
+    A request is a SearchResult without plans, which search() fills.
+    """
     yield from _network_changes(result)
     yield from _gpu_changes(result)
     yield from _moved_nodes(result)
@@ -192,7 +207,8 @@ def _changed_requests(result: SearchResult) -> Iterator[tuple[str, SearchResult]
 def _network_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
     """Yield better networks: twice the rate or half the latency, of a fabric or between clusters.
 
-    Each is (description, request for the changed site).
+    Each is (description, search request for the changed site). A request is a SearchResult without
+    plans, which search() fills.
     """
     site = result.network.site
     links = result.network.links
@@ -218,7 +234,8 @@ def _network_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]
 def _gpu_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
     """Yield better GPUs of one cluster: as fast as the fastest, or with twice the memory.
 
-    Each is (description, request for the changed site). Memory changes only if it excluded plans.
+    Each is (description, search request for the changed site). A request is a SearchResult without
+    plans, which search() fills. Twice the memory is yielded only if plans did not fit the memory.
     """
     site = result.network.site
     model = result.model
@@ -239,7 +256,11 @@ def _gpu_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
 
 
 def _moved_nodes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
-    """Yield one node moved from a cluster to another, as (description, request for the changed site)."""
+    """Yield sites with one node moved to another cluster: (description, search request).
+
+    A request is a SearchResult without plans, which search() fills. With more than MAX_CLUSTERS
+    clusters there are none.
+    """
     site = result.network.site
     if len(site.clusters) > MAX_CLUSTERS:
         return

@@ -43,7 +43,11 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class PlacedShape:
-    """A shape with the nodes of every stage, whose splits of the layers are not simulated yet."""
+    """All plans with the same parallel sizes and the same nodes of every stage.
+
+    They are an item of the search: they differ only in the split (number of layers of each stage),
+    and are not simulated yet.
+    """
 
     shape: Shape
     placement: Placement
@@ -59,14 +63,18 @@ Item = Shape | PlacedShape
 
 
 class BoundedItem(NamedTuple):
-    """An item of the search, and a lower bound on the step time of all its plans in seconds."""
+    """A part of the search space, and a lower bound on its plans' step times, in seconds."""
 
     bound_s: float
     item: Item
 
 
 class Outcome(NamedTuple):
-    """Result of the work on one item."""
+    """Result of the work on an item: smaller items, simulated plans, and a bound on the rest.
+
+    An item is a part of the search space: all plans of a shape (parallel sizes), or those of them
+    with the same placement of the stages.
+    """
 
     #: Smaller items to examine.
     items: list[BoundedItem]
@@ -78,17 +86,17 @@ class Outcome(NamedTuple):
 
 
 class Placements(NamedTuple):
-    """Placements of one shape."""
+    """Placements of one shape: ways to put its pipeline stages on nodes."""
 
     listed: list[Placement]
     complete: bool  # no order of the clusters was left out
 
 
 class Evaluator:
-    """Examines the items of one search: divides an item into smaller ones, or simulates its plans.
+    """Examination of the search space: divides its parts, or simulates their plans.
 
-    An item is a shape (parallel sizes, micro-batch, recomputation, ZeRO stage), or a shape with a
-    placement (the nodes of every stage).
+    Such a part (an item) is a shape (parallel sizes, micro-batch, recomputation, ZeRO stage), or a
+    shape with a placement (the nodes of every stage).
     """
 
     def __init__(self, result: SearchResult):
@@ -96,13 +104,17 @@ class Evaluator:
         self.orders = Orders(result.network, result.gpus)
 
     def process(self, item: Item, bound_s: float, best_s: float) -> Outcome:
-        """Divide or simulate an item.
+        """Divide or simulate a part of the search space (an item), and return the results.
 
-        A shape is divided into its placements. A placement with several splits first gets a tighter
-        bound, and then, as an item of its own, it is simulated.
+            a shape              becomes items, one for each placement of its stages
+            a placement          becomes the same item with a tighter bound, if it has several
+                                 splits of the layers
+            a tightened item     is simulated, and so is a placement with a single split
+
+        Each call does one of these; the caller queues the new items and calls again.
 
         Args:
-            item: Shape, or shape with a placement.
+            item: Shape (parallel sizes), or shape with a placement.
             bound_s: Lower bound on the step time of the item's plans, in seconds.
             best_s: Best simulated step time so far; plans that cannot be faster are left out.
         """
@@ -114,7 +126,10 @@ class Evaluator:
         return self._simulate(item, bound_s, best_s)
 
     def placements(self, shape: Shape) -> Placements:
-        """Return the placements of a shape that the user's limits allow."""
+        """Return the placements of a shape that the user's limits allow.
+
+        A shape is the parallel sizes; a placement says which nodes hold which stage.
+        """
         network = self.result.network
         sizes = shape.sizes().complete(network.world)
         # Shapes with the same sizes share their placements.
@@ -125,23 +140,34 @@ class Evaluator:
         return Placements(allowed, complete)
 
     def stage_bounds(self, shape: Shape, placement: Placement) -> StageBounds:
-        """Return the compute times and memory limits of a placement's stages."""
+        """Return the compute times and memory limits of a placement's stages, for any split."""
         prices = self.result.prices(shape)
         run = execution_of(self.result, shape, split=(), reductions=())
         return StageBounds(prices, placement, prices.costs(placement), run)
 
     def lower_bound(self, shape: Shape, placement: Placement, costs: StageCosts) -> ChainBound:
-        """Return the lower bound on the step time of a placement."""
+        """Return an object that computes lower bounds on the step time of a placement.
+
+        They hold for all splits of the layers over the stages.
+
+        Args:
+            shape: Parallel sizes.
+            placement: Nodes of every stage.
+            costs: Times and memory of the stages.
+        """
         prices = self.result.prices(shape)
         reductions = [reduction.name for reduction in prices.reductions(placement)]
         run = execution_of(self.result, shape, split=(), reductions=reductions)
         return ChainBound(prices, placement, costs, run)
 
     def _list_placements(self, shape: Shape, ideal_s: float, best_s: float) -> Outcome:
-        """Return the placements of a shape whose lower bound is below the best step time.
+        """Return a shape's placements as new items, each with its own lower bound on the step time.
+
+        Only placements whose bound is below the best step are returned.
 
         Args:
-            ideal_s: Lower bound on the step time of the shape's plans, in seconds.
+            shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
+            ideal_s: Lower bound on the step time of all plans of the shape, in seconds.
             best_s: Best simulated step time so far.
         """
         prices = self.result.prices(shape)
@@ -170,10 +196,11 @@ class Evaluator:
         return Outcome(items, candidates=[], remaining_s=max(ideal_s, remaining_s))
 
     def _tighten(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
-        """Return the item with a tighter lower bound, and a split of the layers that has this bound.
+        """Compute a tighter lower bound for a placement, and return the item with it.
 
-        If the bound shows that no split can beat the best step, the outcome is empty: nothing of
-        the item is left to examine, so `remaining_s` is inf.
+        The new item also has a split of the layers that reaches this bound. If no split can beat
+        the best step, the outcome has no item. Its `remaining_s`, the bound on plans that are left
+        out, is inf in both cases: none is left out that could be faster.
 
         Args:
             item: Shape with a placement.
@@ -190,14 +217,14 @@ class Evaluator:
         return Outcome([BoundedItem(tighter_s, tightened)], candidates=[], remaining_s=inf)
 
     def _simulate(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
-        """Simulate a placement with good splits of its layers.
+        """Simulate a placement with good splits of its layers, and return the plans.
 
-        Without a pipeline, or with chunks, a placement has a single split, so its simulation
-        settles it. Otherwise some splits are not simulated, so the item's bound stays in the
-        outcome (`remaining_s`) and counts in the optimality gap.
+        Without a pipeline, or with chunks, a placement has a single split, so nothing is left.
+        Otherwise some splits are not simulated. So the placement's lower bound stays in the outcome
+        (`remaining_s`) and counts in the optimality gap.
 
         Args:
-            item: Shape with a placement.
+            item: Shape (parallel sizes) with a placement.
             bound_s: Lower bound on the step time of its plans, in seconds.
             best_s: Best simulated step time so far.
         """
@@ -329,7 +356,7 @@ def balanced_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
 
 
 def _work_s(stages: StageBounds, split: Split) -> list[float]:
-    """Return the seconds that each stage computes the blocks of one micro-batch."""
+    """Return the seconds in which each stage computes its layers for one micro-batch."""
     return [layers * block_s for layers, block_s in zip(split, stages.block_s)]
 
 

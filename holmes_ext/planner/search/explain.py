@@ -105,11 +105,12 @@ def _thin_line(candidate: Candidate, costs: StageCosts, stages: list[int], reaso
 def _thin_reasons(
     costs: StageCosts, result: SearchResult, candidate: Candidate, stage: int
 ) -> Iterator[str]:
-    """Yield sentences, each with a cost because of which a stage has few layers.
+    """Yield the reasons why a stage has few layers, as sentences.
 
-    A cost counts if it is above a threshold (SLOW_LAYER, LARGE_EXTRA, ...). A "layer" is a block.
-    The reduction counts by its exposed (not overlapped) seconds with the same number of layers on
-    every stage: at least EXPOSED_SHARE of the step, and EXPOSED_OF_LARGEST of the longest.
+    A reason is a cost of the stage above a threshold (SLOW_LAYER, LARGE_EXTRA, ...). One is the
+    part of its gradient reduction that passes do not hide. It is computed with the same number of
+    layers on every stage. It counts from EXPOSED_SHARE of the step on, if no other stage's is much
+    longer (EXPOSED_OF_LARGEST).
     """
     embedding, block, output = range(3)  # items of each row of `costs`
     forward_s = costs.forward_s

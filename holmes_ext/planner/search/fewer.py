@@ -45,7 +45,7 @@ NEAR = 1.2
 
 
 class _FewerNodes(NamedTuple):
-    """Result of a search for fewer nodes on which the job is faster."""
+    """Result of a search for fewer nodes on which the job is faster than on all nodes."""
 
     #: Plans on the best subset of the nodes, not yet proven; None if none is faster than all nodes.
     result: SearchResult | None
@@ -119,7 +119,11 @@ def _search_fewer_nodes(result: SearchResult, spec: SiteSpec, end: float, rows: 
 
 
 class _NodeSets:
-    """Greedy search over the number of nodes of each cluster."""
+    """Greedy search for the subset of the nodes with the shortest step.
+
+    A subset is a number of nodes of each cluster. The search begins with all nodes. Its caller
+    offers sets to examine(), which keeps the best.
+    """
 
     def __init__(self, result: SearchResult, spec: SiteSpec, end: float, rows: int):
         """Start with all nodes.
@@ -194,13 +198,26 @@ class _NodeSets:
                 )
 
     def one_less(self) -> Iterator[Counts]:
-        """Yield the best set without one of its clusters, and without one node of a cluster."""
+        """Yield sets of nodes that are a little smaller than the best one so far.
+
+        For each cluster, they are the best set without this cluster, and without one node of it.
+        """
         for index, count in enumerate(self.counts):
             for fewer in {0, max(0, count - 1)}:
                 yield (*self.counts[:index], fewer, *self.counts[index + 1 :])
 
     def examine(self, sets: Iterable[Counts]) -> bool:
-        """Search each set that may be faster, most FLOP/s first; return whether the best set changed."""
+        """Search for a plan on each of some sets of nodes, and keep the set with the shortest step.
+
+        A set is skipped if it was examined before, or if its GPUs alone need longer than the best
+        step so far. Sets with most FLOP/s come first.
+
+        Args:
+            sets: Number of nodes of each cluster, for each set.
+
+        Returns:
+            Whether a better set was found.
+        """
         previous_best = self.best
 
         def most_flops_first(counts: Counts) -> tuple[float, list[int]]:
@@ -221,7 +238,13 @@ class _NodeSets:
         return self.best is not previous_best
 
     def _compute_s(self, counts: Counts) -> float:
-        """Return the seconds in which the GPUs of a set compute the batch, a lower bound on its step."""
+        """Return the seconds in which the GPUs of a set of nodes compute the batch.
+
+        This is a lower bound on the step time there.
+
+        Args:
+            counts: Number of nodes of each cluster.
+        """
         flops = sum(count * node_flops for count, node_flops in zip(counts, self.node_flops))
         return self.batch_flops / flops if flops else inf
 

@@ -202,12 +202,12 @@ class SearchResult:
         return lru_cache(maxsize=64)(self._compute_prices)
 
     def _compute_prices(self, shape: Shape, flat: bool) -> Prices:
-        """Return the times of computation and communication for a shape.
+        """Return the times of computation and communication for a shape (parallel sizes).
 
-        A reduction of gradients is flat (one ring) or hierarchical. Some frameworks have
-        hierarchical reductions of their own, under some ZeRO stages (`hierarchical_zero`); then all
-        stages use the same reduction. None: holmes reduces hierarchically, and chooses for each
-        stage.
+        Stages reduce their gradients in one ring (flat) or hierarchically. Some frameworks have
+        hierarchical reductions of their own, under certain ZeRO stages (`hierarchical_zero`); then
+        all stages reduce in the same way. If `hierarchical_zero` is None, holmes itself reduces
+        hierarchically and chooses the way for each stage.
 
         Args:
             shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
@@ -323,7 +323,14 @@ class SearchResult:
         )
 
     def on(self, network: Network, model: Model | None = None) -> SearchResult:
-        """Return the same request for another network or model, without candidates."""
+        """Return the request of this result for another network or model: a copy without plans.
+
+        A SearchResult without plans (candidates) is the request of a search; search() fills it.
+
+        Args:
+            network: Network of the new request.
+            model: Model of the new request; None for the same one.
+        """
         model = model or self.model
         return replace(
             self,

@@ -127,7 +127,7 @@ _evaluator: Evaluator | None = None  # of a worker process
 
 
 def _start_worker(result: SearchResult) -> None:
-    """Prepare a worker process for the search that `result` requests."""
+    """Prepare a worker process to examine parts of the search space of the request `result`."""
     global _evaluator
     gc.disable()  # nothing here has reference cycles; saves a tenth of the time
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
@@ -140,7 +140,10 @@ def _process_in_worker(item: Item, bound_s: float, best_s: float) -> Outcome:
 
 
 class _Entry(NamedTuple):
-    """Entry of the main queue: the item with the least bound comes first."""
+    """Part of the search space that waits to be examined; the least lower bound comes first.
+
+    An item is all plans of a shape (parallel sizes), or those with one placement of the stages.
+    """
 
     bound_s: float
     number: int  # order of creation; decides between equal bounds
@@ -148,7 +151,10 @@ class _Entry(NamedTuple):
 
 
 class _Phase(IntEnum):
-    """State of an item of the early queue. Items of an earlier phase are processed first."""
+    """What is to be done next with an item that is examined early; earlier phases come first.
+
+    An item is a part of the search space. Early items are near the best plan.
+    """
 
     SHAPE = 0  # to be divided into placements
     PLACEMENT = 1  # to get a tighter bound
@@ -156,7 +162,11 @@ class _Phase(IntEnum):
 
 
 class _EarlyEntry(NamedTuple):
-    """Entry of the early queue; it is sorted by phase, then by `order`, then by `number`."""
+    """Item that is examined before the main queue, because it probably has a better plan.
+
+    An item is a part of the search space: all plans of a shape (parallel sizes), or of a placement.
+    The queue is sorted by phase, then by `order`, then by `number`.
+    """
 
     phase: _Phase
     order: float  # within the phase: lower bound, rank or predicted seconds, the least first
@@ -166,7 +176,10 @@ class _EarlyEntry(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """An item to work on."""
+    """Item that a process examines next, with its lower bound on the step time.
+
+    An item is a part of the search space: all plans of a shape (parallel sizes), or of a placement.
+    """
 
     bound_s: float
     item: Item
@@ -174,18 +187,21 @@ class _Task(NamedTuple):
 
 
 class _BranchAndBound:
-    """State of the search after the first look.
+    """Branch and bound search for the fastest plan, with its queues and worker processes.
 
-    A lower bound on an item (shape or placement) is weak, so the item with the least bound seldom
-    has a better plan. The items near the best plan often do; they wait in an early queue, which is
-    processed first. A better plan found early excludes more of the other items.
+    It goes on from a first look. A queue has the parts of the search space that are left (items),
+    with their lower bounds. A bound is weak, so the item with the least bound seldom has a better
+    plan. Items near the best plan often do: they wait in an early queue, which is processed first.
     """
 
     def __init__(self, result: SearchResult, end: float, progress: Progress | None):
-        """Prepare the search; the arguments are those of proven().
+        """Prepare the search for a faster plan, without any work yet.
 
-        Items that probably contain a better plan wait in the early queue, which is processed first.
-        A better plan found early excludes more of the other items.
+        Args:
+            result: Result of a first look: plans, and the lower bound of each shape (parallel
+                sizes).
+            end: Moment of time.monotonic() at which to stop.
+            progress: Called from time to time.
         """
         self.result = result
         self.progress = progress
@@ -214,9 +230,9 @@ class _BranchAndBound:
         self.running: dict[Future[Outcome], _Task] = {}
 
     def run(self) -> None:
-        """Process items until none can beat the best plan, or the time is over.
+        """Examine the search space until no part can beat the best plan, or the time is over.
 
-        With a WAN, also stop after PATIENCE items without a better plan.
+        With a WAN, also stop after PATIENCE parts (items) without a better plan.
         """
         self._push_shapes()
         evaluator = Evaluator(self.result)
@@ -235,10 +251,11 @@ class _BranchAndBound:
     def _push_shapes(self) -> None:
         """Queue all shapes whose lower bound is below the best step.
 
-        Those that differ from the best plan's shape only in recomputation or ZeRO stage probably
-        have a better plan, so they go to the early queue, which is processed first. This is so for
-        1F1B over several stages only: other shapes have a single split of their layers, so they
-        gain nothing from the early queue's tighter bound over all splits.
+        A shape is the parallel sizes, recomputation and ZeRO stage. Shapes that differ from the
+        best plan's only in recomputation or ZeRO stage probably have a better plan. So they go to
+        the early queue, which is processed first. This is so for 1F1B over several stages only:
+        other shapes have a single split of their layers, and gain nothing from the early queue's
+        tighter bound over all splits.
         """
         best = self.result.best.shape
         for shape, ideal_s in self.result.ideals.items():
@@ -251,7 +268,11 @@ class _BranchAndBound:
                 self._push(ideal_s, shape)
 
     def _process_here(self, evaluator: Evaluator) -> bool:
-        """Process one item in this process; return False if none is left."""
+        """Examine the next part of the search space in this process; return False if none is left.
+
+        Args:
+            evaluator: Divides or simulates the part.
+        """
         task = self._next_task()
         if task is None:
             return False
@@ -265,13 +286,15 @@ class _BranchAndBound:
         return True
 
     def _process_in_workers(self, processes: int) -> bool:
-        """Give each worker process a task and a spare one, and wait for an outcome to record.
+        """Keep the workers busy with parts of the search space; wait for a result and record it.
+
+        Each process gets a spare part, so that it need not wait for the next one.
 
         Args:
             processes: Number of worker processes.
 
         Returns:
-            False if no task is left or running.
+            False if no part is left or being examined.
         """
         if self.pool is None:
             request = replace(self.result, candidates=[], ideals={})
@@ -294,11 +317,11 @@ class _BranchAndBound:
         return True
 
     def _next_task(self) -> _Task | None:
-        """Remove the item to process next from its queue, and return it; None if none can beat the best plan.
+        """Take the item to examine next from its queue; None if none can beat the best plan.
 
-        The early queue comes first. It has items that probably contain a better plan; of each phase
-        (shape, placement, placement with a tighter bound) only a number (`early_left`) is processed
-        early.
+        An item is a part of the search space. The early queue comes first; it has the items near
+        the best plan. `early_left` says how many more of each phase may be taken from it; further
+        ones move to the main queue, which is sorted by lower bound.
         """
         while self.early_queue:
             entry = heapq.heappop(self.early_queue)
@@ -313,7 +336,7 @@ class _BranchAndBound:
         return _Task(bound_s, item, early=False)
 
     def _may_improve(self) -> bool:
-        """Return whether an item of the main queue could beat the best plan."""
+        """Return whether a part of the search space in the main queue could beat the best plan."""
         return bool(self.queue) and self.queue[0].bound_s < self.best_s * (1 - EQUAL)
 
     def _push(self, bound_s: float, item: Item) -> None:
@@ -324,14 +347,14 @@ class _BranchAndBound:
         heapq.heappush(self.early_queue, entry)
 
     def _record(self, outcome: Outcome, early: bool) -> None:
-        """Queue the new items of an outcome, and keep its plans and its bound.
+        """Queue the new items that examining an item gave, and keep its plans and its bound.
 
-        The search ends if many items are processed (`processed`) without a better plan since
-        (`improved_at`).
+        An item is a part of the search space. The early queue, which is processed first, has the
+        items near the best plan.
 
         Args:
             outcome: Result of the work on one item: smaller items, and simulated plans.
-            early: The item was of the early queue, so the new placements go there, too.
+            early: The item came from the early queue. Then the new placements go there, too.
         """
         by_bound = sorted(outcome.items, key=lambda entry: entry.bound_s)
         for rank, (bound_s, item) in enumerate(by_bound):

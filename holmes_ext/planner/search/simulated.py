@@ -259,7 +259,11 @@ def with_breadth_first(result: SearchResult) -> SearchResult:
 
 
 def _in_breadth_first(result: SearchResult, candidate: Candidate) -> Candidate | None:
-    """Return a candidate in breadth-first order; None if a stage cannot hold all micro-batches at once."""
+    """Return the plan with another order of passes, simulated; None if it does not fit the memory.
+
+    In the new order a stage passes all micro-batches of the step through a chunk of its layers
+    before its next chunk (breadth-first). So it holds the activations of all micro-batches at once.
+    """
     shape = candidate.shape
     memory_bytes = []
     for stage, used_bytes in enumerate(candidate.memory_bytes):

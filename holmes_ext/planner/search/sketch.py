@@ -103,12 +103,15 @@ class Sketch:
     def run(
         self, seconds: float, progress: Progress | None = None, simulate: bool = True
     ) -> SearchResult:
-        """Rank the shapes by the closed form for so many seconds, then simulate the fastest.
+        """Find the best plan of each shape by the closed form, then simulate the fastest plans.
+
+        A shape is the parallel sizes, micro-batch, recomputation and ZeRO stage. The closed form is
+        a formula for the step time, much faster than a simulation.
 
         Args:
-            seconds: Time limit of the closed form.
+            seconds: Time limit of the closed form, for all shapes together.
             progress: Called from time to time.
-            simulate: Simulate steps; otherwise return the ranking.
+            simulate: Simulate steps; otherwise return the ranking by the closed form.
 
         Raises:
             HolmesError: No parallel sizes are possible, or no plan fits the memory.
@@ -132,7 +135,10 @@ class Sketch:
         return result
 
     def _bound_shapes(self) -> None:
-        """Compute the lower bound of every shape; shapes whose layers fit no memory are only counted."""
+        """Compute the lower bound on the step time of every shape (parallel sizes), and keep it.
+
+        Shapes whose layers fit no memory are only counted.
+        """
         result = self.result
         all_shapes = shapes(result.network, result.model, result.global_batch, result.limits)
         for shape in self.only or all_shapes:
@@ -144,10 +150,11 @@ class Sketch:
                 self._count_misfit(shape)
 
     def _rank_shapes(self, end: float, progress: Progress | None) -> None:
-        """Add the best plan of each shape by the closed form to the candidates, until the time is over.
+        """Add the best plan of each shape to the candidates, by the closed form, until `end`.
 
-        With a WAN, also stop after PATIENCE shapes without a better plan. Shapes that cannot be
-        faster than the best plan are left out, once there are candidates for all rows of the table.
+        A shape is the parallel sizes and further settings. With a WAN, also stop after PATIENCE
+        shapes without a better plan. Shapes that cannot be faster than the best plan are left out,
+        once there are candidates for all rows of the table.
 
         Args:
             end: Moment of time.monotonic() at which to stop.
@@ -175,12 +182,12 @@ class Sketch:
                 progress(number, len(result.ideals) - number, self.best_s, gap)
 
     def _by_bound(self) -> Iterator[Shape]:
-        """Return the shapes by lower bound, the least first.
+        """Return the shapes in the order in which to examine them: by lower bound, the least first.
 
-        If there are more than MANY_SHAPES, the time may end before all are ranked. So the shape
-        with the least bound of each pipeline size comes before all others. These are shapes of 1F1B
-        over several stages only; the other ones (interleaved, or one stage) have a single split of
-        their layers, so they are left to the order by bound.
+        A shape is the parallel sizes and further settings. With more than MANY_SHAPES the time may
+        end before all are examined. So for each pipeline size the 1F1B shape with the least bound
+        comes first: then each size gets a plan. Interleaved shapes and single stages have only one
+        split of their layers, so for them the order by bound is enough.
         """
         ideals = self.result.ideals
         ordered = sorted(ideals, key=ideals.__getitem__)

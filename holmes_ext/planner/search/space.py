@@ -153,8 +153,14 @@ def _value_of(text: str) -> int | str:
 def shapes(network: Network, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:
     """Yield all shapes of a job that the limits allow.
 
+    A shape is what plans differ in besides the nodes: parallel sizes, micro-batch, chunks,
+    recomputation and ZeRO stage.
+
     Args:
+        network: Nodes and networks.
+        model: Model to train.
         global_batch: Sequences of a step.
+        limits: Values that the user allows.
     """
     world = network.world
     processes = network.processes  # ranks on a node
@@ -208,14 +214,19 @@ def _inner_shapes(
     data: int,
     clusters: int,
 ) -> Iterator[Shape]:
-    """Yield all shapes with given parallel sizes; they differ in micro-batch, chunks, recomputation and ZeRO.
+    """Yield all shapes with given parallel sizes.
+
+    A shape has parallel sizes and further settings: here micro-batch, chunks, recomputation, ZeRO
+    stage and expert parallel size vary.
 
     Args:
+        model: Model to train.
         sequences: Sequences of a step on each data parallel rank.
+        limits: Values that the user allows.
         sizes: (pipeline, tensor, context)
         data: Data parallel size.
-        clusters: Number of clusters if they are equal, else 1. ZeRO 3 may keep a replica of the
-            model in each of them.
+        clusters: Number of clusters if all have equally many nodes: ZeRO 3 may then keep a replica
+            of the model in each. Otherwise 1, as replicas would differ in size.
     """
     pipeline, _, context = sizes
     experts = model.experts or 1

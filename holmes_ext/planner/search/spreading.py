@@ -122,7 +122,11 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
 
 
 class Crossing:
-    """Cost of an arrangement: the seconds of a step's traffic on the fullest link between clusters."""
+    """Calculator of the time that a step's traffic needs between clusters, by where the stages lie.
+
+    seconds() is the objective of the search over arrangements (for each stage, the cluster of every
+    node).
+    """
 
     def __init__(self, network: Network, sent: float, reduced: float):
         """Set the traffic.
@@ -137,7 +141,10 @@ class Crossing:
         self.rates_bps = rates_between(network)
 
     def seconds(self, stages: Stages) -> float:
-        """Return the seconds of pipeline and of data parallel traffic, each on its fullest link.
+        """Return the seconds that traffic between clusters needs, for given places of the stages.
+
+        It is the sum of two times: of the messages between stages on the link with most of them,
+        and of the gradient reductions on the link with most of those.
 
         Args:
             stages: For each stage, the cluster of every node.

@@ -61,10 +61,11 @@ def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
 
 
 def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
-    """Return the request for the job without holmes, and the job's plan with the candidate's parallel sizes.
+    """Return the job without holmes: its search request, and its plan with the same sizes.
 
-    If the candidate is a layout that the user gave, the plan keeps its layers of the stages;
-    otherwise they are even. The plan is simulated if the candidate is.
+    The parallel sizes are those of the candidate. A layout that the user gave keeps its number of
+    layers on each stage; otherwise all stages get equally many. The plan is simulated if the
+    candidate is.
     """
     is_user_layout = bool(candidate.placement.names)  # only a given layout names its nodes
     split = candidate.split if is_user_layout else ()

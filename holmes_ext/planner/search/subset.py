@@ -145,9 +145,10 @@ def best_subset(
 
 
 class _OpenFamily(NamedTuple):
-    """Entry of the queue of families: the least lower bound on the step time ("floor") comes first.
+    """Set of node subsets still to examine, with a lower bound ("floor") on their step times.
 
-    A family is all subsets of the nodes with given numbers of nodes of some clusters.
+    A family is all subsets of the nodes with given numbers of nodes of some clusters. The queue is
+    sorted by floor, the least first.
     """
 
     floor_s: float
@@ -156,7 +157,7 @@ class _OpenFamily(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Entry of the queue of priced subsets: fastest first."""
+    """Subset of the nodes on which a plan was found; the heap of them has the fastest first."""
 
     step_s: float
     counts: Counts
@@ -164,7 +165,12 @@ class _Found(NamedTuple):
 
 
 class _SubsetSearch:
-    """State of one search; the arguments are those of best_subset()."""
+    """Branch and bound search for the fastest subset of the nodes; best_subset() makes it.
+
+    A subset is a number of nodes of each cluster, and its price the step time of the best plan on
+    it. A family is all subsets with given numbers for some clusters; a lower bound on their prices
+    (floor) can exclude it as a whole.
+    """
 
     def __init__(
         self,
@@ -176,11 +182,16 @@ class _SubsetSearch:
         order: Sequence[int],
         end: float,
     ):
-        """Begin with the family of all subsets; the arguments are those of best_subset().
+        """Begin with the family of all subsets, and none priced yet.
 
         Args:
+            idle: Idle nodes of each cluster.
+            count: Nodes of a subset.
             price: Returns the step time of the best plan on a subset; HolmesError if none fits.
             floor: Returns a lower bound on the step time of all subsets of a family.
+            first_equal: For each cluster, the first cluster that is interchangeable with it.
+            order: Clusters in the order in which families fix their number of nodes.
+            end: Moment of time.monotonic() at which to stop.
         """
         self.idle = idle
         self.count = count
@@ -231,9 +242,13 @@ class _SubsetSearch:
         return bool(self.found) and (self.proven or time.monotonic() > end)
 
     def price_all(self, subsets: Iterator[Counts], end: float) -> None:
-        """Price each subset whose lower bound ("floor") is below the best price, until `end`.
+        """Compute the step time of the best plan on each of some subsets of the nodes, until `end`.
 
-        The price of a subset is the step time of the best plan on it.
+        Subsets whose lower bound ("floor") is not below the best step so far are left out.
+
+        Args:
+            subsets: Number of nodes of each cluster, for each subset.
+            end: Moment of time.monotonic() at which to stop.
         """
         for counts in subsets:
             if self.is_over(end):
@@ -244,12 +259,12 @@ class _SubsetSearch:
                 self.left_out = True
 
     def divide_families(self) -> None:
-        """Divide the families that are left, the least floor (lower bound) first, and price single subsets.
+        """Examine the subsets that are left, until the best is proven or the time is over.
 
-        A family is all subsets with given numbers of nodes of some clusters; a part fixes one
-        cluster more. The price of a subset is the step time of the best plan on it. A part whose
-        floor is no better than the best price is left out (`left_out`: not every subset was
-        priced).
+        The family with the least floor is divided first. A family is all subsets with given numbers
+        of nodes of some clusters, its floor a lower bound on their step times. Dividing it gives
+        smaller families (parts), in which the number of one more cluster is given. A part with a
+        floor above the best step is left out; a part with a single subset is priced.
         """
         while self.families and not self.is_over(self.end):
             floor_s, _, family = heapq.heappop(self.families)
@@ -271,11 +286,12 @@ class _SubsetSearch:
         heapq.heappush(self.families, _OpenFamily(floor_s, next(self.number), family))
 
     def _floor_s(self, family: Family) -> float:
-        """Return a lower bound on the step time of a family, in seconds.
+        """Return a lower bound on the step time of every subset in a family, in seconds.
 
-        The floor of a larger family that contains this one is valid too. Families that fix a single
-        cluster are few, so their floors are computed once and kept. This family's own floor is
-        computed only if those do not exclude it.
+        A family is all subsets with given numbers of nodes of some clusters. The bound of a larger
+        family that contains it holds, too; those with one given number are few and kept. If one of
+        them is already above the best step, it is returned, as the family is excluded. Otherwise
+        the family's own bound is computed, too.
 
         Args:
             family: Number of nodes of each cluster; None for an open cluster.
@@ -302,8 +318,9 @@ class _SubsetSearch:
     def _divide(self, family: Family) -> Iterator[Family]:
         """Divide a family by the number of nodes of its first open cluster, most nodes first.
 
-        Of interchangeable clusters, an earlier one never has fewer nodes, so equal subsets appear
-        once.
+        A family is all subsets with given numbers of nodes of some clusters; the others are open.
+        Subsets that differ only in which of two interchangeable clusters has more nodes are equal.
+        Only the one in which the earlier cluster has more is yielded.
 
         Args:
             family: Number of nodes of each cluster; None for an open cluster.
@@ -328,9 +345,13 @@ class _SubsetSearch:
         return fixed == sorted(fixed, reverse=True)
 
     def _price(self, counts: Counts) -> None:
-        """Compute the step time of the best plan on a subset, and add it to `found`, whose least is `best_s`.
+        """Compute the step time of the best plan on a subset, and keep the subset if a plan fits.
 
-        A subset that equals an earlier one (up to interchangeable clusters) is skipped.
+        It is added to `found`, the heap with the fastest subset first. A subset that equals an
+        earlier one (up to interchangeable clusters) is skipped.
+
+        Args:
+            counts: Nodes of each cluster.
         """
         counts = self._canonical(counts)
         if counts in self.seen:
@@ -381,10 +402,10 @@ class _SubsetSearch:
                 return
 
     def result(self) -> Subsets:
-        """Return the priced subsets, or raise the error of a subset if no plan fits on any.
+        """Return the subsets with their step times; raise HolmesError if no plan fits on any.
 
-        The result is complete if every subset was priced: no family remains, and none was left out
-        because its lower bound was no better than the best price.
+        The result is complete if every subset was priced. It is not if subsets remain, or if some
+        were left out because a lower bound showed that they are no faster.
         """
         if not self.found:
             assert self.misfit is not None
@@ -403,7 +424,10 @@ class _SubsetSearch:
 
 
 def _likely_subsets(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
-    """Yield subsets that are mostly good: few clusters, whole stages in each, equal parts.
+    """Yield subsets of the nodes that probably have a short step, to be priced first.
+
+    They have few clusters, or whole stages in each cluster, or equally many nodes of each of their
+    clusters.
 
     Args:
         idle: Idle nodes of each cluster.

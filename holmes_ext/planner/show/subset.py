@@ -273,10 +273,10 @@ def _idle_nodes(
 
 
 def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) -> AvailableNodes:
-    """Return the nodes to choose from, with the shapes to price subsets with and their lower bound.
+    """Return the idle nodes, the shapes to try on their subsets, and bounds on the step time.
 
-    If the user gave no parallel sizes, good ones are searched on ideal nodes, each of them as good as the
-    best of all clusters.
+    Shapes are parallel sizes. If the user gave none, good ones are searched on ideal nodes, each as
+    good as the best of all clusters.
     """
     links = Links.of_spec(spec)
     model = job.known_model

@@ -16,7 +16,11 @@ ZERO_GRADIENTS = 2
 
 
 class PassOperations(NamedTuple):
-    """Collective operations during one pass."""
+    """Operations that a rank inserts into one pass to start collectives and to wait for them.
+
+    along() makes it. The collectives are gradient reductions and ZeRO's gathers and scatters. Both
+    fields map a layer to operations (formats: events.py).
+    """
 
     needs: Operations  # before a layer, such as waiting for its weights
     launches: Operations  # after a layer, such as sending its gradients
@@ -31,17 +35,37 @@ class CollectiveOps(Collectives):
     """
 
     def _post(self, tag: Tag) -> list[Op]:
-        """Return the operations that start a collective: they post the first transfer of each chain."""
+        """Return the operations that start a collective: they post its first transfers.
+
+        A collective with several pieces has a chain of transfers for each piece; the first of a
+        chain starts the others.
+
+        Args:
+            tag: Key of the collective.
+        """
         return [("post", name) for name in self.starts.get(tag, [tag])]
 
     @staticmethod
     def _post_and_wait(tag: object, span_kind: str) -> Iterator[Op]:
-        """Yield the start of a collective and the wait for it, recorded as a span of `span_kind`."""
+        """Yield the start of a collective and the wait for it.
+
+        Args:
+            tag: Key of the collective's transfer.
+            span_kind: Kind of the span (Span.kind) that records the wait.
+        """
         yield ("post", tag)
         yield ("wait", tag, span_kind, NO_MICRO_BATCH)
 
     def before(self, pipeline_class: int, stage: int) -> list[Op]:
-        """Return the gathers at the step's start: the last step's weights, in order of the forward pass."""
+        """Return the operations at the step's start: the weight gathers of ZeRO 1, if they overlap.
+
+        They overlap with the first forward pass (gather_overlap). They gather the weights that the
+        last step's optimizer changed, in the order of the forward pass.
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
+        """
         if not self.late_gather:
             return []
         tags = reversed(self._tags(pipeline_class, stage, "gather"))
@@ -56,19 +80,19 @@ class CollectiveOps(Collectives):
         micro_batch: int,
         final: bool,
     ) -> PassOperations:
-        """Return the operations of one pass: gathers awaited before layers, buckets sent after layers.
+        """Return the operations that start or await collectives during one pass, by layer.
 
-        Gradients are sent only in the last micro-batch's backward pass, where they become final.
-        The weights of ZeRO 1 may be gathered under the first micro-batch's forward pass
-        (gather_overlap): each group of buckets is awaited before the first layer that it belongs
-        to. ZeRO 2 and 3 do this for every pass.
+        The last micro-batch's backward pass starts the reduction of each bucket of gradients after
+        the layer that fills it. The first micro-batch's forward pass waits before a layer for its
+        weights, if ZeRO 1 gathers them in that pass (gather_overlap). ZeRO 2 and 3 have collectives
+        in every pass (_along_shards).
 
         Args:
             pipeline_class: Class of the rank's pipeline (those on equal nodes).
             stage: The rank's stage.
             chunk: Chunk of the pass.
-            micro_batch: Micro-batch of the pass.
             letter: "F" for a forward pass, "B" or "W" for a backward pass.
+            micro_batch: Micro-batch of the pass.
             final: The pass is the last micro-batch's backward pass.
         """
         needs: Operations = {}
@@ -78,6 +102,7 @@ class CollectiveOps(Collectives):
         awaits_gathers = self.late_gather and letter == "F" and micro_batch == 0
         if not final and not awaits_gathers:
             return PassOperations(needs, launches)
+        # A group: buckets of gradients that are sent at one moment, after the layer `group.after`.
         for number, group in enumerate(self.bucket_groups.get((pipeline_class, stage), [])):
             # Layers of this pass's chunk with gradients in the group's buckets.
             layers = [item.layer for item in group.chunk_layers if item.chunk == chunk]
@@ -95,17 +120,26 @@ class CollectiveOps(Collectives):
     def _along_shards(
         self, pipeline_class: int, stage: int, letter: str, micro_batch: int
     ) -> PassOperations:
-        """Return the operations of one pass under ZeRO 2 and 3.
+        """Return the operations that start or await collectives in one pass under ZeRO 2 and 3.
 
-        Each layer waits for its weights before the pass (ZeRO 3), and its gradients are
-        reduce-scattered after the backward pass. Without prefetch a layer waits for both at once.
-        Prefetch overlaps them with one layer's computation:
+        ZeRO 3 gathers a layer's weights before the layer computes. The backward pass
+        reduce-scatters the layer's gradients after it. Without prefetch the pass starts such a
+        collective and waits for it at once. With prefetch it overlaps with the computation of one
+        layer:
 
-          * weights: gathered while the layer before it computes (layers in the order of the pass)
-          * gradients: awaited when the layer after it has computed
+            weights      the gather starts before the previous layer computes
+            gradients    the wait for the reduce-scatter comes after the next layer has computed
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
+            letter: "F" for a forward pass, "B" for a backward pass.
+            micro_batch: Micro-batch of the pass.
         """
         needs: Operations = {}
         launches: Operations = {}
+        # Ranks among which the model is divided, and ranks that sum the gradients. They differ if
+        # each cluster has a whole model (hybrid sharding); "across" sums between clusters then.
         shards = self.shards[pipeline_class, stage]
         group = self.groups[pipeline_class, stage]
         layers = list(range(*self.ranges[stage]))
@@ -113,7 +147,12 @@ class CollectiveOps(Collectives):
             layers.reverse()
 
         def tag_of(collective: str, index: int) -> Tag | None:
-            """Return the tag of a layer's collective; None if there is no such layer or collective."""
+            """Return the tag (key of the transfer) of a layer's collective; None if there is none.
+
+            Args:
+                collective: "weights" (gather), "scatter", or "across" (between clusters).
+                index: Number of the layer in the order of the pass; it may be outside.
+            """
             if not 0 <= index < len(layers):
                 return None
             pipelines = (
@@ -164,6 +203,10 @@ class CollectiveOps(Collectives):
 
         The weights are gathered here under ZeRO 1 and 2, unless that overlaps with the next forward
         pass. ZeRO 3 gathers them before each pass, and ZeRO 0 has all weights on each rank.
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
         """
         reductions = [self._reduce(pipeline_class, stage), self._reduce_tied(pipeline_class, stage)]
         if self.run.engine.tied_first:
@@ -179,7 +222,12 @@ class CollectiveOps(Collectives):
                 yield from self._post_and_wait(tag, "gather")
 
     def _optimizer_s(self, pipeline_class: int, stage: int) -> float:
-        """Return the seconds of the optimizer for a rank's parameters, or for its shard of them."""
+        """Return the seconds of the optimizer for a rank's parameters, or for its shard of them.
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
+        """
         shards = 1  # ranks that share the parameters
         if self.run.zero:
             # Groups that shard: under ZeRO 2 and 3 those in `shards` (hybrid sharding: of one
@@ -196,11 +244,15 @@ class CollectiveOps(Collectives):
         return self.run.parameter_s * parameters / shards
 
     def report(self, pipeline_class: int, stage: int) -> Iterator[Op]:
-        """Yield the operations at the step's end: the loss, and sums that the training script makes itself.
+        """Yield the operations at the step's end: the loss, and sums of the training script.
 
         The engine averages the loss over the last stage's ranks, and sends it to the other stages.
         A training script may sum further numbers over each stage's ranks, such as counts of tokens
         (run.sums).
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
         """
         has_group = (pipeline_class, stage) in self.groups
         if has_group:
@@ -218,6 +270,10 @@ class CollectiveOps(Collectives):
         """Return a rank's operations for the loss, which the last stage sends to all others.
 
         The sender's waits end when all bytes have left, the receivers' when they have arrived.
+
+        Args:
+            pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
+            stage: The rank's stage.
         """
         last = self.stages - 1
         if stage < last and ("loss", pipeline_class, stage) in self.transfers:
@@ -264,8 +320,10 @@ class CollectiveOps(Collectives):
         ]
 
     def _tag(self, pipeline_class: int, stage: int, collective: str, number: int) -> Tag:
+        """Return the key of a collective's transfer: (name, stage, pipeline classes, number)."""
         return (collective, stage, self.groups[pipeline_class, stage].pipeline_classes, number)
 
     def _tags(self, pipeline_class: int, stage: int, collective: str) -> list[Tag]:
+        """Return the keys of a stage's transfers of one collective, one for each bucket group."""
         numbers = range(len(self.bucket_groups.get((pipeline_class, stage), [])))
         return [self._tag(pipeline_class, stage, collective, number) for number in numbers]

@@ -72,16 +72,14 @@ class Collectives:
         model: Model,
         maker: TransferMaker,
     ):
-        """Make the transfers.
+        """Make a transfer for each collective of a step; `transfers` has them by tag.
 
         Args:
-            network: Fabrics and rates.
             fold: Ranks of the placement, equal ones together.
             run: Schedule and overlap.
-            ranges: First layer and end of every chunk; chunk c of stage s is at c x stages + s.
-            layers: Layers of the model.
-            model: Model to train.
-            maker: Factory of transfers.
+            ranges: (first layer, end, exclusive) of every chunk, in the order of the forward pass:
+                chunk c of stage s is item c x stages + s.
+            layers: Embedding, transformer blocks and output layer.
         """
         self.network = network
         self.fold = fold
@@ -96,7 +94,7 @@ class Collectives:
         self.parameters = [layer.parameters for layer in layers]
         #: Bytes of each gradient of each layer.
         self.reduced: list[list[float]] = []
-        for layer in layers:
+        for layer in layers:  # reduced(): elements of each gradient
             counts = layer.reduced(sizes.data * sizes.context, sizes.expert)
             self.reduced.append([model.gradient_width * count for count in counts])
         self.tied_bytes = model.tied_bytes(sizes)
@@ -113,7 +111,7 @@ class Collectives:
         #: Pipeline class -> collective of the tied embedding.
         self.tied: dict[int, Tag] = {}
         for stage in fold.stages:
-            for family in fold.families(stage):
+            for family in fold.families(stage):  # all groups of a stage on equal nodes
                 if family.ranks > 1:
                     self._add_family(family)
         if self.tied_bytes:
@@ -122,9 +120,10 @@ class Collectives:
             self._add_numbers()
 
     def _add_numbers(self) -> None:
-        """Make the transfers of single numbers: gradient norm and loss of every pipeline class.
+        """Add the transfers of gradient norm and loss, one number each, for every pipeline class.
 
-        A pipeline class is all pipelines on equal nodes.
+        A pipeline class is all pipelines on equal nodes. The norm is all-reduced among a pipeline's
+        stages; the loss goes from the last stage to each other one.
         """
         last = self.stages - 1
         for pipeline_class in range(len(self.fold.pipeline_classes)):
@@ -141,13 +140,13 @@ class Collectives:
     def gradients(self, stage: int) -> list[Gradient]:
         """Return the gradients of a stage in the order in which they become final.
 
-        The order is the reverse of the forward pass. Late gradients are those of a tied weight, if
-        it is summed between the first and the last stage before the stages' own groups sum it: so
-        it can only be sent after the backward pass.
+        The last layer comes first. A gradient is marked as late if it can be sent only after the
+        whole backward pass. This is a tied weight's gradient, if the engine first sums it between
+        the first and the last stage.
         """
         late: set[tuple[int, int]] = set()  # (layer, number of the gradient)
         if self.tied_bytes and self.run.engine.tied_first:
-            # The embedding's first gradient and the output layer's last one.
+            # The tied weight is the embedding's first gradient and the output layer's last one.
             last_layer = len(self.reduced) - 1
             late = {(0, 0), (last_layer, len(self.reduced[-1]) - 1)}
         result = []
@@ -162,8 +161,8 @@ class Collectives:
     def _add_family(self, family: GroupFamily) -> None:
         """Add all collectives of the groups that sum a stage's gradients.
 
-        They are the reductions of all buckets, with ZeRO the weight gathers, and sums of single
-        numbers.
+        They are bucket reductions, weight gathers with ZeRO, and sums of numbers. A family is all
+        groups of a stage on equal nodes; a pipeline class is all pipelines on equal nodes.
         """
         run = self.run
         stage = family.stage
@@ -174,7 +173,7 @@ class Collectives:
         if run.is_hierarchical(stage):
             total_bytes = sum(gradient.size for gradient in gradients)
             link_bps = self._link_bps(family.node_types)
-            # 0: number of other groups, with which the simulation itself shares the links
+            # None if impossible. 0: number of other groups; the simulation shares the links itself
             hierarchical_reduction = hierarchical(
                 self.network, family, total_bytes, run.direct, 0, run.compress, link_bps
             )
@@ -199,7 +198,7 @@ class Collectives:
             else PricedReduction(ring)
         )
         for number, buckets in enumerate(all_buckets):
-            tag = ("reduce", stage, family.pipeline_classes, number)
+            tag = ("reduce", stage, family.pipeline_classes, number)  # key of the transfer
             if scatters:  # a reduce-scatter, with run.scatter of an all-reduce's traffic
                 self._add_ring(family, ring.scaled(run.scatter), tag, buckets.sizes)
             else:
@@ -246,9 +245,10 @@ class Collectives:
         parties: int,
         max_pieces: int,
     ) -> None:
-        """Add the transfers of a reduction: each piece of its bytes passes a chain of steps (transfers).
+        """Add the transfers of a gradient reduction: a chain for each piece of the bytes.
 
-        The ranks post (start) the first transfer of each chain; each transfer posts the next one.
+        Each step of a chain is a transfer. The ranks post (start) the first one of a chain; it
+        posts the next one.
 
         Args:
             reduction: All-reduce to add.
@@ -257,6 +257,7 @@ class Collectives:
             parties: Actors that take part.
             max_pieces: Most pieces into which a bucket is divided.
         """
+        # For each piece of the bytes, its steps in order (Flow: tag, bytes, use of the networks).
         chains = reduction.flows(sizes, tag, max(1, max_pieces))
         self.starts[tag] = [chain[0].tag for chain in chains]
         for chain in chains:
@@ -268,11 +269,11 @@ class Collectives:
         """Add a ring collective to the transfers.
 
         Args:
-            family: Groups that take part: equal groups of a stage, which act as one.
+            family: Groups that take part: all groups of a stage on equal nodes, simulated as one.
             load: Traffic of the ring for each byte.
-            tag: Tag of the collective: (name, stage, pipeline classes, number). Names are "reduce"
-                (gradients), "gather" (weights once a step), "weights" (weights before each pass,
-                ZeRO 3), "scatter" and "across" (ZeRO 2 and 3).
+            tag: Key of the transfer: (name, stage, pipeline classes, number of the bucket or
+                layer). Names: "reduce" (gradients), "gather" (weights once a step), "weights"
+                (weights before each pass, ZeRO 3), "scatter" and "across" (ZeRO 2 and 3).
             sizes: Bytes of each part, if several parts follow each other as one transfer.
         """
         links = self.network.links
@@ -325,17 +326,17 @@ class Collectives:
                         self._add_ring(shards, all_gather, weights, [weight_bytes])
             if across is not None:
                 shard_bytes = gradient_bytes / sharding_groups[0].ranks
-                tag = ("across", stage, family.pipeline_classes, layer)
+                tag = ("across", stage, family.pipeline_classes, layer)  # key of the transfer
                 self._add_ring(across, self._ring(across), tag, [shard_bytes])
 
     def _of_cluster(self, family: GroupFamily) -> GroupFamily:
-        """Return a cluster's part of data parallel groups, with only the pipeline classes that it contains.
+        """Return the groups without the pipelines that lie in other clusters.
 
-        A pipeline class is all pipelines on equal nodes, so each stage of it is on one node type.
+        A pipeline class is all pipelines on equal nodes; on this stage it lies in one cluster.
 
         Args:
-            family: A cluster's ranks of equal groups. Its `pipeline_classes` are still those of all
-                clusters.
+            family: Ranks of data parallel groups in one cluster. Its `pipeline_classes` are still
+                those of all clusters.
         """
         pipeline_classes = tuple(
             pipeline_class
@@ -355,11 +356,15 @@ class Collectives:
     # ------------------------------------------------------------------- tied embedding
 
     def _add_tied(self) -> None:
-        """Add the reduction of the tied embedding, in pairs or hierarchically, whichever is faster."""
+        """Add the transfers that sum the tied embedding's gradient over first and last stage.
+
+        For each pipeline class (pipelines on equal nodes) the faster of two ways: in pairs of
+        ranks, or a hierarchical all-reduce over all ranks that hold the embedding.
+        """
         hierarchical_of = self._hierarchical_tied() if self.run.tied else {}
         for pipeline_class in range(len(self.fold.pipeline_classes)):
             pair = self._tied_pair(pipeline_class)
-            tag: Tag = ("tied", 0, (pipeline_class,), 0)
+            tag: Tag = ("tied", 0, (pipeline_class,), 0)  # key of the transfer
             parties = 2  # first and last stage
             reduction: PricedReduction = pair
             if pipeline_class in hierarchical_of:
@@ -383,8 +388,7 @@ class Collectives:
     def _tied_pair(self, pipeline_class: int) -> PricedReduction:
         """Return the all-reduce of the tied embedding's gradient between first and last stage.
 
-        Args:
-            pipeline_class: Number of the class of pipelines: all pipelines on equal nodes.
+        A pipeline class is all pipelines on equal nodes.
         """
         fold = self.fold
         last = fold.stages[-1]
@@ -394,13 +398,10 @@ class Collectives:
         return by_pairs(self.network, fold, pipeline_class, link_bps)
 
     def _hierarchical_tied(self) -> dict[int, tuple[Hierarchical, GroupFamily]]:
-        """Return the hierarchical all-reduce of the tied embedding for each pipeline class that has it.
+        """Return pipeline class -> (hierarchical all-reduce of the tied embedding, its groups).
 
         A pipeline class is all pipelines on equal nodes. The all-reduce is possible if the first
         and the last stage are on different clusters.
-
-        Returns:
-            Pipeline class -> its all-reduce, and the groups that take part.
         """
         result: dict[int, tuple[Hierarchical, GroupFamily]] = {}
         # Groups of the ranks that hold the tied weight, on the first and the last stage:
@@ -430,7 +431,6 @@ class Collectives:
 
         Args:
             pipeline_class: Number of the class of pipelines: all pipelines on equal nodes.
-            stage: Sending stage.
             other: Receiving stage.
         """
         load = self.network.message(self.fold.stage_link(pipeline_class, stage, other))
@@ -458,13 +458,13 @@ class Collectives:
     def _number_summed(self, family: GroupFamily, ring: Load) -> Transfer:
         """Return the all-reduce of one number over gloo's ring (gloo/allreduce.cc).
 
-        The number goes around the ring twice, less one message each time:
+        The number goes around the ring twice, each time over all links but one:
 
             first time     last rank -> ... -> second rank -> first rank
             second time    first rank -> last rank -> ... -> second rank
 
         Before that, the receiver of the first message sends a notice that it is ready. Only the
-        latencies between clusters are computed here; `ring` already has the others.
+        latencies of links between clusters are added here; `ring` has those of the messages inside.
 
         Args:
             family: Groups that sum the number; `ring` is their (node type, nodes) in ring order.

@@ -207,21 +207,16 @@ class Simulation:
         heappush(self.events, (moment, self.event_count, action, argument))
 
     def _advance(self, actor: int) -> None:
-        """Execute an actor's operations until it computes or has to wait.
+        """Execute an actor's operations until it computes, has to wait, or has no more.
 
-        An actor goes on when its computation ends (an event) or when the transfer that it waits for
-        releases it. Operations:
-
-            ("compute", kind of span, seconds, micro_batch, chunk)
-            ("post", tag)                       ready for a transfer
-            ("post", tag, AS_RECEIVER, ...)     ready to receive a message: longer than _POST_LENGTH
-            ("wait", tag, kind, micro_batch)    until the transfer has arrived
-            ("wait", ..., AS_SENDER)            until its bytes have left: longer than _WAIT_LENGTH
+        An actor is a rank, or all ranks like it. Its operations (formats: module docstring) compute
+        for some seconds, say that it is ready for a transfer ("post"), or wait for one. It goes on
+        when an event ends the computation, or when the transfer releases it.
         """
         program = self.programs[actor]
         while self.position[actor] < len(program):
             op = program[self.position[actor]]
-            if op[0] == "wait":
+            if op[0] == "wait":  # ("wait", tag, kind of span, micro-batch), AS_SENDER by a sender
                 transfer = self.transfers[op[1]]
                 # A sender waits until all bytes have left, a receiver until they have arrived.
                 end = transfer.sender_free if len(op) > _WAIT_LENGTH else transfer.ended
@@ -229,7 +224,7 @@ class Simulation:
                     transfer.waiting.append((actor, self.now, op))
                     return
                 self.position[actor] += 1
-            elif op[0] == "post":
+            elif op[0] == "post":  # ("post", tag), more items by the receiver of a message
                 self.position[actor] += 1
                 if len(op) == _POST_LENGTH:
                     self._post(op[1])
@@ -245,15 +240,15 @@ class Simulation:
                     return
 
     def _post_receiver(self, op: Op) -> None:
-        """Send a receiver's notice to the sender of a message: the receiver is ready for it.
+        """Tell a message's sender that the receiver is ready, as soon as the connection is free.
 
-        The notice uses the connection over which this receiver itself sends messages to that peer.
-        A connection transmits in order, so the notice waits until the message that is leaving now
-        (the first of `sent_before` that has begun and has not left) has left.
+        This notice goes over the connection on which the receiver sends its own messages to that
+        peer. A connection transmits in order. So if such a message is leaving now, the notice waits
+        for its end.
 
         Args:
-            op: ("post", tag, AS_RECEIVER, tags of messages that the receiver sent to the same peer
-                before).
+            op: ("post", tag of the message to receive, AS_RECEIVER, tags of the messages that the
+                receiver sent to the same peer before).
         """
         _, tag, _, *sent_before = op
         for sent_tag in sent_before:
@@ -276,7 +271,7 @@ class Simulation:
             self._post(tag)
 
     def _post(self, tag: Hashable, ready: float | None = None) -> None:
-        """Note that a party is ready for a transfer, and begin it if all parties are and its channel is free.
+        """Note that a party is ready for a transfer; begin it if all are and its channel is free.
 
         Args:
             tag: Tag of the transfer.
@@ -301,16 +296,17 @@ class Simulation:
             self._begin(tag)
 
     def _begin(self, tag: Hashable) -> None:
+        """Let the bits of a transfer flow after its startup time."""
         self._at(self.now + self.transfers[tag].fixed_s, self._start_flow, tag)
 
     def _start_flow(self, tag: Hashable) -> None:
-        """Start to send the bits of a transfer, and reduce the rates of flows on the same NICs.
+        """Start to send the bits of a transfer as a flow; flows on the same NICs become slower.
 
         A transfer without bits ends at once. A flow alone on its NICs gets its rate at once, too;
         otherwise all flows connected through NICs get new rates.
 
-        `uses` has pairs of a NIC (or other resource) and a weight: the bits that pass the NIC for
-        each bit of the flow. So a flow of weight w counts as w flows there.
+        Transfer.uses has pairs of a NIC (or other resource) and a weight: the bits through the NIC
+        for each bit of the flow. So a flow of weight w counts as w flows there.
         """
         transfer = self.transfers[tag]
         if transfer.bits <= 0:
@@ -350,11 +346,11 @@ class Simulation:
             self._end(tag)
 
     def _end(self, tag: Hashable) -> None:
-        """Free the NICs and the channel of a transfer whose bytes have all left.
+        """End the sending of a transfer whose bits have all left, and start what waited for that.
 
-        The transfer itself arrives a latency later. The next transfer of the channel begins, and so
-        do the notices (a receiver is ready for a message) that had to leave behind this transfer's
-        bytes on the same connection.
+        Its NICs are free for other flows, and the next transfer of its channel begins. Notices (a
+        receiver is ready for a message) that were queued on the same connection are sent. The
+        transfer itself arrives after its latency.
         """
         transfer = self.transfers[tag]
         transfer.sender_free = self.now
@@ -380,6 +376,7 @@ class Simulation:
             self._arrive(tag)
 
     def _arrive(self, tag: Hashable) -> None:
+        """End a transfer: post the next one of its chain, and let the actors go on that wait."""
         transfer = self.transfers[tag]
         transfer.ended = self.now
         if transfer.then is not None:

@@ -29,7 +29,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class BucketGroup:
-    """Buckets of gradients that are sent at one moment."""
+    """Buckets of gradients that are sent at one moment; bucket_groups() makes them."""
 
     #: Bytes of each bucket.
     sizes: tuple[float, ...]
@@ -42,15 +42,17 @@ class BucketGroup:
 def bucket_groups(
     gradients: Sequence[Gradient], limit_bytes: float, exceed: bool, first_bytes: float = 0
 ) -> list[BucketGroup]:
-    """Divide gradients into buckets, and group those that are sent together: full after the same layer.
+    """Divide gradients into buckets, grouped by the layer after whose backward pass they are sent.
 
-    A late gradient is not final before the whole backward pass has ended, and the tied weight is
-    summed. Late gradients have buckets of their own, which are sent after the whole pass.
+    A bucket is sent when its last gradient is final. A late gradient (of a tied weight) is final
+    only after the whole backward pass. Late gradients have buckets of their own, sent after the
+    pass.
 
     Args:
         gradients: In the order in which they become final.
         limit_bytes: Size of a bucket.
-        exceed: A bucket may exceed its size by its last gradient.
+        exceed: True if a bucket also takes the gradient that exceeds its size, and then ends. False
+            if that gradient begins the next bucket.
         first_bytes: Size of the first bucket; 0 for the same as the others.
     """
     # Layer after which they are sent (None: after the whole pass) -> buckets
@@ -58,6 +60,7 @@ def bucket_groups(
     for late in (False, True):
         candidates = [gradient for gradient in gradients if gradient.late == late]
         sizes = [gradient.size for gradient in candidates]
+        # cut(): for each bucket the indices of its gradients
         for indices in cut(sizes, limit_bytes, exceed=exceed, first_bytes=first_bytes):
             bucket = [candidates[index] for index in indices]
             # A bucket is full when its last gradient is final.

@@ -13,8 +13,11 @@ from holmes_ext.planner.simulate.events import Op
 def blocks_of_chunks(stage_layers: Sequence[int], blocks: int, chunks: int) -> Sequence[int]:
     """Return the number of transformer blocks of every chunk, in the order of the forward pass.
 
+    A stage has one chunk of layers, or several under an interleaved schedule.
+
     Args:
-        stage_layers: Blocks of every chunk, as the user gave them; () for the same number on each.
+        stage_layers: The numbers that the user gave (with one chunk a stage: blocks of each stage);
+            () for the same number on each chunk.
         blocks: Blocks of the model.
         chunks: Number of chunks, of all stages together.
 
@@ -39,16 +42,19 @@ def pass_pieces(
 ) -> Iterator[tuple[float, list[Op]]]:
     """Divide a pass into pieces at the layers where weights are awaited or gradients are sent.
 
+    Example: a forward pass over layers 0, 1 and 2 of 1 s each, with launches = {1: [op]}, gives
+    (2.0, [op]) and (1.0, []).
+
     Args:
         sums: Running sums of the seconds over the layers: sums[n] is of the first n layers.
         low: First layer of the pass.
-        high: End of its layers.
+        high: End of its layers (exclusive).
         forward: The pass goes from `low` to `high`; a backward pass goes from `high` to `low`.
-        needs: Layer -> operations before it.
-        launches: Layer -> operations after it.
+        needs: Layer -> operations (of the simulation) before the layer computes.
+        launches: Layer -> operations after the layer has computed.
 
     Yields:
-        Seconds of computation, and the operations that follow it.
+        Seconds of computation of a piece, and the operations after the piece.
     """
     first, last = (low, high) if forward else (high, low)
     yielded_s = sums[first]  # running sum at the point up to which the pass is yielded

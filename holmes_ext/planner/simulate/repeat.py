@@ -65,14 +65,14 @@ def folded_s(job: JobStep) -> float:
 
 
 def _from_few_s(job: JobStep, few: int, round_size: int) -> float:
-    """Return the step time from a simulation of `few` micro-batches or a little more; 0 if nothing repeats.
+    """Return the step time from a simulation of about `few` micro-batches; 0 if nothing repeats.
 
     The simulation leaves out micro-batches in the middle of the step. If the middle repeats with a
     period, the step takes longer by the time of the omitted periods.
 
     Args:
         job: The step.
-        few: Number of micro-batches to simulate.
+        few: Number of micro-batches to simulate, or a little more.
         round_size: Micro-batches of a round; periods are multiples of it.
     """
     stages = job.costs.stages
@@ -109,11 +109,11 @@ def _from_few_s(job: JobStep, few: int, round_size: int) -> float:
 def _omitted_s(
     spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int], omitted: int
 ) -> float:
-    """Return the seconds that the omitted micro-batches would take; 0 if nothing repeats.
+    """Return the seconds that the micro-batches left out of a simulation would take; 0 if unknown.
 
-    The middle is the part after the warm-up, up to the last forward pass. It may repeat with a
-    period of more than one micro-batch, so several periods are tried; the first that fits is as
-    good as a longer one.
+    To save time, folded_s() simulates a step with few of its micro-batches: some in the middle of
+    the step are omitted. The passes there repeat after a number of micro-batches, the period.
+    Several periods are tried, and the first that fits gives the seconds. 0 if none fits.
 
     Args:
         spans: Spans of every actor; the actors of a pipeline class follow each other, stage by
@@ -130,12 +130,14 @@ def _omitted_s(
 
 
 def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> float:
-    """Return the seconds of `period` micro-batches in the middle of a step; 0 if it does not repeat.
+    """Return the seconds after which the passes in the middle of a step repeat; 0 if they do not.
 
-    The middle repeats if every pass of a certain time ended equally long (the result) after the
-    same pass of `period` micro-batches before. The time is two lifetimes of a micro-batch (first to
-    last pass), up to the end of the first actor's last forward pass. One lifetime covers the
-    micro-batches under way then, the other one those that they waited for.
+    Each pass is compared with the same pass of the micro-batch `period` numbers before. The passes
+    repeat if the time between their ends is equal for all pairs; this time is the result.
+
+    Compared are the passes that end within two lifetimes of a micro-batch (first to last pass),
+    before the first actor's last forward pass ends. One lifetime covers the micro-batches under way
+    then, the other one those that they waited for.
 
     Args:
         spans: Spans of every actor; the actors of a pipeline class follow each other, stage by
@@ -179,7 +181,7 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
 
 
 def _lifetime_s(spans: Sequence[Span], until: float) -> float:
-    """Return the seconds from a micro-batch's first forward to its last backward pass on a first stage.
+    """Return the seconds from a micro-batch's first to its last pass, on a first stage.
 
     The micro-batch is the last that ended before the moment `until`; 0 if none did.
     """
@@ -189,7 +191,7 @@ def _lifetime_s(spans: Sequence[Span], until: float) -> float:
     for span in spans:
         if span.kind == "forward":
             starts.setdefault(span.micro_batch, span.start)
-        elif span.kind == "backward" and span.chunk == 0:
+        elif span.kind == "backward" and span.chunk == 0:  # the first chunk comes last
             last_end[span.micro_batch] = span.end
             if span.end <= until:
                 last = max(last, span.micro_batch)

@@ -75,11 +75,11 @@ def schedule(
 
 
 class _Neighbours:
-    """Messages between a stage and its neighbours.
+    """Messages that the passes of a stage receive and send: activations and gradients.
 
     A virtual stage is a chunk of layers, numbered over all stages in the order of the forward pass.
-    Both messages between virtual stages v and v + 1 have the number v: the activation from v to
-    v + 1, and the gradient back from v + 1 to v.
+    Both messages between virtual stages v and v + 1 have the number v: the activation from v to v +
+    1, and the gradient back from v + 1 to v.
     """
 
     def __init__(self, stage: int, stages: int, last_virtual_stage: int):
@@ -90,10 +90,12 @@ class _Neighbours:
     def needs(self, stage_pass: Pass) -> list[Message]:
         """Return the message that a pass must have received: none or one.
 
-        Both messages between virtual stages v and v + 1 (chunks, numbered over all stages) have the
-        number v. So this virtual stage v receives activation v - 1 and gradient v. The first
-        virtual stage receives no activation, the last one no gradient, and a pass "W" (gradients of
-        weights) nothing.
+        A virtual stage is a chunk of layers, numbered over all stages. A message has the number of
+        the earlier of its two virtual stages. So on virtual stage 3 with micro-batch 5:
+
+            forward pass "F"             [("a", 2, 5)]    activation from 2; [] on virtual stage 0
+            backward pass "B" or "I"     [("g", 3, 5)]    gradient from 4; [] on the last one
+            gradients of weights "W"     []
         """
         letter, micro_batch, chunk = stage_pass
         virtual_stage = chunk * self.stages + self.stage
@@ -106,10 +108,12 @@ class _Neighbours:
     def makes(self, stage_pass: Pass) -> list[Message]:
         """Return the message that a pass sends: none or one.
 
-        Both messages between virtual stages v and v + 1 (chunks, numbered over all stages) have the
-        number v. So this virtual stage v sends activation v and gradient v - 1. The last virtual
-        stage sends no activation, the first one no gradient, and a pass "W" (gradients of weights)
-        nothing.
+        A virtual stage is a chunk of layers, numbered over all stages. A message has the number of
+        the earlier of its two virtual stages. So on virtual stage 3 with micro-batch 5:
+
+            forward pass "F"             [("a", 3, 5)]    activation to 4; [] on the last one
+            backward pass "B" or "I"     [("g", 2, 5)]    gradient to 2; [] on virtual stage 0
+            gradients of weights "W"     []
         """
         letter, micro_batch, chunk = stage_pass
         virtual_stage = chunk * self.stages + self.stage
@@ -127,16 +131,17 @@ class _Neighbours:
 def _with_early_receives(
     order: Sequence[Pass], neighbours: _Neighbours, planned: PassOrder | None = None
 ) -> Iterator[Op]:
-    """Yield passes whose receives are posted (started) early: at the step's start, or after a planned send.
+    """Yield a stage's operations, with each receive posted (started) long before it is awaited.
 
-    A message is (letter, v, micro-batch): letter "a" for the activation from virtual stage v to v +
-    1, "g" for its gradient back from v + 1 to v. A virtual stage is a chunk, numbered over all
-    stages.
+    A receive is posted at the step's start, or after the send that a written order names for it.
+    Before a pass comes the wait for its message, and after the pass the post of the message that it
+    sends.
 
     Args:
         order: Passes of the stage.
         neighbours: Messages of the stage.
-        planned: Order that says after which send each receive is posted; None for the step's start.
+        planned: Written order of passes, which says after which send each receive is posted; None
+            to post all at the step's start.
     """
     # Message sent -> receives to post then; None for the step's start.
     posts_after: dict[Message | None, list[Op]] = defaultdict(list)
@@ -166,7 +171,9 @@ def _with_early_receives(
 
 
 def _megatron_1f1b(order: Sequence[Pass], neighbours: _Neighbours, warm_up: int) -> Iterator[Op]:
-    """Yield megatron-core's 1F1B: in the steady state a pass sends its output and receives the next input.
+    """Yield the operations of megatron-core's 1F1B schedule.
+
+    In the steady state a pass sends its output and receives the next pass's input at the same time.
 
     Args:
         order: Passes of the stage.
@@ -185,11 +192,12 @@ def _megatron_1f1b(order: Sequence[Pass], neighbours: _Neighbours, warm_up: int)
 
 
 def _deepspeed_1f1b(neighbours: _Neighbours, micro_batches: int) -> Iterator[Op]:
-    """Yield deepspeed.runtime.pipe.schedule.TrainSchedule: forward and backward steps alternate.
+    """Yield the operations of DeepSpeed's 1F1B (deepspeed.runtime.pipe.schedule.TrainSchedule).
 
-    Even steps are forward on even stages and backward on odd ones. The output of a pass is sent at
-    the next step. A forward step sends the last gradient before it receives, a backward step
-    receives before it sends.
+    Time slots for a forward and for a backward pass alternate; DeepSpeed calls them steps. An even
+    stage has its forward passes in even slots, an odd stage in odd ones. Each slot sends the output
+    of the slot before and receives the input of its own pass. A forward slot sends first, a
+    backward slot receives first.
     """
     stage = neighbours.stage
     stages = neighbours.stages
@@ -200,7 +208,8 @@ def _deepspeed_1f1b(neighbours: _Neighbours, micro_batches: int) -> Iterator[Op]
             micro_batch = (step - stage) // 2
         else:
             micro_batch = (step - 2 * stages + stage + 1) // 2
-        current: list[Pass] = []  # none at the beginning and at the end
+        # Outside this range the stage has no pass: at the beginning and at the end of the step.
+        current: list[Pass] = []
         if 0 <= micro_batch < micro_batches:
             current = [("F" if is_forward else "B", micro_batch, 0)]
         to_receive = [message for stage_pass in current for message in neighbours.needs(stage_pass)]
@@ -216,12 +225,12 @@ def _deepspeed_1f1b(neighbours: _Neighbours, micro_batches: int) -> Iterator[Op]
 
 
 def _exchange(messages: Sequence[Message], received: Sequence[Message] = ()) -> Iterator[Op]:
-    """Yield the posts (starts) of messages, and then the waits for all of them.
+    """Yield the operations that start messages, and then wait for all of them.
 
     Args:
         messages: Messages to send, or to receive.
-        received: Messages to receive from the same neighbour while `messages` are sent to it. The
-            receiver's notice that it is ready follows the messages that it sends.
+        received: Further messages, to receive from the neighbour to which `messages` are sent. Such
+            a receiver's notice that it is ready travels behind `messages`.
     """
     for message in messages:
         yield ("post", message)

@@ -134,8 +134,6 @@ def simulate(
         site: Nodes and networks.
         order: Names of the nodes in rank order: rank r runs on order[r // processes].
         sizes: Parallel sizes.
-        model: Model to train.
-        execution: Schedule and overlap.
         links: Measured links.
         only: Fabric that carries all traffic, as in a job without this plugin. None: the groups
             inside a cluster use its fast fabric, the others Ethernet.
@@ -151,7 +149,7 @@ def simulate(
 
 
 class _Actor(NamedTuple):
-    """All ranks of a stage in pipelines of one class (on equal nodes): they do the same at the same time."""
+    """All ranks of a stage in pipelines on equal nodes (one class), which do the same at once."""
 
     pipeline_class: int
     stage: int
@@ -222,7 +220,7 @@ class JobStep:
 
         Letter "a" is the activation from a virtual stage to the next one, "g" its gradient back. A
         virtual stage is a chunk of layers, numbered over all stages in the order of the forward
-        pass.
+        pass. A pipeline class is all pipelines on equal nodes.
 
         Args:
             maker: Factory of transfers.
@@ -243,11 +241,11 @@ class JobStep:
     def _message(
         self, maker: TransferMaker, pipeline_class: int, stage: int, other: int, size: float
     ) -> Transfer:
-        """Return a message of `size` bytes from a stage to another.
+        """Return the transfer of a message of `size` bytes from a stage to another.
 
-        On Ethernet between nodes, the tensor parallel ranks send a slice each, and gather the
-        slices on the receiving node. A message of at most `buffer_bytes` is buffered: its sender
-        goes on once the transfer is ready, before the bytes have left.
+        On Ethernet between nodes, tensor parallel ranks send a slice each if the job allows it
+        (_slices); the receiving node gathers them. Up to run.buffer_bytes a message is buffered:
+        its sender goes on once the receiver is ready, before the bytes have left.
 
         Args:
             pipeline_class: Number of the class of pipelines: all pipelines on equal nodes.
@@ -275,11 +273,9 @@ class JobStep:
         return replace(transfer, channel=channel, buffered=is_buffered)
 
     def _gpu_link_bps(self, pipeline_class: int, stage: int) -> float:
-        """Return the rate between the GPUs of a node in bits/s, for the nodes of a stage.
+        """Return the rate between the GPUs of one node of a stage, in bits/s.
 
-        Args:
-            pipeline_class: Number of the class of pipelines (all pipelines on equal nodes).
-            stage: The stage.
+        A pipeline class is all pipelines on equal nodes, so the stage is on nodes of one kind.
         """
         cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))
         return self.model.gpu_of(cluster).link_bps
@@ -287,7 +283,7 @@ class JobStep:
     @property
     def _compressed_share(self) -> float:
         """Bytes sent for each byte of an activation on Ethernet."""
-        if self.network.single_fabric:
+        if self.network.single_fabric:  # a job without holmes, which compresses nothing
             return 1.0
         return compressed_share(self.run.compression, self.model.activation_width)
 
@@ -300,7 +296,7 @@ class JobStep:
             and self.run.cut
             and sizes.tensor_inside(self.network.processes)
         )
-        return self.model.copies(sizes) if is_sliced else 1
+        return self.model.copies(sizes) if is_sliced else 1  # copies: ranks with the same message
 
     def simulation(self, micro_batches: int, begins: Sequence[float] = ()) -> Simulation:
         """Return a simulation of so many micro-batches, not yet run.
@@ -326,7 +322,7 @@ class JobStep:
         return Simulation(programs, transfers, self.capacities)
 
     def apart(self) -> list[set[int]]:
-        """Divide the pipeline classes into groups that share nothing before their gradients are reduced.
+        """Divide the pipeline classes into groups that share nothing before they reduce gradients.
 
         A class is all pipelines on equal nodes. Two share something if their messages use the same
         NIC or link, if all ranks share CPU cores (run.cores), or if a collective runs before the
@@ -340,7 +336,7 @@ class JobStep:
             return [set(all_classes)]
         # Pipeline class -> NICs and links of limited rate that its messages use.
         resources_of: list[set[Hashable]] = [set() for _ in all_classes]
-        for tag, transfer in self.templates.items():
+        for tag, transfer in self.templates.items():  # tag: (letter, virtual stage, class)
             if isinstance(tag, tuple) and tag[0] in (_ACTIVATION, _GRADIENT):
                 _, _, pipeline_class = tag
                 for resource, _ in transfer.uses:
@@ -365,7 +361,7 @@ class JobStep:
         timelines = []
         for (pipeline_class, stage), spans in zip(self.actors, simulation.run()):
             cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))
-            ranks = self.fold.ranks(pipeline_class, stage)
+            ranks = self.fold.ranks(pipeline_class, stage)  # on equal nodes: they do the same
             timelines.append(Timeline(stage, ranks, cluster, spans=tuple(spans)))
         carried_bytes = {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES}
         step_s = end_of(timeline.spans for timeline in timelines)
@@ -405,17 +401,19 @@ class JobStep:
             planned=self.passes,
         )
         for op in ops:
+            # ("post" or "wait", message, ...), or a pass: (letter, micro-batch, chunk)
             if op[0] in ("post", "wait"):
                 yield self._exchange(op, pipeline_class, stage)
                 continue
             letter, micro_batch, chunk = op
-            low, high = self.ranges[chunk * costs.stages + stage]
+            low, high = self.ranges[chunk * costs.stages + stage]  # layers of the chunk
             is_final = letter in "BW" and micro_batch == micro_batches - 1
             needs, launches = collectives.along(
                 pipeline_class, stage, chunk, letter, micro_batch, is_final
             )
             span_kind = _SPAN_KINDS[letter]
             if run.block_s and letter != "W":
+                # Of the chunk: `before` layers (the embedding) precede the model's blocks.
                 blocks = min(high, costs.before + costs.blocks) - max(low, costs.before)
                 yield ("software", span_kind, run.block_s * blocks, micro_batch, chunk)
             pieces = pass_pieces(sums[letter], low, high, letter == "F", needs, launches)
@@ -427,11 +425,12 @@ class JobStep:
         yield from collectives.report(pipeline_class, stage)
 
     def _exchange(self, op: Op, pipeline_class: int, stage: int) -> Op:
-        """Return the simulation's operation for a schedule's post or wait of a message.
+        """Translate a schedule's post or wait for a message into an operation of the simulation.
 
-        A post says that the sender or the receiver is ready for the message. A wait of the sender
-        (AS_SENDER) ends when all bytes have left, a wait of the receiver when they have arrived. A
-        receiver's post (AS_RECEIVER) reaches the sender a latency later, as a notice.
+        The activation ("a", 0, 5) of micro-batch 5 goes from virtual stage 0 to 1. Results on stage
+        0: ("post", tag), ("wait", tag, ..., AS_SENDER) until all bytes have left. On stage 1:
+        ("post", tag, AS_RECEIVER), ("wait", tag, ...) until it has arrived. A post says that this
+        side is ready.
 
         Args:
             op: ("post" or "wait", message, messages that a receiver has sent to the same stage just
@@ -482,7 +481,7 @@ class JobStep:
             if not self.run.cores:
                 yield ("compute", kind, seconds, micro_batch, chunk)
             elif seconds > 0:
-                tag = ("software", tuple(actor), number)
+                tag = ("software", tuple(actor), number)  # key of the transfer
                 # The flow of each rank uses one core at most: a second is as many bits as a core
                 # can send. Its weight is the number of ranks that the actor stands for.
                 transfers[tag] = Transfer(

@@ -23,7 +23,10 @@ from holmes_ext.planner.simulate.events import Transfer
 
 
 class TransferMaker:
-    """Factory of transfers, which collects the rates of all NICs and links that they use."""
+    """Factory of the simulation's transfers, from loads (use of NICs and links) of the cost model.
+
+    It also collects the rates of all NICs and links that its transfers use (`capacities`).
+    """
 
     def __init__(self, network: Network, message_s: float):
         """Set the network.
@@ -38,12 +41,12 @@ class TransferMaker:
         self.capacities: dict[Hashable, float] = {}
 
     def message(self, load: Load, size: float, gathered_s: float = 0.0) -> Transfer:
-        """Return a message of `size` bytes between two ranks.
+        """Return a message of `size` bytes between two ranks, as a transfer of the simulation.
 
-        `message_s` is the time that software (such as the communication library) adds to a message.
+        Software, such as the communication library, adds self.message_s seconds.
 
         Args:
-            load: Use of NICs and links by the message.
+            load: How the message uses NICs and links: which ones, and how many messages share each.
             size: Bytes.
             gathered_s: Seconds that the receiving node needs to gather the slices of its ranks.
         """
@@ -65,21 +68,21 @@ class TransferMaker:
     ) -> Transfer:
         """Return collectives of `sizes` bytes, one after the other, as a single transfer.
 
-        A collective sends `load.messages` messages one after the other, and each carries the part
-        `load.message_share` of its bytes. Through a NIC pass `load.volume` bytes for each byte of
-        the collective. Software adds `message_s` seconds to each message.
+        A collective of n bytes sends `load.messages` messages one after the other, each of n x
+        `load.message_share` bytes, and n x `load.volume` bytes pass a NIC. Software adds
+        self.message_s seconds to each message.
 
         Args:
-            load: Use of NICs and links by the collective.
+            load: How the collective uses NICs and links.
             sizes: Bytes of each collective.
-            parties: Actors that take part.
+            parties: Actors (ranks, or sets of equal ranks) that must be ready before it starts.
             cpu_factor: CPU seconds of a byte, relative to those of an all-reduced byte (for jobs
                 whose ranks share CPU cores).
         """
         total_bytes = sum(sizes)
         if load.fabric is None:  # inside a node
             return Transfer(parties, fixed_s=load.price.seconds(total_bytes))
-        curve = self.network.curve(load)
+        curve = self.network.curve(load)  # startup time by size, and the rate of one flow
         # Startup of one message of each collective.
         startups_s = [curve.fixed_s(load.message_share * size) + self.message_s for size in sizes]
         # Latency between clusters beyond the fabric's own, once for each collective.
@@ -96,14 +99,14 @@ class TransferMaker:
     def reduction_step(self, flow: Flow, parties: int) -> Transfer:
         """Return the transfer of one step of a gradient reduction.
 
-        A flat reduction (not chained) has one step: one or more collectives that follow each other.
-        A hierarchical one has a chain of steps. Each step runs in several clusters at once, with a
-        load for each, and starts when the step before it has arrived; so steps of different pieces
-        overlap.
+        A flat all-reduce is a single step. A hierarchical one is a chain of steps: inside the
+        clusters, between them, inside again. Its bytes are divided into pieces. A step starts when
+        the step before it on the same piece has arrived, while other pieces are in other steps.
 
         Args:
-            flow: Loads, bytes and channel of the step; `then` is the next step.
-            parties: Actors that take part.
+            flow: What the step sends: loads (its use of NICs and links, one for each cluster),
+                bytes and channel; `then` is the next step.
+            parties: Actors (ranks, or sets of equal ranks) that must be ready before it starts.
         """
         if not flow.chained:  # collectives of one load
             transfer = self.collective(flow.loads[0], flow.sizes, parties)
@@ -114,7 +117,7 @@ class TransferMaker:
             if load.fabric is None:
                 fixed_s = max(fixed_s, load.price.seconds(size))
             else:
-                curve = self.network.curve(load)
+                curve = self.network.curve(load)  # startup time by size
                 startup_s = curve.fixed_s(load.message_share * size) + self.message_s
                 fixed_s = max(fixed_s, load.messages * startup_s)
         # `wan_latency_s` is the latency between clusters. If the step blocks the next one on its channel,
@@ -145,15 +148,14 @@ class TransferMaker:
     def _uses(
         self, load: Load, size: float, cpu_factor: float = 1.0
     ) -> tuple[tuple[Hashable, float], ...]:
-        """Return the resources that a load uses, with its weight there: WAN links, NICs, CPU cores.
+        """Return the resources (NICs, WAN links, CPU cores) of a transfer, each with its weight.
 
-        A weight is the bits that pass the resource for each bit of the flow. The rates of the NICs
-        and hops are added to `capacities`. Only in a lab do nodes share CPU cores.
+        The weight is the bits that pass the resource for each bit of the flow. The rates of the
+        NICs and WAN links are added to `capacities`. Only in a lab do nodes share CPU cores.
 
         Args:
-            load: Use of NICs and links by a message or collective; `volume` is the bytes that it
-                sends for each of its bytes, `cpu_messages` the number of messages that cost CPU
-                time.
+            load: Use of NICs and links by a message or collective of `size` bytes. It sends size x
+                `load.volume` bytes; `load.cpu_messages` of its messages cost CPU time.
             size: Bytes of the message or collective.
             cpu_factor: CPU seconds of a byte, relative to those of an all-reduced byte.
         """
