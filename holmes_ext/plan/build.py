@@ -202,7 +202,17 @@ def costs_of(
 def _check_partition(
     partition: str, sizes: Sizes | None, model: Model | Profile | None, stage_layers: Sequence[int]
 ) -> None:
-    """Raise HolmesError if a partition is unknown, or if something that it needs is missing."""
+    """Raise HolmesError if the layers cannot be divided among the stages in the requested way.
+
+    The user either lists the layers of each stage, or names a method that computes them. Listed
+    layers need the number of stages only; a method also needs the model.
+
+    Args:
+        partition: Name of the method, one of METHODS; not used if `stage_layers` is given.
+        sizes: Parallel sizes; None: not known.
+        model: The model, or its measured times; None: not known.
+        stage_layers: Layers of each stage that the user lists; empty: the method computes them.
+    """
     if partition not in METHODS:
         raise HolmesError(f"partition {partition!r} is not one of {', '.join(METHODS)}")
     name = f"partition {partition!r}"

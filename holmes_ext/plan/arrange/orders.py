@@ -114,8 +114,9 @@ class Orders:
 
         A placement is an order of the nodes. In these placements, the nodes of a type either follow
         each other, or share their stages evenly with other types. Two placements are distinct if
-        they differ in more than interchangeable node types. Large sites have too many to price:
-        then the list has only the first ones.
+        they differ in more than interchangeable node types. Large sites have too many to price.
+        Then the list has only the first ones: at most `most` orders for each number of node types
+        that share stages.
 
         Args:
             sizes: Parallel sizes with the data size, in the default order of the axes.
@@ -127,7 +128,8 @@ class Orders:
         if stages == 1:
             most = 1  # a single stage holds all clusters, in any order
         elif self.network.wan:
-            # All orders differ, as the links do. So only chains over good links are worth pricing.
+            # Links between clusters differ, so few orders are equal and there are many. Only chains
+            # over good links are worth pricing.
             most = min(MOST_CHAINED, max(_LEAST_ORDERS, MAX_ORDERS // stages))
         else:
             # Pricing an order takes time in proportion to its stages.
@@ -140,9 +142,10 @@ class Orders:
                 continue
             if stages == 1 and group_size > 1:
                 break  # all node types share the only stage in any case
-            # At most `most` orders for each group size. With a WAN, orders with good links between
-            # neighbours come first (_chained; nothing without a WAN), and again among all orders
-            # (_distinct). Both yield tuples of groups of node types, in the order of the stages.
+            # Two sources of orders: tuples of groups of node types, in the order of the stages.
+            # _chained yields orders with good links between neighbours; it is empty without a WAN.
+            # _distinct yields all distinct orders, those of _chained among them. The first `most`
+            # orders are priced, for each group size.
             orders = chain(self._chained(group_size), self._distinct(group_size))
             first_orders = list(islice(orders, most))
             has_further_orders = next(orders, None) is not None
@@ -237,14 +240,16 @@ class Orders:
             """Yield the complete sequences of groups that begin with `groups`.
 
             A sequence is complete if each node type of the site is in exactly one of its groups.
-            Each group has `group_size` types (an argument of the enclosing function). Of sequences
-            that differ only in interchangeable types, one is yielded.
+            Of sequences that differ only in interchangeable types, one is yielded. Interchangeable
+            types form a class. The enclosing function defines `group_size` (types in each group),
+            `types_of` (class -> its types), `used` (class -> number of its types in `groups`) and
+            `choices` (ways to choose the next group, as classes: (3, 3, 5) has two of class 3).
             """
             if len(groups) * group_size == len(self.first_equal_type):
                 yield groups
                 return
-            # Each choice has the class of every type of the next group. A list, because the loop
-            # changes `used`, on which the choices depend.
+            # A choice is the class of every type of the next group. All choices are listed first,
+            # because they depend on `used`, which the loop changes.
             for choice in list(choices(group_size, list(types_of))):
                 group = []
                 for equal_class in choice:
@@ -257,12 +262,14 @@ class Orders:
         return extend(())
 
     def _placements_with_shared_stages(self, sizes: Sizes, groups: Groups) -> list[Placement]:
-        """Return the placement in which a node type holds an equal part of each stage of its group.
+        """Return the placement that spreads each node type evenly over the stages of its group.
 
-        If these parts are whole nodes, each stage gets them next to each other. If not, several
-        stages share a node. This is possible only with a single group, in the order PIPELINES_FIRST
-        of the parallel axes: neighbouring ranks then form whole pipelines, so every node holds
-        ranks of all stages.
+        The node types of a group share stages. With types a (4 nodes) and b (2 nodes) on two
+        stages, each stage has 2 nodes of a and 1 of b: the node order is a a b a a b.
+
+        If a type's part of a stage is not a whole number of nodes, stages must share nodes. This is
+        possible only with a single group, in the order PIPELINES_FIRST of the parallel axes.
+        Neighbouring ranks then form whole pipelines, so every node holds ranks of all stages.
 
         Args:
             sizes: Parallel sizes with the data size.

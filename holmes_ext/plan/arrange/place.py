@@ -5,13 +5,12 @@
 
 Nodes on the same fast fabrics are interchangeable and form a class. Stages that share nodes form a
 component. If all nodes of each component share a fabric, no group has to use Ethernet because its
-nodes are on different networks (it "spans networks"). pack() finds such a division of the nodes
-into components, if there is one.
+nodes are on different networks (it "spans networks"). pack() finds such components if they exist.
 
 An order in which no group spans networks is better than one in which some group does. Otherwise the
-shorter predicted step is better. If steps are equal, the launcher's order stays.
-If there are few distinct orders, all are tried. Else the search permutes runs of equal components,
-and then swaps pairs while that shortens the step.
+shorter predicted step is better. If steps are equal, the launcher's order stays. If there are few
+distinct orders, all are tried. Otherwise the search permutes runs of equal components, and then
+swaps pairs while that shortens the step.
 """
 
 from __future__ import annotations
@@ -145,10 +144,10 @@ def _with_class(
 def _divisions(count: int, usable_fabrics: int, size: int) -> Iterator[tuple[int, ...]]:
     """Yield ways to divide `count` equal nodes among fabrics: the number of nodes of each fabric.
 
-    pack() cuts the nodes of a fabric into components of `size` nodes. Only the remainder matters to
-    it, and `size` nodes can move to another fabric without changing one. So every fabric but the
-    first gets less than `size` nodes. The first one gets all others: 5 nodes, 2 fabrics, size 2
-    -> (5, 0), (4, 1).
+    pack() then cuts the nodes of each fabric into components of `size` nodes. Only the number of
+    nodes left over on each fabric matters. Moving `size` nodes to another fabric changes no such
+    number. So every fabric but the first gets less than `size` nodes, and the first one gets all
+    others: 5 nodes, 2 fabrics, size 2 -> (5, 0), (4, 1).
     """
     if usable_fabrics == 1:
         yield (count,)
@@ -185,10 +184,11 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """
     search = _Search(prices, sizes)
     search.run(budget)
-    unused: dict[int, list[str]] = {}  # class -> its nodes, reversed: pop() takes the first one
+    unused: dict[int, list[str]] = {}  # class of equal nodes -> names, reversed for pop()
     for name, node_class in reversed(search.class_of.items()):
         unused.setdefault(node_class, []).append(name)
-    order = search.placement(search.best).node_types()  # class of each node, in rank order
+    # Class of each node, in rank order: the search used classes in place of node types.
+    order = search.placement(search.best).node_types()
     return prices.network.placement([unused[node_class].pop() for node_class in order], sizes)
 
 
@@ -253,7 +253,7 @@ class _Search:
     """
 
     def __init__(self, prices: Prices, sizes: Sizes):
-        """Make the launcher's order the best one so far."""
+        """Begin with the order in which the launcher lists the nodes, as the best one so far."""
         self.prices = prices
         self.sizes = sizes
         self.network = prices.network
@@ -268,7 +268,7 @@ class _Search:
         component_ranks = placement.stage_ranks * placement.stages_per_component  # of each one
         self.ranks_per_order = component_ranks * len(placement.components)  # to price one order
         self.best = self.components_of(launcher)
-        self.score = self._score_of(self.best)
+        self.score = self._score_of(self.best)  # spans networks?, step in s, ...
 
     def components_of(self, order: Sequence[int]) -> tuple[Component, ...]:
         """Return the node classes of each component, given the class of each node in order."""
@@ -293,8 +293,7 @@ class _Search:
         """
         placement = self.placement(components)
         step_s = flat_s = self.prices.step_s(placement)  # predicted in closed form
-        # Hierarchical reductions can make orders equal; flat rings (flat_prices) then differ.
-        # Prices.reductions() has the chosen reduction of each stage.
+        # Orders that are equal with hierarchical reductions may differ with flat rings.
         if any(reduction.name == HIERARCHICAL for reduction in self.prices.reductions(placement)):
             flat_s = self.flat_prices.step_s(placement)
         return _Score(self.prices.spans_networks(placement), step_s, flat_s)
@@ -345,10 +344,10 @@ class _Search:
         known_orders = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
         component_nodes = len(self.nodes_of_components[0])
         usable_fabrics = {each: self.network.usable_fabrics(each) for each in self.counts}
-        # Classes of each component's nodes, which share a fabric: then no group spans networks
-        # (uses Ethernet because its nodes are on different networks). None: not found.
+        # Classes of each component's nodes, such that the nodes of a component share a fabric. No
+        # group then needs Ethernet because of nodes on different networks. None: not found.
         unspanned = pack(self.counts, usable_fabrics, component_nodes)
-        # pack() returns one division into components. There may be others if nodes have a choice.
+        # pack() returns one division. There may be others if some nodes can use several fabrics.
         has_choice = any(len(fabrics) > 1 for fabrics in usable_fabrics.values())
         is_small = order_count(self.counts) <= new_orders  # number of distinct orders
         if is_small and (unspanned is None or has_choice):
@@ -356,31 +355,31 @@ class _Search:
                 self.accept_if_better(self.components_of(order))
         elif unspanned is not None:
             self.try_orders_of(unspanned, known_orders)
-        elif self.network.wan:  # some group has to span networks, here and below
-            self.line_up_clusters(component_nodes, new_orders)
-        else:
+        elif self.network.wan:  # some group needs Ethernet, here and below
+            self.line_up_clusters(component_nodes, new_orders)  # nodes of a cluster stay together
+        else:  # components of one class, and some mixed ones
             self._try_mixtures(component_nodes, new_orders, known_orders)
 
     def _try_mixtures(self, size: int, new_orders: int, known_orders: int) -> None:
         """Price orders in which some components have nodes of several classes; keep the best order.
 
-        Nodes on the same fabrics form a class, and nodes with the same stages a component. Only the
-        nodes that are left over by whole components of one class are mixed. At the end, pairs of
-        nodes are swapped. `self.best` has the result.
+        Nodes on the same fabrics form a class, nodes with the same stages a component. Each class
+        fills as many whole components as it can; only the remaining nodes are mixed. At the end,
+        pairs of nodes are swapped. `self.best` has the result.
 
         Args:
             size: Nodes of a component.
             new_orders: Largest number of orders to price, if their components are new (slow).
             known_orders: The same, if all components were priced in another order before (fast).
         """
-        # A mixture is a division into components, some of them mixed. As these are new, its first
-        # order is slow to price. So half as many mixtures as new orders are tried, at least two.
+        # A mixture is a division into components, some of them mixed. The first order of a mixture
+        # is slow to price: its components are new. So half of `new_orders` mixtures are tried.
         mixture_count = min(MIXTURES, max(2, new_orders // 2))
         mixtures = list(islice(_divisions_with_leftovers(self.counts, size), mixture_count))
         orders_per_mixture = min(known_orders, new_orders) // len(mixtures)
         for components in mixtures:
             self.try_orders_of(components, orders_per_mixture)
-        swap_pairs(  # as long as accept_worthwhile_swap accepts a swap
+        swap_pairs(  # keeps each swap for which the function returns True: it saves SWAP_GAIN
             self.placement(self.best).node_types(),
             lambda order: self.accept_worthwhile_swap(self.components_of(order)),
             limit=new_orders,
@@ -389,8 +388,9 @@ class _Search:
     def line_up_clusters(self, size: int, limit: int) -> None:
         """Price orders in which the nodes of each cluster follow each other; keep the best order.
 
-        Components (nodes with the same stages) then have nodes of several clusters, if the clusters
-        do not fill whole ones. Clusters with good links are neighbours. `self.best` has the result.
+        A cluster may end in the middle of a component (nodes with the same stages). The component
+        then has nodes of two clusters. In the first order, neighbouring clusters have good links.
+        Swaps of clusters that save the share SWAP_GAIN follow. `self.best` has the result.
 
         Args:
             size: Nodes of a component.
@@ -408,15 +408,16 @@ class _Search:
                     nodes += [node_class] * self.counts[node_class]
             return tuple(tuple(nodes[start : start + size]) for start in range(0, len(nodes), size))
 
-        chain = _chain(self.network, list(classes))
+        chain = _chain(self.network, list(classes))  # clusters, good links between neighbours
         self.accept_if_better(in_order(chain))
         swap_pairs(chain, lambda clusters: self.accept_worthwhile_swap(in_order(clusters)), limit)
 
     def try_orders_of(self, components: Sequence[Component], limit: int) -> None:
         """Price orders of components (nodes with the same stages); keep the best in `self.best`.
 
-        If there are few orders, all are tried. Else equal components stay together, in each order
-        of the different ones if these are few, and then pairs of components are swapped.
+        If there are few orders, all are tried. Otherwise equal components first stay together: all
+        orders of the distinct components if these are few, else two orders and swaps of them. With
+        a WAN, chains over good links are tried, too. Swaps of single components end the search.
 
         Args:
             components: Node classes (nodes on the same fabrics) of each component.
@@ -433,8 +434,7 @@ class _Search:
             return tuple(part for part in distinct for _ in range(counts[part]))
 
         distinct = list(counts)
-        # The tries (`limit`): half for permutations, a quarter for each of the two rounds of swaps below:
-        # of the different components with their equals, and of single components.
+        # Half of the tries are for permutations. Each of the two rounds of swaps gets a quarter.
         has_few_permutations = math.factorial(len(counts)) <= limit // 2
         if has_few_permutations:
             for order in permutations(distinct):
@@ -449,12 +449,12 @@ class _Search:
                 self.accept_if_better(with_equal_together(chain))
             distinct = list(dict.fromkeys(self.best))  # swaps begin with the best order so far
         if not has_few_permutations:
-            swap_pairs(
+            swap_pairs(  # swaps a component and all its equals with another one and its equals
                 distinct,
                 lambda order: self.accept_worthwhile_swap(with_equal_together(order)),
                 limit // 4,
             )
-        swap_pairs(self.best, self.accept_worthwhile_swap, limit // 4)
+        swap_pairs(self.best, self.accept_worthwhile_swap, limit // 4)  # single components
 
     def _reduction_s(self, part: Component) -> float:
         """Return the seconds of reducing a block's gradients on the slowest stage of a component."""
@@ -465,8 +465,8 @@ class _Search:
     def _chains(self, distinct: Sequence[Component]) -> Iterator[Sequence[Component]]:
         """Yield four orders of components: two chains over good stage links, each also reversed.
 
-        One chain has the fastest slowest link between neighbours, the other the least sum of links.
-        A component are nodes with the same stages.
+        A component is a set of nodes with the same stages. The first chain makes the slowest link
+        between neighbours as fast as possible. The second one makes the sum of all links smallest.
         """
         size = self.prices.job.block.activation_bytes
         link_s = {}  # (component, next component) -> seconds of an activation

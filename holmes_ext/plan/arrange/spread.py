@@ -24,7 +24,7 @@ from typing import TypeVar
 State = TypeVar("State")
 #: Clusters of each stage's units (nodes or GPUs), ascending; stages in their order.
 Stages = tuple[tuple[int, ...], ...]
-#: Clusters in groups whose units are mixed.
+#: Clusters in groups. The units (nodes or GPUs) of a group's clusters are mixed evenly over stages.
 Groups = tuple[tuple[int, ...], ...]
 #: Number of results of the first search that the second one begins with.
 RESULTS_KEPT = 2
@@ -160,15 +160,18 @@ def _annealed(
 def _regrouped(groups: Groups, rng: random.Random) -> Groups:
     """Return groups after a random change.
 
-    The change exchanges two clusters, reverses groups, joins two neighbouring groups, or divides a group.
+    The change exchanges two clusters, reverses the order of some groups, joins two neighbouring
+    groups, or divides a group. The search for the best distribution over stages tries the result.
 
     Args:
-        groups: Clusters in groups whose units are mixed.
+        groups: Clusters of each group. The nodes or GPUs of the clusters in one group are mixed
+            evenly over the group's pipeline stages.
         rng: Source of random numbers.
     """
     result = [list(group) for group in groups]
     index = rng.randrange(len(groups))  # of the group that is changed
-    change = rng.random()  # in [0, 1): selects the change by cumulative probabilities
+    # In [0, 1). The constants are cumulative probabilities: 50 % exchange, 15 % reverse, 15 % join.
+    change = rng.random()
     if change < _EXCHANGE:
         group = result[index]
         partner = rng.choice(result)
@@ -190,8 +193,10 @@ def _regrouped(groups: Groups, rng: random.Random) -> Groups:
 def _exchanged(stages: Stages, rng: random.Random) -> Stages:
     """Return stages after a random change: two units exchanged, or several stages reversed.
 
+    A unit is a node or a GPU. Only the cluster of a unit matters.
+
     Args:
-        stages: Clusters of the units of each stage.
+        stages: For each stage, the cluster of each of its units.
         rng: Source of random numbers.
     """
     result = list(stages)

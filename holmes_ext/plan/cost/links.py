@@ -219,11 +219,12 @@ class Links:
         Args:
             fabric: Fabric of the flow.
             senders: Number of nodes that send the flow at the same time.
-            messages: Messages of a hierarchical all-reduce per byte of the flow.
+            messages: Messages that a hierarchical all-reduce sends, from all nodes, for each byte
+                of the flow; each message costs CPU time beyond that of its bytes.
 
         Returns:
-            (CORES, number of bits/s out of `core_bps` that a flow of 1 bit/s uses), or () if it
-            uses no cores.
+            ((CORES, use),), or () if the flow uses no cores. Each bit/s of the flow occupies `use`
+            bits/s of the rate `core_bps`. Example: at use 2, a flow of 1 Gbit/s occupies 2 Gbit/s.
         """
         # CPU seconds for each byte of the flow. Each sender copies its own bytes; `messages` already
         # counts the messages of all senders.

@@ -496,7 +496,8 @@ class Model:
         attention_bytes = 4 * (widths.query + widths.key_value) / h
         # Without gate: 2 bytes each for the input and the output of GeLU. SwiGLU has one more input.
         mlp_bytes = (6 if self.gated else 4) * widths.token_mlp / h
-        # Each further expert of a token has a copy of the MLP's input (2 bytes) and a dropout mask (1 byte).
+        # Each further expert of a token has a copy of the MLP's input (2 bytes) and a dropout mask
+        # (1 byte). This is the mean of all blocks: only the part `expert_share` of them has experts.
         expert_bytes = 3 * widths.expert_share * max(0, widths.active_experts - 1)
         # 2 bytes each of the inputs of two norms, of attention and of the MLP; 1 byte for each of two
         # dropout masks.
@@ -528,14 +529,16 @@ class Model:
         hidden_bytes = tokens * self.hidden * self.activation_width
         # "full" recomputation runs the forward pass again, with its communication.
         passes = 3 if self.recompute == "full" else 2
-        # Two all-reduces per pass in a tensor-parallel block (Shoeybi et al. 2019, arXiv 1909.08053); two
-        # all-to-alls per pass if the block has experts.
+        # Two all-reduces per pass in a tensor-parallel block (Shoeybi et al. 2019, arXiv
+        # 1909.08053); two all-to-alls per pass if the block has experts.
         two_per_pass_bytes = 2 * passes * hidden_bytes
         context_bytes = 0.0
         if context > 1:
             # Keys, values and the gradients of both go around the ring: 4 tensors. Recomputation sends them
             # again; this model leaves that out.
             context_bytes = 4 * tokens * widths.key_value * self.activation_width / tensor
+        # Mean of all blocks: only the part `expert_share` of them has experts. An all-to-all sends
+        # each token to `active_experts` experts.
         routed_bytes = two_per_pass_bytes * widths.expert_share * widths.active_experts
         return _BlockTraffic(
             tensor=two_per_pass_bytes if tensor > 1 else 0.0,

@@ -202,14 +202,16 @@ class Network:
     def fabric(self, node_types: Iterable[int]) -> Fabric:
         """Return the fabric that a group of nodes of these types uses, as in cluster.toml.
 
-        This is the fastest that they share, unless `single_fabric` or `on_best_fabrics` is set.
+        This is the fastest that they share, with two exceptions. `single_fabric`, if set, carries
+        all traffic. With `on_best_fabrics`, groups are assumed to need no slower common fabric: a
+        group uses the slowest of the best fabrics of its nodes, even if its nodes do not share it.
         """
         if self.single_fabric is not None:
             return self.single_fabric
-        # _shared_fabric: the fastest that nodes of these types share
+        # _shared_fabric: the fastest that nodes of these types share; with a single type, its best
         if self.on_best_fabrics:
             best_fabrics = [self._shared_fabric(frozenset([node_type])) for node_type in node_types]
-            return min(best_fabrics, key=lambda fabric: fabric.preference)
+            return min(best_fabrics, key=lambda fabric: fabric.preference)  # slow: small preference
         return self._shared_fabric(frozenset(node_types))
 
     def _shared_fabric(self, node_types: frozenset[int]) -> Fabric:
@@ -263,9 +265,9 @@ class Network:
 
         Args:
             family: The groups.
-            groups: Number of all groups that cross between clusters at the same time. 0: leave out
-                the groups of other families, on links and on NICs. (The simulation adds their loads
-                itself.)
+            groups: Number of groups, of this and all other families, that cross between clusters at
+                the same time and share links and NICs. 0: only the groups of `family` share them
+                (for the simulation, which adds the loads of other families itself).
             inside_bps: Bits/s between the GPUs of a node; used if each group lies inside a node.
         """
         if family.nodes == 1:
@@ -347,8 +349,8 @@ class Network:
         # In every step, some rank waits for the slowest link between clusters.
         step_latency_s = max((self.wan_latency_s(fabric, pair) for pair in pairs), default=0.0)
         messages = family.ranks - 1
-        # Callers multiply the price by the bytes that a rank sends in all steps together, so a byte
-        # is one byte on the NIC: `volume` keeps its default, 1.
+        # `volume` (bytes on the NIC for each byte) keeps its default, 1: callers multiply the price,
+        # in seconds per byte, by the bytes that a rank sends in all steps together.
         return Load(
             nics=self.both_ways(fabric, flows),  # NICs in both directions, with their flows
             hops=self.hops(fabric, pairs),  # links between clusters, with their flows
@@ -412,8 +414,10 @@ class Network:
         hops: dict[Hop, float] = {}
         for hop, flows in (*forward.hops, *backward.hops):
             hops[hop] = hops.get(hop, 0.0) + flows
-        # NICs differ by direction ("out" or "in"). If both stages are on nodes of one class, the
-        # number of the backward message counts.
+        # A NIC is a node class and a direction: forward uses the sender's "out" and the receiver's
+        # "in", backward the other two. They are equal only if both stages are on one node class
+        # (equally busy nodes). Both messages then leave different nodes of the class, so their
+        # numbers are not added: the number of the backward one stays.
         nics = dict((*forward.nics, *backward.nics))
         return replace(
             forward,
