@@ -82,7 +82,8 @@ class Decisions:
         self.network = Network(site)
         self.placement = self.network.placement(plan.nodes, sizes)
         rules = rules_of(engine, options, direct=network_api == SOCKETS)
-        # A workload does not say how large a tied weight is: assume a size that the rates decide on.
+        # A workload does not say how large a tied weight is. Assume a size so large that rates, not
+        # latencies, decide which reduction is faster.
         job = replace(RankModel.of_workload(plan.workload, sizes), tied_bytes=LARGE_BYTES)
         self.prices = Prices(self.network, job, rules)
 
@@ -279,7 +280,10 @@ class Decisions:
         """Return the networks and groups of the messages from each stage to the next one.
 
         With more than two stages this includes the messages from the last to the first stage, which
-        interleaved schedules send.
+        interleaved schedules send. A StageLink has, for each pipeline, the fabric and a text that
+        says where the two ranks need a process group of their own: "pipeline" (in place of their
+        pipeline's group), "world" (in place of the group of all ranks), "pipeline+world", or "".
+        One entry stands for all pipelines if they are equal (one_if_equal).
         """
         plan = self.plan
         if plan.sizes is None:
@@ -287,6 +291,7 @@ class Decisions:
         network_api = self.network_api
         stages = plan.sizes.pipeline
         world_fabric = name_of(plan.fabric_of(range(plan.world_size), network_api))
+        # Ranks of a pipeline -> its pairs that need an own group in place of the pipeline's group.
         pairs_of = {
             ranks: pairs_with_group(plan, ranks, network_api)
             for ranks in groups(plan.sizes, "pipeline")
@@ -300,9 +305,7 @@ class Decisions:
                 pair = tuple(sorted((ranks[stage], ranks[following])))
                 fabric = name_of(plan.fabric_of(pair, network_api))
                 fabrics.append(fabric)
-                # Frameworks send over the group of the pipeline, or over that of all ranks
-                # ("world"). If it uses a slower fabric than the two ranks share, they need their
-                # own group.
+                # Groups over which a framework may send, but on a slower fabric than the two ranks.
                 frameworks = []
                 if pair in pairs:
                     frameworks.append("pipeline")
@@ -416,7 +419,9 @@ def derive_traffic(
     basis: str = NOMINAL,
     engine: EngineTraits = EngineTraits(),
 ) -> Plan:
-    """Return `plan` with the networks that the ports of `site` can carry, and the decisions that follow.
+    """Return `plan` with the fabrics that the ports of `site` can use, and all decisions for them.
+
+    The decisions say how each group communicates: its fabric, and how gradients are reduced.
 
     Args:
         plan: The plan, new or with networks already.
@@ -424,7 +429,8 @@ def derive_traffic(
         options: Options of the user.
         links: Measured rates, for fabrics that are not in the plan yet (all, if the plan is new).
         workload: Work of a rank in a step, for a new plan; one that has networks keeps its own.
-        basis: Where `workload` comes from.
+        basis: Where `workload` comes from: the model's source, "measured", "given", or NOMINAL (the
+            model is not known).
         engine: Abilities of the training engine.
     """
     measured = links.site(site)

@@ -497,7 +497,7 @@ class Model:
         # Without gate: 2 bytes each for the input and the output of GeLU. SwiGLU has one more input.
         mlp_bytes = (6 if self.gated else 4) * widths.token_mlp / h
         # Each further expert of a token has a copy of the MLP's input (2 bytes) and a dropout mask
-        # (1 byte). This is the mean of all blocks: only the part `expert_share` of them has experts.
+        # (1 byte). A mean of all blocks: only the part `expert_share` of them has experts.
         expert_bytes = 3 * widths.expert_share * max(0, widths.active_experts - 1)
         # 2 bytes each of the inputs of two norms, of attention and of the MLP; 1 byte for each of two
         # dropout masks.

@@ -349,10 +349,10 @@ class Network:
         # In every step, some rank waits for the slowest link between clusters.
         step_latency_s = max((self.wan_latency_s(fabric, pair) for pair in pairs), default=0.0)
         messages = family.ranks - 1
-        # `volume` (bytes on the NIC for each byte) keeps its default, 1: callers multiply the price,
-        # in seconds per byte, by the bytes that a rank sends in all steps together.
+        # `volume` (bytes on the NIC for each byte) keeps its default, 1. Callers multiply the price
+        # (seconds per byte) by the bytes that a rank sends in all steps together.
         return Load(
-            nics=self.both_ways(fabric, flows),  # NICs in both directions, with their flows
+            nics=self.both_ways(fabric, flows),  # each NIC twice: these flows out, as many in
             hops=self.hops(fabric, pairs),  # links between clusters, with their flows
             fabric=self.line(fabric),  # with the measured rate and latency
             messages=messages,

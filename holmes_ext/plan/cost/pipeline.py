@@ -128,10 +128,10 @@ def quickest_in_flight(
 ) -> tuple[int, ...]:
     """Return the number of micro-batches in flight on each stage, of the faster of two schedules.
 
-    Both have enough in flight to hide the stage links (see in_flight): one if a micro-batch ends in
-    each pace of the slowest stage, the other in each mean pace of all stages. The mean pace is
-    shorter, so it needs more in flight. With few micro-batches per step it may be faster: fast
-    stages work ahead of the slowest one.
+    Both have enough in flight that no stage waits for a stage link (see in_flight). They aim at
+    different times from one micro-batch to the next: that of the slowest stage, or the mean of all
+    stages. The mean is shorter, so it needs more in flight. With few micro-batches per step it may
+    be faster: fast stages work ahead of the slowest one.
 
     Args:
         forward: Seconds of a forward pass, by stage.
@@ -164,14 +164,14 @@ def share_nics(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the times of stage links, made longer where two stage links share a busy NIC.
 
-    A NIC that sends both to the previous and to the next stage carries two messages for each
-    micro-batch. It is busy if both together take longer than the slowest stage computes. Then
-    both are mostly sent at the same time, and each takes longer by the time of the shorter one.
+    Such a NIC sends a message to the previous and one to the next stage, for each micro-batch. Sent
+    at the same time, each gets half of the rate until the shorter one ends. They overlap for twice
+    the time of the shorter message. Overlaps longer than the slowest stage computes slow the step.
 
     Args:
         transfer: Seconds of an activation over each stage link.
         load: Part of `transfer` that occupies the stage link.
-        nics: (first, last) of stages that send to both sides through one NIC.
+        nics: (first, last) stage of each run of stages that sends to both sides through one NIC.
         busy_s: Seconds of a forward and a backward pass on the slowest stage.
 
     Returns:
@@ -181,9 +181,9 @@ def share_nics(
     load_s = list(load)
     for first, last in nics:
         # Stage links first - 1 (before these stages) and last (after them) share the NIC.
-        shared_s = min(load[first - 1], load[last])  # time of the shorter message on the NIC
+        shared_s = min(load[first - 1], load[last])  # of the shorter message; delays both
         if 2 * shared_s <= busy_s:
-            continue  # while the slowest stage computes, both messages pass, at least for this time
+            continue  # the overlap is no longer than the slowest stage computes
         for stage_link in (first - 1, last):
             shared_transfer_s = transfer[stage_link] + shared_s
             transfer_s[stage_link] = max(transfer_s[stage_link], shared_transfer_s)
@@ -199,7 +199,7 @@ def schedule(
     load: tuple[float, ...] = (),
     most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
-    """Return the micro-batches in flight on each stage that make the step shortest.
+    """Return the number of micro-batches in flight on each stage that makes the step shortest.
 
     Args:
         forward: Seconds of a forward pass, by stage.
@@ -210,7 +210,8 @@ def schedule(
         most: Largest number of micro-batches that fits each stage's memory.
 
     Returns:
-        () if stage links take little time and the framework's own schedule is as fast.
+        Number of forward passes that each stage runs before its first backward pass. (): keep the
+        framework's own schedule (1F1B); stage links take little time, and it is as fast.
     """
     counts = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
     slowest_s = max(forward_s + backward_s for forward_s, backward_s in zip(forward, backward))
@@ -231,10 +232,10 @@ def schedule(
 def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
     """Return the least numbers of micro-batches in flight, by stage, that a given pace needs.
 
-    With fewer, some stage would wait for a message, and micro-batches would follow each other more
-    slowly. These are the least k with (k[s] - k[t] + 1) pace >= sum of busy[s..t] + 2 x sum of
-    transfer[s..t-1] for all stages s < t (see in_flight), and at least 1F1B's. A slower stage
-    counts as if it took the pace.
+    With fewer, some stage would wait for a message. The trip of a micro-batch from stage s to stage
+    t and back must be hidden. So k, the result, is the least solution, for all stages s < t, of
+    (k[s] - k[t] + 1) pace_s >= sum of busy[s..t] + 2 x sum of transfer[s..t-1] (see in_flight), and
+    at least 1F1B's numbers. busy[s] counts as pace_s at most.
 
     Args:
         busy: Seconds of a forward and a backward pass together, by stage.
@@ -314,18 +315,18 @@ def formula_ends(
         load_s: Seconds that a NIC needs to send one micro-batch of all chunks of a stage (interleaved).
         link_load_s: Part of `transfer` that occupies the stage link, if enough micro-batches are in
             flight to hide the stage links; None under the framework's own schedule (StageCosts).
-        nics: (first, last) of stages that send to both sides through one NIC.
+        nics: (first, last) stage of runs on the same nodes, which send to both sides by one NIC.
     """
     busy = [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
     links_s = 2 * sum(transfer)
     if link_load_s is not None:  # hidden stage links: the slowest stage, link or NIC sets the pace
-        # A NIC that two stage links share carries the messages of both for each micro-batch.
+        # Links first - 1 (before the run) and last (after it) share a NIC, so their times add up.
         nics_s = (link_load_s[first - 1] + link_load_s[last] for first, last in nics)
         pace_s = max((*busy, *link_load_s, *nics_s))
         first_end_s = sum(busy) + links_s + (micro_batches - 1) * pace_s
     elif virtual == 1:  # 1F1B: stages wait for messages (see pace)
         first_end_s = sum(busy) + links_s + (micro_batches - 1) * pace(busy, transfer)
-    else:  # interleaved: the first chunk of the first micro-batch travels, all other chunks follow
+    else:  # interleaved, the only use of load_s: one chunk travels, all other chunks follow it
         pace_s = max(*busy, load_s)
         first_end_s = sum(busy) / virtual + links_s + (micro_batches - 1 / virtual) * pace_s
     # A gradient travels from the last stage to the first one, so later stages end earlier.
@@ -356,7 +357,7 @@ def walked_ends(
         micro_batches: Micro-batches per step.
         in_flight: Micro-batches in flight on each stage; (): those of 1F1B.
         load: Part of `transfer` that occupies the stage link; (): sends block.
-        nics: (first, last) of stages that send to both sides through one NIC.
+        nics: (first, last) stage of runs on the same nodes, which send to both sides by one NIC.
     """
     stages = len(forward)
     last = stages - 1

@@ -192,9 +192,9 @@ class ReductionPrices:
         result = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
         if not self.rules.same_reductions:
             return result
-        # The engine can be set to reduce hierarchically only if all stages reduce in the same way, on
-        # the same number of runs of equal nodes (`content` lists the runs; mostly one a cluster). If
-        # the stages differ, all of them use the flat ring.
+        # The engine takes one setting for all stages. So it can reduce hierarchically only if all
+        # stages do, and if all have equally many runs of equal nodes (mostly one run a cluster).
+        # Otherwise all of them use the flat ring. `content`: (node type, ranks) of each run.
         choices = {
             (reduction.name, len(content)) for reduction, content in zip(result, placement.stages)
         }
@@ -207,9 +207,9 @@ class ReductionPrices:
     def _reduction(self, placement: Placement, stage: int) -> PricedReduction:
         """Return the gradient reduction of a stage's slowest group, computed once for equal stages.
 
-        Equal groups form a family, and are priced once. Each family has a flat ring, and perhaps a
-        hierarchical all-reduce. A stage reduces hierarchically if that is faster for each of its
-        families that spans clusters. (The groups of a stage run at the same time and share NICs, so
+        Equal groups form a family, and are priced once. Each family has a flat ring. If its groups
+        span clusters, it may have a hierarchical all-reduce, too. A stage reduces hierarchically if
+        that is faster for each such family. (The groups of a stage run at the same time and share NICs, so
         they all reduce in one way.)
         """
         key, _ = self._key_and_fold(placement, stage)  # equal for stages on equal nodes
@@ -223,7 +223,9 @@ class ReductionPrices:
             """
             # The possible reductions (flat, hierarchical) of each family of equal groups.
             families = self.family_reductions(placement, stage)
-            spanning = [  # families whose groups span clusters
+            # Families whose groups span clusters. Only these can have a hierarchical reduction, so
+            # the first condition only saves the look-up of clusters.
+            spanning = [
                 options
                 for options in families
                 if options.hierarchical is not None
@@ -619,7 +621,10 @@ class Prices(ReductionPrices):
 
             A price has seconds per byte, and latency in seconds. Pipelines on equal nodes form a
             class, and the result has one price for each class. All pipelines send at the same time.
-            `sender`, `receiver` and the placement (`fold`) are those of the enclosing function.
+
+            The enclosing function defines `sender`, `receiver`, the placement (`fold`), `slices`
+            and `share`. Over Ethernet, `slices` ranks send a part of the activation each, and
+            compression leaves the part `share` of its bytes.
             """
             messages_of_classes = self._messages(fold, sender, receiver)
             # Types of both nodes -> messages between such nodes, which share the links between
@@ -632,7 +637,7 @@ class Prices(ReductionPrices):
                 link_bps = self.link_bps(messages.node_types)  # between the GPUs of a node
                 # Use of NICs and links by the message of one pipeline.
                 load = self.network.message(messages, link_bps, crossing[messages.node_types])
-                # A message on a fast fabric stays whole.
+                # A message inside a node or on a fast fabric stays whole and uncompressed.
                 result.append(_price_of_slices(load, link_bps, slices, share))
             return result
 
@@ -668,8 +673,8 @@ class Prices(ReductionPrices):
         """Return the stages whose nodes send to the previous and the next stage over one NIC.
 
         Returns:
-            (first, last) of neighbouring stages on the same nodes, if the stage links before the
-            first and after the last of them use the same fabric.
+            (first, last) stage of each run of neighbouring stages on the same nodes. The stage link
+            before the first one and the stage link after the last one use the same fabric.
         """
         last = placement.sizes.pipeline - 1
         # By stage link: fabrics of its messages, {_INSIDE_NODE} if none leaves a node. Stage link i
@@ -680,14 +685,15 @@ class Prices(ReductionPrices):
         ]
         inside_node = {_INSIDE_NODE}
         ranges = []
-        first_on_nodes = 0  # first of the stages on the same nodes as `stage`
+        # First of the stages on the same nodes as `stage`; the loop moves it to the next run.
+        first_on_nodes = 0
         for stage in range(1, last):
             link_before = stage - 1
             link_after = stage
             if fabrics[link_before] != inside_node:
                 first_on_nodes = stage  # messages arrive from other nodes
             if first_on_nodes == 0 or fabrics[link_after] == inside_node:
-                continue  # the nodes have a stage link to other nodes on one side only, or not yet
+                continue  # no link to nodes before the run, or the run goes on after `stage`
             # A node has one NIC on each fabric. So links on one fabric share it.
             if fabrics[first_on_nodes - 1] & fabrics[link_after]:
                 ranges.append((first_on_nodes, stage))
@@ -765,9 +771,12 @@ class Prices(ReductionPrices):
             return 0.0
 
         def seconds(fold: Fold, _: tuple[int, ...]) -> float:
-            # The slowest class of pipelines on equal nodes.
+            # fold: the compact placement of both stages. The unused argument has the numbers of the
+            # stages in it; tied() takes the first and the last one. It prices the fastest reduction
+            # for each class of pipelines on equal nodes; the slowest class counts.
             return max(reduction.seconds(size) for reduction in self.tied(fold))
 
+        # Calls seconds() for stages 0 and `last`; stages on equal nodes share the result.
         return self._computed_once("tied", seconds, placement, 0, last)
 
     def tied(self, fold: Fold) -> list[PricedReduction]:

@@ -197,7 +197,8 @@ class Hierarchical(PricedReduction):
         bit_s: dict[object, float] = defaultdict(float)
         for load in (self.reduce_across, self.gather_across):
             assert load.fabric is not None
-            for nic, flows in load.nics:  # bytes through this NIC for each byte of gradients
+            # `flows` is a volume here: bytes through this NIC for each byte of the gradients.
+            for nic, flows in load.nics:
                 bit_s[nic] += flows / load.fabric.rate_bps
             for hop, flows in load.hops:  # the same for links between clusters
                 bit_s[hop] += flows / hop.rate_bps
@@ -206,6 +207,7 @@ class Hierarchical(PricedReduction):
         latencies = 4 if self.stalls else 2
         busiest_byte_s = 8 * max(bit_s.values())
         return Price(
+            # _stall_byte_s: two latencies, divided by the bytes of a chunk; 0 if chunks do not wait
             byte_s=self.compressed_share * busiest_byte_s + self._stall_byte_s,
             latency_s=latencies * self.step_latency_s,
         )
@@ -281,8 +283,9 @@ class Hierarchical(PricedReduction):
         # chunks_of: bytes / chunk_bytes rounded down, at least 1
         real_chunks = sum(chunks_of(size, self.chunk_bytes) for size in sizes)
         chunks = min(most, real_chunks)
-        # A cluster on the way forwards a chunk after it has received all of it: as a longer latency. This
-        # time depends on the real size of a chunk, also if larger chunks are simulated.
+        # On a ring or a tree of clusters, a cluster forwards a chunk only after it has received all
+        # of it. This delay counts as a longer latency. It depends on the real size of a chunk, even
+        # if larger chunks are simulated.
         real_chunk_bytes = sum(sizes) / real_chunks
         relay_s = self.relay_byte_s * real_chunk_bytes
         chains = []
@@ -312,7 +315,8 @@ class Hierarchical(PricedReduction):
             wan_latency_s: Seconds between the end of sending a chunk to another cluster and its
                 arrival, beyond the latency of the fabric.
             tag: Name of the last transfer of the last chunk. Its first three elements name the
-                reduction: collective, number of the stage, classes of equal pipelines.
+                reduction (collective, number of the stage, classes of equal pipelines); the others
+                tell the buckets of gradients apart.
             chunk: Number of the chunk.
             is_last: Whether this is the last chunk.
         """
@@ -327,11 +331,12 @@ class Hierarchical(PricedReduction):
             crosses = loads is not self.inside_loads
             yield Flow(
                 loads=loads,
+                # Across clusters, compression leaves this part of the bytes.
                 sizes=(self.compressed_share * size if crosses else size,),
                 tag=names[step],
                 channel=(reduction, step),  # chunks take the same step one after the other
                 then=followers[step],
-                chained=True,
+                chained=True,  # one step of a chunk; `then` starts the next one
                 wan_latency_s=wan_latency_s if crosses else 0.0,
                 awaits_arrival=self.stalls and crosses,
             )
@@ -339,10 +344,10 @@ class Hierarchical(PricedReduction):
     def streams(self, network: Network, crossing_groups: float) -> int:
         """Return how many TCP streams each pair of ranks needs to fill the links between clusters.
 
-        A single stream is often slower than the link, because of the latency. A pair of ranks can
-        use at most its share of the sender's NIC and of the link. The result is enough streams for
-        STREAM_SHARE of that, on the link that needs most, up to MOST_STREAMS. Links without
-        measured rates are left out.
+        A single stream is often slower than the link, because of the latency. Pairs of ranks share
+        the sender's NIC and the link, so each pair can use only a part of them. The result is
+        enough streams for the part STREAM_SHARE of this rate. The link that needs most streams
+        decides; MOST_STREAMS is the limit. Links without measured rates are left out.
 
         Args:
             network: The site, with measured rates of links and of a single stream.
@@ -352,14 +357,16 @@ class Hierarchical(PricedReduction):
         # `senders` ranks of a node send across at the same time; each has this share of the NIC.
         nic_bps = self.reduce_across.fabric.rate_bps / self.senders
         count = 1
-        # (from cluster, to cluster) -> bytes per byte of the sum. The gather step uses the same links.
+        # route.halves: for the reduce and the gather step, (from cluster, to cluster) -> bytes per
+        # byte of the sum. Both steps use the same links, so one of them is enough.
         reduce_volumes, _ = self.route.halves
         for source, target in reduce_volumes:
             # The link of cluster.toml between two clusters; None if it lists none.
             link = network.wan.pair_of.get((source, target))
             if link is None or not link.stream_bps or not link.rate_bps:
                 continue
-            # Pairs of ranks that share the link: each rank of the smaller cluster sends.
+            # Pairs of ranks that share the link: each rank of the smaller cluster sends to one rank
+            # of the larger one.
             rank_pairs = crossing_groups * min(self.ranks[source], self.ranks[target])
             pair_bps = min(nic_bps, link.rate_bps / rank_pairs)  # the most that a pair can use
             count = max(count, ceil(STREAM_SHARE * pair_bps / link.stream_bps))
@@ -603,15 +610,17 @@ def _relay_byte_s(
         rates_bps += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
         return 8 * route.message_share / min(rates_bps)
 
-    # (from cluster, to cluster) -> bytes for each byte of the sum; the gather step has equal ones.
+    # route.halves: for the reduce and the gather step, (from cluster, to cluster) -> bytes for each
+    # byte of the sum. The gather step has the same numbers, in a tree in the opposite direction.
     reduce_volumes, _ = route.halves
     # Seconds of all messages on each link. One message carries `message_share` of the sum, so
     # volume / message_share is the number of messages.
     busy_s = [
         message_s(pair) * volume / route.message_share for pair, volume in reduce_volumes.items()
     ]
-    # route.latency_s adds up a time of each link along the longest path of a sum. With the times of
-    # messages it returns the seconds of all messages that follow each other.
+    # route.latency_s(f) adds up f(link) along the longest path of data through the clusters. f is
+    # usually the latency of a link. Here it is the time of a message, so the result is the time of
+    # all messages that follow each other.
     longest_path_s = route.latency_s(message_s)
     return max(0.0, longest_path_s - max(busy_s))
 
@@ -935,8 +944,8 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
             part,
             nodes=1,
             ranks_per_node=1,
-            # Each rank of a node is in another of the new groups. So every old group with ranks on
-            # the node (`groups`: of this family, `concurrent_groups`: of all) becomes as many groups.
+            # An old group with n ranks on a node becomes n new groups, one for each of these ranks.
+            # `groups` counts those of this family, `concurrent_groups` those of all families.
             groups=part.ranks_per_node * part.groups,
             concurrent_groups=part.ranks_per_node * part.concurrent_groups,
         )

@@ -398,9 +398,9 @@ class StageCosts:
         return tuple(loads)
 
     def in_flight(self, stage_layers: Sequence[int]) -> tuple[int, ...]:
-        """Return how many micro-batches in flight hide the stage links, by stage, as far as memory allows.
+        """Return the micro-batches in flight that hide the stage links, by stage, if they fit memory.
 
-        () if the framework's schedule is as good or the only one. stage_layers: blocks of each stage.
+        (): keep the framework's own schedule. stage_layers: blocks of each stage.
         """
         if self.link_load_s is None:
             return ()  # holmes cannot change the number of micro-batches in flight
@@ -413,7 +413,7 @@ class StageCosts:
             self.shared_nic_stages,
             busy_s=max(load.busy_s for load in loads),
         )
-        return schedule(
+        return schedule(  # micro-batches in flight by stage; (): 1F1B is as fast
             forward_s,
             backward_s,
             transfer_s,
