@@ -82,8 +82,7 @@ class Decisions:
         self.network = Network(site)
         self.placement = self.network.placement(plan.nodes, sizes)
         rules = rules_of(engine, options, direct=network_api == SOCKETS)
-        # A workload does not say how large a tied weight is. Assume a size so large that rates, not
-        # latencies, decide which reduction is faster.
+        # A workload has no size of the tied weight. Assume one so large that latency is negligible.
         job = replace(RankModel.of_workload(plan.workload, sizes), tied_bytes=LARGE_BYTES)
         self.prices = Prices(self.network, job, rules)
 
@@ -279,11 +278,10 @@ class Decisions:
     def stage_links(self) -> tuple[StageLink, ...]:
         """Return the networks and groups of the messages from each stage to the next one.
 
-        With more than two stages this includes the messages from the last to the first stage, which
-        interleaved schedules send. A StageLink has, for each pipeline, the fabric and a text that
-        says where the two ranks need a process group of their own: "pipeline" (in place of their
-        pipeline's group), "world" (in place of the group of all ranks), "pipeline+world", or "".
-        One entry stands for all pipelines if they are equal (one_if_equal).
+        With more than two stages, messages from the last to the first stage are included, which
+        interleaved schedules send. For each pipeline, a StageLink has the fabric, and the group that
+        the two ranks must not use but replace by their own: "pipeline" (their pipeline's), "world"
+        (of all ranks), "pipeline+world", or "" (none). Equal pipelines share one entry.
         """
         plan = self.plan
         if plan.sizes is None:
@@ -291,8 +289,7 @@ class Decisions:
         network_api = self.network_api
         stages = plan.sizes.pipeline
         world_fabric = name_of(plan.fabric_of(range(plan.world_size), network_api))
-        # Ranks of a pipeline -> its pairs that need an own group in place of the pipeline's group.
-        pairs_of = {
+        pairs_of = {  # ranks of a pipeline -> pairs that need a group in place of the pipeline's
             ranks: pairs_with_group(plan, ranks, network_api)
             for ranks in groups(plan.sizes, "pipeline")
         }
@@ -312,7 +309,7 @@ class Decisions:
                 if fabric != world_fabric:
                     frameworks.append("world")
                 pair_groups.append("+".join(frameworks))
-            stage_link = StageLink(
+            stage_link = StageLink(  # one_if_equal: a single entry if all are equal
                 (stage, following), one_if_equal(tuple(fabrics)), one_if_equal(tuple(pair_groups))
             )
             if ETHERNET in fabrics:
@@ -419,9 +416,7 @@ def derive_traffic(
     basis: str = NOMINAL,
     engine: EngineTraits = EngineTraits(),
 ) -> Plan:
-    """Return `plan` with the fabrics that the ports of `site` can use, and all decisions for them.
-
-    The decisions say how each group communicates: its fabric, and how gradients are reduced.
+    """Return `plan` with the fabrics that the ports of `site` carry, and how each group uses them.
 
     Args:
         plan: The plan, new or with networks already.
@@ -429,8 +424,7 @@ def derive_traffic(
         options: Options of the user.
         links: Measured rates, for fabrics that are not in the plan yet (all, if the plan is new).
         workload: Work of a rank in a step, for a new plan; one that has networks keeps its own.
-        basis: Where `workload` comes from: the model's source, "measured", "given", or NOMINAL (the
-            model is not known).
+        basis: Source of `workload`: "measured", "given", the model's, or NOMINAL (no model known).
         engine: Abilities of the training engine.
     """
     measured = links.site(site)
@@ -450,7 +444,7 @@ def derive_traffic(
         prices = Prices(network, job, rules_of(engine, options))
         placement = network.placement(plan.nodes, plan.sizes)
         resolved = replace(resolved, spanning=spanning_groups_of(prices, placement))
-    return with_traffic(resolved, options, engine)
+    return with_traffic(resolved, options, engine)  # adds the decisions, for both network APIs
 
 
 def decisions(

@@ -122,22 +122,23 @@ class PlanRequest:
         return site, with_loads(plan, options, model, engine)
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
-        """Take over the layers of each stage that --holmes-restart auto has chosen.
+        """Set the layers of each stage to those that a restarted job left for this start.
 
-        The job was stopped to run with another partition. Before its end it wrote the layers and its
-        parallel sizes into the rendezvous store, which outlives it.
+        With --holmes-restart auto, a job stops to run again with other layers per stage. Before its
+        end it writes these layers and its parallel sizes into the rendezvous store, which outlives it.
 
         Args:
-            layers: Layers of each stage, as --holmes-partition takes them; "" if this is the first start.
+            layers: Layers of each stage, as --holmes-partition takes them; "": this is the first
+                start, nothing changes.
             sizes: The parallel sizes of the previous start.
 
         Returns:
-            The options, and lines for the user.
+            The options with the layers, and lines for the user.
         """
         if not layers:
             return self.options, []
         self.options = replace(self.options, partition=layers)
-        self.sizes = self.sizes or sizes  # those of an option come first
+        self.sizes = self.sizes or sizes  # sizes that the user gave as an option stay
         return self.options, [
             f"--holmes-restart auto: started again with --holmes-partition {layers}"
         ]
@@ -173,7 +174,10 @@ def complete_plan(
     model: Model | None = None,
     engine: EngineTraits = EngineTraits(),
 ) -> Plan:
-    """Return `plan` with the decisions for other parallel sizes; the order of the nodes stays.
+    """Return `plan` adapted to other parallel sizes; the order of the nodes stays.
+
+    The framework reports its sizes only when it starts. The decisions that depend on sizes are made
+    again: fabrics of groups, reductions, stage links, and the order of passes.
 
     Args:
         plan: The plan, made without sizes or for other sizes.
@@ -191,6 +195,7 @@ def complete_plan(
         spanning=(),
         predicted={},
     )
+    # with_traffic adds the decisions; with_loads adds each stage's work and the order of passes.
     return with_loads(with_traffic(changed, options, engine), options, model, engine)
 
 
@@ -226,7 +231,8 @@ def with_loads(
     # The loads contain computation and memory only, so they do not depend on engine and options.
     plan = replace(plan, loads=costs.loads(layers))
     # plan.traffic has the decisions for each network API, or one entry for several if they are equal.
-    # So the first network API of an entry stands for all of them. Only the order of passes changes.
+    # So the first network API of an entry stands for all of them. `decided` (the existing decisions)
+    # stays, apart from the order of passes, which with_order() computes from the new loads.
     traffic = []
     for decided in plan.traffic:
         network_api = decided.network_apis[0]
@@ -315,7 +321,8 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
         "" if no group spans, or if the line at the start of the job has said so.
     """
     spanning_groups = spanning(plan, sizes, instances)
-    was_printed_at_start = plan.sizes == sizes and instances == 1  # for the same groups
+    # The start prints such a line for the planned sizes; for other groups it has not been printed.
+    was_printed_at_start = plan.sizes == sizes and instances == 1
     if not spanning_groups or was_printed_at_start:
         return ""
     measured = replace(site, fabrics=plan.fabrics)  # with the rates in the plan
@@ -324,6 +331,8 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
         f"with --holmes-sizes {sizes_text(sizes).replace(' ', '')}": sizes,
         "without --holmes-sizes": None,
     }
+    # A plan for the planned sizes has an order of the nodes. How many groups of the reported sizes
+    # would span with this order?
     counts = {
         start: spanning(build_plan(measured, planned_sizes), sizes, instances)
         for start, planned_sizes in starts.items()
@@ -343,7 +352,10 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
 
 
 def spanning(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
-    """Return kind of group -> how many groups span networks (see Plan.spans_networks).
+    """Return kind of group -> how many groups must use Ethernet although a node has a faster fabric.
+
+    The nodes of such a group are on different fast networks ("the group spans networks"). Kinds:
+    "data", "tensor", "context", "expert"; kinds without such a group are left out.
 
     Args:
         plan: The plan of the job.

@@ -125,9 +125,9 @@ def _all_splits(blocks: int, stages: int) -> Iterator[Split]:
 def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
     """Return a few splits that are worth a precise prediction, if there are too many to try all.
 
-    These are three splits, and the result of moving single blocks of each while its step in closed
-    form gets shorter. The three are those of the methods "uniform" and "speed", and the split with
-    the fastest slowest stage.
+    Three splits are taken as they are, and each also after an improvement: single blocks move
+    between stages as long as that shortens the predicted step (in closed form). The three splits
+    are those of the methods "uniform" and "speed", and the one with the fastest slowest stage.
 
     Args:
         costs: Costs of every layer on every stage.
@@ -143,9 +143,10 @@ def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
     def moves(split: Split) -> Iterator[Move]:
         """Yield moves of a block: to less busy stages, to a neighbour, and to stages with faster GPUs."""
         stage_s = [count * seconds for count, seconds in zip(split, layer_s)]
-        yield from full_to_empty(stage_s)  # from stages that take long to stages that take little
+        # full_to_empty: moves from the stages with the largest numbers to those with the smallest
+        yield from full_to_empty(stage_s)  # by the time of all layers of a stage
         yield from _over_borders(split)
-        yield from full_to_empty(layer_s)  # from slow stages to fast ones, by the time of one layer
+        yield from full_to_empty(layer_s)  # by the time of one layer: from slow GPUs to fast ones
 
     tries = MOST_FORMULAS // len(starts)
     moved = [

@@ -398,7 +398,7 @@ class StageCosts:
         return tuple(loads)
 
     def in_flight(self, stage_layers: Sequence[int]) -> tuple[int, ...]:
-        """Return the micro-batches in flight that hide the stage links, by stage, if they fit memory.
+        """Return the micro-batches in flight, by stage, that hide the stage links and fit memory.
 
         (): keep the framework's own schedule. stage_layers: blocks of each stage.
         """
