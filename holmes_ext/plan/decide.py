@@ -279,9 +279,9 @@ class Decisions:
         """Return the networks and groups of the messages from each stage to the next one.
 
         With more than two stages, messages from the last to the first stage are included, which
-        interleaved schedules send. For each pipeline, a StageLink has the fabric, and the group that
-        the two ranks must not use but replace by their own: "pipeline" (their pipeline's), "world"
-        (of all ranks), "pipeline+world", or "" (none). Equal pipelines share one entry.
+        interleaved schedules send. For each pipeline, a StageLink names the fabric, and the groups
+        too slow for the two ranks, which then need a group of their own: "pipeline" (of all stages),
+        "world" (of all ranks), "pipeline+world", or "" (none). Equal pipelines share one entry.
         """
         plan = self.plan
         if plan.sizes is None:

@@ -125,7 +125,7 @@ class PlanRequest:
         """Set the layers of each stage to those that a restarted job left for this start.
 
         With --holmes-restart auto, a job stops to run again with other layers per stage. Before its
-        end it writes these layers and its parallel sizes into the rendezvous store, which outlives it.
+        end it writes these layers and its parallel sizes into the rendezvous store, which remains.
 
         Args:
             layers: Layers of each stage, as --holmes-partition takes them; "": this is the first
@@ -231,8 +231,8 @@ def with_loads(
     # The loads contain computation and memory only, so they do not depend on engine and options.
     plan = replace(plan, loads=costs.loads(layers))
     # plan.traffic has the decisions for each network API, or one entry for several if they are equal.
-    # So the first network API of an entry stands for all of them. `decided` (the existing decisions)
-    # stays, apart from the order of passes, which with_order() computes from the new loads.
+    # So the first network API of an entry stands for all of them. with_order() returns `decided`,
+    # the existing decisions, with a new order of passes, which it computes from the new loads.
     traffic = []
     for decided in plan.traffic:
         network_api = decided.network_apis[0]
@@ -352,7 +352,7 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
 
 
 def spanning(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
-    """Return kind of group -> how many groups must use Ethernet although a node has a faster fabric.
+    """Return kind of group -> how many groups must use Ethernet though a node has a faster fabric.
 
     The nodes of such a group are on different fast networks ("the group spans networks"). Kinds:
     "data", "tensor", "context", "expert"; kinds without such a group are left out.

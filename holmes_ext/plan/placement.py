@@ -89,8 +89,8 @@ class Placement:
             return cls.of(sizes, processes, parts[0])
         ranks = sum(map(len, parts)) * processes
         nodes = len(parts[0])  # of each component
-        # Global ranks number all stages, then all stages again, until each stage has all of its
-        # ranks. In one such round, every stage gets `stride` ranks that follow each other.
+        # Global ranks are numbered in rounds. In each round, every stage in turn gets `stride`
+        # ranks. With stride 2 and 2 stages: stage 0 has ranks 0 1 4 5, stage 1 has ranks 2 3 6 7.
         stride = sizes.strides()["pp"]  # distance from a rank to its counterpart in the next stage
         rounds = ranks // (stride * sizes.pipeline)
         # So the nodes of the components alternate in the same rounds. (With several components, each
@@ -507,11 +507,14 @@ class Fold:
     def pipeline_class_at(self, rank_in_stage: int) -> int:
         """Return the class of the pipeline that has rank number `rank_in_stage` of each stage.
 
-        Pipelines on equal nodes form a class. The number may be that of any rank, kept or not.
+        Pipelines on equal nodes form a class. The fold keeps only some of several equal ranks. The
+        number may be that of any rank of the full placement, kept or not.
         """
-        # Number of the rank if one of `folded_tensor_ranks` neighbours is counted.
+        # The fold has one rank in place of `folded_tensor_ranks` neighbours, which have the same data
+        # and nodes. This is the number of the rank among those that are left.
         folded_rank = rank_in_stage // self.folded_tensor_ranks
-        # On equal nodes, the fold keeps only the ranks of the first period.
+        # On equal nodes, ranks repeat every `_repeating_ranks`; only the first period is kept. So the
+        # rank at the same place in the first period of its run of equal nodes stands for the rank.
         if folded_rank not in self.pipeline_class_of:
             run_start = max(border for border in self.placement.borders if border <= folded_rank)
             folded_rank = run_start + (folded_rank - run_start) % self._repeating_ranks
@@ -593,10 +596,12 @@ class Fold:
         """
         source = self.pipeline_classes[pipeline_class][stage]  # index of the sending node
         target = self.pipeline_classes[pipeline_class][other]  # index of the receiving node
-        # (index of a node, pipeline class) -> messages that leave the node, of kept pipelines
+        # (index of a node, pipeline class) -> messages that leave the node, of the pipelines that
+        # the fold kept
         leaving_from = self._messages_leaving(stage, other)
         leaving = sum(leaving_from[source, sending_class] for sending_class in concurrent)
-        # As many messages reach the receiving node as leave it in the opposite direction.
+        # Each pipeline has one message in this direction and one back (its gradient). So as many
+        # messages reach the receiving node as leave it for `stage`.
         returning_from = self._messages_leaving(other, stage)
         reaching = sum(returning_from[target, sending_class] for sending_class in concurrent)
         return StageMessages(
@@ -852,8 +857,8 @@ def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> 
     """Return the period, in ranks, with which the ranks of a stage repeat on equal nodes.
 
     One period contains whole nodes, and whole tensor, context and expert groups. So the result is a
-    common multiple of the lengths of these. It is all ranks of the stage if no period exists, or if
-    the period does not divide the stage.
+    common multiple of their lengths, which the steps below build up. It is all ranks of the stage if
+    no period exists, or if the period does not divide the stage.
 
     Args:
         placement: The placement.
@@ -862,7 +867,9 @@ def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> 
     sizes = placement.sizes
     processes = placement.processes
     stage_ranks = placement.stage_ranks
-    length = strides["dp"]  # contains whole tensor and context groups if data is the outermost axis
+    # Period so far, in ranks of the stage: if data is the outermost axis, whole tensor and context
+    # groups lie in it. (strides: distances among the ranks of a stage.)
+    length = strides["dp"]
     is_data_outermost = length * sizes.data == stage_ranks
     if not is_data_outermost:
         return stage_ranks  # tensor or context groups pass through the whole stage
@@ -873,7 +880,9 @@ def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> 
         if expert_length * grid["dp"] != stage_ranks:
             return stage_ranks  # expert groups pass through the whole stage
         length = lcm(length, expert_length)
-    stride = placement.stride  # ranks of a stage that follow each other in the order of all ranks
+    # Not one of `strides`: so many ranks of a stage have following global ranks; then those of the
+    # next stage follow.
+    stride = placement.stride
     if stride % processes == 0:  # each stage has whole nodes
         length = lcm(length, processes)
     elif stride < stage_ranks:

@@ -365,9 +365,11 @@ def pair_needs_group(
     Args:
         plan: The plan.
         pair: The two ranks.
-        over: Group that they would send over otherwise.
+        over: Larger group that contains both ranks, which they would send over otherwise.
         network_api: "verbs" or "sockets".
     """
+    # A group uses the fastest fabric that all members share. A larger group never has a faster one,
+    # so a different fabric is a slower one.
     return name_of(plan.fabric_of(pair, network_api)) != name_of(plan.fabric_of(over, network_api))
 
 

@@ -121,9 +121,9 @@ class PassOrder:
     def texts(self) -> tuple[str, ...]:
         """Return the text of each stage, such as "F0 F1 g0 B0 ...", which parse() reads.
 
-        "g0" stands where the stage posts the receive of gradient 0: after the forward pass that
-        sends the last activation before this gradient. If activations_before is (2, 2, 3), two
-        activations precede gradients 0 and 1, and three precede gradient 2: F0 F1 g0 g1 ... F2 g2.
+        "g0" stands where the stage posts the receive of gradient 0. Messages of a link have one
+        order. If two activations precede gradients 0 and 1, and three precede gradient 2, then
+        activations_before is (2, 2, 3), and the text is "F0 F1 g0 g1 ... F2 g2".
         """
         result = []
         for stage, order in enumerate(self.stages):
@@ -135,9 +135,8 @@ class PassOrder:
                 words.append(f"{letter}{number}")
                 if letter == "F":
                     sent = number + 1  # activations that the stage has sent when this pass ends
-                    # `activations_before` ascends. Bisection finds its range with the value `sent`: the
-                    # gradients that follow after exactly these activations. Without an order of
-                    # messages it is empty.
+                    # Gradients that follow after exactly `sent` activations: the numbers are sorted,
+                    # so these are one range. It is empty if messages have no order.
                     first = bisect_left(activations_before, sent)
                     stop = bisect_right(activations_before, sent)
                     words += [f"g{gradient}" for gradient in range(first, stop)]
@@ -187,15 +186,16 @@ class PassOrder:
 
         The later stage makes a gradient after some forward passes, and needs their activations first. The
         earlier stage waits for the gradient in a backward pass, and sends the activations of the following
-        forward passes only after it. These two numbers of forward passes limit the activations before the
-        gradient.
+        forward passes only after it. So the number of activations before the gradient is at least the
+        number of forward passes at the later stage, and at most that at the earlier stage.
 
         Args:
             stage_link: Number of the stage link.
             activations_before: Number of activations that are sent before the gradient of each micro-batch.
         """
-        earliest = self._forwards_before_backward[stage_link + 1]  # of the later stage
-        latest = self._forwards_before_backward[stage_link]  # of the earlier stage
+        # Number of forward passes before each backward pass, by micro-batch: limits of the numbers.
+        earliest = self._forwards_before_backward[stage_link + 1]  # later stage, lower limits
+        latest = self._forwards_before_backward[stage_link]  # earlier stage, upper limits
         is_possible = (
             len(activations_before) == len(latest)
             and list(activations_before) == sorted(activations_before)
@@ -218,9 +218,10 @@ class PassOrder:
     def receive_orders(self, stage_link: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the orders of activations and gradients by which the two stages of a link receive.
 
-        An order is written as one number for each gradient: the number of activations before it.
-        The order a0 a1 g0 a2 g1 is (2, 3). With NCCL both stages use one order. With gloo, a
-        receiver uses the order in which the passes of the sending stage make the messages.
+        On a link, activations go one way and gradients go the other way. An order mixes both, as one
+        number for each gradient: the activations before it. The order a0 a1 g0 a2 g1 is (2, 3).
+        With NCCL both stages use one order. With gloo, a stage posts a receive after its own sends
+        that precede the message in the order of the sending stage's passes.
 
         Args:
             stage_link: Number of the stage link. Link i connects stages i and i + 1.
@@ -241,9 +242,9 @@ class PassOrder:
     def posted_after(self, stage_link: int, received: str, number: int) -> OnePass | None:
         """Return the pass of the receiving stage after which it posts the receive of a message.
 
-        Both stages of a link send: activations one way, gradients the other way. In the order of
-        the link's messages, take the receiver's last message before the received one. The result is
-        the pass that makes it.
+        On a link, activations go one way and gradients the other way, in one order. The receiver
+        posts the receive after its own last send before the message. The result is the pass that
+        makes this send. Order a0 a1 g0: the receive of g0 is posted after "F" of micro-batch 1.
 
         Args:
             stage_link: Number of the stage link.
@@ -256,8 +257,8 @@ class PassOrder:
         # Two orders of the messages, each as the number of activations before each gradient.
         for_activations, for_gradients = self.receive_orders(stage_link)
         if received == "B":
-            # Activations are sent in the order of their micro-batches. If n come before this
-            # gradient, the last of them is that of micro-batch n - 1.
+            # If n activations come before this gradient, the last is that of micro-batch n - 1. n is
+            # at least 1: a gradient follows its own activation.
             return "F", for_gradients[number] - 1
         # Activation `number` follows after `number` activations. The gradients before it are those with
         # at most `number` activations before them; bisect_right counts these.
@@ -352,7 +353,9 @@ class PassOrder:
             sender = stage - 1 if letter == "F" else stage + 1  # of the message that the pass needs
             if letter != "W" and 0 <= sender <= last:
                 stage_link = min(stage, sender)
-                message = "F" if letter == "F" else "B"  # pass of the sender that makes the message
+                # Pass of the sender that makes the message. "B" stands for "I", too: `ready` has both
+                # as "I" (_recorded_letter).
+                message = "F" if letter == "F" else "B"
                 transfer_s = times.transfer[stage_link]
                 leaves_s = ready[sender, _recorded_letter(message), number]
                 posting_pass = None  # pass of this stage after which it posts the receive
@@ -361,8 +364,8 @@ class PassOrder:
                 if posting_pass is not None:
                     sent_letter, sent_number = posting_pass
                     posted_s = ready[stage, _recorded_letter(sent_letter), sent_number]
-                    # The receive follows this stage's message of that pass on the link, so it is
-                    # posted only when that message has been transferred.
+                    # The receive comes after the message that this stage sends in posting_pass. It is
+                    # posted when that message has been transferred.
                     leaves_s = max(leaves_s, posted_s + transfer_s)
                 begin = max(begin, leaves_s + transfer_s)
             end = begin + times.of(letter, stage)

@@ -116,13 +116,14 @@ class Sizes:
     def _advice_on_sizes(self, world_size: int, processes: int) -> str:
         """Return the end of an error message: sizes that fit the nodes, or node numbers that fit.
 
-        The message begins with "... does not divide the world size 56; ". Its end depends on the
-        cause:
+        The message begins with "... does not divide the world size 56; ". Its end depends on which
+        size is the cause:
 
-            a data size was given      "leave data out; or 12 or 16 nodes for pipeline 4"
-            tensor size does not fit   "tensor 1, 2, 4 would (context 2); or 12 nodes for pipeline
-            4" only pipeline does not     "for tensor 8: pipeline 1, 7; or 12 or 16 nodes for
-            pipeline 4"
+            data         "leave data out; or 12 or 16 nodes for pipeline 4"
+            tensor       "tensor 1, 2, 4 would (context 2); or 12 nodes for pipeline 4"
+            pipeline     "for tensor 8: pipeline 1, 7; or 12 or 16 nodes for pipeline 4"
+
+        "data" means that the user gave a data size; it would otherwise follow from the other sizes.
 
         Args:
             world_size: Number of ranks, which the sizes do not divide.
