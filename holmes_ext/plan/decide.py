@@ -280,7 +280,7 @@ class Decisions:
 
         With more than two stages, messages from the last to the first stage are included, which
         interleaved schedules send. For each pipeline, a StageLink names the fabric, and the groups
-        too slow for the two ranks, which then need a group of their own: "pipeline" (of all stages),
+        too slow for the two ranks, which then need their own group: "pipeline" (of all stages),
         "world" (of all ranks), "pipeline+world", or "" (none). Equal pipelines share one entry.
         """
         plan = self.plan

@@ -510,11 +510,11 @@ class Fold:
         Pipelines on equal nodes form a class. The fold keeps only some of several equal ranks. The
         number may be that of any rank of the full placement, kept or not.
         """
-        # The fold has one rank in place of `folded_tensor_ranks` neighbours, which have the same data
-        # and nodes. This is the number of the rank among those that are left.
+        # The fold has one rank in place of `folded_tensor_ranks` neighbours, which are equal. This is
+        # the number of the rank among those that are left.
         folded_rank = rank_in_stage // self.folded_tensor_ranks
-        # On equal nodes, ranks repeat every `_repeating_ranks`; only the first period is kept. So the
-        # rank at the same place in the first period of its run of equal nodes stands for the rank.
+        # Ranks on equal nodes repeat with the period `_repeating_ranks`; only the first one is kept.
+        # The rank at the same place in the first period of its run of equal nodes stands for it.
         if folded_rank not in self.pipeline_class_of:
             run_start = max(border for border in self.placement.borders if border <= folded_rank)
             folded_rank = run_start + (folded_rank - run_start) % self._repeating_ranks
@@ -857,8 +857,8 @@ def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> 
     """Return the period, in ranks, with which the ranks of a stage repeat on equal nodes.
 
     One period contains whole nodes, and whole tensor, context and expert groups. So the result is a
-    common multiple of their lengths, which the steps below build up. It is all ranks of the stage if
-    no period exists, or if the period does not divide the stage.
+    common multiple of their lengths, built up step by step. It is all ranks of the stage if no
+    period exists, or if the period does not divide the stage.
 
     Args:
         placement: The placement.

@@ -121,9 +121,9 @@ class PassOrder:
     def texts(self) -> tuple[str, ...]:
         """Return the text of each stage, such as "F0 F1 g0 B0 ...", which parse() reads.
 
-        "g0" stands where the stage posts the receive of gradient 0. Messages of a link have one
-        order. If two activations precede gradients 0 and 1, and three precede gradient 2, then
-        activations_before is (2, 2, 3), and the text is "F0 F1 g0 g1 ... F2 g2".
+        "g0": the stage posts the receive of gradient 0. This follows the forward pass that sends the
+        last activation before the gradient. With activations_before (2, 2, 3), two activations
+        precede gradients 0 and 1, and three precede gradient 2: "F0 F1 g0 g1 ... F2 g2".
         """
         result = []
         for stage, order in enumerate(self.stages):
@@ -135,8 +135,8 @@ class PassOrder:
                 words.append(f"{letter}{number}")
                 if letter == "F":
                     sent = number + 1  # activations that the stage has sent when this pass ends
-                    # Gradients that follow after exactly `sent` activations: the numbers are sorted,
-                    # so these are one range. It is empty if messages have no order.
+                    # Gradients that follow after exactly `sent` activations. As the numbers are
+                    # sorted, they form a range. It is empty if messages have no order.
                     first = bisect_left(activations_before, sent)
                     stop = bisect_right(activations_before, sent)
                     words += [f"g{gradient}" for gradient in range(first, stop)]
@@ -186,8 +186,8 @@ class PassOrder:
 
         The later stage makes a gradient after some forward passes, and needs their activations first. The
         earlier stage waits for the gradient in a backward pass, and sends the activations of the following
-        forward passes only after it. So the number of activations before the gradient is at least the
-        number of forward passes at the later stage, and at most that at the earlier stage.
+        forward passes only after it. So the activations before the gradient are at least as many as
+        the forward passes of the later stage, and at most as many as those of the earlier one.
 
         Args:
             stage_link: Number of the stage link.
@@ -218,8 +218,8 @@ class PassOrder:
     def receive_orders(self, stage_link: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the orders of activations and gradients by which the two stages of a link receive.
 
-        On a link, activations go one way and gradients go the other way. An order mixes both, as one
-        number for each gradient: the activations before it. The order a0 a1 g0 a2 g1 is (2, 3).
+        On a link, activations go one way and gradients the other way. An order mixes both. It has
+        for each gradient the number of activations before it: a0 a1 g0 a2 g1 is (2, 3).
         With NCCL both stages use one order. With gloo, a stage posts a receive after its own sends
         that precede the message in the order of the sending stage's passes.
 
@@ -257,8 +257,8 @@ class PassOrder:
         # Two orders of the messages, each as the number of activations before each gradient.
         for_activations, for_gradients = self.receive_orders(stage_link)
         if received == "B":
-            # If n activations come before this gradient, the last is that of micro-batch n - 1. n is
-            # at least 1: a gradient follows its own activation.
+            # If n activations come before this gradient, the last one is n - 1. n is at least 1: a
+            # gradient follows the activation of its own micro-batch.
             return "F", for_gradients[number] - 1
         # Activation `number` follows after `number` activations. The gradients before it are those with
         # at most `number` activations before them; bisect_right counts these.
@@ -353,8 +353,8 @@ class PassOrder:
             sender = stage - 1 if letter == "F" else stage + 1  # of the message that the pass needs
             if letter != "W" and 0 <= sender <= last:
                 stage_link = min(stage, sender)
-                # Pass of the sender that makes the message. "B" stands for "I", too: `ready` has both
-                # as "I" (_recorded_letter).
+                # Pass of the sender that makes the message. "B" means "B" or "I" here: `ready` has
+                # both as "I" (_recorded_letter).
                 message = "F" if letter == "F" else "B"
                 transfer_s = times.transfer[stage_link]
                 leaves_s = ready[sender, _recorded_letter(message), number]
@@ -364,8 +364,8 @@ class PassOrder:
                 if posting_pass is not None:
                     sent_letter, sent_number = posting_pass
                     posted_s = ready[stage, _recorded_letter(sent_letter), sent_number]
-                    # The receive comes after the message that this stage sends in posting_pass. It is
-                    # posted when that message has been transferred.
+                    # The receive comes after the message that this stage sends in posting_pass. It
+                    # is posted when that message has been transferred.
                     leaves_s = max(leaves_s, posted_s + transfer_s)
                 begin = max(begin, leaves_s + transfer_s)
             end = begin + times.of(letter, stage)
