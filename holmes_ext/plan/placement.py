@@ -510,10 +510,10 @@ class Fold:
         Pipelines on equal nodes form a class. The fold keeps only some of several equal ranks. The
         number may be that of any rank of the full placement, kept or not.
         """
-        # The fold has one rank in place of `folded_tensor_ranks` neighbours, which are equal. This is
-        # the number of the rank among those that are left.
+        # The fold has one rank in place of `folded_tensor_ranks` equal neighbours. This is the
+        # number of the rank among those that are left.
         folded_rank = rank_in_stage // self.folded_tensor_ranks
-        # Ranks on equal nodes repeat with the period `_repeating_ranks`; only the first one is kept.
+        # Ranks on equal nodes repeat with the period `_repeating_ranks`; one period is kept.
         # The rank at the same place in the first period of its run of equal nodes stands for it.
         if folded_rank not in self.pipeline_class_of:
             run_start = max(border for border in self.placement.borders if border <= folded_rank)

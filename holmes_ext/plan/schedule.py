@@ -121,7 +121,7 @@ class PassOrder:
     def texts(self) -> tuple[str, ...]:
         """Return the text of each stage, such as "F0 F1 g0 B0 ...", which parse() reads.
 
-        "g0": the stage posts the receive of gradient 0. This follows the forward pass that sends the
+        "g0": the stage posts the receive of gradient 0, after the forward pass that sends the
         last activation before the gradient. With activations_before (2, 2, 3), two activations
         precede gradients 0 and 1, and three precede gradient 2: "F0 F1 g0 g1 ... F2 g2".
         """
@@ -242,9 +242,9 @@ class PassOrder:
     def posted_after(self, stage_link: int, received: str, number: int) -> OnePass | None:
         """Return the pass of the receiving stage after which it posts the receive of a message.
 
-        On a link, activations go one way and gradients the other way, in one order. The receiver
-        posts the receive after its own last send before the message. The result is the pass that
-        makes this send. Order a0 a1 g0: the receive of g0 is posted after "F" of micro-batch 1.
+        On a link, activations go one way and gradients the other way. In their order (see
+        receive_orders), the receiver posts the receive after its own last send before the message.
+        The result is the pass that makes this send. Order a0 a1 g0: after "F" of micro-batch 1.
 
         Args:
             stage_link: Number of the stage link.

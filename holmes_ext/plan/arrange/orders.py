@@ -115,8 +115,7 @@ class Orders:
         A placement is an order of the nodes. In these placements, the nodes of a type either follow
         each other, or share their stages evenly with other types. Two placements are distinct if
         they differ in more than interchangeable node types. Large sites have too many to price.
-        Then the list has only the first ones: at most `most` orders for each number of node types
-        that share stages.
+        Then the list has only the first ones, for each number of node types that share stages.
 
         Args:
             sizes: Parallel sizes with the data size, in the default order of the axes.

@@ -209,8 +209,8 @@ class ReductionPrices:
 
         Equal groups form a family, and are priced once. Each family has a flat ring. If its groups
         span clusters, it may have a hierarchical all-reduce, too. A stage reduces hierarchically if
-        that is faster for each such family. (The groups of a stage run at the same time and share NICs, so
-        they all reduce in one way.)
+        that is faster for each such family. (The groups of a stage run at the same time and share
+        NICs, so they all reduce in one way.)
         """
         key, _ = self._key_and_fold(placement, stage)  # equal for stages on equal nodes
         size = self.job.total_bytes / placement.sizes.pipeline  # gradients of an average stage
