@@ -99,9 +99,9 @@ class StepLowerBound(PassBounds):
             return
         all_links_s = self.links_before_s[-1]
         for stage in range(self.stage_count):
-            # The first micro-batch's backward pass here ends (the caller adds that time). Then come
-            # `pairs` forward passes, with a backward pass between each two, so one fewer. The last
-            # backward pass starts after them. (No pairs: the first one's start, less its duration.)
+            # The first micro-batch's backward pass here ends (the caller adds the time until then).
+            # `pairs` forward passes follow, and a backward pass between each two, before the last
+            # backward pass starts. (Without pairs that is the first one itself: subtract its duration.)
             pairs = self.micro_batches - self.warm_up[stage]
             block_s = pairs * self.block_s[stage] - self.backward_s[stage]
             # The first micro-batch goes down over all stage links, and up again to this stage.
@@ -425,9 +425,9 @@ class StepLowerBound(PassBounds):
             up_s += before * layer_up_s
             round_trip_s += (further - before) * layer_round_trip_s
         else:
-            # In total a layer costs less on later stages. But its forward pass on an earlier stage
-            # may be shorter than that, and only this pass delays the first activation. So the bound
-            # counts the less of the two down, and up what is left of a later layer's cost.
+            # A layer costs less on later stages than both its passes on earlier ones. But the way
+            # down counts by itself, too, and a forward pass alone may cost less. So the bound adds
+            # the less of the two to the way down, and the rest of a later layer's cost to `up_s`.
             least_down_s = min(layer_down_s, layer_round_trip_s)
             down_s += further * least_down_s
             up_s += further * (layer_round_trip_s - least_down_s)
@@ -463,8 +463,8 @@ class StepLowerBound(PassBounds):
             limits: Most layers of every stage.
             step_s: Seconds of the step.
         """
-        # The limits sum to `spare` layers more than the model has. At most, this node's stages have
-        # all of these fewer than their limits. That is their least number; each has at least one.
+        # The limits sum to `spare` layers more than the model has. In the best case for this node,
+        # its stages have all these layers fewer than their limits (but each at least one).
         spare = sum(limits) - self.layer_count
         layers = max(len(stages), sum(limits[stage] for stage in stages) - spare)
         block_s = min(self.after_backward[stage].reduction.block_s for stage in stages)

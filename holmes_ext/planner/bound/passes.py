@@ -93,12 +93,12 @@ class PassBounds(StageBounds):
         self.pass_times: list[dict[int, PassTimes]] = [{} for _ in stages]
 
     def _flow_ends(self) -> list[float]:
-        """Return, for each stage, the earliest start of its last backward pass, from message times.
+        """Return, for each stage, the earliest end of its last backward pass, without its layers.
 
         All activations pass the slowest stage link one after the other: each `interval_s` (seconds)
         after the one before. Then the gradient of the last one comes back from the last stage to
-        this one. The layers of this stage are not included in that last backward pass, as their
-        number is open: the caller adds them. The result is in seconds from the step's start.
+        this one. How many layers this stage has in its last backward pass is open, so their time is
+        not included: the caller adds it. The result is in seconds from the step's start.
         """
         # down_s[-1], up_s[-1], links_before_s[-1]: sums over all stages, with one layer on each.
         further_layers = self.layer_count - self.stage_count  # besides one on each stage
