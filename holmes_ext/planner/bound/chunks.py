@@ -286,7 +286,7 @@ class _InterleavedBound:
 
         The next stage (stage + 1, `behind`) sends the gradients to this stage. They arrive at least
         `interval_s` apart, the time of one message on the link. Each moment counts in seconds from
-        the step's start. It is when these events have happened, plus this stage's last pass:
+        the step's start. It is the end of these events, plus this stage's last backward pass:
 
             after_messages_s    This stage begins its first backward pass. All further gradients
                                 arrive, one each interval_s.

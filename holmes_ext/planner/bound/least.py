@@ -101,7 +101,7 @@ class StepLowerBound(PassBounds):
         for stage in range(self.stage_count):
             # The first micro-batch's backward pass here ends (the caller adds the time until then).
             # `pairs` forward passes follow, and a backward pass between each two, before the last
-            # backward pass starts. (Without pairs that is the first one itself: subtract its duration.)
+            # backward pass starts. (Without pairs that is the first one: subtract its duration.)
             pairs = self.micro_batches - self.warm_up[stage]
             block_s = pairs * self.block_s[stage] - self.backward_s[stage]
             # The first micro-batch goes down over all stage links, and up again to this stage.

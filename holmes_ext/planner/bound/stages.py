@@ -300,7 +300,6 @@ class StageBounds:
         # family: the data parallel groups that are summed over
         reduction, family = self.reduction(stage)
         link_bps = prices.link_bps(family.node_types)  # between the GPUs of a node
-        # _nic_byte_s(): for a byte of gradients, seconds on the NIC that also sends activations
         # groups=0: no other group crosses between clusters at the same time
         ring = prices.network.ring(family, groups=0, inside_bps=link_bps).price
         reduction_price = self._reduction_price(reduction, ring)
@@ -315,6 +314,7 @@ class StageBounds:
             update_s.append(optimizer_s + gather_price.byte_s * gradient_bytes)
             reduction_s.append(reduction_price.byte_s * gradient_bytes)
         _, block_bytes, _ = job.reduced_bytes  # gradients of a block
+        # For a byte of gradients, seconds on the NIC that also sends the stage's activations.
         nic_byte_s = self._nic_byte_s(reduction, self._fabric_inside_cluster(stage))
         return AfterBackward(
             reduction=self._linear(stage, reduction_s, reduction_price.latency_s),
@@ -352,9 +352,9 @@ class StageBounds:
         run = self.run
         if isinstance(reduction, Hierarchical):
             # The parts inside and across clusters overlap, so the slower one counts. With a WAN
-            # the route between clusters was chosen for a stage of mean size. This stage may have
-            # another size, and a faster route. A route with less than OTHER_ROUTE_SHARE (0.95) of
-            # the default one's time would have been chosen, so a faster one takes at least 0.95.
+            # this price is that of the default route between clusters, unless another takes less
+            # than OTHER_ROUTE_SHARE (0.95) of the time for a stage of mean size. The simulation may
+            # choose another route for this stage, so only 0.95 of the price is sure.
             slower_byte_s = max(reduction.inside.byte_s, reduction.across.byte_s)
             route_factor = OTHER_ROUTE_SHARE if self.prices.network.wan else 1.0
             latency_s = reduction.inside.latency_s + reduction.across.latency_s
@@ -479,8 +479,9 @@ class StageBounds:
         )
         seconds = [pairs.seconds(tied_bytes)]
         if hierarchical_reduction is not None:
-            # With a WAN the simulation may choose another route. tied_of() takes any route that
-            # needs less than OTHER_ROUTE_SHARE of the default one's time: none is faster than that.
+            # With a WAN the simulation may choose another route. tied_of() keeps its default route
+            # unless another takes less than OTHER_ROUTE_SHARE (0.95) of the time. So the fastest
+            # route takes at least 0.95 of this price.
             route_factor = OTHER_ROUTE_SHARE if prices.network.wan else 1.0
             seconds.append(hierarchical_reduction.seconds(tied_bytes) * route_factor)
         return min(seconds)

@@ -264,7 +264,7 @@ class JobStep:
         gathered_s = 0.0
         if load.fabric is not None and load.fabric.name == ETHERNET:
             slices = self._slices
-            if receiver_bps:  # slices are decompressed before the GPUs gather them: full `size`
+            if receiver_bps:  # the GPUs gather decompressed slices, hence the full `size`
                 gathered_s = 8 * (slices - 1) / slices * size / receiver_bps
             size *= self._compressed_share / slices
         transfer = maker.message(load, size, gathered_s)
