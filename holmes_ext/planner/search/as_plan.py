@@ -73,6 +73,7 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
 def times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
     """Return the predicted times of a candidate, in seconds, by name.
 
+    Returns:
         step_seconds, reduction_seconds                a step; its longest gradient reduction
         exposed_reduction_seconds                      part of the reductions that no pass hides
         stock_step_seconds, stock_reduction_seconds    the same job without holmes
