@@ -24,8 +24,12 @@ ZERO_WEIGHTS = 3
 def limited(limits: Limits, engine: EngineTraits, framework: str) -> Limits:
     """Return the values of each size that both the user and the framework allow.
 
-    The result also has the ZeRO stages in which the framework has a hierarchical reduction of its
-    own (None: holmes reduces), as the search then may not choose the reduction of each stage.
+    Some frameworks can reduce gradients hierarchically by themselves, on all stages or on none.
+    With them, the search may not choose the reduction of each stage. So the result's `hierarchical`
+    names the ZeRO stages under which the framework can do this. It is None for other frameworks:
+    there holmes reduces.
+
+    Example: the user allows tensor sizes 4 and 8, the framework 1, 2 and 4 -> only 4.
 
     Args:
         limits: Limits of the user on the search space.
@@ -229,13 +233,14 @@ def _unsupported(candidate: Candidate, name: str) -> tuple[str, ...]:
     order = candidate.placement.sizes.order
     limits = ENGINES[name].limits
     lacks = []
+    # The sizes; a Shape has no attribute "order", which follows below.
     for axis, allowed in limits.items():
         value = getattr(shape, axis, None)
         if value is not None and value not in allowed:
             lacks.append(f"{axis} {value} (limit {axis}={','.join(map(str, allowed))})")
-    # Without a limit on the order of the axes, the framework supports every order. The user's limit
-    # on it is named by its effect: clusters=pipeline means that only pipelines cross clusters. The
-    # order PIPELINES_FIRST numbers the ranks of one pipeline after the other.
+    # Without a limit on the order of the axes, the framework supports every order. PIPELINES_FIRST
+    # numbers the ranks of one pipeline after the other. The user excludes it by the option
+    # `--limit clusters=pipeline` (only pipelines cross clusters), so the message has this text.
     allowed_orders = limits.get("order")
     is_refused = allowed_orders is not None and order not in allowed_orders
     if order == PIPELINES_FIRST and is_refused:

@@ -240,20 +240,23 @@ class _InterleavedBound:
     def _last_backward_ends(self) -> list[float]:
         """Return the earliest end of each stage's last backward pass, in seconds of the step.
 
-        It is the latest of these moments, and of those of _ends_after_stage_behind():
+        It is the latest of three moments, and of those that the next stage's work sets
+        (_ends_after_stage_behind):
 
-            last_returns_s     after the last forward pass of the last stage, the last micro-batch
-                               goes backward through all chunks of all stages, and ends here
-            after_closing_s    after this stage's last forward pass, the backward passes that the
-                               schedule puts after it
-            after_passes_s     after the start of this stage's first backward pass: all backward
-                               passes, and the idle time until gradients return for the next chunk
-                               (_turns_wait_s)
+            last_returns_s     The last stage ends its last forward pass. The last micro-batch then
+                               goes backward through all chunks of all stages, down to this stage.
+            after_closing_s    This stage ends its last forward pass. Then it does the backward
+                               passes that the schedule puts after it (`in_flight` of them).
+            after_passes_s     This stage starts its first backward pass. Then it does all backward
+                               passes, and idles until gradients return for its next chunk.
+
+        A turn is the way of one micro-batch through one chunk of every stage.
         """
         bounds = self.bounds
         last_stage = self.stage_count - 1
-        # On the last stage: the last micro-batch has returned through all chunks but one. The loop
-        # adds its pass through the remaining chunk on each stage, from the last to the first.
+        # The last micro-batch goes backward through `chunks` chunks of every stage. Here it has
+        # passed all of them but one: chunks - 1 turns, which end on the last stage. The loop goes
+        # from the last stage to the first, and adds the pass through the remaining chunk.
         last_returns_s = self.last_forward_end_s[-1] + (self.chunks - 1) * self.backward_turn_s
         ends_s = [0.0] * self.stage_count
         for stage in reversed(range(self.stage_count)):
@@ -281,18 +284,18 @@ class _InterleavedBound:
     def _ends_after_stage_behind(self, stage: int, behind_end_s: float) -> list[float]:
         """Return moments before which a stage's last backward pass cannot end.
 
-        They follow from the next stage (stage + 1, `behind`), which sends the gradients; in seconds
-        from the step's start. Each moment is the sum of an event, what must follow, and this
-        stage's last backward pass:
+        The next stage (stage + 1, `behind`) sends the gradients to this stage. They arrive at least
+        `interval_s` apart, the time of one message on the link. Each moment counts in seconds from
+        the step's start. It is the end of these events, plus this stage's last backward pass:
 
-            after_messages_s    this stage begins its first backward pass; the other gradients then
-                                arrive one after the other
-            after_last_s        the next stage ends its last backward pass; its gradient arrives
-            after_closing_s     the next stage ends its last forward pass, then a first backward
-                                pass; the gradients of its remaining (`in_flight`) passes arrive one
-                                after the other
-            after_nic_s         the next stage ends its first forward pass; its NIC then sends all
-                                its activations and gradients
+            after_messages_s    This stage begins its first backward pass. All further gradients
+                                arrive, one each interval_s.
+            after_last_s        The next stage ends its last backward pass. Its gradient arrives.
+            after_closing_s     The next stage ends its last forward pass. It has `in_flight`
+                                backward passes left, and ends the first of them. The gradients of
+                                all of them then cross the link, one each interval_s.
+            after_nic_s         The next stage ends its first forward pass. Its NIC then sends all
+                                its activations and gradients.
 
         Args:
             stage: The stage.
@@ -301,6 +304,7 @@ class _InterleavedBound:
         bounds = self.bounds
         behind = stage + 1
         backward_s = self.backward_s[stage]
+        # Least seconds between two messages on the link between this stage and the next one.
         interval_s = bounds.interval_s[stage]
         # The waits: a gradient travels through all stages (backward_turn_s) before its next chunk.
         after_messages_s = (
@@ -325,9 +329,14 @@ class _InterleavedBound:
         return [after_messages_s, after_last_s, after_closing_s, after_nic_s]
 
     def step_s(self) -> float:
-        """Return the bound on the step: the largest of the bounds that messages and stages set."""
-        # Each micro-batch goes from the last stage to the first one before each chunk but the
-        # first, and these messages follow each other on one stage link.
+        """Return the lower bound on the step time, in seconds.
+
+        It is the largest of several bounds. One is the time of the messages from the last stage
+        back to the first one. The others follow from the work of each stage (_steps_by_stage).
+        """
+        # After each chunk of the last stage but the last one, a micro-batch returns to the first
+        # stage. All these messages follow each other on one link (last_to_first), each of them
+        # `interval_s` after the one before.
         returns = self.micro_batches * (self.chunks - 1)
         steps_s = [returns * self.bounds.last_to_first.interval_s]
         # Optimizer step and weight gather of each stage.
@@ -339,6 +348,7 @@ class _InterleavedBound:
             # The gradient norm is a barrier: the longest update counts for every stage.
             update_s = max(updates_s) if self.bounds.has_norm_barrier else updates_s[stage]
             after_reduction_s = self.bounds.tied_s[stage] + update_s
+            # Several lower bounds on the step; all end with `after_reduction_s`.
             steps_s += self._steps_by_stage(stage, after_reduction_s)
         return max(steps_s)
 

@@ -57,13 +57,13 @@ class SharedHop(NamedTuple):
         return (seconds - self.ends_s) / self.block_s
 
     def blocks_beside_first(self, max_layers: Sequence[int], seconds: float) -> float:
-        """Return the most layers with which the first stage can reduce in `seconds`.
+        """Return the most layers of this link's stages with which the first stage ends in time.
 
-        They are the layers of all stages that reduce over this link. The first stage shares it with
-        `beside_first`, the stages on the same nodes. While the first stage sends its gradients,
-        each of them sends at least FAIR = 0.9 times as many bytes, until it has sent all. So their
-        layers use up the first stage's time, too; layers of the link's other stages do not. The
-        first stage's number of layers is open, so every number is tried.
+        The result counts the layers of all stages on the link together. The first stage must send
+        its gradients over the link within `seconds`. Stages on the same nodes (`beside_first`) send
+        at the same time, each at least FAIR = 0.9 times as fast as the first stage. So their layers
+        use up the first stage's time, too. Layers of the link's other stages do not. The first
+        stage's number of layers is open, so every number is tried.
 
         Args:
             max_layers: Most layers of each stage of the model.
@@ -85,15 +85,16 @@ class SharedHop(NamedTuple):
             # Seconds for which the link is busy with the first stage's gradients; `block_s` for
             # each layer.
             first_s = first_layers * self.block_s + self.embedding_s
-            # Each other stage has more gradients than the first one (larger) or fewer (smaller):
-            #   larger     still sends when the first stage ends, so the link has carried
-            #              FAIR * first_s seconds of its gradients
-            #   smaller    has ended by then, so the link has carried all of its gradients
-            # How many are larger is open, so every number is tried.
+            # Each sharing stage either still sends when the first stage ends (a larger stage), or
+            # has sent all (a smaller stage). How many are larger is open: every number is tried.
             for larger in range(len(sharing) + 1):
+                # By then the link was busy for `first_s` with the first stage's gradients, and for
+                # at least FAIR * first_s with those of each larger stage. The smaller stages have
+                # the remaining time.
                 remaining_s = seconds - (1 + FAIR * larger) * first_s
                 if remaining_s >= 0:
-                    # By then at least the share FAIR of a smaller one's gradients has passed.
+                    # Most layers of the smaller stages. FAIR makes it larger, never too small: of
+                    # their gradients, at least this share has passed by then.
                     carried = remaining_s / (FAIR * self.block_s)
                     smaller_layers = min(sum(sharing[larger:]), carried)
                     larger_layers = sum(sharing[:larger])

@@ -87,9 +87,8 @@ class StepLowerBound(PassBounds):
     def _add_shared_resources(self) -> None:
         """Prepare the bounds on links and NICs that carry the reductions of several stages.
 
-        No gradient reduction begins before its stage's last backward pass. So these bounds need the
-        earliest start of the last backward passes: for each stage a linear function of its number
-        of layers.
+        No gradient reduction begins before its stage's last backward pass. So this method computes
+        when that pass starts at the earliest: a linear function of the stage's number of layers.
         """
         #: Hops between clusters that carry the reductions of several stages.
         self.crossing = shared_hops(self) if self.prices.network.wan else []
@@ -100,10 +99,9 @@ class StepLowerBound(PassBounds):
             return
         all_links_s = self.links_before_s[-1]
         for stage in range(self.stage_count):
-            # The last backward pass starts after the last forward pass. From the first
-            # micro-batch's return until then, the stage does `pairs` backward passes, each with a
-            # forward pass, less the backward pass of the last pair, which may be the one that
-            # starts.
+            # The first micro-batch's backward pass here ends (the caller adds the time until then).
+            # `pairs` forward passes follow, and a backward pass between each two, before the last
+            # backward pass starts. (Without pairs that is the first one: subtract its duration.)
             pairs = self.micro_batches - self.warm_up[stage]
             block_s = pairs * self.block_s[stage] - self.backward_s[stage]
             # The first micro-batch goes down over all stage links, and up again to this stage.
@@ -116,10 +114,11 @@ class StepLowerBound(PassBounds):
             self.last_backward_start.append(LinearCost(block_s, fixed_s))
 
     def _add_update_intervals(self) -> None:
-        """Divide the possible times of the longest update into intervals, examined one by one.
+        """Divide the possible seconds of the longest update into intervals.
 
-        An update is a stage's optimizer step and its gather of the weights. Without the barrier of
-        the gradient norm, stages do not wait for the longest update, so one interval is enough.
+        An update is a stage's optimizer step and weight gather. With a gradient norm all stages
+        wait for the longest one. How long it is depends on the split of the layers, so the step is
+        bounded for each interval by itself. Without a norm, one interval (0 to inf) is enough.
         """
         self.update_intervals = [UpdateInterval(0.0, inf)]
         if self.has_norm_barrier:
@@ -127,7 +126,8 @@ class StepLowerBound(PassBounds):
             updates = (after.update for after in self.after_backward)
             # Equal stages: ((update, most layers), number of such stages).
             groups = tuple(Counter(zip(updates, self.max_layers)).items())
-            cache = self.prices.cached_results  # all placements of one shape share it
+            # Shared by all placements of one shape; "levels" is the intervals' name there.
+            cache = self.prices.cached_results
             if ("levels", groups) not in cache:
                 cache["levels", groups] = self._update_intervals(groups)
             self.update_intervals = cache["levels", groups]
@@ -152,15 +152,14 @@ class StepLowerBound(PassBounds):
             for layers in range(1, max_layers + 1):
                 possible_s.add(layers * update.block_s + update.fixed_s)
         seconds = sorted(possible_s)
-        # The width bounds the error of the step's bound, so a small share of a step is enough: of
-        # the seconds that a stage of mean size with the fastest GPUs computes.
+        # A bound is too low by at most the width, so 1 % of a step (INTERVAL_SHARE) is fine enough.
+        # The step is estimated: the computation of a stage of mean size with the fastest GPUs.
         least_width_s = INTERVAL_SHARE * self.micro_batches * self.layer_count / self.stage_count
         least_width_s *= min(self.block_s)  # a block on the fastest GPUs
         result = []
         start = 0
         while start < len(seconds):
-            # Long updates have wider intervals, or there would be very many of them: a tenth of the
-            # update itself.
+            # 10 % of the update, if that is wider: otherwise long updates make too many intervals.
             width_s = max(least_width_s, 10 * INTERVAL_SHARE * seconds[start])
             end = bisect_right(seconds, seconds[start] + width_s)
             limit_s = seconds[end] if end < len(seconds) else inf
@@ -350,9 +349,10 @@ class StepLowerBound(PassBounds):
             remaining_s - (all_links_s - self.links_before_s[max(hop.stages)])
             for hop in self.crossing
         ]
-        # The first stage is behind all stage links on the way up; then its tied embedding's
-        # reduction and the update follow.
+        # The first stage's last backward pass begins later by all stage links. After its reduction
+        # the tied embedding's reduction and the update must still fit.
         first_stage_s = remaining_s - all_links_s - self.tied_s[0] - update_s
+        # Most layers (blocks) of all stages whose gradients the links can carry in these times.
         blocks = blocks_at_most(self.crossing, limits, hop_remaining_s, first_stage_s)
         return blocks >= self.layer_count * ALMOST_ALL  # just below 1, for rounding errors
 
@@ -364,7 +364,7 @@ class StepLowerBound(PassBounds):
         It is the sum of three times:
 
             1. forward passes and messages of the earlier stages, until the first activation arrives
-            2. all passes of `stage`, with the waits for micro-batches that are on later stages
+            2. all passes of `stage`, and its idle time until gradients return from later stages
             3. after its last backward pass, the longer of: its own reduction and update; or the
                backward passes and messages of the earlier stages, then `first_end_s`
 
@@ -376,13 +376,14 @@ class StepLowerBound(PassBounds):
                 stages.
             first_end_s: Least seconds of the first stage's reduction and update.
         """
+        # One micro-batch on earlier stages (down_s forward, up_s backward), and on later ones.
         ways = self._ways_with(stage, layers, layers_before)
         links_s = self.links_before_s[stage]
         passes_s = self._pass_times(stage, layers).seconds(ways.round_trip_s)
         last_backward_end_s = max(
             ways.down_s + links_s + passes_s,
-            # Another bound: all activations pass the slowest stage link one after the other, and
-            # the last gradient comes back (flow_end_s, without this stage's own backward pass).
+            # Another bound, flow_end_s: all activations pass the slowest stage link one by one, and
+            # the last gradient comes back to this stage. Its backward pass here is added.
             self.flow_end_s[stage] + layers * self.backward_s[stage],
         )
         way_up_s = ways.up_s + links_s + first_end_s
@@ -409,24 +410,24 @@ class StepLowerBound(PassBounds):
         if not further:
             return _Ways(down_s, up_s, round_trip_s)
 
-        # A layer on another stage counts at most what it costs on this one. Then more layers here
-        # never make the bound smaller, as the caller's bisection over `layers` needs.
+        # A layer on another stage counts at most what it costs on this one (layer_s; down and up
+        # together). Then more layers here never lower the bound, as the caller's bisection needs.
         layer_s = self.block_s[stage] if self.micro_batches > 1 else self.forward_s[stage]
         layer_down_s = min(self.layer_down_s[stage], layer_s)
         layer_round_trip_s = min(self.layer_round_trip_s[stage], layer_s)
         layer_up_s = min(self.layer_up_s[stage], layer_s - layer_down_s)
         is_last = stage == self.stage_count - 1
         if layer_down_s + layer_up_s <= layer_round_trip_s or is_last:
-            # Cheaper before: as many as the stages before can hold besides one each, the others
-            # behind.
+            # Cheaper before: the earlier stages get as many layers as they can hold, besides their
+            # one each. The later stages get the others.
             before = further if is_last else min(further, layers_before - stage)
             down_s += before * layer_down_s
             up_s += before * layer_up_s
             round_trip_s += (further - before) * layer_round_trip_s
         else:
-            # Cheaper behind in total, but a layer before may cost less on the way down. A lower
-            # bound for both cases: down and up together cost what a layer behind costs, and down
-            # alone costs the less of the two.
+            # A layer costs less on later stages than both its passes on earlier ones. But the way
+            # down counts by itself, too, and a forward pass alone may cost less. So the bound adds
+            # the less of the two to the way down, and the rest of a later layer's cost to `up_s`.
             least_down_s = min(layer_down_s, layer_round_trip_s)
             down_s += further * least_down_s
             up_s += further * (layer_round_trip_s - least_down_s)
@@ -449,6 +450,7 @@ class StepLowerBound(PassBounds):
         exposed_s = max(0.0, reduction_s - hidden_s)
         block_update_s, fixed_update_s = after.update
         stage_update_s = layers * block_update_s + fixed_update_s
+        # update_s is only a lower bound on the longest update: this stage's may be longer.
         return exposed_s + self.tied_s[stage] + max(update_s, stage_update_s)
 
     def _node_can_reduce(self, stages: Sequence[int], limits: Sequence[int], step_s: float) -> bool:
@@ -461,21 +463,20 @@ class StepLowerBound(PassBounds):
             limits: Most layers of every stage.
             step_s: Seconds of the step.
         """
-        # All stages together have `spare` layers less than their limits. Even if the stages of this
-        # node give up all of these, they keep the remaining layers, and one each.
+        # The limits sum to `spare` layers more than the model has. In the best case for this node,
+        # its stages have all these layers fewer than their limits (but each at least one).
         spare = sum(limits) - self.layer_count
         layers = max(len(stages), sum(limits[stage] for stage in stages) - spare)
         block_s = min(self.after_backward[stage].reduction.block_s for stage in stages)
         return self._last_backward_start_s(limits) + layers * block_s <= step_s
 
     def _last_backward_start_s(self, limits: Sequence[int]) -> float:
-        """Return a moment before which no stage begins its last backward pass, in seconds.
+        """Return seconds from the step's start before which no last backward pass begins.
 
-        It counts from the step's start. All stages end their last forward pass before it. So any
-        one stage with a late last forward pass gives a bound. `limits` sum to more layers than the
-        model has, by a number `spare`. So some stage is at most spare / (number of stages) layers
-        below its limit. As it is not known which stage, the result is the least of all stages'
-        bounds.
+        A last backward pass begins only after all stages have ended their last forward pass. So
+        each stage's own passes give a bound, which needs the least number of its layers. The sum of
+        `limits` exceeds the model's layers by `spare`. So some stage has at most spare / stages
+        layers fewer than its limit. It may be any stage, so the least of their bounds is returned.
 
         Args:
             limits: Most layers of every stage.

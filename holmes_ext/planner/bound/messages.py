@@ -73,8 +73,9 @@ def _message(
         placement: Nodes of every stage.
         stage_count: Number of stages.
         stage: Sending stage; the last stage sends to the first.
-        rank_index: Index of the sender among the ranks of the stage. Only pipelines like this
-            rank's (on equal nodes) send at the same time.
+        rank_index: Index of the sender among the ranks of the stage. It names a pipeline: the ranks
+            with this index on all stages. Other pipelines on equal nodes send at the same time and
+            share the NICs; those on other nodes do not count.
     """
     next_stage = (stage + 1) % stage_count
     if next_stage == stage:
@@ -82,7 +83,8 @@ def _message(
     # A component is a number of neighbouring stages that share nodes (mostly one stage).
     nodes_of_components = placement.parts
     stages_per_component = placement.stages_per_component
-    # Equal keys mean equal nodes on both ends, so placements of one search share the result.
+    # Equal keys mean equal nodes on both ends, so placements of one search share the result. The
+    # message depends on rank_index, too: a stage may have ranks on nodes of several types.
     key = (
         nodes_of_components[stage // stages_per_component],
         nodes_of_components[next_stage // stages_per_component],
@@ -105,8 +107,9 @@ def _priced_message(
         placement: Nodes of every stage.
         stage: Sending stage.
         next_stage: Receiving stage.
-        rank_index: Index of the sender among the ranks of the stage. Only pipelines like this
-            rank's (on equal nodes) send at the same time.
+        rank_index: Index of the sender among the ranks of the stage. It names a pipeline: the ranks
+            with this index on all stages. Other pipelines on equal nodes send at the same time and
+            share the NICs; those on other nodes do not count.
     """
     network = prices.network
     # A Fold looks at one rank of each set of equal ranks; pipelines on equal nodes are of one

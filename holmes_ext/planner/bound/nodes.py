@@ -109,15 +109,18 @@ def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Mod
 def ideal_gpus(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
     """Return the `count` nodes with the fastest GPUs on one ideal network, and the model for them.
 
-    A bound takes the step time there as the least time in which any subset of `count` nodes
-    computes. The nodes with GPUs of one speed are a cluster of the new site, named by FLOP/s; the
-    model has one GPU for each. The network is at least as fast as each network of `site`.
+    No subset of `count` nodes can compute a step faster than these nodes, so their step time is a
+    lower bound for all subsets. The new site has one cluster for each GPU speed, named by its
+    FLOP/s. The network is at least as fast as each network of `site`.
 
     Args:
         site: All nodes.
         count: Nodes of the new site.
         model: Model with the GPUs of the site's clusters.
         links: Measured links.
+
+    Returns:
+        The new site; and the model with the GPUs of its clusters.
     """
     fastest = sorted(site.nodes, key=lambda node: -model.gpu_of(node.cluster).flops)[:count]
     clusters = {}  # node -> cluster, named by its GPU speed

@@ -99,8 +99,9 @@ class OrderBounds:
             orders: Clusters to order.
             sizes: Complete parallel sizes.
             bound_of: Returns the lower bound of a placement.
-            ring_bits: Bits of all gradients, if ring all-reduces carry them between clusters; else
-                0 (ShapeBound.ring_bits).
+            ring_bits: Bits of the gradients of all layers, if clusters with common stages sum them
+                by ring all-reduces. 0 if another algorithm or none is used; then the bound has no
+                reduction between clusters.
         """
         self.orders = orders
         self.sizes = sizes
@@ -124,6 +125,7 @@ class OrderBounds:
             others = [*self.clusters[first + 1 :], *self.clusters[:first]]
             # Rotations of the others: each of them is second once and last once.
             for index, last in enumerate(others):
+                # Fills links, tied_s, micro_batches, first_stage_end_s and inside_s.
                 self._read_chain((first, *others[index + 1 :], *others[:index], last))
 
     @staticmethod
@@ -164,12 +166,15 @@ class OrderBounds:
         stages_per_cluster = bound.stage_count // len(chain)
         # Last stages of all clusters but the last one: their stage links leave the cluster.
         borders = range(stages_per_cluster - 1, bound.stage_count - 1, stages_per_cluster)
+        # interval_s: least seconds between messages that follow each other on the stage link
         for pair, stage in zip(zip(chain, chain[1:]), borders):
             self.links[pair] = _ClusterLink(bound.stage_links_s[stage], bound.interval_s[stage])
         first = chain[0]
         tied_s = bound.tied_s[0]
         self.tied_s[first, chain[-1]] = tied_s
-        # The tied embedding's all-reduce depends on the last cluster, too, so it is kept apart.
+        # bound.first_stage_end_s(): least seconds from the first stage's last backward pass to the
+        # end of the step. It includes the tied embedding's all-reduce, which depends on the last
+        # cluster, too. So that part is subtracted here and kept apart.
         first_end_s = bound.first_stage_end_s() - tied_s
         self.first_stage_end_s[first] = min(self.first_stage_end_s[first], first_end_s)
         self.micro_batches = bound.micro_batches
@@ -301,8 +306,8 @@ class OrderBounds:
 
         Args:
             groups: First groups of the order.
-            open_borders: Number of groups that are not chosen yet; the best possible ring is
-                assumed.
+            open_borders: Number of groups that are not chosen yet. (Each of them is behind a border
+                between groups that is still open.) The best possible ring is assumed for them.
             group_size: Number of clusters in each group.
         """
         # A ring around the clusters of a group is as fast as its slowest link.
@@ -311,9 +316,10 @@ class OrderBounds:
             min(self.rates_bps[pair] for pair in zip(group, (*group[1:], group[0])))
             for group in groups
         )
-        # For a group that is not chosen yet: a ring around its clusters contains a tree of `peers`
-        # links. The n-th fastest link of any tree is no faster than the n-th of the maximum
-        # spanning tree (tree_bps, fastest first), so that is the ring's rate at best.
+        # A group that is not chosen yet: a ring around its clusters contains a tree of `peers`
+        # links, and its rate is that of the slowest one. tree_bps are the links of the maximum
+        # spanning tree of all clusters, fastest first. In every tree of n links, the slowest is no
+        # faster than the n-th of these: tree_bps[n - 1], here n = peers.
         open_rings_bps = open_borders * self.tree_bps[peers - 1]
         total_bps = sum(rings_bps) + open_rings_bps
         # A ring all-reduce among g clusters sends 2 (g - 1) / g of the bytes over each link.

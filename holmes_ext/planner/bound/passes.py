@@ -49,10 +49,13 @@ class PassBounds(StageBounds):
     def _sum_along_pipeline(self) -> None:
         """Set the least seconds of one micro-batch before and behind each stage.
 
-        They become attributes of this object, lists by stage, with one layer on every stage: down_s
-        (forward passes), up_s (backward passes) and links_before_s (messages) of the earlier
-        stages; round_trip_s for the way to the last stage and back. layer_down_s, layer_up_s and
-        layer_round_trip_s are what each further layer adds at least.
+        They become attributes of this object: lists by stage, with one layer on every stage. Down
+        is the way of an activation from the first stage to the last, up that of its gradient back.
+
+            down_s, up_s, links_before_s    forward passes, backward passes and messages (one way)
+                                            on the stages before this one
+            round_trip_s                    from this stage down to the last one, and up to it again
+            layer_down_s, layer_up_s, layer_round_trip_s    what each further layer adds at least
         """
         stages = range(self.stage_count)
         forward_s = map(sum, zip(self.forward_s, self.extra_forward_s))
@@ -66,7 +69,8 @@ class PassBounds(StageBounds):
         both_before_s = [0.0, *accumulate(both_s)]
         all_links_s = self.links_before_s[-1]
         #: Round trip of a micro-batch from the stage to the last stage and back: both passes on the
-        #: stages behind (all stages less the first stage + 1), and their links twice.
+        #: later stages, and the links between, twice. both_before_s[stage + 1] is the sum up to
+        #: and with this stage, so the difference to the last item is that of the later stages.
         self.round_trip_s = [
             both_before_s[-1]
             - both_before_s[stage + 1]
@@ -89,12 +93,12 @@ class PassBounds(StageBounds):
         self.pass_times: list[dict[int, PassTimes]] = [{} for _ in stages]
 
     def _flow_ends(self) -> list[float]:
-        """Return, for each stage, the least end of its last backward pass, from message times.
+        """Return, for each stage, the earliest end of its last backward pass, without its layers.
 
-        All activations pass the slowest stage link one after the other. Then the gradient of the
-        last one comes back from the last stage. The time that this stage's own layers take in its
-        last backward pass is not included, as their number is open: the caller adds it. In seconds
-        from the step's start.
+        All activations pass the slowest stage link one after the other: each `interval_s` (seconds)
+        after the one before. Then the gradient of the last one comes back from the last stage to
+        this one. How many layers this stage has in its last backward pass is open, so their time is
+        not included: the caller adds it. The result is in seconds from the step's start.
         """
         # down_s[-1], up_s[-1], links_before_s[-1]: sums over all stages, with one layer on each.
         further_layers = self.layer_count - self.stage_count  # besides one on each stage
@@ -106,8 +110,9 @@ class PassBounds(StageBounds):
             + self.links_before_s[-1]
             + self.up_s[-1]
         )
-        # The gradient reaches stage s earlier than the first stage, by the way from s to the first
-        # stage.
+        # The gradient reaches a stage earlier than it leaves the first one. Subtract the way in
+        # between: links and backward passes (up_s) of the stages before. Also subtract the backward
+        # pass of this stage's one layer, as the caller adds those of all its layers.
         return [
             last_gradient_at_first_s
             - self.links_before_s[stage]

@@ -145,10 +145,11 @@ class ShapeBound:
     ) -> float:
         """Return a lower bound on a 1F1B step, in seconds, from passes and gradient reduction.
 
-        It is a sum: the first activation passes all layers and stage links; then a stage does its
-        other passes and reduces its gradients. Layers can be divided into fractions here, so all
-        stages can end at the same time. A block is a layer: `blocks_per_s` are those that all
-        stages together complete in a second.
+        Consider the last stage to end. First, an activation passes all layers and stage links
+        (down_s). Then the stage does its other passes and reduces its gradients. That takes longer
+        the more layers (blocks) it has. The best split, in fractions of layers, lets all stages end
+        at the same time; every other split is slower. Then the time is all blocks / blocks_per_s,
+        the blocks that all stages together complete in a second.
 
         Args:
             stage_counts: For each node type (cluster), the number of stages that its ranks hold;
@@ -164,10 +165,10 @@ class ShapeBound:
         for block, reduction_s in zip(times, reductions_s):
             backward_s = block.both_s - block.forward_s
             exposed_s = max(0.0, reduction_s - backward_s)  # the last backward pass hides the rest
-            # While the stage waits for its first gradient it can do warm_up - 1 forward passes.
+            # While the stage waits for its first gradient it can do warm_up - 1 forward passes,
+            # which so may cost no time: subtract them.
             passes_s = self.shape.micro_batches * block.both_s - (warm_up - 1) * block.forward_s
-            # `down_s` below has one forward pass of every layer, so of this block, too: subtract
-            # it.
+            # `down_s` below has the first forward pass of every block: subtract it here.
             block_s.append(passes_s + exposed_s - block.forward_s)
         fastest_forward_s = self.job.blocks * min(block.forward_s for block in times)
         down_s = fastest_forward_s + (self.shape.pipeline - 1) * link_s
@@ -239,8 +240,9 @@ class ShapeBound:
         def collective_s() -> float:
             """Return the seconds of a block's tensor, context and expert parallel collectives.
 
-            Forward and backward pass together. They are priced on the smallest placement that has
-            such a stage: one stage on nodes of this type, or the stages that share a node.
+            Forward and backward pass together. They depend on the nodes of one stage only. So they
+            are priced on the smallest placement with a stage of `stage_ranks` ranks in the cluster
+            `node_type`: this stage alone, or the stages that share its node.
             """
             processes = self.network.processes
             stages = max(1, processes // self.stage_ranks)
@@ -318,8 +320,9 @@ class ShapeBound:
         def least_s() -> float:
             """Return the seconds in which a node's ranks send an activation, on the best network.
 
-            Uses variables of the enclosing method: over Ethernet each rank sends only the part
-            `share` of `message_bytes`, over other networks all of it.
+            Uses the enclosing method's node_types (all clusters), processes (ranks of a node) and
+            latency (whether it counts). Over Ethernet each rank sends only the part `share` of
+            `message_bytes`, over other networks all of it.
             """
             fabrics = {
                 self.network.fabric((node_type, other))

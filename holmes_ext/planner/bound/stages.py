@@ -178,8 +178,9 @@ class StageBounds:
 
         Under 1F1B this is one for this stage and one for each later stage. A schedule that hides
         the messages between stages needs more: one for each micro-batch that is being sent, as
-        activation or as gradient, between this stage and the last. How many these are depends on
-        the split of the layers; the split with the fastest pace has most, and is assumed.
+        activation or as gradient, between this stage and the last. A faster pace (time between two
+        micro-batches) means that more are on their way. So the fastest pace of all splits of the
+        layers is assumed.
         """
         result = [self.stage_count - stage for stage in range(self.stage_count)]  # 1F1B
         if (
@@ -191,9 +192,9 @@ class StageBounds:
         for _, block_s, _ in self.costs.transfer_s[: self.stage_count - 1]:
             stage_links_s.append(block_s)
         mean_stage_s = (sum(self.extra_s) + self._least_block_work_s()) / self.stage_count
-        # Pairs: seconds of a message on each stage link, and seconds for which it occupies the
-        # link. Exclusive: each link has a NIC for itself. Shared: a NIC carries both links of its
-        # stage (share_nics), so they take longer. The simulation may use either, so both are tried.
+        # Pairs of lists by stage link: seconds of a message, and seconds for which it occupies the
+        # link. Exclusive: each link has a NIC for itself. Shared: one NIC of a stage carries its
+        # links to both neighbours (share_nics), so messages take longer. Both are tried.
         exclusive = (tuple(stage_links_s), self.costs.link_load_s)
         shared = share_nics(
             transfer=exclusive[0],
@@ -313,12 +314,13 @@ class StageBounds:
             update_s.append(optimizer_s + gather_price.byte_s * gradient_bytes)
             reduction_s.append(reduction_price.byte_s * gradient_bytes)
         _, block_bytes, _ = job.reduced_bytes  # gradients of a block
+        # For a byte of gradients, seconds on the NIC that also sends the stage's activations.
         nic_byte_s = self._nic_byte_s(reduction, self._fabric_inside_cluster(stage))
         return AfterBackward(
             reduction=self._linear(stage, reduction_s, reduction_price.latency_s),
             update=self._linear(stage, update_s, gather_price.latency_s),
-            overlapped=run.buckets_on(stage),
-            # ZeRO sends only a share of an all-reduce's bytes once a step.
+            overlapped=run.buckets_on(stage),  # sent in buckets under the last backward pass
+            # all_reduce_share: once a step, ZeRO sends only this share of an all-reduce's bytes
             shared_nic_block_s=nic_byte_s * block_bytes * self.all_reduce_share,
         )
 
@@ -349,16 +351,16 @@ class StageBounds:
         """
         run = self.run
         if isinstance(reduction, Hierarchical):
-            # The reductions inside and across clusters overlap, so the slower one counts. With a
-            # WAN the route was chosen for the bytes of a mean stage; the stage itself may take
-            # another one. The best route takes at least OTHER_ROUTE_SHARE of the chosen one's time,
-            # or it would have been chosen.
+            # The parts inside and across clusters overlap, so the slower one counts. With a WAN
+            # this price is that of the default route between clusters, unless another takes less
+            # than OTHER_ROUTE_SHARE (0.95) of the time for a stage of mean size. The simulation may
+            # choose another route for this stage, so only 0.95 of the price is sure.
             slower_byte_s = max(reduction.inside.byte_s, reduction.across.byte_s)
             route_factor = OTHER_ROUTE_SHARE if self.prices.network.wan else 1.0
             latency_s = reduction.inside.latency_s + reduction.across.latency_s
             return Price(route_factor * slower_byte_s, latency_s)
         if not run.zero:
-            return reduction.once  # for all bytes of a step in one piece
+            return reduction.once  # price of the collectives that run once a step
         if run.zero >= ZERO_GRADIENTS:
             return FREE  # sent after each micro-batch, under its passes
         # ZeRO 1: each rank needs the sums of its shard only, if the engine makes use of that.
@@ -416,8 +418,8 @@ class StageBounds:
     def _fabric_inside_cluster(self, stage: int) -> str:
         """Return the name of the network that carries activations inside the cluster of a stage.
 
-        If the stage lies on several clusters, it is the cluster of the pipeline with the slowest
-        messages.
+        A stage on several clusters has a rank of each pipeline on one of them. Then the cluster of
+        the pipeline with the slowest messages is taken.
         """
         # fold(): the stage's nodes, with equal ranks together. A pipeline class is all pipelines on
         # equal nodes; a node type is a cluster.
@@ -431,8 +433,8 @@ class StageBounds:
         """Return the least seconds for which each byte of gradients in a reduction occupies a NIC.
 
         Only NICs of the given fabric count; 0 if the reduction does not use it. A hierarchical
-        reduction uses a NIC in each of several clusters for different times. In which cluster the
-        stage's messages leave is not known, so the shortest of these times is returned.
+        reduction occupies NICs in several clusters, for different times. The caller needs the NIC
+        that also sends the stage's activations, which may be in any of them: the least counts.
 
         Args:
             reduction: Reduction of a stage.
@@ -447,6 +449,7 @@ class StageBounds:
         byte_s = []  # of each load on `fabric`
         for load in loads:
             if load.fabric is not None and load.fabric.name == fabric:
+                # load.nics: (NIC, equal flows that share it). A flow has `volume` bytes a byte.
                 flows_per_nic = max(flows for _, flows in load.nics)
                 byte_s.append(8 * load.volume * flows_per_nic / load.fabric.rate_bps)
         return steps * min(byte_s, default=0.0)
@@ -462,12 +465,12 @@ class StageBounds:
         tied_bytes = prices.job.tied_bytes
         last_stage = self.stage_count - 1
         # Ranks are numbered through the nodes, so ranks less than `processes` apart may share one.
-        # This is the distance of the first and the last stage's rank of a pipeline.
+        # The distance of a pipeline's first and last rank; stride: from one stage to the next.
         distance = last_stage * self.placement.stride
         if distance < prices.network.processes:
             return 0.0
         # fold(): the nodes of both stages, with equal ranks together. A pipeline class is all
-        # pipelines on equal nodes.
+        # pipelines on equal nodes; the one at slowest_rank_index has the slowest messages.
         fold, _ = prices.fold(self.placement, 0, last_stage)
         # tied_of() prices two ways to reduce: between pairs of ranks, or hierarchically (None if
         # impossible). alone: no other group sends at the same time, which gives the least time.
@@ -476,8 +479,9 @@ class StageBounds:
         )
         seconds = [pairs.seconds(tied_bytes)]
         if hierarchical_reduction is not None:
-            # With a WAN the simulation may choose another route. The best one takes at least
-            # OTHER_ROUTE_SHARE of this one's time, or it would have been chosen.
+            # With a WAN the simulation may choose another route. tied_of() keeps its default route
+            # unless another takes less than OTHER_ROUTE_SHARE (0.95) of the time. So the fastest
+            # route takes at least 0.95 of this price.
             route_factor = OTHER_ROUTE_SHARE if prices.network.wan else 1.0
             seconds.append(hierarchical_reduction.seconds(tied_bytes) * route_factor)
         return min(seconds)

@@ -164,15 +164,16 @@ def _libraries() -> tuple[ModuleType, ModuleType, ModuleType]:
 class _Problem:
     """Placement problem of one layer.
 
-    A place is the expert parallel ranks of one node, a region the places of one cluster. A slot
-    holds one expert. Dictionaries "rank -> experts" are whole placements; arrays [experts] hold the
-    number of each expert's place.
+    A place is the expert parallel ranks of one node. A region is the list of places (numbers of
+    nodes) of one cluster. A slot holds one expert. Dictionaries "rank -> experts" are whole
+    placements; arrays [experts] hold the number of each expert's place.
     """
 
     def __init__(self, counts: Counts, places: Places, balance: float):
-        """Compute the load (tokens) of each expert, and the most load of each node and cluster.
+        """Compute each expert's load (tokens), and the limits: the most load of nodes and clusters.
 
-        A node's experts may get `balance` times the mean load, or the load that EPLB gives a node.
+        A limit is `balance` times the mean load of as many experts, or what EPLB puts there if that
+        is more. A place is a node's ranks; a region is the places of a cluster.
         """
         self.np, self.optimize, self.sparse = _libraries()
         np = self.np
@@ -196,8 +197,7 @@ class _Problem:
         self.place_of_rank = {
             rank: place for place, ranks in enumerate(places.of) for rank in ranks
         }
-        # EPLB's placement, by load only. limits() makes all limits large enough for it, so that one
-        # placement is always possible.
+        # EPLB's placement, by load only: it always keeps the limits.
         self.eplb = self.packed(range(counts.experts), range(places.ranks))
         #: Cost of a token [from place, to place]. The ranks of a place have equal costs, so the
         #: first stands for all.
@@ -205,7 +205,7 @@ class _Problem:
         self.regions = self._regions()
         self.balance = balance
         single_places = [[place] for place in range(len(self.room))]
-        #: Most load of each place, and of each region.
+        #: Most load of each place, and of each region: array, one entry each.
         self.limit = self.limits(single_places)
         self.limits_of_regions = self.limits(self.regions) if self.regions else self.limit
         #: (places of a region, most load of the region), which every placement must keep. Without
@@ -335,9 +335,9 @@ class _Problem:
     def solve_linear(self, seconds: float) -> _Solution:
         """Assign experts to places (nodes) by an integer program, if tokens are counted by rank.
 
-        With several clusters it first assigns experts to clusters (regions), each at its best place
-        there: so that bound holds for the whole problem. Then it assigns them to the places of each
-        cluster.
+        With several clusters (regions), it first assigns experts to clusters. There an expert costs
+        what it costs at the cluster's best place. Real costs are not lower, so this program's lower
+        bound is returned. Then the experts of each cluster are assigned to its places.
 
         Args:
             seconds: Time limit of HiGHS, half of it for the regions.
@@ -452,10 +452,9 @@ class _Problem:
             cost_at = self.table @ is_at @ place_cost  # [experts, places] cost of the expert there
             current = cost_at[experts, place_of]
             # Gain of swapping experts i and j: the costs of both now, less their costs after it.
-            #   swapped    cost of i at the place of j, if j stayed there: their common tokens would
-            #              then be free
-            #   between    correction: both move, so their common tokens cost what they cost now.
-            #              Once for i and once for j, hence the factor 2
+            # `swapped` moves i to the place of j, and j stays: then their common tokens are free.
+            # In truth j moves, too, and these tokens cost as much as now. `between` adds that cost:
+            # for i and for j, hence twice.
             swapped = cost_at[:, place_of]  # [i, j] cost of i at the place of j
             between = 2 * self.table * place_cost[place_of][:, place_of]
             gain = current[:, None] - swapped + current[None, :] - swapped.T - between
@@ -484,16 +483,17 @@ class _Problem:
         is_inside = costs <= INSIDE  # [from place, to place] inside one cluster
         across = costs[~is_inside]
         inside = costs[(costs > 0) & is_inside]
-        # Of clusters, and of nodes: (least cost of a token that leaves, slots around each place).
+        # One pair for clusters, and one for nodes: least cost of a token that leaves; and for each
+        # place (node), the slots of its whole cluster, or of itself.
         levels = [(float(across.min()) if across.size else 0.0, is_inside @ self.room)]
         if inside.size:
             levels.append((float(inside.min()), self.room))
-        # Tokens that each expert shares with the others, fewest first; [:, 1:] drops the expert
-        # itself, whose entry is 0.
+        # Tokens each expert shares with others, fewest first; [:, 1:] drops the expert itself (0).
         ascending = np.sort(self.table, 1)[:, 1:]
         bounds = []
         for cost, slots in levels:
-            # Experts that cannot be in the largest node or cluster, wherever the expert itself is.
+            # Experts without a slot in the largest node (cluster): an expert is apart from as many
+            # others at least. At best they are those with which it shares fewest tokens.
             elsewhere = len(self.load) - int(np.max(slots))
             # The sum has each token twice: for both of its experts.
             bounds.append(float(ascending[:, :elsewhere].sum()) * cost / 2)

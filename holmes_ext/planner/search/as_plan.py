@@ -29,7 +29,13 @@ from holmes_ext.planner.search.stock import causes, stock_like
 def plan_of(result: SearchResult, candidate: Candidate, options: Options = Options()) -> Plan:
     """Return the Plan of a candidate: order of nodes, sizes, layers of the stages, networks of the groups.
 
-    The layers are left to the framework if every stage has the same number.
+    A Plan is what the ranks of the job read when it starts. The layers are left to the framework if
+    every stage has the same number.
+
+    Args:
+        result: Search that found the candidate.
+        candidate: Sizes, nodes and layers to use.
+        options: Settings of the user for holmes.
     """
     network = result.network
     sizes = candidate.placement.sizes
@@ -45,15 +51,17 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
         predicted=times(result, candidate),
         loads=result.costs(candidate).loads(candidate.split),
     )
-    # "auto": derive_traffic() adds an order of passes in which backward passes are split.
+    # With "auto", derive_traffic() writes a list of passes for each stage into the plan, in which
+    # backward passes are split (zero bubble). With "1f1b" it writes none.
     options = replace(options, schedule="auto" if candidate.schedule else "1f1b")
     if not result.rules.hide_stage_links:
         # "off": the framework's own number of micro-batches in flight.
         options = replace(options, inflight="off")
     engine = result.engine
     if HIERARCHICAL in candidate.reductions:
-        # The framework itself will reduce hierarchically, by the flags on its command line.
-        # hierarchical_zero would limit that to some ZeRO stages; None: no limit.
+        # derive_traffic() plans hierarchical all-reduces only for engines with hierarchical_zero
+        # None; with other engines, holmes leaves the reduction to the framework. Here the
+        # framework's own flags make it hierarchical, so the plan must have them all the same.
         engine = replace(engine, hierarchical_zero=None)
     workload = model.workload(sizes)
     # Adds the network of each communication group to the plan.
@@ -63,12 +71,16 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
 
 
 def times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Return the predicted times of a candidate in seconds, as in Plan.predicted (plan/build.py).
+    """Return the predicted times of a candidate, in seconds, by name.
 
-    Names that begin with "stock_" are of the same job without holmes.
+    Returns:
+        step_seconds, reduction_seconds                a step; its longest gradient reduction
+        exposed_reduction_seconds                      part of the reductions that no pass hides
+        stock_step_seconds, stock_reduction_seconds    the same job without holmes
     """
     stock, stock_candidate = stock_like(result, candidate)
-    by_cause = causes(result, candidate)
+    by_cause = causes(result, candidate)  # seconds of the step by what they are spent on
+    # {"step_seconds": ..., "reduction_seconds": ...}
     predicted = _step_and_reduction(result, candidate)
     exposed_s = by_cause["reduce_inside"] + by_cause["reduce_across"]
     predicted["exposed_reduction_seconds"] = exposed_s

@@ -73,16 +73,18 @@ def with_site(
 
 
 def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> StepTimes:
-    """Return the step times of a plan with and without holmes, if rates between clusters change.
+    """Return the step times of a plan with and without holmes, if Ethernet's rates change.
 
-    All rates between clusters are multiplied by `factor`. If the site does not describe the links
-    between clusters (its WAN), Ethernet's rate on every node changes.
+    Clusters reach each other over Ethernet. If the site describes the links between clusters (its
+    WAN), their rates are multiplied by `factor`. Otherwise Ethernet's rate on every node is.
     """
-    site = result.network.measured  # network.site with the measured rates in its WAN
+    # Two descriptions of the site: network.site has the rates of cluster.toml, network.measured
+    # has measured rates in its WAN. `links` are the measured rates of fabrics.
+    site = result.network.measured
     links = result.network.links
     if site.wan:
         return with_site(result, candidate, replace(site, wan=site.wan.scaled(factor)))
-    # A measured rate of Ethernet would replace the site's, so both are scaled.
+    # If Ethernet was measured, its rate in `links` counts instead of the site's: both are scaled.
     scaled = with_fabric(result.network.site, ETHERNET, rate=factor)
     return with_site(result, candidate, scaled, links.scaled(ETHERNET, factor))
 

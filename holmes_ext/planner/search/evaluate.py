@@ -161,23 +161,28 @@ class Evaluator:
         return ChainBound(prices, placement, costs, run)
 
     def _list_placements(self, shape: Shape, ideal_s: float, best_s: float) -> Outcome:
-        """Return a shape's placements as new items, each with its own lower bound on the step time.
+        """Return a shape's placements, each with its own lower bound on the step time.
 
-        Only placements whose bound is below the best step are returned.
+        They are the `items` of the result, without those that cannot beat the best step.
 
         Args:
             shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
             ideal_s: Lower bound on the step time of all plans of the shape, in seconds.
             best_s: Best simulated step time so far.
+
+        Returns:
+            Outcome; its `remaining_s` is a lower bound on the step time of the placements that were
+            not examined (inf if there are none).
         """
         prices = self.result.prices(shape)
 
         def bound_of(placement: Placement) -> ChainBound:
             return self.lower_bound(shape, placement, prices.costs(placement))
 
+        # complete: the list has all orders of the clusters; else some were left out
         listed, complete = self.placements(shape)
         bounds = [(bound_of(placement).seconds(best_s), placement) for placement in listed]
-        remaining_s = inf if complete else ideal_s
+        remaining_s = inf if complete else ideal_s  # bound on the orders that were left out
         sizes = shape.sizes().complete(self.result.network.world)
         if not complete and shape.virtual == 1 and OrderBounds.applies_to(self.orders, sizes):
             # Not all orders of the clusters are listed: search the others by their lower bounds.
@@ -193,6 +198,7 @@ class Evaluator:
             for bound_s, placement in bounds
             if bound_s < best_s * (1 - EQUAL)
         ]
+        # Both are lower bounds on the placements that were left out, so the larger one counts.
         return Outcome(items, candidates=[], remaining_s=max(ideal_s, remaining_s))
 
     def _tighten(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:

@@ -107,10 +107,14 @@ def _thin_reasons(
 ) -> Iterator[str]:
     """Yield the reasons why a stage has few layers, as sentences.
 
-    A reason is a cost of the stage above a threshold (SLOW_LAYER, LARGE_EXTRA, ...). One is the
-    part of its gradient reduction that passes do not hide. It is computed with the same number of
-    layers on every stage. It counts from EXPOSED_SHARE of the step on, if no other stage's is much
-    longer (EXPOSED_OF_LARGEST).
+    Each reason is a cost of this stage that is above a threshold:
+
+        memory       room for few layers
+        slow layer   a layer takes longer here than on the fastest stage
+        ends         the embedding or output layer takes more than half as long as a layer
+        reduction    with even layers, a long part of the gradient reduction would not be hidden by
+                     passes: EXPOSED_SHARE of the step, and EXPOSED_OF_LARGEST of any other stage's
+        messages     an activation to a neighbour and its gradient take longer than a layer
     """
     embedding, block, output = range(3)  # items of each row of `costs`
     forward_s = costs.forward_s

@@ -100,10 +100,14 @@ def _search_fewer_nodes(result: SearchResult, spec: SiteSpec, end: float, rows: 
     """Search subsets of the nodes for one on which the job is faster than on all.
 
     Args:
-        result: Plans on all nodes, from a search without proof.
+        result: Plans on all nodes, from a quick search: it has not proven that no plan is faster.
         spec: Clusters and nodes available.
         end: Moment of time.monotonic() at which to stop.
         rows: Number of shapes that a table shows.
+
+    Returns:
+        The plans on the best subset, or None if no subset is faster than all nodes; and whether
+        Ctrl-C ended the search.
     """
     search_of_sets = _NodeSets(result, spec, end, rows)
     interrupted = False
@@ -114,7 +118,7 @@ def _search_fewer_nodes(result: SearchResult, spec: SiteSpec, end: float, rows: 
             pass
     except KeyboardInterrupt:
         interrupted = True
-    best = search_of_sets.best
+    best = search_of_sets.best  # still `result` if no subset was faster
     return _FewerNodes(None if best is result else best, interrupted)
 
 
@@ -129,7 +133,8 @@ class _NodeSets:
         """Start with all nodes.
 
         Args:
-            result: Plans on all nodes, from a search without proof.
+            result: Plans on all nodes, from a quick search: it has not proven that no plan is
+                faster.
             spec: Clusters and nodes available.
             end: Moment of time.monotonic() at which to stop.
             rows: Number of shapes that a table shows.
@@ -140,8 +145,9 @@ class _NodeSets:
         self.spec = spec
         self.end = end
         self.rows = rows
-        #: For each cluster, the first cluster that is interchangeable with it. In a job on one
-        #: cluster (kin_alone) the networks between clusters do not matter, so more are.
+        #: For each cluster, the index of the first cluster that is interchangeable with it: equal
+        #: nodes and networks. kin_alone is for jobs on one cluster: there the networks between
+        #: clusters do not matter, so more clusters are interchangeable.
         self.kin = first_equal_cluster(spec, result.model)
         self.kin_alone = first_equal_cluster(spec, result.model, alone=True)
         #: Sets examined, in canonical form.

@@ -189,9 +189,14 @@ class _Task(NamedTuple):
 class _BranchAndBound:
     """Branch and bound search for the fastest plan, with its queues and worker processes.
 
-    It goes on from a first look. A queue has the parts of the search space that are left (items),
-    with their lower bounds. A bound is weak, so the item with the least bound seldom has a better
-    plan. Items near the best plan often do: they wait in an early queue, which is processed first.
+    It goes on from a first look. An item is a part of the search space: all plans of a shape
+    (parallel sizes), or those with one placement. Processing an item divides it, tightens its lower
+    bound or simulates its plans. Items wait in two queues:
+
+        early_queue    items that probably have a better plan; processed first
+        queue          all others, the least lower bound first
+
+    The first finds good plans, the second raises the lower bound on all plans.
     """
 
     def __init__(self, result: SearchResult, end: float, progress: Progress | None):
@@ -217,8 +222,9 @@ class _BranchAndBound:
         self.number = itertools.count()
         self.queue: list[_Entry] = []
         self.early_queue: list[_EarlyEntry] = []
-        #: Number of items of each phase that may still be processed early; the others move to the
-        #: main queue, so that the lower bound on all plans rises, too.
+        #: Number of items that may still be processed from early_queue; the others move to `queue`.
+        #: A phase is what is to be done next with an item: divide a shape, tighten a placement's
+        #: bound, or simulate a tightened placement.
         self.early_left = {
             _Phase.SHAPE: len(result.ideals),  # all shapes (`ideals`: their lower bounds)
             _Phase.PLACEMENT: MAX_EARLY_TIGHTENED,
@@ -349,8 +355,10 @@ class _BranchAndBound:
     def _record(self, outcome: Outcome, early: bool) -> None:
         """Queue the new items that examining an item gave, and keep its plans and its bound.
 
-        An item is a part of the search space. The early queue, which is processed first, has the
-        items near the best plan.
+        An item is a part of the search space: all plans of a shape (parallel sizes), or those with
+        one placement. A placement is first tightened (its lower bound is computed more precisely),
+        then simulated. Items near the best plan wait in the early queue, which is processed first;
+        the others in the main queue.
 
         Args:
             outcome: Result of the work on one item: smaller items, and simulated plans.
@@ -374,7 +382,8 @@ class _BranchAndBound:
             previous = self.candidates.get(candidate.key)
             if previous is None or not previous.simulated_s:
                 self.candidates[candidate.key] = candidate
-        # An outcome with a tighter bound only is no plan that was tried, so it does not count.
+        # `processed` counts the items that could give a better plan. Tightening a bound cannot: it
+        # gives back the same placement as the only item, so that is not counted.
         only_tightened = any(
             isinstance(item, PlacedShape) and item.is_tightened for _, item in outcome.items
         )

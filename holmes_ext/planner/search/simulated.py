@@ -94,6 +94,8 @@ def job_of(
         breadth-first or listed  the candidate's own order of passes
         else                     the warm-up depths that hide the stage links
 
+    The framework's own schedule of a breadth-first candidate is breadth-first, too.
+
     Args:
         hide_stage_links: Use the plan's schedule; False for the framework's.
         in_flight: Warm-up depth of each stage, to use instead of the plan's; () for the plan's.

@@ -154,7 +154,8 @@ def shapes(network: Network, model: Model, global_batch: int, limits: Limits) ->
     """Yield all shapes of a job that the limits allow.
 
     A shape is what plans differ in besides the nodes: parallel sizes, micro-batch, chunks,
-    recomputation and ZeRO stage.
+    recomputation and ZeRO stage. Groups of ranks must fill nodes: a tensor parallel group, also
+    with its context parallel ranks, and a stage. Each is a divisor or a multiple of a node's ranks.
 
     Args:
         network: Nodes and networks.
@@ -164,7 +165,7 @@ def shapes(network: Network, model: Model, global_batch: int, limits: Limits) ->
     """
     world = network.world
     processes = network.processes  # ranks on a node
-    clusters = equal_clusters(network)
+    clusters = equal_clusters(network)  # their number; 1 if they differ in size
     for tensor in limits.of("tensor", divisors(world)):
         if not _tensor_fits(model, tensor) or not _fill_nodes(processes, tensor):
             continue

@@ -44,14 +44,17 @@ def with_spread(result: SearchResult) -> SearchResult:
     """Return the result with spread variants of its fastest plans, where these are faster.
 
     In a spread variant of a plan, a stage may have nodes of several clusters. Variants are
-    simulated if they beat the best plan by the closed form. The optimality gap still compares with
-    the bound on plans that keep clusters whole: other spread plans may be faster than the bound.
-    Without a WAN the result does not change.
+    simulated if they beat the best plan by the closed form. Without a WAN the result does not
+    change.
+
+    The lower bound of the search does not hold for spread plans, but it is kept. So the optimality
+    gap says how far the best plan is from the plans that keep clusters whole.
     """
     has_clusters = len(result.network.node_types) > 1
     if not result.network.wan or not has_clusters or result.optimality_gap is None:
         return result
-    # (stages, ranks that one replica of the model has on a stage) -> fastest plan
+    # (stages, ranks that one replica of the model has on a stage) -> fastest plan, if its shape
+    # could beat the best step with less traffic (_may_gain)
     fastest: dict[tuple[int, int], Candidate] = {}
     for candidate in result.candidates:
         shape = candidate.shape
@@ -83,6 +86,9 @@ def _may_gain(result: SearchResult, shape: Shape) -> bool:
 def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | None:
     """Return a candidate with its nodes spread over the stages so that less traffic crosses clusters.
 
+    A stage may then have nodes of several clusters. A local search looks for the arrangement in
+    which the traffic between clusters takes least time.
+
     Returns:
         None if stages do not hold whole nodes, no arrangement has less traffic, or the memory is
         too small.
@@ -105,6 +111,7 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
     scatter_share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
     # Gradients of a stage: total_bytes are those of one tensor parallel rank over all stages.
     reduced_bytes = shape.tensor * scatter_share * job.total_bytes / shape.pipeline
+    # crossing.seconds(arrangement): seconds that the traffic between clusters takes in a step
     crossing = Crossing(network, sent_bytes, reduced_bytes)
 
     parts = candidate.placement.parts  # for each stage: (cluster, nodes)
@@ -112,9 +119,12 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
     # Clusters in the order in which the pipeline visits them.
     chain = tuple(dict.fromkeys(cluster for part in parts for cluster, _ in part))
     nodes_of_clusters = list(map(len, network.names))
+    # The best arrangement (for each stage, the cluster of every node) and its crossing.seconds,
+    # by a local search that begins with the clusters in the order `chain`.
     stages, seconds = spread(nodes_of_clusters, shape.pipeline, crossing.seconds, MAX_TRIES, chain)
-    if seconds >= crossing.seconds(current) * (1 - EQUAL):  # not better than whole clusters
+    if seconds >= crossing.seconds(current) * (1 - EQUAL):  # no less traffic than the candidate
         return None
+    # laid(): the placement with this arrangement; most nodes send inside their cluster.
     placement = laid(stages, candidate.placement.sizes, processes)
     variant = result.candidate(shape, placement, candidate.split)
     fits = estimate(result.costs(variant), candidate.split).fits

@@ -288,10 +288,12 @@ class _SubsetSearch:
     def _floor_s(self, family: Family) -> float:
         """Return a lower bound on the step time of every subset in a family, in seconds.
 
-        A family is all subsets with given numbers of nodes of some clusters. The bound of a larger
-        family that contains it holds, too; those with one given number are few and kept. If one of
-        them is already above the best step, it is returned, as the family is excluded. Otherwise
-        the family's own bound is computed, too.
+        A family is all subsets with given numbers of nodes of some clusters (the fixed ones).
+        Example: (8, 4, None) has 8 nodes of the first cluster and 4 of the second. A family with
+        fewer fixed clusters contains it, so that family's bound holds, too: here those of
+        (8, None, None) and (None, 4, None). Such bounds are computed once and kept. If one of them
+        is not below the best step, it is returned: the family is excluded. Otherwise the family's
+        own bound is computed, and the largest bound is returned.
 
         Args:
             family: Number of nodes of each cluster; None for an open cluster.

@@ -104,7 +104,10 @@ def companions() -> list[Contribution]:
 
 
 def wanted_companions(args: argparse.Namespace) -> list[Contribution]:
-    """Return the extensions whose forecast beside the plans the arguments ask for."""
+    """Return the extensions of `holmes plan` that an option on the command line selects.
+
+    Such an extension shows a forecast of its own beside the plans of a search.
+    """
     return [companion for companion in companions() if companion.load().wanted(args)]
 
 
@@ -114,9 +117,11 @@ def wanted(args: argparse.Namespace) -> bool:
     The first rule that applies decides:
 
         --picture                                      no
-        --explain without a model or a search option   no: it explains the given sizes
+        --explain without anything to search for       no: it explains the given sizes
         --search, --limit, or an extension's option    yes
         a model, a command or a global batch           yes, unless parallel sizes are given
+
+    --explain has something to search for with a model or an option of a search, except --search.
     """
     has_search_option = (
         args.global_batch is not None
@@ -128,6 +133,7 @@ def wanted(args: argparse.Namespace) -> bool:
     )
     if args.picture or (args.explain and not has_search_option and not args.model):
         return False
+    # wanted_companions(): extensions that an option selects; they show a forecast beside the plans
     if args.search or wanted_companions(args) or args.limit:
         return True
     has_job = args.model or args.command or args.global_batch
@@ -408,8 +414,10 @@ def _candidate_of_layout(
     if plan is not None:
         layers = plan.stage_layers or layers
         nodes = plan.nodes
-    # A framework with hierarchical_zero (Megatron) reduces hierarchically itself, but only if its
-    # flags ask for several optimizer instances. With others, holmes does it.
+    # Flat: no all-reduce is hierarchical (first inside clusters, then between them). Only a
+    # framework that reduces by itself can be flat: Megatron, the one with `hierarchical_zero`. It
+    # reduces hierarchically if its flags ask for several optimizer instances. With all other
+    # frameworks (None) holmes reduces, hierarchically where that is faster.
     is_flat = job.engine.hierarchical_zero is not None and command.instances <= 1
     return layout_candidate(result, sizes, shape, split=layers, nodes=nodes, flat=is_flat)
 

@@ -53,12 +53,9 @@ SIZES_SHARE = 0.3
 TABLE_SHARE = 0.05
 #: Pipeline sizes with which every subset is priced.
 MAX_SHAPES = 6
-#: Subsets that are simulated in the end, and shown.
-MAX_SIMULATED = 4
-#: Largest number of bytes of an activation's element.
-WIDEST = 4
-#: No time limit, in seconds.
-UNLIMITED_S = 1e9
+MAX_SIMULATED = 4  # subsets that are simulated in the end, and shown
+WIDEST = 4  # largest number of bytes of an activation's element
+UNLIMITED_S = 1e9  # no time limit
 
 
 class RankedSubset(NamedTuple):
@@ -116,7 +113,7 @@ class AvailableNodes:
     #: Sequences of a step.
     batch: int
     limits: Limits
-    #: Shapes with which subsets are priced; () for all.
+    #: Shapes (parallel sizes) with which subsets are priced; () for all.
     shapes: tuple[Shape, ...] = ()
     #: Number of nodes to choose.
     count: int = 0
@@ -145,17 +142,19 @@ class AvailableNodes:
     def floor(self, family: Family) -> float:
         """Return a lower bound on the step time of all subsets in a family, in seconds; inf if none fits.
 
-        The bound is the best step on an ideal site that is at least as good as every subset of the family.
+        It is the best step on an ideal site, at least as good as every subset of the family. Where
+        no such site can be made, it is `floor_s`, the bound for all subsets of `count` nodes.
 
         Args:
             family: Number of nodes of each cluster; None for any number.
         """
         is_all_open = set(family) == {None}
-        # An ideal site is defined only if all clusters reach each other at the same rate.
+        # No ideal site if clusters differ in their links. All open: floor_s is for all subsets.
         if not is_flat(self.spec) or is_all_open:
             return self.floor_s
         links = Links.of_spec(self.spec)
-        # Most by which slices (one a tensor rank) and compression (of WIDEST bytes) speed up sends.
+        # Most by which sends of activations are faster than their bytes say: a slice by each tensor
+        # parallel rank, and compressed (numbers of WIDEST bytes gain most).
         send_speedup = 0.0
         if any(shape.pipeline > 1 for shape in self.shapes):
             tensor = max(shape.tensor for shape in self.shapes)
@@ -286,7 +285,7 @@ def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) ->
     shapes: tuple[Shape, ...] = ()  # all
     if job.sizes is not None:
         sizes = job.sizes.complete(ideal_site.world_size, ideal_site.processes)
-        shapes = (shape_of(model, sizes, *job.zero_and_chunks),)  # () if the command has no model
+        shapes = (shape_of(model, sizes, *job.zero_and_chunks),)  # one: that of the given sizes
     ideal_result = in_closed_form(
         Network(ideal_site),
         replace(job, model=ideal_model),
@@ -297,7 +296,8 @@ def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) ->
     )
     shapes = shapes or _shapes_of_depths(ideal_result)
     available = AvailableNodes(spec, job, batch, limits, shapes=shapes, count=args.nodes)
-    # No subset is faster than ideal nodes, and none computes faster than the nodes with the fastest GPUs.
+    # Two bounds that no subset beats: the best step on ideal nodes (floor(), with the bounds of
+    # shapes not examined); and the computation alone on the nodes with the fastest GPUs.
     floor_s = max(floor(ideal_result), available.computing_s())
     return replace(available, floor_s=floor_s)
 

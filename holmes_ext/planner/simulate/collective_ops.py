@@ -57,10 +57,12 @@ class CollectiveOps(Collectives):
         yield ("wait", tag, span_kind, NO_MICRO_BATCH)
 
     def before(self, pipeline_class: int, stage: int) -> list[Op]:
-        """Return the operations at the step's start: the weight gathers of ZeRO 1, if they overlap.
+        """Return the operations before a step's first pass: the start of ZeRO 1's weight gathers.
 
-        They overlap with the first forward pass (gather_overlap). They gather the weights that the
-        last step's optimizer changed, in the order of the forward pass.
+        The result is empty unless the gathers overlap with the first forward pass (late_gather).
+        They gather the weights that the last step's optimizer changed, a bucket at a time. Buckets
+        are numbered as the backward pass fills them, from the last layer to the first. The forward
+        pass needs them in the opposite order.
 
         Args:
             pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
@@ -68,6 +70,7 @@ class CollectiveOps(Collectives):
         """
         if not self.late_gather:
             return []
+        # _tags(): keys of the stage's gathers, in the order of the backward pass
         tags = reversed(self._tags(pipeline_class, stage, "gather"))
         return [op for tag in tags for op in self._post(tag)]
 
@@ -138,8 +141,9 @@ class CollectiveOps(Collectives):
         """
         needs: Operations = {}
         launches: Operations = {}
-        # Ranks among which the model is divided, and ranks that sum the gradients. They differ if
-        # each cluster has a whole model (hybrid sharding); "across" sums between clusters then.
+        # shards: groups of ranks among which the model is divided. group: groups of ranks that sum
+        # the gradients. They differ if each cluster has a whole model (hybrid sharding). Then the
+        # gradients are summed inside the shards' groups, and "across" sums between clusters.
         shards = self.shards[pipeline_class, stage]
         group = self.groups[pipeline_class, stage]
         layers = list(range(*self.ranges[stage]))
@@ -148,6 +152,10 @@ class CollectiveOps(Collectives):
 
         def tag_of(collective: str, index: int) -> Tag | None:
             """Return the tag (key of the transfer) of a layer's collective; None if there is none.
+
+            Uses the stage, its layers in the order of the pass, and the pass's letter ("F" or "B").
+            A key has the pipelines whose ranks take part. For "across" these are all pipelines that
+            sum gradients; for the other collectives, those of one copy of the model.
 
             Args:
                 collective: "weights" (gather), "scatter", or "across" (between clusters).

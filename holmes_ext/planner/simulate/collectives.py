@@ -416,9 +416,9 @@ class Collectives:
                 inside_bps=link_bps,
             )
             for pipeline_class in family.pipeline_classes:
-                # A class stands for many pipelines, so it may be in several families (sets of equal
-                # groups). It acts as one, so one reduction counts: the last family's, or none if
-                # that has no hierarchical one.
+                # A class may be in several families (sets of equal groups), but the simulation has
+                # one reduction for it. The last family decides: its hierarchical all-reduce, or
+                # none if it has none. So an earlier family's is removed.
                 result.pop(pipeline_class, None)
                 if hierarchical_reduction:
                     result[pipeline_class] = hierarchical_reduction, family
@@ -467,7 +467,7 @@ class Collectives:
         latencies of links between clusters are added here; `ring` has those of the messages inside.
 
         Args:
-            family: Groups that sum the number; `ring` is their (node type, nodes) in ring order.
+            family: Groups that sum the number. family.ring: (node type, nodes) in ring order.
             ring: Traffic of a ring over their ranks.
         """
         parties = len(family.pipeline_classes)
@@ -481,7 +481,7 @@ class Collectives:
             for node_type, nodes in family.ring
             for _ in range(min(nodes, 2))
         ]
-        # Once around, each rank to the one below: last rank -> ... -> first rank -> last rank.
+        # Messages once around: last rank -> ... -> second -> first -> last rank.
         downwards = list(reversed(clusters))
         senders = downwards
         receivers = [*downwards[1:], downwards[0]]
@@ -490,10 +490,10 @@ class Collectives:
         for pair in zip(senders, receivers):
             source, target = pair
             extra_s.append(self.network.wan_latency_s(fabric, pair) if source != target else 0.0)
-        # The first time omits the message from the first to the last rank, the second time that
-        # from the second to the first: these are the last two of the list.
+        # The list ends with the messages second -> first rank and first -> last rank. The first
+        # time omits the latter, the second time the former: twice around, less each once.
         twice_around_s = 2 * sum(extra_s) - sum(extra_s[-2:])
-        notice_s = extra_s[0]  # back over the link of the first message
+        notice_s = extra_s[0]  # back over the first message's link (from the last rank)
         load = replace(ring, wan_latency_s=twice_around_s + notice_s)
         transfer = self.maker.collective(load, [NUMBER_BYTES], parties)
         # No bits, so it takes no rate from other transfers.

@@ -209,14 +209,19 @@ class Simulation:
     def _advance(self, actor: int) -> None:
         """Execute an actor's operations until it computes, has to wait, or has no more.
 
-        An actor is a rank, or all ranks like it. Its operations (formats: module docstring) compute
-        for some seconds, say that it is ready for a transfer ("post"), or wait for one. It goes on
-        when an event ends the computation, or when the transfer releases it.
+        An actor is a rank, or all ranks like it. It goes on when an event ends the computation, or
+        when a transfer (message or collective; `tag` is its key) releases it. Its operations:
+
+            ("compute", kind, seconds, micro_batch, chunk)
+            ("post", tag)         It is ready for the transfer.
+            ("wait", tag, kind, micro_batch)
+
+        A receiver's "post" and a sender's "wait" of a message have more items, and so are longer.
         """
         program = self.programs[actor]
         while self.position[actor] < len(program):
             op = program[self.position[actor]]
-            if op[0] == "wait":  # ("wait", tag, kind of span, micro-batch), AS_SENDER by a sender
+            if op[0] == "wait":
                 transfer = self.transfers[op[1]]
                 # A sender waits until all bytes have left, a receiver until they have arrived.
                 end = transfer.sender_free if len(op) > _WAIT_LENGTH else transfer.ended
@@ -224,7 +229,7 @@ class Simulation:
                     transfer.waiting.append((actor, self.now, op))
                     return
                 self.position[actor] += 1
-            elif op[0] == "post":  # ("post", tag), more items by the receiver of a message
+            elif op[0] == "post":
                 self.position[actor] += 1
                 if len(op) == _POST_LENGTH:
                     self._post(op[1])

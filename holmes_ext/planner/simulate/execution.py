@@ -86,7 +86,12 @@ class Execution:
     cores: int = 0
 
     def __post_init__(self) -> None:
-        """Raise HolmesError if a value is out of range, or two settings exclude each other."""
+        """Raise HolmesError if a value is out of range, or two settings exclude each other.
+
+        A `schedule` is a written list of passes for each stage; () if there is none. `in_flight` is
+        the warm-up depth of each stage. `sums` counts all-reduces of one number at the step's end.
+        `cores` is the number of CPU cores that all ranks share (0: each rank has its own).
+        """
         if self.overlap not in OVERLAPS:
             raise HolmesError(f"overlap {self.overlap!r} is none of {', '.join(OVERLAPS)}")
         if self.replicas not in ("", "clusters"):

@@ -13,11 +13,12 @@ from holmes_ext.planner.simulate.events import Op
 def blocks_of_chunks(stage_layers: Sequence[int], blocks: int, chunks: int) -> Sequence[int]:
     """Return the number of transformer blocks of every chunk, in the order of the forward pass.
 
-    A stage has one chunk of layers, or several under an interleaved schedule.
+    A chunk is a run of layers on one stage. A stage has one chunk, or several under an interleaved
+    schedule. Example: 8 blocks in 4 chunks without given numbers -> 2, 2, 2, 2.
 
     Args:
-        stage_layers: The numbers that the user gave (with one chunk a stage: blocks of each stage);
-            () for the same number on each chunk.
+        stage_layers: Blocks of every chunk, as given by the user's setting of this name; () for the
+            same number in each. (With one chunk a stage, these are the blocks of each stage.)
         blocks: Blocks of the model.
         chunks: Number of chunks, of all stages together.
 

@@ -150,12 +150,13 @@ def _with_early_receives(
             letter, virtual_stage, micro_batch = message
             sent = None
             if planned:
-                # (letter, micro-batch) of the pass that sends the message after which to post; None
+                # The receive is posted after a pass of this stage: (letter, micro-batch), or None
                 # for the step's start.
                 after = planned.posted_after(virtual_stage, _PASS_OF[letter], micro_batch)
                 if after:
-                    # The send goes to the same neighbour, so over the same link: the opposite
-                    # message between the same two virtual stages, which has the same number.
+                    # More precisely after the message that this pass sends, to the neighbour from
+                    # which the receive is: a gradient if an activation is received, and vice versa.
+                    # Both have the number of the link between the two, `virtual_stage`.
                     _, sent_micro_batch = after
                     opposite = GRADIENT if letter == ACTIVATION else ACTIVATION
                     sent = (opposite, virtual_stage, sent_micro_batch)
@@ -229,12 +230,14 @@ def _exchange(messages: Sequence[Message], received: Sequence[Message] = ()) -> 
 
     Args:
         messages: Messages to send, or to receive.
-        received: Further messages, to receive from the neighbour to which `messages` are sent. Such
-            a receiver's notice that it is ready travels behind `messages`.
+        received: Further messages, to receive from the neighbour to which `messages` are sent. A
+            receiver sends a notice that it is ready. It uses the connection that also carries
+            `messages` to that neighbour, so the notice comes after them.
     """
     for message in messages:
         yield ("post", message)
     for message in received:
-        yield ("post", message, *messages)  # the messages sent before it
+        # A post with further items is a receiver's: its notice waits until these have left.
+        yield ("post", message, *messages)
     for message in (*messages, *received):
         yield ("wait", message)

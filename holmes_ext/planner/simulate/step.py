@@ -244,8 +244,8 @@ class JobStep:
         """Return the transfer of a message of `size` bytes from a stage to another.
 
         On Ethernet between nodes, tensor parallel ranks send a slice each if the job allows it
-        (_slices); the receiving node gathers them. Up to run.buffer_bytes a message is buffered:
-        its sender goes on once the receiver is ready, before the bytes have left.
+        (_slices); the receiving node gathers them. A message of at most run.buffer_bytes is
+        buffered: its sender goes on once the receiver is ready, before the bytes have left.
 
         Args:
             pipeline_class: Number of the class of pipelines: all pipelines on equal nodes.
@@ -264,7 +264,7 @@ class JobStep:
         gathered_s = 0.0
         if load.fabric is not None and load.fabric.name == ETHERNET:
             slices = self._slices
-            if receiver_bps:
+            if receiver_bps:  # the GPUs gather decompressed slices, hence the full `size`
                 gathered_s = 8 * (slices - 1) / slices * size / receiver_bps
             size *= self._compressed_share / slices
         transfer = maker.message(load, size, gathered_s)

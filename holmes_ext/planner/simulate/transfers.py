@@ -165,10 +165,13 @@ class TransferMaker:
             self.capacities[nic] = link.rate_bps
         for hop, _ in load.hops:
             self.capacities[hop.key] = hop.rate_bps
-        # A hierarchical all-reduce also costs CPU time for each message: here for each byte sent.
+        # A hierarchical all-reduce also costs CPU time for each of its `cpu_messages`. on_cores()
+        # takes their number for each byte sent; size * load.volume bytes are sent.
         messages_per_byte = load.cpu_messages / size / load.volume
-        # (CORES, weight), or () if the ranks share no CPU cores
+        # At most one pair: (CORES, CPU use for each bit of the flow); none without shared cores.
         cores = self.network.links.on_cores(load.fabric, load.senders, messages_per_byte)
+        # load.hops and load.nics: pairs of a WAN link or NIC, and its number of equal flows. This
+        # number is the weight.
         hop_uses = [(hop.key, flows) for hop, flows in load.hops]
         core_uses = [(CORES, cpu_factor * weight) for _, weight in cores]
         return (*hop_uses, *load.nics, *core_uses)
