@@ -72,8 +72,8 @@ class PostingRule:
 
     #: Number of passes by which a receive is posted before the pass that needs its message.
     passes_ahead: int
-    #: For receives of gradients: activations sent before the first receive is posted. None for receives of
-    #: activations.
+    #: For receives of gradients: activations sent before the first receive is posted. None for
+    #: receives of activations.
     activations_before_first: int | None = None
 
     def posted_before(self, micro_batch: int) -> int:
@@ -91,8 +91,10 @@ class PostingRule:
     def posted_after(self, kind: str, micro_batch: int) -> int:
         """Return how many receives the stage must have posted after one of its passes.
 
-        Only a stage that receives gradients gets a number: it posts one more receive after each
-        forward pass, whose activation it has just sent.
+        Only forward passes of a stage that receives gradients from the neighbour require any. Such a
+        stage first sends `activations_before_first` activations. Then it posts the receive of one
+        gradient, and one more after each further activation. Example with activations_before_first=3:
+        after forward passes 0, 1, 2, 3 the result is -1, 0, 1, 2.
 
         Args:
             kind: "F" after a forward pass, "B" after a backward pass.
@@ -100,11 +102,10 @@ class PostingRule:
 
         Returns:
             Number of receives from the neighbour since the beginning of the step, in micro-batches.
-            0 or less: the pass requires none.
+            0 or less: no receive has to be posted.
         """
         if kind == "F" and self.activations_before_first is not None:
             activations_sent = micro_batch + 1
-            # After activations_before_first activations one receive, then one more for each activation.
             return activations_sent - self.activations_before_first + 1
         return 0
 
