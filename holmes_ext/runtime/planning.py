@@ -40,12 +40,12 @@ class JobRequest(Protocol):
         """Make the plan for the nodes that reported."""
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
-        """Return the options with the layers per pipeline stage that the last run has chosen.
+        """Return options that continue a restarted job with the layers its last run has chosen.
 
-        This method restarts nothing: the job has just been started again. With
+        "again": this run is the one after a restart, which has already happened. With
         --holmes-restart auto, a running job measures its layers. If other numbers of layers per
-        stage would be faster, the job ends after a checkpoint, and torchrun starts it again with
-        these numbers.
+        stage would be faster, the job ends after a checkpoint. torchrun then starts it again, and
+        this method puts these numbers into the options.
 
         Args:
             layers: Layers of each stage, as --holmes-partition takes them, such as "5,3"; "" if the
@@ -53,7 +53,7 @@ class JobRequest(Protocol):
             sizes: Parallel sizes of the last run; None if unknown.
 
         Returns:
-            The options of this run, and lines for the user.
+            The options of this run, and lines to print that say which layers this run uses and why.
         """
 
 

@@ -192,10 +192,10 @@ class Recorder:
         """Record that an operation was started, and arrange that its end will be recorded.
 
         How the end is observed:
-            NCCL                  by CUDA events.
-            gloo, collectives     by the future of the Work, if someone uses the time of the end
-                                  (has_listeners); else when the program waits for the Work.
-            gloo, messages        when the program waits for the Work: it has no future.
+            NCCL                  By CUDA events.
+            gloo, collectives     By a callback of the Work's future, if telemetry or metrics are on
+                                  (has_listeners). Otherwise when the program waits for the Work.
+            gloo, messages        When the program waits for the Work, which has no future.
 
         Args:
             op: The operation, from launch().
@@ -211,8 +211,9 @@ class Recorder:
             coalesced.append(op)
             return
         if is_synchronous and op.group.is_nccl2:
-            # The wait() of this Work returns at once, although the program's stream waits. As with
-            # nccl-legacy, which returns no Work, the operation is timed on the stream instead.
+            # torch itself has already made the program's stream wait for this operation. The wait()
+            # of the Work would measure nothing. So the Work is ignored, and CUDA events on the stream
+            # time the operation, as with nccl-legacy, which returns no Work.
             work = None
         if work is not None:
             self._remember_work(op, work)
@@ -335,14 +336,17 @@ class Recorder:
     def step_begins(self, exactly: bool = True) -> None:
         """Record that the program enters a training step.
 
+        A pipeline engine of a framework calls this method; jobs without such an engine never do.
+
         Args:
             exactly: Whether the step begins here. Otherwise it began where the last one ended, unless
                 more than the median duration of a step has passed since then.
         """
         self.step_entered = self.clock()
         self.is_in_step = True  # the watchdog may report a late step from now on
-        # The engine that calls this method will also say where steps end, so that optimizer steps and
-        # reductions no longer count as ends.
+        # Several callers may report the end of a step. SOURCES lists them by reliability, and reports
+        # of sources below self._source are ignored. The engine will report ends itself, so optimizer
+        # steps and gradient reductions are ignored from now on.
         self._source = max(self._source, SOURCES.index("engine"))
         since_last_step_s = self.step_entered - self.step_began
         if exactly or since_last_step_s > (self.median_s() or 0.0):
@@ -397,7 +401,8 @@ class Recorder:
             self.unfinished = list(self.open.values())
         self.reduction = None
         self.step += 1
-        # The next step begins now. An engine calls step_begins() when it enters that step, which then counts.
+        # The next step begins now. But an engine calls step_begins() when it enters that step. Until
+        # then no step runs (is_in_step), and step_begins() replaces these two times.
         self.step_began = now  # for the reported duration
         self.step_entered = now  # for the watchdog
         self.is_in_step = source != "engine"
@@ -435,9 +440,9 @@ def set_recorder(new: Recorder | None) -> None:
 def span(kind: str) -> Iterator[None]:
     """Measure the body of a `with` statement as a part of the training step.
 
-    Its begin and end are recorded, in seconds or as CUDA events. For a forward pass that is timed on the GPU,
-    also the growth of GPU memory: the activations that are kept for the backward pass, by which
-    --holmes-adapt knows how many micro-batches fit.
+    Its begin and end are recorded, in seconds or as CUDA events. For a forward pass on a GPU, the growth
+    of GPU memory is recorded, too. The growth is the size of the activations that are kept for the
+    backward pass. --holmes-adapt computes from it how many micro-batches fit into memory.
 
     Nothing is measured if neither the telemetry file, metrics nor --holmes-adapt use it.
 
@@ -465,9 +470,14 @@ def learn_sizes(sizes: Sizes | None) -> None:
 def reduction_done(times: Any, on_host: bool) -> None:
     """Record the measurements of a GradientReducer, and that a training step is over.
 
+    Recorded are the bytes and buckets of the step, and the buckets that were launched during the
+    backward pass (early). On the CPU, two times in seconds are added: from the first launch to the end
+    (seconds), and the part that did not overlap the backward pass (exposed).
+
     Args:
         times: The ReductionTimes that GradientReducer.finish() returns.
-        on_host: Whether gradients are on the CPU. On a GPU, the times are only those of launches.
+        on_host: Whether gradients are on the CPU. On a GPU, the host's times only contain the launches
+            of kernels, so they are not recorded.
     """
     if recorder is None:
         return
