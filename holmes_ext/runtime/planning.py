@@ -82,12 +82,14 @@ class PlanMaker(Protocol):
     def advice_on_spanning(self, plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
         """Return a line of advice on process groups that have ranks in several clusters; "" without any.
 
-        The line names the groups and other parallel sizes, with which they would stay inside clusters.
+        The line names such groups, and suggests other parallel sizes. With these sizes, the groups
+        would have all their ranks in one cluster. This is an interface: holmes_ext.plan.maker
+        implements the method.
 
         Args:
             plan: The plan of the job.
             site: The nodes of the job.
             sizes: Parallel sizes that the framework initializes.
-            instances: Number of distributed-optimizer instances (megatron-core), among which data-parallel
-                ranks are divided; 1 without them.
+            instances: megatron-core's num_distributed_optimizer_instances: the data-parallel ranks form
+                so many parts, and each part shards the optimizer state among its own ranks.
         """

@@ -229,8 +229,8 @@ class GradientReducer:
                 self._side_stream.make_current_stream_wait()
         self.times = self._measured_times(launched_early, began, ended=time.perf_counter())
         if self._planned is not None:  # for the comparison of the job with its plan
-            # --holmes-adapt may choose another all-reduce for the group while the job runs, and this reducer
-            # then uses it (_follow_plan). But it keeps a reduction that sends each sum to one rank only.
+            # While the job runs, --holmes-adapt may choose another all-reduce, and this reducer then
+            # follows (_follow_plan). A reducer that sends each sum to only one rank (owners) does not.
             sums_reach_all_ranks = self._owners_of is None
             session.note_reduction(
                 self.ranks,
@@ -285,10 +285,11 @@ class GradientReducer:
     def _chosen_reduction(self) -> Reduction:
         """Return the reduction that sums the buckets from now on.
 
-        This is the caller's function `all_reduce` or, if there is none, the planned all-reduce of the group.
-        If the caller has named an owner of each element (ZeRO 1: the only rank that needs its sum), and the
-        planned all-reduce is not hierarchical, it is ReduceToOwners, which sends each sum only there.
+            caller's function      if the caller has passed one
+            planned all-reduce     if no owners are given, or if it is hierarchical
+            ReduceToOwners         otherwise: it sends each sum only to its owner
 
+        With ZeRO 1, only one rank needs the sum of a gradient element, its owner.
         All ranks must call this method: it may make process groups.
         """
         if self._planned is None:
@@ -357,6 +358,8 @@ class GradientReducer:
         The buckets get the order in which the gradients became final on the group's first rank. Gradients
         that some rank did not use come last. Each rank also records how often each gradient is accumulated.
         """
+        # _counts: accumulations of each gradient in this step. _arrivals: indices of the parameters in
+        # the order of these accumulations. A gradient without any gets the position _NEVER_ARRIVED.
         self._expected = self._counts
         # An index that arrived several times keeps its last position.
         position_of = {index: position for position, index in enumerate(self._arrivals)}
@@ -370,16 +373,22 @@ class GradientReducer:
         own_unused = [position == _NEVER_ARRIVED for position in own_positions]
         unused = torch.tensor(own_unused, dtype=torch.int64, device=device)
         dist.all_reduce(unused, op=dist.ReduceOp.MAX, group=self.group)
-        sort_keys = list(zip(unused.tolist(), positions.tolist()))  # equal on all ranks
+        # Equal on all ranks. Used gradients (0) come before unused ones (1).
+        sort_keys = list(zip(unused.tolist(), positions.tolist()))
         self._arrivals = []
         order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
-        # Deferred gradients (of tied weights) change after the backward pass, so they have other buckets.
+        # Gradients of weights that two stages share (tied) change after the backward pass. They have
+        # buckets of their own, and are left out here.
         self._build_buckets(self._without_deferred(order))
 
     # During and after the backward pass
 
     def _gradient_arrived(self, index: int, _: torch.Tensor) -> None:
         """Count an accumulated gradient, and launch complete buckets. This is a hook that autograd calls.
+
+        A gradient is final when it was accumulated as often as in the first step. A bucket is complete
+        when all its gradients are final (bucket.missing is 0). Buckets are launched in their order,
+        unless arm(hold=True) holds them back (_held). Without arm(), only finish() launches them.
 
         Args:
             index: Index of the parameter.
@@ -421,11 +430,12 @@ class GradientReducer:
         """Copy the gradients of the next bucket into its buffer and start the bucket's reduction.
 
         On GPUs this runs on a CUDA stream of its own, the side stream, after the events that mark the
-        bucket's gradients as final. At most BUCKETS_IN_FLIGHT buckets have buffers there.
+        bucket's gradients as final. At most BUCKETS_IN_FLIGHT buckets have buffers at the same time: the
+        oldest one is first waited for, stored into its gradients, and freed.
         """
         bucket = self._buckets[self._launched]
         with self._on_side_stream(bucket.gradient_events):
-            # Frees the buffer of an earlier bucket: waits for its reduction and copies the averages back.
+            # _store() waits for a reduction, copies the averages back, and frees the buffer.
             if self._side_stream is not None and self._launched >= BUCKETS_IN_FLIGHT:
                 self._store(self._buckets[self._launched - BUCKETS_IN_FLIGHT])
             # Divides by `predivide` on the way, so that sums do not overflow float16.
@@ -439,6 +449,7 @@ class GradientReducer:
             def record_end(_: Any) -> None:
                 bucket.done_at = time.perf_counter()
 
+            # before_exit(): the interpreter does not exit before the callback was called.
             bucket.work.get_future().add_done_callback(before_exit(record_end))
         self._launched += 1
 
@@ -463,6 +474,10 @@ class GradientReducer:
 
     def _measured_times(self, launched_early: int, began: float, ended: float) -> ReductionTimes:
         """Return the times of the gradient reductions of this step.
+
+        `seconds` is the time from the first launch to the end of the last reduction. `exposed_s` is the
+        duration of finish(), since what ran before overlapped the backward pass. On GPUs both are
+        times of the host, which does not wait for the GPU.
 
         Args:
             launched_early: Number of buckets launched before finish().

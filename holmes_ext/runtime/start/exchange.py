@@ -364,7 +364,8 @@ def _decide_verdict(
     round_number = store.add(_ROUND_KEY, 1)
     prefix = f"holmes/{round_number}"
     if round_number > 1:
-        # Ranks may still wait for the verdict of the round before, whose rank 0 has ended without one.
+        # Rank 0 may have ended before it stored the verdict of the previous round. Ranks that still
+        # wait for it get _OVER if its key is empty. They then take part in this round.
         previous = f"holmes/{round_number - 1}"
         store.set(f"{previous}/over", b"1")
         store.compare_set(f"{previous}/verdict", "", _OVER)
@@ -403,19 +404,21 @@ def _await_verdict(
             return None
         prefix = f"holmes/{int(round_number)}"
         verdict_key = f"{prefix}/verdict"
-        if store.check([verdict_key]):  # a decision before this rank has reported
+        # The round already has a decision, although this rank has not reported. Either it is left over
+        # from an earlier start, or rank 0 gave up waiting for this rank's report.
+        if store.check([verdict_key]):
             patience_s = min(left_s, _LEFTOVER_SECONDS)
             if wait_for_value(store, f"{prefix}/over", patience_s):  # the next round has begun
                 continue
             value = store.get(verdict_key)
-            if value.startswith(_BAD):  # of this start: rank 0 has given up waiting for this rank
+            if value.startswith(_BAD):  # an error: rank 0 gave up waiting for this rank
                 return _StoredVerdict(prefix, value)
-            continue  # a plan of the start before, since a plan needs this rank's report: go on waiting
+            continue  # a plan needs this rank's report, so this one is of an earlier start: wait on
         append_entry(store, f"{prefix}/reports", _pack(reports), len(reports), process.world_size)
         value = wait_for_value(store, verdict_key, left_s)
         if not value:
             return None
-        # _OVER: rank 0 ended without a verdict, and was started again. Then this rank reports again.
+        # _OVER: rank 0 ended without a verdict, and was started again. This rank then reports again.
         if value != _OVER:
             return _StoredVerdict(prefix, value)
 

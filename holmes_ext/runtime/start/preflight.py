@@ -189,9 +189,9 @@ def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
             if first == second:
                 continue  # ranks of one node need no network
             groups = [ranks]
-            if kind == "pipeline":  # two neighbouring stages may have a group that only they are in
+            if kind == "pipeline":  # two neighbouring stages may get a faster group of only these two ranks
                 groups.append((rank, next_rank))
-            for fabric in _fabrics_of(plan, groups):
+            for fabric in _fabrics_of(plan, groups):  # of NCCL (verbs) and of gloo (sockets)
                 key = (fabric, frozenset((first, second)))
                 pairs.setdefault(key, NeighbourPair(fabric, first, second, kind, ranks))
     # Groups fall back to Ethernet where a fast network fails, so each pair must also be connected by it.
@@ -230,7 +230,8 @@ class NodeListeners:
     def __init__(self, site: Site, host: str, pairs: Iterable[NeighbourPair], token: str):
         """Open a listening socket on each fabric (network) on which other nodes test this node.
 
-        Before training, each of them connects, sends a line, and gets one with `host` and `token`.
+        Before training, each of these nodes connects, sends a line of JSON, and gets a line in answer:
+        {"node": host, "token": token}. In each pair, the first node connects to the second one.
 
         Args:
             site, pairs: Addresses of all nodes, and the pairs of nodes to test.
