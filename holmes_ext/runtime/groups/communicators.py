@@ -32,7 +32,7 @@ _state = _State()
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """Let each group that is made in the `with` block create its communicator at its first operation.
+    """Let each group made in the `with` block create its communicator at its first operation.
 
     Otherwise torch creates the NCCL communicator together with the group. All ranks of a group must
     make it inside such a block. All of them must also take part in the group's first operation, since

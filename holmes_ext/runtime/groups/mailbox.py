@@ -414,8 +414,7 @@ class Mailbox:
         """Raise an error if a tensor that is sent has another shape or dtype than declared.
 
         The engine declared, with announce(), the messages that each micro-batch sends to `peer`.
-        Without this check, gloo would fill only a part of the receiver's buffer if the message is
-        smaller, or end the process if it is larger.
+        Without this check, gloo would fill the receiver's buffer only in part, or end the process.
         """
         specs = self._announced.get(peer)  # one for each message of a micro-batch, in order
         if not specs:

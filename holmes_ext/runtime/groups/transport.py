@@ -113,7 +113,7 @@ def _gloo_transport(
 def _nccl_transport(
     planned: Transport, node: Node, net_name: str, fabrics: Mapping[str, Fabric]
 ) -> Transport:
-    """Return the network that an NCCL group uses on one of its nodes, planned or set by the program.
+    """Return the network that an NCCL group uses on one of its nodes: planned, or the program's.
 
     The program may have set another net_name in the group's options than the plan has. NCCL then uses
     the program's network.

@@ -238,7 +238,7 @@ class GroupTraffic:
         if transports:
             self.transport = transports[-1]  # of the latest group with these ranks
         else:
-            # Not recorded, e.g. made before holmes was active: assume the network that the plan has
+            # holmes did not record the group when it was made: assume the network that the plan has
             # for these ranks.
             self.transport = current.transport(self.ranks, self.backend)
         self.world_size = current.plan.world_size

@@ -7,8 +7,7 @@ The patches of torch and of the training engines call the Recorder of this proce
     finish()               the operation is over
     step_done()            a training step is over: its operations go to telemetry_file.py
 
-runtime/watch/watchdog.py looks at the operations that are not over. `recorder` is None while nothing
-needs it.
+The watchdog looks at the operations that are not over. `recorder` is None while nothing needs it.
 
 Times are in seconds of time.monotonic() on this node. An operation is over
 
@@ -80,8 +79,7 @@ class Recorder:
         self.sizes = sizes
         self.clock = clock
         self.on_step = [on_step] if on_step is not None else []
-        #: Writes a JSON document, such as {"outer": ...}, as a further line of the telemetry file; None if no
-        #: file is written.
+        #: Writes a JSON document as a further line of the telemetry file; None if no file is written.
         self.write_document: Callable[[dict[str, Any]], None] | None = None
         self.device = OnDevice(self, DeviceClock(clock))
         self.groups: dict[int, GroupTraffic] = {}  # id(process group) -> its traffic
@@ -211,9 +209,8 @@ class Recorder:
             coalesced.append(op)
             return
         if is_synchronous and op.group.is_nccl2:
-            # torch itself has already made the program's stream wait for this operation. The wait()
-            # of the Work would measure nothing. So the Work is ignored, and CUDA events on the stream
-            # time the operation, as with nccl-legacy, which returns no Work.
+            # torch already makes the program's stream wait, so a wait() on the Work measures nothing.
+            # As with nccl-legacy, which returns no Work, CUDA events on the stream time the operation.
             work = None
         if work is not None:
             self._remember_work(op, work)
@@ -334,9 +331,7 @@ class Recorder:
     # Steps
 
     def step_begins(self, exactly: bool = True) -> None:
-        """Record that the program enters a training step.
-
-        A pipeline engine of a framework calls this method; jobs without such an engine never do.
+        """Record that a training engine (megatron-core, DeepSpeed) enters a training step.
 
         Args:
             exactly: Whether the step begins here. Otherwise it began where the last one ended, unless
@@ -344,9 +339,8 @@ class Recorder:
         """
         self.step_entered = self.clock()
         self.is_in_step = True  # the watchdog may report a late step from now on
-        # Several callers may report the end of a step. SOURCES lists them by reliability, and reports
-        # of sources below self._source are ignored. The engine will report ends itself, so optimizer
-        # steps and gradient reductions are ignored from now on.
+        # The engine will also report where steps end. It is more reliable than optimizers and reducers,
+        # whose reports are ignored from now on: SOURCES is ordered by reliability.
         self._source = max(self._source, SOURCES.index("engine"))
         since_last_step_s = self.step_entered - self.step_began
         if exactly or since_last_step_s > (self.median_s() or 0.0):
@@ -470,14 +464,12 @@ def learn_sizes(sizes: Sizes | None) -> None:
 def reduction_done(times: Any, on_host: bool) -> None:
     """Record the measurements of a GradientReducer, and that a training step is over.
 
-    Recorded are the bytes and buckets of the step, and the buckets that were launched during the
-    backward pass (early). On the CPU, two times in seconds are added: from the first launch to the end
-    (seconds), and the part that did not overlap the backward pass (exposed).
+    Recorded are bytes, buckets, and buckets launched during the backward pass ("early"). On the CPU
+    also the seconds of all reductions, and those after the backward pass ("exposed").
 
     Args:
         times: The ReductionTimes that GradientReducer.finish() returns.
-        on_host: Whether gradients are on the CPU. On a GPU, the host's times only contain the launches
-            of kernels, so they are not recorded.
+        on_host: Whether gradients are on the CPU. On a GPU, the times are only those of launches.
     """
     if recorder is None:
         return

@@ -31,9 +31,6 @@ the same bits.
 
 No rank waits for ever: a receive is posted before any send of the same operation, a send needs nothing but
 its posted receive, and both ranks of a pair run the same operations in the same order.
-
-Two process groups carry the messages, one for each direction: on a single group of gloo, sends in both
-directions sometimes run one after the other.
 """
 
 from __future__ import annotations
@@ -300,9 +297,7 @@ class DirectExchange:
         streams: int = 1,
         purpose: str = "hierarchical",
     ):
-        """Make the gloo process groups for the messages.
-
-        All of `ranks` must make this object, and several such objects in the same order.
+        """Make gloo process groups for messages. All of `ranks` make such objects in the same order.
 
         Args:
             ranks: Global ranks, among them this one.
@@ -404,10 +399,10 @@ class DirectExchange:
     def _start(
         self, operation: Callable[..., Any], part: torch.Tensor, peer: int, tag: int, goes_up: bool
     ) -> list[GlooTransfer]:
-        """Start to send or receive a part; a large part is divided among all connections ("streams").
+        """Start to send or receive a part; a large part is divided among all "streams".
 
-        A stream is a pair of gloo process groups, no CUDA stream. One group carries messages to higher
-        ranks, the other to lower ranks: gloo may run both directions of one group one by one.
+        A stream is a pair of gloo process groups, no CUDA stream. One group carries messages to
+        higher ranks, the other to lower ranks: gloo may run both directions of one group one by one.
 
         Args:
             operation: dist.isend or dist.irecv.

@@ -78,9 +78,9 @@ class PlannedReduction:
         network_api = network_api_of(self.backend)
         if current is None or self.spec is None or not network_api:
             return False
-        # This hook lets --holmes-adapt, an extension, compare measurements with predictions. It may put
-        # a new plan into the session, and the next call then returns the reduction of that plan. The
-        # next call returns None if the plan was never changed.
+        # This hook lets --holmes-adapt, an extension, compare measurements with predictions. It may
+        # put a new plan into the session. reduction_from_measurements() returns the reduction of such
+        # a plan, or None if there is none.
         hooks.on_reduction(current, self.ranks, network_api, self)
         spec = current.reduction_from_measurements(self.ranks, self.backend)
         if spec is None or spec == self.spec:

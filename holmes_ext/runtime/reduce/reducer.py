@@ -287,9 +287,8 @@ class GradientReducer:
 
             caller's function      if the caller has passed one
             planned all-reduce     if no owners are given, or if it is hierarchical
-            ReduceToOwners         otherwise: it sends each sum only to its owner
-
-        With ZeRO 1, only one rank needs the sum of a gradient element, its owner.
+            ReduceToOwners         otherwise: it sends each sum only to its owner. With ZeRO 1, this
+                                   is the only rank that needs the sum.
         All ranks must call this method: it may make process groups.
         """
         if self._planned is None:
@@ -358,10 +357,8 @@ class GradientReducer:
         The buckets get the order in which the gradients became final on the group's first rank. Gradients
         that some rank did not use come last. Each rank also records how often each gradient is accumulated.
         """
-        # _counts: accumulations of each gradient in this step. _arrivals: indices of the parameters in
-        # the order of these accumulations. A gradient without any gets the position _NEVER_ARRIVED.
-        self._expected = self._counts
-        # An index that arrived several times keeps its last position.
+        self._expected = self._counts  # accumulations of each gradient in this step
+        # _arrivals: indices of accumulated gradients, in order. A repeated one keeps its last position.
         position_of = {index: position for position, index in enumerate(self._arrivals)}
         own_positions = []
         for index in range(len(self._parameters)):
@@ -373,12 +370,10 @@ class GradientReducer:
         own_unused = [position == _NEVER_ARRIVED for position in own_positions]
         unused = torch.tensor(own_unused, dtype=torch.int64, device=device)
         dist.all_reduce(unused, op=dist.ReduceOp.MAX, group=self.group)
-        # Equal on all ranks. Used gradients (0) come before unused ones (1).
-        sort_keys = list(zip(unused.tolist(), positions.tolist()))
+        sort_keys = list(zip(unused.tolist(), positions.tolist()))  # unused (1) last, on all ranks
         self._arrivals = []
         order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
-        # Gradients of weights that two stages share (tied) change after the backward pass. They have
-        # buckets of their own, and are left out here.
+        # Deferred gradients, of weights that two stages share, change later: they have other buckets.
         self._build_buckets(self._without_deferred(order))
 
     # During and after the backward pass
@@ -386,9 +381,8 @@ class GradientReducer:
     def _gradient_arrived(self, index: int, _: torch.Tensor) -> None:
         """Count an accumulated gradient, and launch complete buckets. This is a hook that autograd calls.
 
-        A gradient is final when it was accumulated as often as in the first step. A bucket is complete
-        when all its gradients are final (bucket.missing is 0). Buckets are launched in their order,
-        unless arm(hold=True) holds them back (_held). Without arm(), only finish() launches them.
+        A gradient is final after as many accumulations as in the first step. A bucket is complete when
+        all its gradients are final (missing is 0). arm(hold=True) holds complete buckets back (_held).
 
         Args:
             index: Index of the parameter.
@@ -430,8 +424,7 @@ class GradientReducer:
         """Copy the gradients of the next bucket into its buffer and start the bucket's reduction.
 
         On GPUs this runs on a CUDA stream of its own, the side stream, after the events that mark the
-        bucket's gradients as final. At most BUCKETS_IN_FLIGHT buckets have buffers at the same time: the
-        oldest one is first waited for, stored into its gradients, and freed.
+        bucket's gradients as final. At most BUCKETS_IN_FLIGHT buckets have buffers at the same time.
         """
         bucket = self._buckets[self._launched]
         with self._on_side_stream(bucket.gradient_events):
@@ -449,7 +442,7 @@ class GradientReducer:
             def record_end(_: Any) -> None:
                 bucket.done_at = time.perf_counter()
 
-            # before_exit(): the interpreter does not exit before the callback was called.
+            # before_exit(): the exit of the interpreter waits for the callback.
             bucket.work.get_future().add_done_callback(before_exit(record_end))
         self._launched += 1
 
@@ -475,9 +468,8 @@ class GradientReducer:
     def _measured_times(self, launched_early: int, began: float, ended: float) -> ReductionTimes:
         """Return the times of the gradient reductions of this step.
 
-        `seconds` is the time from the first launch to the end of the last reduction. `exposed_s` is the
-        duration of finish(), since what ran before overlapped the backward pass. On GPUs both are
-        times of the host, which does not wait for the GPU.
+        `seconds` runs from the first launch to the last end. `exposed_s` is the duration of finish(). On
+        GPUs both are host times, and the host does not wait for the GPU.
 
         Args:
             launched_early: Number of buckets launched before finish().

@@ -10,8 +10,7 @@ Messages go through the job's key-value store (torch's TCPStore). PREFIX is "hol
     4. rank 0      stores the plan as a document, or one line of an error  -> PREFIX/verdict
     5. all ranks   wait for PREFIX/verdict; an error ends the job on every rank
 
-A rank that fails before it can report sends its error as the report, so that no other rank waits for it.
-Every wait has a deadline.
+A rank that fails before it can report sends its error as the report. Every wait has a deadline.
 
 Reports of one node are combined, so that the store serves a node like a single rank. The node's local rank 0
 is its leader:
@@ -386,8 +385,7 @@ def _await_verdict(
 ) -> _StoredVerdict | None:
     """Send reports to rank 0 through the job's store, and wait for rank 0's decision on the start.
 
-    All ranks but rank 0 call this function. The store may still have the decision of an earlier
-    start of the job. That decision is ignored: it lacks the reports of this start.
+    All ranks but rank 0 call this function. A decision of an earlier start of the job is ignored.
 
     Args:
         reports: This rank's report, and those of other ranks of its node for which it reports.
@@ -404,8 +402,7 @@ def _await_verdict(
             return None
         prefix = f"holmes/{int(round_number)}"
         verdict_key = f"{prefix}/verdict"
-        # The round already has a decision, although this rank has not reported. Either it is left over
-        # from an earlier start, or rank 0 gave up waiting for this rank's report.
+        # A decision without this rank's report: of an earlier start, or rank 0 gave up waiting for it.
         if store.check([verdict_key]):
             patience_s = min(left_s, _LEFTOVER_SECONDS)
             if wait_for_value(store, f"{prefix}/over", patience_s):  # the next round has begun

@@ -10,8 +10,7 @@
         a fast network failed          the ports at fault are excluded, and their groups use the next fastest
                                        network (with --holmes-fallback fail the job ends)
 
-Nodes exchange addresses and results through the job's key-value store. Every wait has a deadline, so no rank
-waits for ever for a node that has failed.
+Nodes exchange addresses and results through the job's key-value store. Every wait has a deadline.
 
 The test uses sockets, as gloo does, and NCCL over Ethernet. For RDMA it shows only that the fabric carries IP
 between two ports (IPoIB, or the network device of a RoCE NIC), not that verbs work. A port without an IP
@@ -189,7 +188,7 @@ def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
             if first == second:
                 continue  # ranks of one node need no network
             groups = [ranks]
-            if kind == "pipeline":  # two neighbouring stages may get a faster group of only these two ranks
+            if kind == "pipeline":  # these two ranks may get a faster group of their own
                 groups.append((rank, next_rank))
             for fabric in _fabrics_of(plan, groups):  # of NCCL (verbs) and of gloo (sockets)
                 key = (fabric, frozenset((first, second)))

@@ -179,7 +179,7 @@ def _reduction_difference(reduction: DoneReduction) -> str:
 
 
 def _missing_reduction(current: Session) -> str:
-    """Return a sentence if holmes was to reduce gradients, but the framework did so itself; else "".
+    """Return a sentence if holmes was to reduce gradients, but the framework did so; else "".
 
     holmes reduces gradients itself in two cases, if it has a patch of the framework for the case:
         - They cross clusters: by a hierarchical all-reduce.

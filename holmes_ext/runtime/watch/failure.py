@@ -316,7 +316,7 @@ class NicWatch:
         trouble: Callable[[Port], str] = nics.trouble,
         end: Callable[[str], None] | None = None,
     ):
-        """Create the watch over this rank's NICs and NCCL communicators, without starting its thread.
+        """Create the watch over this rank's NICs and NCCL communicators; start no thread yet.
 
         The thread polls once a second, and reports NICs that fail or recover, and failures of NCCL.
 

@@ -53,7 +53,7 @@ def _ignore(document: dict[str, Any]) -> None:
 
 
 def start(current: Session, metrics: Metrics | None = None) -> list[str]:
-    """Start telemetry, metrics, the watchdog and the watch over NICs; each only if an option needs it.
+    """Start telemetry, metrics, the watchdog and the watch over NICs, if options require them.
 
     Args:
         current: The session of this process.
@@ -252,7 +252,7 @@ def _open_writer(current: Session, run: str, recorder: telemetry.Recorder, take:
 
 
 def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take) -> list[str]:
-    """Open this rank's telemetry file; on local rank 0, also measure the offset of the node's clock.
+    """Open this rank's telemetry file; on local rank 0, also measure the node's clock offset.
 
     The measurement runs in a thread. If the file cannot be opened, a line is printed, and the job runs
     without telemetry of this rank.

@@ -375,7 +375,7 @@ class Watchdog:
         )
 
     def _nic_rates(self, now: float) -> dict[str, float]:
-        """Return network interface -> bits/s, sent plus received, since the last check of a late step.
+        """Return network interface -> bits/s, sent plus received, since the last check.
 
         The first check of each late step returns {}: the measurement begins (check() resets _carried).
         """
@@ -478,7 +478,7 @@ class Watchdog:
             self.say(hint)
 
     def say_alone(self) -> None:
-        """Print in which operation this rank is stuck, without the job's store, which does not answer.
+        """Print in which operation this rank is stuck, if the job's store does not answer.
 
         Only if the step is late, once a step, and only on the lowest rank of the oldest operation. The
         rank that hosts the store is left out: it may be the one that has stopped.
