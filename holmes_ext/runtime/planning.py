@@ -90,6 +90,6 @@ class PlanMaker(Protocol):
             plan: The plan of the job.
             site: The nodes of the job.
             sizes: Parallel sizes that the framework initializes.
-            instances: megatron-core's num_distributed_optimizer_instances: the data-parallel ranks form
-                so many parts, and each part shards the optimizer state among its own ranks.
+            instances: megatron-core's num_distributed_optimizer_instances: the data-parallel ranks
+                form so many parts, and each part shards the optimizer state among its own ranks.
         """

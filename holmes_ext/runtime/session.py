@@ -111,8 +111,8 @@ class Session:
     def adopt(self, sizes: Sizes, plan: Plan, sums: bool = False) -> None:
         """Use another plan from now on, which --holmes-adapt made from measurements of the running job.
 
-        Afterwards plan_for(sizes) returns the new plan. It is stored in `self.plan` if that has the same
-        parallel sizes, else with the plans for other sizes.
+        Afterwards plan_for(sizes) returns the new plan. It is stored in `self.plan` if that has the
+        same parallel sizes, else with the plans for other sizes.
 
         Args:
             sizes: Parallel sizes of the plan, including the data-parallel size.
@@ -159,14 +159,15 @@ class Session:
         members = tuple(ranks)
         # None, unless measurements of this job have led to another reduction than the planned one.
         measured = self.reduction_from_measurements(members, backend)
-        # A reduction from measurements was chosen for the codec of --holmes-compress-gradients. It does
-        # not suit a caller that wants another codec (`compress`).
+        # A reduction from measurements was chosen for the codec of --holmes-compress-gradients. It
+        # does not suit a caller that wants another codec (`compress`).
         if measured is not None and measured.compress == options.compress_gradients:
             return measured
         return self._plan_maker.spec_of_group(
             self.plan,
             members,
-            # A backend that chooses its networks itself, such as MPI, is planned like gloo (SOCKETS).
+            # A backend that chooses its networks itself, such as MPI, is planned like gloo
+            # (SOCKETS).
             network_api_of(backend) or SOCKETS,
             options,
             total_bytes,

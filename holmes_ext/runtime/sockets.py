@@ -275,12 +275,12 @@ class Listener:
     def _welcome(self, connection: socket.socket) -> None:
         """Start the thread that handles a new connection.
 
-        The connection counts as a stranger until the handler has authenticated its client. Strangers are
-        limited, so that they cannot use up all threads. At a limit, an older stranger is disconnected:
+        The connection counts as a stranger until the handler has authenticated its client.
+        Strangers are limited, so that they cannot use up all threads. At a limit, the oldest
+        stranger of one IP network (address range) is disconnected:
 
-            limit of the client's IP network (address range)    the oldest stranger of this network
-            limit of all strangers                              the oldest stranger of the network that
-                                                                has the most strangers
+            limit of the client's network    a stranger of this network
+            limit of all strangers           a stranger of the network that has the most strangers
 
         Raises:
             RuntimeError: No thread can be started.
@@ -413,7 +413,8 @@ def exchange_hello(
             return f"connected, but no answer within {answer_s:g} s"
         except OSError as error:
             # An error of the operating system has a text (strerror), such as "Connection reset by
-            # peer". One without it comes from reading an answer that no holmes of this job has sent.
+            # peer". One without it comes from reading an answer that no holmes of this job has
+            # sent.
             return f"connected, but the answer failed: {error.strerror or 'it is not of this job'}"
         except ValueError:
             return "connected, but the answer failed: it is not of this job"

@@ -35,8 +35,8 @@ def postponed() -> Iterator[None]:
     """Let each group made in the `with` block create its communicator at its first operation.
 
     Otherwise torch creates the NCCL communicator together with the group. All ranks of a group must
-    make it inside such a block. All of them must also take part in the group's first operation, since
-    they create the communicator there together.
+    make it inside such a block. All of them must also take part in the group's first operation,
+    since they create the communicator there together.
     """
     before = _state.postpones  # True inside an outer postponed() block
     _state.postpones = True  # read by are_postponed() when a group is made
@@ -64,8 +64,8 @@ def are_postponed(backend: str, options: Any) -> bool:
 def can_postpone(backend: str) -> bool:
     """Return whether an NCCL backend obeys the option `lazy_init`.
 
-    With `lazy_init`, a group creates its communicator at its first operation. nccl2 and nccl-lazy have
-    the option since torch 2.15. nccl-legacy ignores it, since it always does so.
+    With `lazy_init`, a group creates its communicator at its first operation. nccl2 and nccl-lazy
+    have the option since torch 2.15. nccl-legacy ignores it, since it always does so.
     """
     import torch.distributed as dist
 

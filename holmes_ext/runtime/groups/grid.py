@@ -27,8 +27,8 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
     Args:
         current: State of holmes in this process.
         sizes: Complete parallel sizes of the framework.
-        instances: megatron-core's num_distributed_optimizer_instances: the data-parallel ranks form so
-            many parts, and each part shards the optimizer state among its own ranks.
+        instances: megatron-core's num_distributed_optimizer_instances: the data-parallel ranks form
+            so many parts, and each part shards the optimizer state among its own ranks.
 
     Raises:
         HolmesError: the sizes differ from those that the user gave for the plan.

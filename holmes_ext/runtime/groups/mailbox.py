@@ -100,9 +100,9 @@ def of_pairs(
 ) -> Mailbox:
     """Return an object that sends and receives this rank's pipeline messages, with new groups.
 
-    The object, a Mailbox, sends without waiting and posts receives in advance. For each neighbour, one
-    new process group carries activations to the later stage, and another carries gradients back. The
-    two ranks of a pair must make the groups in the same order, so the pairs are sorted.
+    The object, a Mailbox, sends without waiting and posts receives in advance. For each neighbour,
+    one new process group carries activations to the later stage, and another carries gradients
+    back. The two ranks of a pair must make the groups in the same order, so the pairs are sorted.
 
     Args:
         pairs: Pairs of global ranks, the rank of the earlier stage first.
@@ -138,8 +138,9 @@ class Mailbox:
     def __init__(self, groups: dict[tuple[int, str], Any], ends: Mapping[int, tuple[int, int]]):
         """Create a mailbox whose messages have no shapes and dtypes yet.
 
-        The pipeline engine may declare them before a step, with expect() and announce(). Otherwise the
-        first step receives with blocking calls and records them from the tensors (start_recording()).
+        The pipeline engine may declare them before a step, with expect() and announce(). Otherwise
+        the first step receives with blocking calls and records them from the tensors
+        (start_recording()).
 
         Args:
             groups: (neighbour, "send" or "recv") -> process group of that direction.
@@ -154,8 +155,8 @@ class Mailbox:
             distance = stages.neighbour_stage - stages.this_stage
             if abs(distance) == 1:
                 self.neighbours[peer] = distance
-        #: Neighbour -> encoding of the messages to and from it. PLAIN sends tensors as they are; others
-        #: compress them.
+        #: Neighbour -> encoding of the messages to and from it. PLAIN sends tensors as they are;
+        #: others compress them.
         self.wire_to: Callable[[int], Wire] = lambda peer: PLAIN
 
         #: Whether a step runs whose receives are posted in advance.
@@ -454,8 +455,9 @@ class Mailbox:
                 f"stage link from stage {stages.neighbour_stage} (rank {peer}) "
                 f"to stage {stages.this_stage}"
             )
-            # broken() returns the text of an error that says which stage link broke and why. If another
-            # rank has ended because of wrong user input, it returns the message of that rank instead,
-            # with the prefix "holmes: ". The prefix is removed, since printing a HolmesError adds it.
+            # broken() returns the text of an error that says which stage link broke and why. If
+            # another rank has ended because of wrong user input, it returns the message of that
+            # rank instead, with the prefix "holmes: ". The prefix is removed, since printing a
+            # HolmesError adds it.
             message = failure.broken(stage_link, str(error))
             raise HolmesError(message.removeprefix(failure.INPUT)) from error

@@ -36,9 +36,10 @@ _count: Counter[tuple[Any, ...]] = Counter()
 def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
     """Make a process group that only its members make: `ranks` call this function, and no others.
 
-    dist.new_group() usually needs all ranks of the job. With use_local_synchronization=True it needs
-    only the members. But if the default group is bound to a GPU, torch still splits the communicator
-    from the default group's (ncclCommSplit), which needs all ranks. Two ways avoid the split:
+    dist.new_group() usually needs all ranks of the job. With use_local_synchronization=True it
+    needs only the members. But if the default group is bound to a GPU, torch still splits the
+    communicator from the default group's (ncclCommSplit), which needs all ranks. Two ways avoid the
+    split:
 
         lazy_init       An option of newer NCCL backends: the group creates its communicator at its
                         first operation, without a split.

@@ -91,10 +91,10 @@ class PostingRule:
     def posted_after(self, kind: str, micro_batch: int) -> int:
         """Return how many receives the stage must have posted after one of its passes.
 
-        Only forward passes of a stage that receives gradients from the neighbour require any. Such a
-        stage first sends `activations_before_first` activations. Then it posts the receive of one
-        gradient, and one more after each further activation. Example with activations_before_first=3:
-        after forward passes 0, 1, 2, 3 the result is -1, 0, 1, 2.
+        Only forward passes of a stage that receives gradients from the neighbour require any. Such
+        a stage first sends `activations_before_first` activations. Then it posts the receive of one
+        gradient, and one more after each further activation. Example with
+        activations_before_first=3: after forward passes 0, 1, 2, 3 the result is -1, 0, 1, 2.
 
         Args:
             kind: "F" after a forward pass, "B" after a backward pass.
@@ -177,8 +177,8 @@ class ListedPostingRule:
         """Return the number of activations that are launched before the gradient of a micro-batch.
 
         Args:
-            micro_batch: Number of the micro-batch. A number after the last one has no gradient: then
-                the result is the number of all activations of the step.
+            micro_batch: Number of the micro-batch. A number after the last one has no gradient:
+                then the result is the number of all activations of the step.
         """
         if micro_batch < len(self.activations_before):
             return self.activations_before[micro_batch]
@@ -247,9 +247,9 @@ class Order1F1B:
     def _share_of_later_stage(self, later_stage: int, passes_to_share: int) -> int:
         """Divide a number of passes between two neighbour stages; return the later stage's share.
 
-        A share is the number of passes by which the stage posts a receive before it needs the message.
-        Both stages get half, but the stage that computes longer gets more: it has less idle time in
-        which it could wait for a message.
+        A share is the number of passes by which the stage posts a receive before it needs the
+        message. Both stages get half, but the stage that computes longer gets more: it has less
+        idle time in which it could wait for a message.
 
         Args:
             later_stage: Number of the later stage.
@@ -258,8 +258,8 @@ class Order1F1B:
         Returns:
             An integer from 0 to passes_to_share. The earlier stage gets the rest.
         """
-        # How much longer the later stage computes a micro-batch than the earlier one. The unit is the
-        # time from one pass to the next: in the steady state, that of the slowest stage.
+        # How much longer the later stage computes a micro-batch than the earlier one. The unit is
+        # the time from one pass to the next: in the steady state, that of the slowest stage.
         passes_longer = 0.0
         if self.busy_s:
             busy_difference_s = self.busy_s[later_stage] - self.busy_s[later_stage - 1]
@@ -299,8 +299,9 @@ class ListedOrder:
         """
         stage_link = min(stage, neighbour)  # numbered by its earlier stage
         # Two tuples: micro-batch -> number of activations that the later (then: the earlier) stage
-        # launches before the gradient of the micro-batch. With NCCL both tuples are equal, since both
-        # stages launch in one order. With gloo they differ: each stage posts as early as possible.
+        # launches before the gradient of the micro-batch. With NCCL both tuples are equal, since
+        # both stages launch in one order. With gloo they differ: each stage posts as early as
+        # possible.
         orders = self.schedule.receive_orders(stage_link)
         activations_before_at_later_stage, activations_before_at_earlier_stage = orders
         receives_gradients = stage < neighbour

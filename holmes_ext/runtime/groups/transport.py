@@ -115,8 +115,8 @@ def _nccl_transport(
 ) -> Transport:
     """Return the network that an NCCL group uses on one of its nodes: planned, or the program's.
 
-    The program may have set another net_name in the group's options than the plan has. NCCL then uses
-    the program's network.
+    The program may have set another net_name in the group's options than the plan has. NCCL then
+    uses the program's network.
 
     Args:
         planned: Network that the plan has for the group.
@@ -165,9 +165,9 @@ def nccl_options(
 ) -> Any:
     """Return the options of one NCCL group, with the net_name of `transport`.
 
-    Each group gets a new options object, with a copy of the given settings. A shared object would not
-    do: each communicator frees the net_name of its options, so one string would be freed twice. If the
-    program has set a net_name itself, its options are returned unchanged.
+    Each group gets a new options object, with a copy of the given settings. A shared object would
+    not do: each communicator frees the net_name of its options, so one string would be freed twice.
+    If the program has set a net_name itself, its options are returned unchanged.
 
     Args:
         transport: Network of the group.
@@ -254,9 +254,9 @@ def node_environment(node: Node, environ: MutableMapping[str, str]) -> list[str]
     Variables that the user has set stay. Two variables are unset:
 
         NCCL_NET                           would override the network of every group
-        NCCL_COMM_SPLIT_SHARE_RESOURCES    would give a split communicator the network of its parent.
-                                           On a node with a single network this does no harm, so
-                                           there the variable stays.
+        NCCL_COMM_SPLIT_SHARE_RESOURCES    would give a split communicator the network of its
+                                           parent. On a node with a single network this does no
+                                           harm, so there the variable stays.
 
     Args:
         node: This node.

@@ -92,9 +92,9 @@ class DeviceClock:
         """Record a CUDA event on the current stream, and return it with the host's time (a mark).
 
         The caller later gives the event back (recycle()), and it is then recorded anew for another
-        mark. So a returned event cannot serve as the reference from which elapsed times are counted.
-        The first call therefore records two events: it keeps one as the reference, and returns the
-        other one.
+        mark. So a returned event cannot serve as the reference from which elapsed times are
+        counted. The first call therefore records two events: it keeps one as the reference, and
+        returns the other one.
         """
         try:
             event = self._free.pop()  # an event of an earlier mark that is not needed any more
@@ -122,10 +122,10 @@ class DeviceClock:
     def time_of(self, mark: Mark) -> float:
         """Return the host time, in seconds, at which the GPU passed a mark; has_passed(mark) must be true.
 
-        The time is the host time of the reference event, plus CUDA's elapsed time between both events.
-        The host time of the reference is only an estimate. But the GPU certainly passed the mark after
-        the host recorded it and before now. A time outside of this interval is moved to its nearest
-        limit, and the estimate for the reference is moved by the same amount.
+        The time is the host time of the reference event, plus CUDA's elapsed time between both
+        events. The host time of the reference is only an estimate. But the GPU certainly passed the
+        mark after the host recorded it and before now. A time outside of this interval is moved to
+        its nearest limit, and the estimate for the reference is moved by the same amount.
         """
         assert self._reference is not None
         since_reference_s = self._reference.event.elapsed_time(mark.event) / _MS_PER_S
@@ -229,9 +229,9 @@ class OnDevice:
         # An operation that is over, or that a CUDA graph captures, is not measured.
         if op.end or self.captures():
             return wait()
-        # If the operation is over, _is_over() stores the duration that NCCL has measured. It is read
-        # now from the Work: `op` has only a weak reference, and the program may drop the Work after
-        # the wait. The result does not matter here.
+        # If the operation is over, _is_over() stores the duration that NCCL has measured. It is
+        # read now from the Work: `op` has only a weak reference, and the program may drop the Work
+        # after the wait. The result does not matter here.
         self._is_over(op)
         before = self._clock.mark()
         result = wait()
@@ -253,8 +253,9 @@ class OnDevice:
         """Record the ends of those operations of a group that are over.
 
         The end of an operation is observed by its Work or by a CUDA event after it. Some operations
-        have neither: their Work was deleted, and no event was recorded. A communicator runs operations
-        in the order of launch. So an unobservable operation gets the end of the next observable one.
+        have neither: their Work was deleted, and no event was recorded. A communicator runs
+        operations in the order of launch. So an unobservable operation gets the end of the next
+        observable one.
         """
         with self._polling:
             while True:
@@ -283,11 +284,11 @@ class OnDevice:
     def _is_over(self, op: Op) -> bool:
         """Return whether the GPU has completed an operation.
 
-        There are two signs of it: is_completed() of the operation's Work, if the program still holds
-        the Work, or a passed CUDA event after the operation (end_mark).
+        There are two signs of it: is_completed() of the operation's Work, if the program still
+        holds the Work, or a passed CUDA event after the operation (end_mark).
 
-        When the Work is first seen completed, two values are stored in `op`: the current time, and the
-        duration that NCCL has measured. The duration is stored only if telemetry, metrics or
+        When the Work is first seen completed, two values are stored in `op`: the current time, and
+        the duration that NCCL has measured. The duration is stored only if telemetry, metrics or
         --holmes-adapt use it (has_listeners). The watchdog does not need it.
         """
         # op.work is a weak reference: it returns None if the program has deleted the Work.
@@ -304,8 +305,8 @@ class OnDevice:
     def _record_end(self, op: Op, observed: Op) -> None:
         """Record the start, the end and the time of waiting of an operation that is over.
 
-        An operation has CUDA events: launch_mark before its launch, two for each wait() of the program
-        (waits), and end_mark, the first event after it. All are given back for reuse.
+        An operation has CUDA events: launch_mark before its launch, two for each wait() of the
+        program (waits), and end_mark, the first event after it. All are given back for reuse.
 
         Args:
             op: The operation. It also stands for the operations that were coalesced with it.

@@ -154,8 +154,9 @@ def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> s
             return "embedding"
         return "pipeline"
 
-    # The group is no complete group of one dimension. Collect the dimensions ("dp", "cp", ...) along
-    # which some other member is reached from the first one by a change in this dimension only.
+    # The group is no complete group of one dimension. Collect the dimensions ("dp", "cp", ...)
+    # along which some other member is reached from the first one by a change in this dimension
+    # only.
     axes = set()
     for axis in AXES:
         ranks_along_axis = set(sizes.group(first, axis))
@@ -163,9 +164,9 @@ def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> s
             axes.add(axis)
     if axes == {"dp"}:  # a part of a data-parallel group
         return "data"
-    # Gradients are averaged over data-parallel and context-parallel ranks together. But a group of all
-    # ranks of the job may have another purpose. For such a group the result is "", and the caller
-    # then takes it for "world".
+    # Gradients are averaged over data-parallel and context-parallel ranks together. But a group of
+    # all ranks of the job may have another purpose. For such a group the result is "", and the
+    # caller then takes it for "world".
     has_all_dp_cp_ranks = len(members) == sizes.data * sizes.context
     is_world = len(members) == world_size
     if axes == {"dp", "cp"} and has_all_dp_cp_ranks and not is_world:

@@ -103,8 +103,8 @@ class Profiler:
         """Measure the block of a `with` statement as a part of the step.
 
         Args:
-            kind: Name of the part: "forward", "backward", "send", "receive", "reduce", "optimizer" or
-                "tied" (the sum of gradients of weights that two stages share). Hooks divide
+            kind: Name of the part: "forward", "backward", "send", "receive", "reduce", "optimizer"
+                or "tied" (the sum of gradients of weights that two stages share). Hooks divide
                 "forward" and "backward" further, at each layer. A span inside another one is not
                 measured by itself: its time is a part of the outer one's.
         """
@@ -123,8 +123,8 @@ class Profiler:
     def watch(self, modules: Sequence[tuple[Label, Any]]) -> None:
         """Measure these modules, layers of the model, in all forward and backward passes from now on.
 
-        A forward pre-hook on each module records when its forward pass begins. This hook also puts a
-        hook on the module's input, which records when the module's backward pass ends.
+        A forward pre-hook on each module records when its forward pass begins. This hook also puts
+        a hook on the module's input, which records when the module's backward pass ends.
 
         Args:
             modules: (label of the layer, its module). A label is the number of a transformer block, or
@@ -208,10 +208,10 @@ class Profiler:
             # A layer's interval follows its time stamp. The time before the first layer counts for it, too.
             layer_of_interval = [labels[0], *labels]
         else:
-            # A layer's interval precedes its time stamp. One interval is left, between the last time
-            # stamp and the end of the pass. In it the stage's first layer computes, since its backward
-            # pass comes last. If that layer has a time stamp, the interval is added to its time. It
-            # may have none: the input of an embedding needs no gradient.
+            # A layer's interval precedes its time stamp. One interval is left, between the last
+            # time stamp and the end of the pass. In it the stage's first layer computes, since its
+            # backward pass comes last. If that layer has a time stamp, the interval is added to its
+            # time. It may have none: the input of an embedding needs no gradient.
             lowest_stamped_layer = labels[-1]
             layers_of_stage = list(self.passes["forward"])  # in the order of the forward pass
             last_interval = lowest_stamped_layer  # the layer to which the last interval belongs

@@ -113,7 +113,7 @@ class Writer:
             recorder: Records the operations of this rank.
             cluster_of: Returns the name of a rank's cluster.
             make_board: Returns a SummaryWriter of TensorBoard, or None. It is called after the first step.
-            limit: Largest size of the file, in bytes. When it is reached, no further line is written.
+            limit: Largest size of the file, in bytes. A line that would exceed it closes the file.
             take: Called with each line after the first one, as a JSON document, even if no file is written:
                 it updates the metrics.
 
@@ -132,8 +132,8 @@ class Writer:
             # O_EXCL: an error if the file exists, so that no earlier run is overwritten.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             self._file = os.open(path, flags, _FILE_MODE)
-        #: What the writing thread has to write: a line's document (dict), the measurements of a step
-        #: (tuple, the arguments of on_step()), or None, which ends the thread.
+        #: What the writing thread has to write: a line's document (dict), the measurements of a
+        #: step (tuple, the arguments of on_step()), or None, which ends the thread.
         self._queue: queue.SimpleQueue[dict[str, Any] | tuple[Any, ...] | None]
         self._queue = queue.SimpleQueue()
         self._write_line({"holmes_telemetry": VERSION, **head})
@@ -293,12 +293,12 @@ class Writer:
     def cluster_pair_totals(self, done: list[Op]) -> list[list[Any]]:
         """Return the bytes and exposed seconds for each pair of clusters: the "between" of a step's line.
 
-        A message counts for the clusters of its two ranks. A collective is taken to run around a ring
-        of the group's ranks, in which each rank sends to the next one:
+        A message counts for the clusters of its two ranks. A collective is taken to run around a
+        ring of the group's ranks, in which each rank sends to the next one:
 
-            bytes      Only a rank whose next rank is in another cluster sends bytes to that cluster.
-            seconds    Every rank counts its seconds, because all ranks wait for the slowest link. The
-                       pair is this rank's cluster and the first other cluster along the ring.
+            bytes      Only a rank whose next rank is in another cluster sends bytes there.
+            seconds    Every rank counts its seconds, because all ranks wait for the slowest link.
+                       The pair is this rank's cluster and the first other cluster along the ring.
 
         Args:
             done: Operations that have ended.
@@ -408,8 +408,8 @@ def _head(current: Session, run: str) -> dict[str, Any]:
 
         "wall"       Unix time now
         "fabrics"    network -> [its kind, bits/s]
-        "between"    [from cluster, to cluster, bits/s, one-way latency in seconds] for each WAN link;
-                     0 bits/s if the link has no limit
+        "between"    [from cluster, to cluster, bits/s, one-way latency in seconds] for each WAN
+                     link; 0 bits/s if the link has no limit
     """
     node = current.node
     sizes = current.plan.sizes

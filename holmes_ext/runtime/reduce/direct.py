@@ -297,7 +297,7 @@ class DirectExchange:
         streams: int = 1,
         purpose: str = "hierarchical",
     ):
-        """Make gloo process groups for messages. All of `ranks` make such objects in the same order.
+        """Make gloo process groups for messages. All `ranks` make such objects in the same order.
 
         Args:
             ranks: Global ranks, among them this one.

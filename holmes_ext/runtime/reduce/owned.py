@@ -100,11 +100,11 @@ class ReduceToOwners:
     def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
         """Prepare sums of gradients that only one rank each receives, its owner (as in ZeRO 1).
 
-        All ranks of the group must make this object, since it may make a process group. The bucket of
-        each sum lists which rank owns which elements (bucket.spans). The backend decides:
+        All ranks of the group must make this object, since it may make a process group. The bucket
+        of each sum lists which rank owns which elements (bucket.spans). The backend decides:
 
-            gloo      A sum passes along a chain of ranks that ends at the owner. A process group and a
-                      thread are made for these sends and receives.
+            gloo      A sum passes along a chain of ranks that ends at the owner. A process group
+                      and a thread are made for these sends and receives.
             others    torch's reduce() is called on `group`.
 
         Args:

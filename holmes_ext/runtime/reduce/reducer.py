@@ -229,8 +229,7 @@ class GradientReducer:
                 self._side_stream.make_current_stream_wait()
         self.times = self._measured_times(launched_early, began, ended=time.perf_counter())
         if self._planned is not None:  # for the comparison of the job with its plan
-            # While the job runs, --holmes-adapt may choose another all-reduce, and this reducer then
-            # follows (_follow_plan). A reducer that sends each sum to only one rank (owners) does not.
+            # If --holmes-adapt changes the plan, reducers follow, except those that sum to owners.
             sums_reach_all_ranks = self._owners_of is None
             session.note_reduction(
                 self.ranks,
@@ -287,8 +286,7 @@ class GradientReducer:
 
             caller's function      if the caller has passed one
             planned all-reduce     if no owners are given, or if it is hierarchical
-            ReduceToOwners         otherwise: it sends each sum only to its owner. With ZeRO 1, this
-                                   is the only rank that needs the sum.
+            ReduceToOwners         otherwise: each sum goes only to the rank that needs it, its owner
         All ranks must call this method: it may make process groups.
         """
         if self._planned is None:
@@ -373,7 +371,7 @@ class GradientReducer:
         sort_keys = list(zip(unused.tolist(), positions.tolist()))  # unused (1) last, on all ranks
         self._arrivals = []
         order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
-        # Deferred gradients, of weights that two stages share, change later: they have other buckets.
+        # Deferred gradients, of weights that two stages share, change later and have other buckets.
         self._build_buckets(self._without_deferred(order))
 
     # During and after the backward pass
@@ -442,7 +440,7 @@ class GradientReducer:
             def record_end(_: Any) -> None:
                 bucket.done_at = time.perf_counter()
 
-            # before_exit(): the exit of the interpreter waits for the callback.
+            # Python's exit waits for a callback in before_exit().
             bucket.work.get_future().add_done_callback(before_exit(record_end))
         self._launched += 1
 

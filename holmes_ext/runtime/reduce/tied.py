@@ -89,8 +89,8 @@ def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
     process groups, so all ranks of both stages must make it.
 
     Args:
-        group: Process group of the engine's own sum, with two ranks: one of the first stage, and the one
-            of the last stage with the same tensor-, data- and context-parallel rank.
+        group: Process group of the engine's own sum, with two ranks: one of the first stage, and
+            the one of the last stage with the same tensor-, data- and context-parallel rank.
         sizes: Parallel sizes of the job.
         device_type: Device of the gradient, "cpu" or "cuda".
 
@@ -106,8 +106,8 @@ def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None
     """Make the hierarchical sum that replaces an engine's sum over two ranks with a shared weight.
 
     Args:
-        group: Process group of the engine's own sum, with two ranks: one of the first stage, and the one
-            of the last stage with the same tensor-, data- and context-parallel rank.
+        group: Process group of the engine's own sum, with two ranks: one of the first stage, and
+            the one of the last stage with the same tensor-, data- and context-parallel rank.
         sizes: Parallel sizes of the job.
         device_type: Device of the gradient, "cpu" or "cuda".
 
@@ -128,8 +128,8 @@ def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None
     ranks_with_same_slice = [ranks for ranks in tied_sums(sizes) if members <= set(ranks)]
     if len(ranks_with_same_slice) != 1:
         return None
-    # The sum was planned for two ranks in certain clusters (spec.clusters). If these two ranks are in
-    # other clusters, the hierarchical sum may be slower than the engine's.
+    # The sum was planned for two ranks in certain clusters (spec.clusters). If these two ranks are
+    # in other clusters, the hierarchical sum may be slower than the engine's.
     if set(spec.clusters) != set(plan.by_cluster(members)):
         return None
     ranks = ranks_with_same_slice[0]

@@ -154,9 +154,9 @@ def _split_linear_mode() -> Any:
         ) -> Any:
             """Call SplitLinear for a linear layer whose weight is trained; call all other functions as is.
 
-            SplitLinear has the result of functional.linear. Its backward pass computes no gradient of
-            the weight. Instead it appends (weight, layer input, output gradient) to self.kept, from
-            which the gradient of the weight is computed later.
+            SplitLinear has the result of functional.linear. Its backward pass computes no gradient
+            of the weight. Instead it appends (weight, layer input, output gradient) to self.kept,
+            from which the gradient of the weight is computed later.
             """
             keywords = kwargs or {}
             if func is not functional.linear or not torch.is_grad_enabled():

@@ -250,8 +250,8 @@ def _first_node_of_step(environ: Mapping[str, str]) -> str:
     # expand() turns Slurm's "node[1-3]" into a list of names.
     nodes = expand(environ.get(list_name, ""), f"environment variable {list_name}")
     # A heterogeneous job has several components, each with a list of nodes. Tasks are numbered by
-    # component, so rank 0 is in the first component that has a node in this step. Other jobs have no
-    # SLURM_HET_SIZE: the loop does nothing.
+    # component, so rank 0 is in the first component that has a node in this step. In other jobs the
+    # loop does nothing: SLURM_HET_SIZE is not set.
     for component in range(_number(environ, "SLURM_HET_SIZE", _SRUN, default=0)):
         for kind in ("HET", "PACK"):  # PACK: the name before Slurm 20.02
             variable = f"SLURM_JOB_NODELIST_{kind}_GROUP_{component}"

@@ -290,9 +290,9 @@ def _absent_nodes(spec: SiteSpec | None, site: Site) -> list[str]:
 def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
     """Return a line for every fast NIC that is slower than declared, faulty or down.
 
-    "Lost" means all three: the job lacks at least a part of the rate of such a NIC. "Declared" is the
-    rate in cluster.toml, the user's description of the cluster. The plan uses that rate even if the NIC
-    reports a lower one.
+    "Lost" means all three: the job lacks at least a part of the rate of such a NIC. "Declared" is
+    the rate in cluster.toml, the user's description of the cluster. The plan uses that rate even if
+    the NIC reports a lower one.
 
     Args:
         reports: NICs of each node, as the node sees them.
@@ -304,15 +304,16 @@ def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
     ]
     for node in site.nodes:
         for port in node.ports:
-            # port.fault: the problem in words, "" if there is none. port.usable: whether the port can
-            # still be used in spite of it, e.g. with some of its NICs.
+            # port.fault: the problem in words, "" if there is none. port.usable: whether the port
+            # can still be used in spite of it, e.g. with some of its NICs.
             if port.fault:
                 effect = "works with what is left" if port.usable else "uses Ethernet instead"
                 lines.append(
                     f"node {node.name}: {port.fault}; on fabric {port.fabric} it {effect} "
                     "(--holmes-fallback fail would end the job)"
                 )
-    # Site.source is the default of this field: the site was made from the NICs, without cluster.toml.
+    # Site.source is the default of this field: the site was made from the NICs, without
+    # cluster.toml.
     is_derived_from_nics = site.source == Site.source
     if is_derived_from_nics:
         for report in reports:

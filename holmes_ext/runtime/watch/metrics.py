@@ -121,8 +121,8 @@ class Collector:
         """Update the metrics by one line of the telemetry file.
 
         Args:
-            document: The line, as a JSON object. One of these keys says what it describes; lines with
-                none of them are ignored:
+            document: The line, as a JSON object. One of these keys says what the line describes;
+                lines with none of them are ignored:
                 "step": a training step.
                 "plan": a change of the running job's plan.
                 "outer": an outer round, in which joined jobs exchange pseudo-gradients.
@@ -132,7 +132,7 @@ class Collector:
                 self._take_step(document)
             elif "plan" in document:
                 change = document["plan"]
-                predicted_step_s = change["then_s"]  # seconds of a step after the change, as predicted
+                predicted_step_s = change["then_s"]  # predicted seconds of a step after the change
                 self._values["holmes_plan_predicted_step_seconds", ()] = predicted_step_s
                 in_flight = "+".join(map(str, change["in_flight"]))
                 # The label says what has changed: how gradients are reduced ("sums"), or the

@@ -66,7 +66,8 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
     # (factor, floor in seconds) by which a step is late; None if the watchdog is off.
     watchdog_limits = current.options.watchdog_limits if has_other_ranks else None
     _Running.metrics = metrics
-    # Registers the functions of extensions, such as --holmes-adapt. follow_steps() below looks for them.
+    # Registers the functions of extensions, such as --holmes-adapt. follow_steps() below looks for
+    # them.
     hooks.activate(extensions.hooks_of(current))
     # A recorder observes the operations of this process.
     needs_recorder = (
@@ -254,8 +255,8 @@ def _open_writer(current: Session, run: str, recorder: telemetry.Recorder, take:
 def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take) -> list[str]:
     """Open this rank's telemetry file; on local rank 0, also measure the node's clock offset.
 
-    The measurement runs in a thread. If the file cannot be opened, a line is printed, and the job runs
-    without telemetry of this rank.
+    The measurement runs in a thread. If the file cannot be opened, a line is printed, and the job
+    runs without telemetry of this rank.
 
     Args:
         current: The session of this process.
@@ -275,8 +276,8 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take)
         if process.world_size > 1:
             store = connect(process, _START_S)
             # All ranks must use one name: that of the first rank which gets here. With "" as the
-            # expected value, compare_set() writes the key only if it has no value yet. It returns the
-            # value that the key has afterwards.
+            # expected value, compare_set() writes the key only if it has no value yet. It returns
+            # the value that the key has afterwards.
             run = store.compare_set(f"{prefix}/run", "", run).decode()
         writer = _open_writer(current, run, recorder, take)
     except (OSError, RuntimeError) as error:  # on this rank only, so it prints the line itself

@@ -218,7 +218,7 @@ def _slow_network(
     message = f"{wait}: all have arrived, the network is slow"
     if rates_seen:  # the slowest NICs of the ranks that take part
         message += ": " + ", ".join(text for _, text in sorted(rates_seen)[:_MOST_NICS])
-    if wait.fabric in rates:  # once, after the list: the stated rate is that of every NIC of the fabric
+    if wait.fabric in rates:  # once, after the list: the rate is that of all NICs of the fabric
         message += f" of {format_rate(rates[wait.fabric])}"
     return message
 
@@ -290,12 +290,12 @@ class Watchdog:
         state. One rank of the job prints the cause: the rank or NIC for which the others wait.
         """
         if not self._late():
-            self._carried = None  # so the next late step measures NICs anew, from its first check on
+            self._carried = None  # so _nic_rates() begins anew at the next late step
             return
         state = self.state()
         self.tell(state)  # stores it for the other ranks
         median_s = self.recorder.median_s()
-        # Stuck: in progress for a median step. Before any step has ended: for the limit of a step.
+        # Stuck: in progress for a median step (before any has ended: _limit_s()), at least STUCK_S.
         stuck_s = max(STUCK_S, self._limit_s() if median_s is None else median_s)
         is_stuck = bool(state.waiting) and state.waiting[0].age >= stuck_s
         if self.recorder.is_in_step and is_stuck:  # between two steps, the program may do anything
