@@ -79,7 +79,7 @@ class Recorder:
         self.sizes = sizes
         self.clock = clock
         self.on_step = [on_step] if on_step is not None else []
-        #: Writes a JSON document as a further line of the telemetry file; None if no file is written.
+        #: Writes a JSON document as a further line of the telemetry file; None if there is no file.
         self.write_document: Callable[[dict[str, Any]], None] | None = None
         self.device = OnDevice(self, DeviceClock(clock))
         self.groups: dict[int, GroupTraffic] = {}  # id(process group) -> its traffic
@@ -209,8 +209,8 @@ class Recorder:
             coalesced.append(op)
             return
         if is_synchronous and op.group.is_nccl2:
-            # torch already makes the program's stream wait, so a wait() on the Work measures nothing.
-            # As with nccl-legacy, which returns no Work, CUDA events on the stream time the operation.
+            # torch makes the program's stream wait already, so wait() of the Work measures nothing.
+            # As with nccl-legacy, which returns no Work, CUDA events on the stream time this op.
             work = None
         if work is not None:
             self._remember_work(op, work)
@@ -339,8 +339,8 @@ class Recorder:
         """
         self.step_entered = self.clock()
         self.is_in_step = True  # the watchdog may report a late step from now on
-        # The engine will also report where steps end. It is more reliable than optimizers and reducers,
-        # whose reports are ignored from now on: SOURCES is ordered by reliability.
+        # The engine will also report where steps end. It is more reliable than optimizers and
+        # reducers, whose reports are ignored from now on: SOURCES is ordered by reliability.
         self._source = max(self._source, SOURCES.index("engine"))
         since_last_step_s = self.step_entered - self.step_began
         if exactly or since_last_step_s > (self.median_s() or 0.0):
@@ -395,8 +395,8 @@ class Recorder:
             self.unfinished = list(self.open.values())
         self.reduction = None
         self.step += 1
-        # The next step begins now. But an engine calls step_begins() when it enters that step. Until
-        # then no step runs (is_in_step), and step_begins() replaces these two times.
+        # The next step begins now. But an engine calls step_begins() when it enters that step.
+        # Until then no step runs (is_in_step), and step_begins() replaces these two times.
         self.step_began = now  # for the reported duration
         self.step_entered = now  # for the watchdog
         self.is_in_step = source != "engine"
@@ -434,9 +434,9 @@ def set_recorder(new: Recorder | None) -> None:
 def span(kind: str) -> Iterator[None]:
     """Measure the body of a `with` statement as a part of the training step.
 
-    Its begin and end are recorded, in seconds or as CUDA events. For a forward pass on a GPU, the growth
-    of GPU memory is recorded, too. The growth is the size of the activations that are kept for the
-    backward pass. --holmes-adapt computes from it how many micro-batches fit into memory.
+    Its begin and end are recorded, in seconds or as CUDA events. For a forward pass on a GPU, the
+    growth of GPU memory is recorded, too: the size of the activations that are kept for the backward
+    pass. --holmes-adapt computes from it how many micro-batches fit into memory.
 
     Nothing is measured if neither the telemetry file, metrics nor --holmes-adapt use it.
 

@@ -160,8 +160,8 @@ def _tree_rounds(parent: int | None, children: Sequence[int]) -> list[Round]:
 def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
     """Return the rounds of one cluster in a ring all-reduce (Patarasuk and Yuan 2009).
 
-    There is one part for each cluster. In each round a cluster receives a part from its predecessor,
-    then sends the same part to its successor. In the first half of the rounds the part is a partial
+    There is one part for each cluster. In each round a cluster receives a part from its predecessor
+    and sends the same part to its successor. In the first half of the rounds the part is a partial
     sum, to which the cluster adds its own values (added=True). In the second half it is the total.
 
     Args:
@@ -173,8 +173,8 @@ def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
     predecessor = ring[position - 1]  # the first cluster follows the last one
     successor = ring[(position + 1) % count]
     last_round = 2 * count - 2  # count - 1 rounds for partial sums, and as many for totals
-    # Round 0 only sends. The tag of a message is _UP_TAG plus the number of the round in which it is
-    # sent. The receiver gets the message one round later.
+    # Round 0 only sends. The tag of a message is _UP_TAG plus the number of the round that sends it.
+    # The receiver gets the message one round later.
     first_send = RelaySend(successor, part=position, tag=_UP_TAG)
     rounds = [Round(receives=(), sends=(first_send,))]
     for number in range(1, last_round + 1):
@@ -232,8 +232,8 @@ class Relay:
     def post_receives(self, shards: list[DividedTensor]) -> RelayedChunk:
         """Post the receives of all rounds, in which this rank sums its shards over the clusters.
 
-        The chunk is a piece of a gradient tensor. `self.rounds` lists the messages of each round, by
-        number of the other cluster. Afterwards run_round() is called once for each round.
+        The chunk is a piece of a gradient tensor. `self.rounds` lists the messages of each round,
+        by number of the other cluster. Afterwards run_round() is called once for each round.
 
         Args:
             shards: Ranges of the chunk that this rank has summed over its cluster. Each shard is
@@ -257,8 +257,8 @@ class Relay:
     def run_round(self, number: int, chunk: RelayedChunk) -> None:
         """Wait for the messages that one round receives, process them, and start the round's sends.
 
-        A received partial sum is added to this rank's values. A received total needs no step: it was
-        received in place. The last round also waits for all sends of the chunk.
+        A received partial sum is added to this rank's values. A received total needs no step: it
+        was received in place. The last round also waits for all sends of the chunk.
 
         Args:
             number: Number of the round, from 0.
@@ -332,8 +332,8 @@ class DirectExchange:
         """Replace this rank's part of each tensor by the sum over all owners, this rank included.
 
         Args:
-            tensors: Tensors that are cut into parts, one for each owner (a rank). This rank owns one
-                part of each tensor. All tensors are exchanged at the same time.
+            tensors: Tensors that are cut into parts, one for each owner (a rank). This rank owns
+                one part of each tensor. All tensors are exchanged at the same time.
             tag: Tag of the messages.
             residuals: Rounding errors of earlier calls. The compression adds them to the values and
                 stores the new errors (error feedback). None: no errors are kept.
@@ -401,8 +401,8 @@ class DirectExchange:
     ) -> list[GlooTransfer]:
         """Start to send or receive a part; a large part is divided among all "streams".
 
-        A stream is a pair of gloo process groups, no CUDA stream. One group carries messages to
-        higher ranks, the other to lower ranks: gloo may run both directions of one group one by one.
+        A stream is a pair of gloo process groups, no CUDA stream. One group sends to higher ranks,
+        the other to lower ranks: gloo may run both directions of a single group one by one.
 
         Args:
             operation: dist.isend or dist.irecv.
@@ -471,8 +471,8 @@ class DirectExchange:
     ) -> torch.Tensor:
         """Return a buffer for another rank's encoded values of a part.
 
-        Without compression (PLAIN), the buffer is kept for later calls. A new buffer would be slow: the
-        first access to its memory takes as long as adding up the received values.
+        Without compression (PLAIN), the buffer is kept for later calls. A new buffer would be slow:
+        the first access to its memory takes as long as adding up the received values.
 
         Args:
             part: The part that is received.

@@ -286,7 +286,7 @@ class GradientReducer:
 
             caller's function      if the caller has passed one
             planned all-reduce     if no owners are given, or if it is hierarchical
-            ReduceToOwners         otherwise: each sum goes only to the rank that needs it, its owner
+            ReduceToOwners         otherwise: each sum goes only to its owner, which needs it
         All ranks must call this method: it may make process groups.
         """
         if self._planned is None:
@@ -356,7 +356,7 @@ class GradientReducer:
         that some rank did not use come last. Each rank also records how often each gradient is accumulated.
         """
         self._expected = self._counts  # accumulations of each gradient in this step
-        # _arrivals: indices of accumulated gradients, in order. A repeated one keeps its last position.
+        # _arrivals: indices of accumulated gradients, in order. The last position of each counts.
         position_of = {index: position for position, index in enumerate(self._arrivals)}
         own_positions = []
         for index in range(len(self._parameters)):
@@ -379,8 +379,8 @@ class GradientReducer:
     def _gradient_arrived(self, index: int, _: torch.Tensor) -> None:
         """Count an accumulated gradient, and launch complete buckets. This is a hook that autograd calls.
 
-        A gradient is final after as many accumulations as in the first step. A bucket is complete when
-        all its gradients are final (missing is 0). arm(hold=True) holds complete buckets back (_held).
+        A gradient is final after as many accumulations as in the first step. A bucket is complete
+        when all its gradients are final (missing is 0), but arm(hold=True) holds it back (_held).
 
         Args:
             index: Index of the parameter.
@@ -422,7 +422,7 @@ class GradientReducer:
         """Copy the gradients of the next bucket into its buffer and start the bucket's reduction.
 
         On GPUs this runs on a CUDA stream of its own, the side stream, after the events that mark the
-        bucket's gradients as final. At most BUCKETS_IN_FLIGHT buckets have buffers at the same time.
+        bucket's gradients as final. At most BUCKETS_IN_FLIGHT buckets have buffers at one time.
         """
         bucket = self._buckets[self._launched]
         with self._on_side_stream(bucket.gradient_events):
@@ -466,8 +466,8 @@ class GradientReducer:
     def _measured_times(self, launched_early: int, began: float, ended: float) -> ReductionTimes:
         """Return the times of the gradient reductions of this step.
 
-        `seconds` runs from the first launch to the last end. `exposed_s` is the duration of finish(). On
-        GPUs both are host times, and the host does not wait for the GPU.
+        `seconds` runs from the first launch to the last end. `exposed_s` is the duration of
+        finish(). On GPUs both are host times, and the host does not wait for the GPU.
 
         Args:
             launched_early: Number of buckets launched before finish().

@@ -12,7 +12,7 @@ Messages go through the job's key-value store (torch's TCPStore). PREFIX is "hol
 
 A rank that fails before it can report sends its error as the report. Every wait has a deadline.
 
-Reports of one node are combined, so that the store serves a node like one rank. Local rank 0 is the leader:
+Reports of one node are combined: the store serves a node like one rank. Local rank 0 is the leader:
 
     1. leader        listens on an abstract Unix socket, which the kernel removes when the process ends
     2. other ranks   send their reports to the leader, and get an acknowledgement
@@ -384,7 +384,7 @@ def _await_verdict(
 ) -> _StoredVerdict | None:
     """Send reports to rank 0 through the job's store, and wait for rank 0's decision on the start.
 
-    All ranks but rank 0 call this function, once in each start of the job (round). A decision begins
+    All ranks but rank 0 call this function once in each start of the job (round). A decision begins
     with _BAD if it is an error. _OVER: none was made. The decision of an earlier round is ignored.
 
     Args:
@@ -402,7 +402,7 @@ def _await_verdict(
             return None
         prefix = f"holmes/{int(round_number)}"
         verdict_key = f"{prefix}/verdict"
-        # A decision without this rank's report: of an earlier start, or rank 0 gave up waiting for it.
+        # A decision without this rank's report: of an earlier start, or rank 0 gave up waiting.
         if store.check([verdict_key]):
             patience_s = min(left_s, _LEFTOVER_SECONDS)  # for a next round to begin
             if wait_for_value(store, f"{prefix}/over", patience_s):  # the next round has begun
@@ -415,7 +415,7 @@ def _await_verdict(
         value = wait_for_value(store, verdict_key, left_s)
         if not value:
             return None
-        # _OVER: rank 0 ended without a verdict, and was started again. This rank then reports again.
+        # _OVER: rank 0 ended without a verdict, and was started again. Then report again.
         if value != _OVER:
             return _StoredVerdict(prefix, value)
 

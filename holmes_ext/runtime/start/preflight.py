@@ -229,7 +229,7 @@ class NodeListeners:
     def __init__(self, site: Site, host: str, pairs: Iterable[NeighbourPair], token: str):
         """Open a listening socket on each fabric (network) on which other nodes test this node.
 
-        Before training, each of these nodes connects, sends a line of JSON, and gets a line in answer:
+        Before training, each of these nodes connects, sends a line of JSON, and gets an answer:
         {"node": host, "token": token}. In each pair, the first node connects to the second one.
 
         Args:

@@ -170,11 +170,11 @@ def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str
 def _first_missing_rank(rank: int, operations: tuple[Waiting, ...], ask: Ask) -> MissingRank | None:
     """Return a rank that has not reached one of the operations in which `rank` waits; None if all have.
 
-    Operations are searched from the oldest on. In each, a rank that does not answer precedes the others.
+    Operations are searched from the oldest on. In each, a rank without an answer precedes others.
 
     Args:
         rank: The rank that waits.
-        operations: Operations in which it waits, the oldest first. `awaited`: the ranks it waits for.
+        operations: Operations in which it waits, oldest first. `awaited`: the ranks it waits for.
         ask: Returns the state of a rank; None if the rank does not answer.
     """
     for wait in operations:
@@ -377,7 +377,7 @@ class Watchdog:
     def _nic_rates(self, now: float) -> dict[str, float]:
         """Return network interface -> bits/s, sent plus received, since the last check.
 
-        The first check of each late step returns {}: the measurement begins (check() resets _carried).
+        The first check of each late step returns {}, since check() has reset _carried before.
         """
         carried = self.carried()  # interface -> bytes so far
         previous = self._carried
@@ -480,8 +480,8 @@ class Watchdog:
     def say_alone(self) -> None:
         """Print in which operation this rank is stuck, if the job's store does not answer.
 
-        Only if the step is late, once a step, and only on the lowest rank of the oldest operation. The
-        rank that hosts the store is left out: it may be the one that has stopped.
+        Only if the step is late, once a step, and only on the lowest rank of the oldest operation.
+        The rank that hosts the store is left out: it may be the one that has stopped.
         """
         state = self.state()
         if not self._late() or not state.waiting or self._alone_at == state.step:
