@@ -435,8 +435,8 @@ def span(kind: str) -> Iterator[None]:
     """Measure the body of a `with` statement as a part of the training step.
 
     Its begin and end are recorded, in seconds or as CUDA events. For a forward pass on a GPU, the
-    growth of GPU memory is recorded, too: the size of the activations that are kept for the backward
-    pass. --holmes-adapt computes from it how many micro-batches fit into memory.
+    growth of GPU memory is recorded, too: the size of the activations kept for the backward pass.
+    --holmes-adapt computes from it how many micro-batches fit into memory.
 
     Nothing is measured if neither the telemetry file, metrics nor --holmes-adapt use it.
 

@@ -173,8 +173,8 @@ def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
     predecessor = ring[position - 1]  # the first cluster follows the last one
     successor = ring[(position + 1) % count]
     last_round = 2 * count - 2  # count - 1 rounds for partial sums, and as many for totals
-    # Round 0 only sends. The tag of a message is _UP_TAG plus the number of the round that sends it.
-    # The receiver gets the message one round later.
+    # Round 0 only sends. A message's tag is _UP_TAG plus the number of the round that sends it. The
+    # receiver gets the message one round later.
     first_send = RelaySend(successor, part=position, tag=_UP_TAG)
     rounds = [Round(receives=(), sends=(first_send,))]
     for number in range(1, last_round + 1):
