@@ -413,8 +413,7 @@ def exchange_hello(
             return f"connected, but no answer within {answer_s:g} s"
         except OSError as error:
             # An error of the operating system has a text (strerror), such as "Connection reset by
-            # peer". One without it comes from reading an answer that no holmes of this job has
-            # sent.
+            # peer". One without a text is taken for an answer of a process outside of this job.
             return f"connected, but the answer failed: {error.strerror or 'it is not of this job'}"
         except ValueError:
             return "connected, but the answer failed: it is not of this job"

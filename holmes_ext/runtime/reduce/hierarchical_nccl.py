@@ -160,8 +160,7 @@ class HierarchicalCollectives:
         Args:
             flat: One-dimensional and contiguous.
             bucket: The bucket whose buffer `flat` is, or None. With a compression that has error
-                feedback, it identifies the rounding errors of earlier calls; without it, `flat`
-                does.
+                feedback, it identifies the rounding errors of earlier calls (if None: `flat`).
         """
         assert flat.dim() == 1
         assert flat.is_contiguous()

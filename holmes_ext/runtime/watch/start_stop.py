@@ -95,7 +95,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
             _Running.watchdog.start()
     if has_other_ranks:
         compare_with_plan(current)  # installs a hook that prints differences after the second step
-        nics.remember_counters(current)  # error counters, to which a failure compares later ones
+        nics.remember_counters(current)  # a later message names the error counters that grew
         watch_nics(current.options.link_timeout_s)
     return lines + hooks.on_start(current)
 
