@@ -38,8 +38,8 @@ _POLL_S = 0.02
 def told_once(error: HolmesError, topic: str = "") -> HolmesError:
     """Print an error that several ranks meet on one of them, and return the error to raise.
 
-    Every rank that meets the error calls this function. The first one to call it prints. Without a
-    key-value store, or if the store fails, nothing is printed here.
+    Every rank that meets the error calls this function. The first one to call it prints the error.
+    The ranks find out through the job's key-value store which one was first.
 
     Args:
         error: The error.
@@ -47,7 +47,8 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
 
     Returns:
         A RemoteError with the same text: its handler ends the process without printing the text.
-        If nothing was printed here: `error` itself, which its handler prints on each rank.
+        Without a store, or if the store fails: `error` itself, which each rank then prints. A
+        message that is printed twice is better than none.
     """
     current = session.active()
     if current is None or current.store is None:
@@ -57,8 +58,7 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
     digest = hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]
     key = f"{current.key_prefix}/refusal/{digest}"
     own_rank = str(process.rank)
-    # Rank 0 hosts the store, unless the launcher's agent does (agent_store). Then the store ends
-    # with rank 0.
+    # The store ends with the process that hosts it: rank 0, or the launcher's agent (agent_store).
     is_host = process.rank == 0 and not process.agent_store
     try:
         # Writes this rank only if the key has no value yet; returns the key's value afterwards.

@@ -169,8 +169,8 @@ class ListedPostingRule:
         if kind != "F":
             return 0
         activations_sent = micro_batch + 1
-        # activations_before: micro-batch -> number of activations that precede its gradient. It is
-        # sorted. Count the gradients whose number is at most activations_sent.
+        # activations_before: micro-batch -> number of activations before its gradient, ascending.
+        # Count the gradients that have at most `activations_sent` activations before them.
         return bisect_right(self.activations_before, activations_sent)
 
     def _activations_before_gradient(self, micro_batch: int) -> int:
