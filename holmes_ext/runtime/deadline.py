@@ -36,14 +36,19 @@ _POLL_S = 0.02
 
 
 def told_once(error: HolmesError, topic: str = "") -> HolmesError:
-    """Print an error on one rank, and return an error that this rank can raise without printing it again.
+    """Print an error that several ranks meet on one of them, and return the error to raise.
 
-    Every rank that meets the error calls this function. Without a store, or if the store fails, `error`
-    itself is returned: a message that is printed twice is better than none.
+    Every rank that meets the error calls this function. The first one to call it prints the error.
+    The ranks find out through the job's key-value store which one was first.
 
     Args:
         error: The error.
         topic: Identifies the error if its text differs between ranks. By default the text does.
+
+    Returns:
+        A RemoteError with the same text: its handler ends the process without printing the text.
+        Without a store, or if the store fails: `error` itself, which each rank then prints. A
+        message that is printed twice is better than none.
     """
     current = session.active()
     if current is None or current.store is None:
@@ -53,7 +58,8 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
     digest = hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]
     key = f"{current.key_prefix}/refusal/{digest}"
     own_rank = str(process.rank)
-    is_host = process.rank == 0 and not process.agent_store  # the store ends with this process
+    # The store ends with the process that hosts it: rank 0, or the launcher's agent (agent_store).
+    is_host = process.rank == 0 and not process.agent_store
     try:
         # Writes this rank only if the key has no value yet; returns the key's value afterwards.
         first_rank = store.compare_set(key, "", own_rank).decode()

@@ -40,12 +40,12 @@ class JobRequest(Protocol):
         """Make the plan for the nodes that reported."""
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
-        """Return the options with the layers per pipeline stage that the last run has chosen.
+        """Return options that continue a restarted job with the layers its last run has chosen.
 
-        This method restarts nothing: the job has just been started again. With
+        "again": this run is the one after a restart, which has already happened. With
         --holmes-restart auto, a running job measures its layers. If other numbers of layers per
-        stage would be faster, the job ends after a checkpoint, and torchrun starts it again with
-        these numbers.
+        stage would be faster, the job ends after a checkpoint. torchrun then starts it again, and
+        this method puts these numbers into the options.
 
         Args:
             layers: Layers of each stage, as --holmes-partition takes them, such as "5,3"; "" if the
@@ -53,7 +53,7 @@ class JobRequest(Protocol):
             sizes: Parallel sizes of the last run; None if unknown.
 
         Returns:
-            The options of this run, and lines for the user.
+            The options of this run, and lines to print that say which layers this run uses and why.
         """
 
 
@@ -82,12 +82,14 @@ class PlanMaker(Protocol):
     def advice_on_spanning(self, plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
         """Return a line of advice on process groups that have ranks in several clusters; "" without any.
 
-        The line names the groups and other parallel sizes, with which they would stay inside clusters.
+        The line names such groups, and suggests other parallel sizes. With these sizes, the groups
+        would have all their ranks in one cluster. This is an interface: holmes_ext.plan.maker
+        implements the method.
 
         Args:
             plan: The plan of the job.
             site: The nodes of the job.
             sizes: Parallel sizes that the framework initializes.
-            instances: Number of distributed-optimizer instances (megatron-core), among which data-parallel
-                ranks are divided; 1 without them.
+            instances: megatron-core's num_distributed_optimizer_instances: the data-parallel ranks
+                form so many parts, and each part shards the optimizer state among its own ranks.
         """

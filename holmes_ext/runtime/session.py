@@ -111,14 +111,15 @@ class Session:
     def adopt(self, sizes: Sizes, plan: Plan, sums: bool = False) -> None:
         """Use another plan from now on, which --holmes-adapt made from measurements of the running job.
 
-        It replaces the plan that plan_for(sizes) returns: `self.plan` if that has the same parallel sizes,
-        else the plan that is kept for these sizes.
+        Afterwards plan_for(sizes) returns the new plan. It is stored in `self.plan` if that has the
+        same parallel sizes, else with the plans for other sizes.
 
         Args:
             sizes: Parallel sizes of the plan, including the data-parallel size.
             plan: The new plan.
-            sums: Whether the plan also changes how gradients are reduced. Then reducers, which ask for
-                reduction_from_measurements() at every step, replace their reductions.
+            sums: Whether the plan also changes how gradients are summed (reduced). Then it is also
+                stored in `measured_plan`. Reducers look there at the beginning of each step, and
+                replace their reduction if the plan has another one.
         """
         if sums:
             self.measured_plan = plan
@@ -158,11 +159,15 @@ class Session:
         members = tuple(ranks)
         # None, unless measurements of this job have led to another reduction than the planned one.
         measured = self.reduction_from_measurements(members, backend)
+        # A reduction from measurements was chosen for the codec of --holmes-compress-gradients. It
+        # does not suit a caller that wants another codec (`compress`).
         if measured is not None and measured.compress == options.compress_gradients:
             return measured
         return self._plan_maker.spec_of_group(
             self.plan,
             members,
+            # A backend that chooses its networks itself, such as MPI, is planned like gloo
+            # (SOCKETS).
             network_api_of(backend) or SOCKETS,
             options,
             total_bytes,

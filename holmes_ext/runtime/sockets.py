@@ -275,14 +275,18 @@ class Listener:
     def _welcome(self, connection: socket.socket) -> None:
         """Start the thread that handles a new connection.
 
-        The connection counts as a stranger until the handler has authenticated its client. The number of
-        strangers is limited, in all and for each IP network (address range) of clients. If a limit is
-        reached, the oldest stranger, of that network or of the one with most strangers, is disconnected.
+        The connection counts as a stranger until the handler has authenticated its client.
+        Strangers are limited, so that they cannot use up all threads. At a limit, the oldest
+        stranger of one IP network (address range) is disconnected:
+
+            limit of the client's network    a stranger of this network
+            limit of all strangers           a stranger of the network that has the most strangers
 
         Raises:
             RuntimeError: No thread can be started.
         """
         prepare(connection)
+        # The handler calls _admit() through the guest when it has authenticated the client.
         guest = Guest(connection, peer_host(connection), self._admit)
         with self._lock:
             self._disconnect_stranger_over_limit(guest.network)
@@ -408,6 +412,8 @@ def exchange_hello(
         except TimeoutError:
             return f"connected, but no answer within {answer_s:g} s"
         except OSError as error:
+            # An error of the operating system has a text (strerror), such as "Connection reset by
+            # peer". One without a text is taken for an answer of a process outside of this job.
             return f"connected, but the answer failed: {error.strerror or 'it is not of this job'}"
         except ValueError:
             return "connected, but the answer failed: it is not of this job"

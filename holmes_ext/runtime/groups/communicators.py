@@ -32,10 +32,11 @@ _state = _State()
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """Postpone the communicators of all groups that are made inside the `with` block.
+    """Let each group made in the `with` block create its communicator at its first operation.
 
-    All ranks must make these groups inside such a block. The first operation of each group must be one in
-    which all ranks of the group take part.
+    Otherwise torch creates the NCCL communicator together with the group. All ranks of a group must
+    make it inside such a block. All of them must also take part in the group's first operation,
+    since they create the communicator there together.
     """
     before = _state.postpones  # True inside an outer postponed() block
     _state.postpones = True  # read by are_postponed() when a group is made
@@ -61,9 +62,10 @@ def are_postponed(backend: str, options: Any) -> bool:
 
 
 def can_postpone(backend: str) -> bool:
-    """Return whether an NCCL backend has the option `lazy_init`, which postpones a communicator.
+    """Return whether an NCCL backend obeys the option `lazy_init`.
 
-    nccl2 and nccl-lazy have it since torch 2.15. nccl-legacy ignores it, since it always postpones.
+    With `lazy_init`, a group creates its communicator at its first operation. nccl2 and nccl-lazy
+    have the option since torch 2.15. nccl-legacy ignores it, since it always does so.
     """
     import torch.distributed as dist
 
@@ -74,7 +76,9 @@ def can_postpone(backend: str) -> bool:
 
 
 def with_lazy_init(options: Any) -> Any:
-    """Return NCCL options with `lazy_init`, which postpones the communicator of a group.
+    """Return NCCL options by which a group creates its communicator at its first operation.
+
+    This is the option `lazy_init`. Without it, torch creates the communicator with the group.
 
     Args:
         options: ProcessGroupNCCL.Options, which are changed and returned; None for new ones.

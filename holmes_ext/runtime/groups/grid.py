@@ -27,8 +27,8 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
     Args:
         current: State of holmes in this process.
         sizes: Complete parallel sizes of the framework.
-        instances: Number of distributed-optimizer instances (megatron-core), among which data-parallel ranks
-            are divided.
+        instances: megatron-core's num_distributed_optimizer_instances: the data-parallel ranks form
+            so many parts, and each part shards the optimizer state among its own ranks.
 
     Raises:
         HolmesError: the sizes differ from those that the user gave for the plan.
@@ -36,7 +36,9 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
     try:
         refuse_other_sizes(current, sizes)
     except HolmesError as error:
-        raise told_once(error) from None  # all ranks raise, but only one prints the message
+        # told_once() prints the message on one rank. All ranks raise what it returns, which is not
+        # printed again.
+        raise told_once(error) from None
     # maker: functions that derive plans and judge them; None only in tests.
     if current.rank == 0 and current.maker is not None:
         # A group spans clusters if its ranks are in several. The advice is "" unless other sizes would keep

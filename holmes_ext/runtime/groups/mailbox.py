@@ -98,10 +98,11 @@ class _StagePair(NamedTuple):
 def of_pairs(
     pairs: Iterable[tuple[int, int]], rank: int, stages: Mapping[int, int], pipeline: Any
 ) -> Mailbox:
-    """Make the mailbox of a rank, with two new process groups for each neighbour.
+    """Return an object that sends and receives this rank's pipeline messages, with new groups.
 
-    One group carries activations to the later stage, the other carries gradients back. The two ranks of a
-    pair must make the groups in the same order, so the pairs are sorted.
+    The object, a Mailbox, sends without waiting and posts receives in advance. For each neighbour,
+    one new process group carries activations to the later stage, and another carries gradients
+    back. The two ranks of a pair must make the groups in the same order, so the pairs are sorted.
 
     Args:
         pairs: Pairs of global ranks, the rank of the earlier stage first.
@@ -122,6 +123,7 @@ def of_pairs(
         else:
             groups[earlier_rank, "send"] = gradients
             groups[earlier_rank, "recv"] = activations
+    # Neighbour -> (stage of this rank, stage of the neighbour).
     ends = {neighbour: (stages[rank], stages[neighbour]) for neighbour, _ in groups}
     return Mailbox(groups, ends)
 
@@ -134,10 +136,11 @@ class Mailbox:
     """
 
     def __init__(self, groups: dict[tuple[int, str], Any], ends: Mapping[int, tuple[int, int]]):
-        """Create a mailbox that does not know the shapes and dtypes of its messages yet.
+        """Create a mailbox whose messages have no shapes and dtypes yet.
 
-        The engine declares them before a step (expect(), announce()). Otherwise the mailbox reads
-        them off the received tensors of the first step (start_recording()).
+        The pipeline engine may declare them before a step, with expect() and announce(). Otherwise
+        the first step receives with blocking calls and records them from the tensors
+        (start_recording()).
 
         Args:
             groups: (neighbour, "send" or "recv") -> process group of that direction.
@@ -152,7 +155,8 @@ class Mailbox:
             distance = stages.neighbour_stage - stages.this_stage
             if abs(distance) == 1:
                 self.neighbours[peer] = distance
-        #: Returns the encoding of the messages to and from a neighbour.
+        #: Neighbour -> encoding of the messages to and from it. PLAIN sends tensors as they are;
+        #: others compress them.
         self.wire_to: Callable[[int], Wire] = lambda peer: PLAIN
 
         #: Whether a step runs whose receives are posted in advance.
@@ -162,21 +166,24 @@ class Mailbox:
         #: The pass that sends: "F" or "B", and its micro-batch. Set by the caller of send().
         self.sending_pass: tuple[str, int] = ("", 0)
 
-        # Neighbour -> shapes and dtypes of messages.
-        self._announced: dict[int, Sequence[MessageSpec]] = {}  # sent for each micro-batch
-        self._expected: dict[int, Sequence[MessageSpec]] = {}  # received for each micro-batch
-        self._recorded: dict[int, list[MessageSpec]] = {}  # received in a step of blocking calls
+        # Neighbour -> shapes and dtypes of the messages of one micro-batch.
+        self._announced: dict[int, Sequence[MessageSpec]] = {}  # messages to the neighbour
+        self._expected: dict[int, Sequence[MessageSpec]] = {}  # messages from the neighbour
+        # Neighbour -> shape and dtype of each message received in a step of blocking calls.
+        self._recorded: dict[int, list[MessageSpec]] = {}
 
         # State of the current step. Keys are neighbours, except in _sent_messages.
-        self._micro_batches = 0
+        self._micro_batches = 0  # of the whole step
         self._device_tensor: Any = None  # receive buffers are allocated on its device
+        # When to post receives: before or after which pass, and how many.
         self._posting_rules: dict[int, PostingRule | ListedPostingRule] = {}
-        self._sent_messages: dict[str, deque[_SentMessage]] = defaultdict(deque)  # by "F" or "B"
+        # "F" or "B" (the pass that sent) -> messages whose tensors are still kept.
+        self._sent_messages: dict[str, deque[_SentMessage]] = defaultdict(deque)
         # Receives that recv() has not used yet, the oldest first.
         self._posted: dict[int, deque[_PostedReceive]] = defaultdict(deque)
-        self._posted_micro_batches: Counter[int] = Counter()  # whose receives were all posted
-        self._received_messages: Counter[int] = Counter()
-        self._checked_messages: Counter[int] = Counter()  # sent and compared with announce()
+        self._posted_micro_batches: Counter[int] = Counter()  # micro-batches with posted receives
+        self._received_messages: Counter[int] = Counter()  # number of calls of recv()
+        self._checked_messages: Counter[int] = Counter()  # sent messages compared with _announced
 
     # Which messages a micro-batch has
 
@@ -309,9 +316,9 @@ class Mailbox:
     def recv(self, tensor: Any, peer: int) -> None:
         """Wait for the next message of a neighbour, and copy it into `tensor`.
 
-        Its receive was posted into a buffer before `tensor` was given. A first step that records
-        the shapes of messages (start_recording()) has no buffers: a blocking receive fills `tensor`
-        directly. With NCCL, the current stream waits, not the host.
+        The receive (irecv) was usually posted some passes before, into a buffer of its own. A first
+        step that records the shapes of messages (start_recording()) has no such buffers: a blocking
+        receive fills `tensor` directly. With NCCL, the current stream waits, not the host.
 
         Raises:
             HolmesError: another shape or dtype was expected, or the connection is broken.
@@ -322,7 +329,8 @@ class Mailbox:
         messages_per_micro_batch = len(self._expected[peer])
         micro_batch = self._received_messages[peer] // messages_per_micro_batch
         self._received_messages[peer] += 1
-        # Post the receives that are due before the pass that needs this message; it may be among them.
+        # posted_before() returns how many micro-batches must have posted receives before this pass.
+        # Missing receives are posted now. The receive of this message may be among them.
         self._post_receives(peer, self._posting_rules[peer].posted_before(micro_batch))
         posted = self._posted[peer].popleft()
         # `encoded` takes the message as it is sent. decode() then fills `tensor` from it.
@@ -404,11 +412,12 @@ class Mailbox:
             self._posted_micro_batches[peer] += 1
 
     def _check_announced(self, tensor: Any, peer: int) -> None:
-        """Raise an error if a tensor differs from the message that announce() declared.
+        """Raise an error if a tensor that is sent has another shape or dtype than declared.
 
-        Gloo would leave half of such a message in the receiver's buffer, or end the process.
+        The engine declared, with announce(), the messages that each micro-batch sends to `peer`.
+        Without this check, gloo would fill the receiver's buffer only in part, or end the process.
         """
-        specs = self._announced.get(peer)  # messages of one micro-batch
+        specs = self._announced.get(peer)  # one for each message of a micro-batch, in order
         if not specs:
             return
         micro_batch, position = divmod(self._checked_messages[peer], len(specs))
@@ -446,7 +455,9 @@ class Mailbox:
                 f"stage link from stage {stages.neighbour_stage} (rank {peer}) "
                 f"to stage {stages.this_stage}"
             )
-            # If another rank has ended before because of the user's input, broken() returns the message of
-            # that rank, with the prefix "holmes: ". A HolmesError is printed with the same prefix.
+            # broken() returns the text of an error that says which stage link broke and why. If
+            # another rank has ended because of wrong user input, it returns the message of that
+            # rank instead, with the prefix "holmes: ". The prefix is removed, since printing a
+            # HolmesError adds it.
             message = failure.broken(stage_link, str(error))
             raise HolmesError(message.removeprefix(failure.INPUT)) from error

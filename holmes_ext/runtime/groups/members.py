@@ -34,15 +34,21 @@ _count: Counter[tuple[Any, ...]] = Counter()
 
 
 def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
-    """Make a process group of `ranks`. All of these ranks must call this function, and no others.
+    """Make a process group that only its members make: `ranks` call this function, and no others.
 
-    torch must not split the group's NCCL communicator from the default group's: a split (ncclCommSplit)
-    needs all ranks of the job. torch splits if the default group is bound to a GPU, except for a group with
-    the option `lazy_init`, which gets its communicator at its first operation.
+    dist.new_group() usually needs all ranks of the job. With use_local_synchronization=True it
+    needs only the members. But if the default group is bound to a GPU, torch still splits the
+    communicator from the default group's (ncclCommSplit), which needs all ranks. Two ways avoid the
+    split:
+
+        lazy_init       An option of newer NCCL backends: the group creates its communicator at its
+                        first operation, without a split.
+        no bound GPU    Without this option, the default group is unbound while the group is made.
 
     Ranks that make several groups of the same ranks and purpose must make them in the same order.
 
     Args:
+        ranks: Global ranks of the members, in any order.
         purpose: Part of the group's name, and the group's description (group_desc).
         options: Further arguments of torch.distributed.new_group.
     """
@@ -54,11 +60,11 @@ def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
     backend = options.get("backend") or dist.get_backend(world)
     nccl_backend = nccl_backend_in(backend)  # "" if the group does not use NCCL
     has_lazy_init = bool(nccl_backend) and can_postpone(nccl_backend)
-    if has_lazy_init:  # no split, so the default group stays bound
+    if has_lazy_init:  # torch does not split, so the default group may stay bound to its GPU
         options["pg_options"] = with_lazy_init(options.get("pg_options"))
         bound_device = world.bound_device_id
     else:
-        bound_device = None  # unbound while the group is made: no split
+        bound_device = None  # the default group is unbound while the group is made, against a split
     with _group_name(_new_name(ranks, purpose)), _default_group_bound_to(bound_device):
         return dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose, **options)
 
@@ -91,6 +97,9 @@ def _group_name(name: str) -> Iterator[None]:
 @contextmanager
 def _default_group_bound_to(device: Any) -> Iterator[None]:
     """Set the GPU that the default process group is bound to, inside the `with` block.
+
+    With a bound GPU, torch creates a new NCCL group as a split of the default group's communicator
+    (ncclCommSplit), in which all ranks of the job must take part. With None it does not split.
 
     Args:
         device: The torch.device; None to bind the default group to no GPU.

@@ -32,9 +32,10 @@ _RANKS_OF_PAIR = 2
 def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
     """Make process groups for the pairs of neighbouring pipeline stages that this rank is in.
 
-    All ranks of the pipeline must call this function. Either all pairs get a group, or none. Otherwise the
-    job could hang: NCCL makes the communicator of the pipeline's group at its first message, and waits for
-    all stages of the pipeline. A stage whose messages all use groups of pairs does not take part.
+    All ranks of the pipeline must call this function. Either all pairs of the pipeline get a group,
+    or none. With a mixture the job could hang. NCCL makes the communicator of the pipeline's own
+    group at the first message in it, and all stages must take part. A stage between two pairs with
+    groups never sends a message in the pipeline's own group, so the other stages would wait for it.
 
     Args:
         group: The process group of the pipeline.
@@ -89,11 +90,14 @@ def pair_group(pair: Iterable[int], purpose: str, pipeline: Any) -> Any:
     if traits_of(backend).is_nccl:
         settings = settings_of(pipeline)
         current = session.active()
-        # max_ctas limits the thread blocks of a communicator; it is below 1 if the program set none.
+        # max_ctas limits the thread blocks of a communicator. If the program set no limit, it has
+        # NCCL's value for "undefined", which is negative.
         program_has_limit = settings.config.max_ctas >= 1
         uses_nic = current is not None and current.transport(ranks, backend).fabric != LOCAL
         if uses_nic and not program_has_limit:
-            # A waiting receive occupies its thread blocks, and few are enough for a NIC.
+            # A receive that waits for its message occupies its thread blocks, and the GPU cannot
+            # compute with them. So they are limited to PAIR_CTAS (4), which are enough to use the
+            # whole NIC.
             settings.config.max_ctas = max(PAIR_CTAS, settings.config.min_ctas)
         options["pg_options"] = settings
     return members_group(ranks, purpose, **options)

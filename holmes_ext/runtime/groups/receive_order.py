@@ -72,8 +72,8 @@ class PostingRule:
 
     #: Number of passes by which a receive is posted before the pass that needs its message.
     passes_ahead: int
-    #: For receives of gradients: activations sent before the first receive is posted. None for receives of
-    #: activations.
+    #: For receives of gradients: activations sent before the first receive is posted. None for
+    #: receives of activations.
     activations_before_first: int | None = None
 
     def posted_before(self, micro_batch: int) -> int:
@@ -91,8 +91,10 @@ class PostingRule:
     def posted_after(self, kind: str, micro_batch: int) -> int:
         """Return how many receives the stage must have posted after one of its passes.
 
-        Only a stage that receives gradients gets a number: it posts one more receive after each
-        forward pass, whose activation it has just sent.
+        Only forward passes of a stage that receives gradients from the neighbour require any. Such
+        a stage first sends `activations_before_first` activations. Then it posts the receive of one
+        gradient, and one more after each further activation. Example with
+        activations_before_first=3: after forward passes 0, 1, 2, 3 the result is -1, 0, 1, 2.
 
         Args:
             kind: "F" after a forward pass, "B" after a backward pass.
@@ -100,11 +102,10 @@ class PostingRule:
 
         Returns:
             Number of receives from the neighbour since the beginning of the step, in micro-batches.
-            0 or less: the pass requires none.
+            0 or less: no receive has to be posted.
         """
         if kind == "F" and self.activations_before_first is not None:
             activations_sent = micro_batch + 1
-            # After activations_before_first activations one receive, then one more for each activation.
             return activations_sent - self.activations_before_first + 1
         return 0
 
@@ -120,8 +121,8 @@ class ListedPostingRule:
 
     #: Micro-batch -> number of activations that both stages launch before its gradient.
     activations_before: tuple[int, ...]
-    #: For receives of activations: micro-batch -> gradients that the receiving stage has sent before it needs
-    #: the activation. Empty for receives of gradients.
+    #: For receives of activations: micro-batch -> gradients that the receiving stage has sent
+    #: before it needs the activation. Empty for receives of gradients.
     gradients_sent: tuple[int, ...] = ()
 
     def posted_before(self, micro_batch: int) -> int:
@@ -133,11 +134,15 @@ class ListedPostingRule:
         Returns:
             Number of receives from the neighbour since the beginning of the step, in micro-batches.
         """
+        # gradients_sent: micro-batch -> gradients sent before its forward pass. It is empty for a
+        # stage that receives gradients.
         receives_activations = bool(self.gradients_sent)
         if receives_activations:
+            # Gradients are numbered from 0, so the number of gradients sent is also the number of
+            # the next one. All activations that the plan puts before this one must be posted.
             next_gradient = self.gradients_sent[micro_batch]
             return self._activations_before_gradient(next_gradient)
-        return micro_batch + 1
+        return micro_batch + 1  # only the receive of the gradient that this pass needs
 
     def posted_after(self, kind: str, micro_batch: int) -> int:
         """Return how many receives the stage must have posted after one of its passes.
@@ -154,22 +159,26 @@ class ListedPostingRule:
             Number of receives from the neighbour since the beginning of the step, in micro-batches.
             0: the pass requires none.
         """
+        # gradients_sent is empty for a stage that receives gradients.
         receives_activations = bool(self.gradients_sent)
         if receives_activations:
             if kind != "B":
                 return 0
+            # Post the activations that the plan puts before the next gradient.
             return self._activations_before_gradient(micro_batch + 1)
         if kind != "F":
             return 0
         activations_sent = micro_batch + 1
-        # The gradients that come after at most so many activations.
+        # activations_before: micro-batch -> number of activations before its gradient, ascending.
+        # Count the gradients that have at most `activations_sent` activations before them.
         return bisect_right(self.activations_before, activations_sent)
 
     def _activations_before_gradient(self, micro_batch: int) -> int:
         """Return the number of activations that are launched before the gradient of a micro-batch.
 
         Args:
-            micro_batch: Its number. After the last one there is no gradient: then all activations count.
+            micro_batch: Number of the micro-batch. A number after the last one has no gradient:
+                then the result is the number of all activations of the step.
         """
         if micro_batch < len(self.activations_before):
             return self.activations_before[micro_batch]
@@ -194,14 +203,15 @@ class Order1F1B:
     def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> PostingRule:
         """Return how many passes before its use a stage posts each receive from a neighbour stage.
 
-        Before its first backward pass, the earlier stage runs E forward passes, the later one L.
         With NCCL both stages launch all messages in one order: first `lead` activations, then
-        gradients and activations in turn. The lead is chosen between L and E:
+        gradients and activations in turn. The lead lies between forwards_of_later and
+        forwards_of_earlier, the forward passes of each stage before its first backward pass:
 
-            later stage      posts the receive of an activation lead - L passes before its use
-            earlier stage    posts the receive of a gradient E - lead passes before its use
+            later stage      posts an activation's receive lead - forwards_of_later passes ahead
+            earlier stage    posts a gradient's receive forwards_of_earlier - lead passes ahead
 
-        With gloo no common order is needed, and both stages post E - L passes ahead.
+        With gloo no common order is needed. Both stages then post all
+        forwards_of_earlier - forwards_of_later passes ahead.
 
         Args:
             stage: Number of the stage that receives.
@@ -210,7 +220,7 @@ class Order1F1B:
         """
         earlier_stage = min(stage, neighbour)
         later_stage = earlier_stage + 1
-        # Forward passes before the first backward pass. A short step has fewer.
+        # Forward passes before the first backward pass (in_flight). A short step has fewer.
         forwards_of_earlier = min(self.in_flight[earlier_stage], micro_batches)
         forwards_of_later = min(self.in_flight[later_stage], micro_batches)
         receives_gradients = stage == earlier_stage
@@ -235,17 +245,21 @@ class Order1F1B:
         return PostingRule(passes_ahead=later_ahead)
 
     def _share_of_later_stage(self, later_stage: int, passes_to_share: int) -> int:
-        """Return how many passes before its use the later of two neighbour stages posts a receive.
+        """Divide a number of passes between two neighbour stages; return the later stage's share.
 
-        This is half of `passes_to_share`; the earlier stage gets the other half. The stage that
-        computes longer gets more: it has less idle time in which it could wait for a message.
+        A share is the number of passes by which the stage posts a receive before it needs the
+        message. Both stages get half, but the stage that computes longer gets more: it has less
+        idle time in which it could wait for a message.
 
         Args:
             later_stage: Number of the later stage.
             passes_to_share: Number of passes to divide among both stages.
+
+        Returns:
+            An integer from 0 to passes_to_share. The earlier stage gets the rest.
         """
-        # How much longer the later stage computes a micro-batch than the earlier one, in passes: in the
-        # steady state each stage begins a pass whenever the slowest stage has computed a micro-batch.
+        # How much longer the later stage computes a micro-batch than the earlier one. The unit is
+        # the time from one pass to the next: in the steady state, that of the slowest stage.
         passes_longer = 0.0
         if self.busy_s:
             busy_difference_s = self.busy_s[later_stage] - self.busy_s[later_stage - 1]
@@ -270,7 +284,7 @@ class ListedOrder:
     in_flight: tuple[int, ...] = ()  # left empty: the schedule itself limits the micro-batches
 
     def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> ListedPostingRule:
-        """Return when a stage posts its receives from a neighbouring stage, as the plan lists it.
+        """Return when a stage posts its receives from a neighbouring stage, as the plan lists them.
 
         For each gradient between the two stages, the plan has the number of activations before it.
         If this is 3 for the first gradient:
@@ -284,17 +298,19 @@ class ListedOrder:
             micro_batches: Micro-batches of a step.
         """
         stage_link = min(stage, neighbour)  # numbered by its earlier stage
-        # For each stage, by micro-batch: the number of activations before its gradient. With NCCL both stages
-        # have the same numbers, since they launch in one order. With gloo they differ: each stage posts its
-        # receives as early as possible.
+        # Two tuples: micro-batch -> number of activations that the later (then: the earlier) stage
+        # launches before the gradient of the micro-batch. With NCCL both tuples are equal, since
+        # both stages launch in one order. With gloo they differ: each stage posts as early as
+        # possible.
         orders = self.schedule.receive_orders(stage_link)
         activations_before_at_later_stage, activations_before_at_earlier_stage = orders
         receives_gradients = stage < neighbour
         if receives_gradients:
             return ListedPostingRule(activations_before=activations_before_at_earlier_stage)
         own_passes = self.order(stage, micro_batches)
-        # For each forward pass ("F"), the backward passes before it: whole ones ("B") and those that compute
-        # the gradient of the input only ("I"). Each has sent a gradient.
+        # Forward pass ("F") of each micro-batch -> number of gradients that this stage has sent
+        # before. These are its backward passes before it: whole ones ("B") and those that compute
+        # only the gradient of the input ("I").
         gradients_sent = before(own_passes, counted="BI", of_letters="F")
         return ListedPostingRule(
             activations_before=activations_before_at_later_stage, gradients_sent=gradients_sent
@@ -350,5 +366,7 @@ def pipeline_order_of(plan: Plan, network_api: str) -> PipelineOrder | None:
     if not traffic.in_flight:
         return None
     busy_s = tuple(load.busy_s for load in plan.loads)  # compute seconds of a micro-batch, by stage
-    # Gloo matches messages in any order. A NCCL kernel may hold up the kernels behind it.
+    # SOCKETS is gloo: its messages may be posted in any order. An NCCL send or receive is a kernel
+    # that runs until the other rank takes part. The kernels launched after it may have to wait for
+    # its end. So with NCCL, both ranks must launch their messages in the same order.
     return Order1F1B(traffic.in_flight, busy_s, needs_message_order=network_api != SOCKETS)

@@ -113,15 +113,19 @@ def _gloo_transport(
 def _nccl_transport(
     planned: Transport, node: Node, net_name: str, fabrics: Mapping[str, Fabric]
 ) -> Transport:
-    """Return the transport that an NCCL group really has on one of its nodes.
+    """Return the network that an NCCL group uses on one of its nodes: planned, or the program's.
+
+    The program may have set another net_name in the group's options than the plan has. NCCL then
+    uses the program's network.
 
     Args:
-        planned: Transport that the plan has for the group.
+        planned: Network that the plan has for the group.
         node: The node.
-        net_name: NCCL's name of the network in the group's options ("IB", "Socket" or that of a plugin); ""
-            if they have none.
+        net_name: NCCL's name of the network in the group's options: "IB", "Socket" or the name of a
+            plugin. "": the options name none, so the planned network is used.
         fabrics: Name of a network -> the network.
     """
+    # planned.net_name is "" if the plan leaves the choice to NCCL, e.g. inside a node.
     if not net_name or not planned.net_name or net_name == planned.net_name:
         return planned
     for port in node.ports:
@@ -161,15 +165,17 @@ def nccl_options(
 ) -> Any:
     """Return the options of one NCCL group, with the net_name of `transport`.
 
-    The options are a new object for each group, because torch frees the net_name once for each communicator.
-    Only options in which the program has set a net_name itself are returned unchanged.
+    Each group gets a new options object, with a copy of the given settings. A shared object would
+    not do: each communicator frees the net_name of its options, so one string would be freed twice.
+    If the program has set a net_name itself, its options are returned unchanged.
 
     Args:
         transport: Network of the group.
         given: Options that the program gave for the group, or None.
         options_class: torch's ProcessGroupNCCL.Options.
         timeout: Timeout of the group's operations; None to leave it as it is.
-        parent: Options of the group that is split, or None. They are copied if `given` is None.
+        parent: If the group is split from another one, that group's options; else None. Their
+            settings are copied if `given` is None.
         comm_name: Name of the communicator in NCCL's logs. Ignored if torch has no such option, or the
             program has given a name.
     """
@@ -178,6 +184,7 @@ def nccl_options(
     settings = parent if given is None else given
     fresh = options_class()
     if settings is not None:
+        # _NOT_COPIED names the fields of a config that belong to one communicator.
         _copy_settings(settings.config, fresh.config, skip=_NOT_COPIED)
         _copy_settings(settings, fresh, skip={"config"})
     if transport.net_name:
@@ -246,9 +253,10 @@ def node_environment(node: Node, environ: MutableMapping[str, str]) -> list[str]
 
     Variables that the user has set stay. Two variables are unset:
 
-        NCCL_NET                               would override the network of every group
-        NCCL_COMM_SPLIT_SHARE_RESOURCES        would give a split communicator the network of its parent; it
-                                               may stay on a node with a single network
+        NCCL_NET                           would override the network of every group
+        NCCL_COMM_SPLIT_SHARE_RESOURCES    would give a split communicator the network of its
+                                           parent. On a node with a single network this does no
+                                           harm, so there the variable stays.
 
     Args:
         node: This node.
@@ -259,6 +267,7 @@ def node_environment(node: Node, environ: MutableMapping[str, str]) -> list[str]
     """
     lines = []
     in_files = file_settings(environ)  # variable -> its value and the file of NCCL that sets it
+    # Variable of NCCL -> value for this node; "" if NCCL's own default is right.
     for name, value in variables_of(node).items():
         holmes_would = f"holmes would use {value or 'none'}"
         if environ.get(name):

@@ -62,8 +62,9 @@ class StepCounter:
         leader = None
         if self._leader is not None:
             leader = self._leader()  # None if the program has deleted it
-        # If this parameter is updated for the second time without an update of the leader in between, the
-        # leader is updated more rarely, or no longer. Counting it would miss steps.
+        # This parameter may be updated for the second time without an update of the leader in
+        # between. Then the leader is updated in only some training steps, or in none any more.
+        # Counting the updates of such a leader would miss training steps.
         is_updated_again = any(other() is parameter for other in self._updated_since_leader)
         if leader is None or is_updated_again:  # this parameter becomes the leader
             leader = parameter

@@ -261,7 +261,8 @@ def _measure_pair(
 
     All ranks of the job call this function, because `barrier` separates the measurements. Ranks
     that take no part only wait at the barriers. Node i of the one cluster sends to node i of the
-    other one: first one node sends a single TCP stream, then all nodes send several streams.
+    other one, over one connection for each such pair of nodes. First only the first node sends a
+    single TCP stream, then all nodes send several streams each.
 
     Args:
         rank: This rank.
@@ -270,14 +271,19 @@ def _measure_pair(
         server: This node's listening socket.
         addresses: Rank -> address of its node's listening socket.
         barrier: Waits for all ranks.
+
+    Returns:
+        The round-trip time, the rate of the single stream, and the rates of all streams of this
+        sender in PARTS equal parts of the time. Values that this rank has not measured are 0.
     """
+    # Pairs of ranks (sender, receiver), one for each pair of nodes.
     connections = _connections(*sides) if sides is not None else []
     receiver_of = {connection.sender: connection.receiver for connection in connections}
     receiver = receiver_of.get(rank)  # None: this rank does not send
     is_receiver = rank in receiver_of.values()
     is_in_first = bool(connections) and rank in connections[0]  # the first sender or its receiver
-    trip_s = 0.0
-    results = []
+    trip_s = 0.0  # round-trip time of a small message
+    results = []  # for each measurement in which this rank sends: bits/s in PARTS parts of the time
     if receiver is not None:
         trip_s = _ping(addresses[receiver])
     elif is_receiver:
@@ -291,9 +297,10 @@ def _measure_pair(
         elif takes_part and is_receiver:
             _serve(server, streams)
     barrier()
-    # `results` is empty on ranks that do not send. The first sender's first result is that of one stream.
+    # `results` is empty on ranks that do not send. The first sender has two results, of the single
+    # stream and of all streams. Every other sender has only the latter.
     stream_bps = _median(results[:1]) if is_in_first else 0.0
-    rates = results[-1] if results else (0.0,) * PARTS  # the last result is that of all streams
+    rates = results[-1] if results else (0.0,) * PARTS
     return PairResult(trip_s, stream_bps, rates)
 
 

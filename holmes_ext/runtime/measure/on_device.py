@@ -91,9 +91,10 @@ class DeviceClock:
     def mark(self) -> Mark:
         """Record a CUDA event on the current stream, and return it with the host's time (a mark).
 
-        The first call records two events. The first event is kept as the reference, from which
-        elapsed times are counted. The second event is returned, because the caller later gives the
-        event of its mark back for reuse (recycle()).
+        The caller later gives the event back (recycle()), and it is then recorded anew for another
+        mark. So a returned event cannot serve as the reference from which elapsed times are
+        counted. The first call therefore records two events: it keeps one as the reference, and
+        returns the other one.
         """
         try:
             event = self._free.pop()  # an event of an earlier mark that is not needed any more
@@ -121,8 +122,10 @@ class DeviceClock:
     def time_of(self, mark: Mark) -> float:
         """Return the host time, in seconds, at which the GPU passed a mark; has_passed(mark) must be true.
 
-        The GPU passed the mark after it was recorded and before now, so the time is limited to this interval.
-        If the time was outside, the reference event's time was wrong by as much, and is corrected.
+        The time is the host time of the reference event, plus CUDA's elapsed time between both
+        events. The host time of the reference is only an estimate. But the GPU certainly passed the
+        mark after the host recorded it and before now. A time outside of this interval is moved to
+        its nearest limit, and the estimate for the reference is moved by the same amount.
         """
         assert self._reference is not None
         since_reference_s = self._reference.event.elapsed_time(mark.event) / _MS_PER_S
@@ -142,17 +145,20 @@ class DeviceClock:
         return float(first.event.elapsed_time(last.event)) / _MS_PER_S
 
     def step_done(self) -> None:
-        """Record an event at the end of a training step, which later becomes the reference for elapsed times.
+        """Record an event at the end of a step, the next reference from which elapsed times count.
 
-        Elapsed times stay short in this way, so that the rounding of torch's elapsed_time() (float32, in
-        milliseconds) does not matter. The current stream is taken to be the one that computes.
+        With a recent reference, elapsed times stay short. So the rounding of torch's elapsed_time()
+        (float32, in milliseconds) does not matter. The current stream is taken to be the one that
+        computes.
         """
         if self._reference is None or self.capturing():
             return
         self._compute = self._cuda.current_stream()
-        # The GPU may be behind the host by a step or more. Until it has passed the event of an earlier step,
-        # that event stays the next reference.
+        # Replace the reference by the event of an earlier step, if the GPU has passed that event.
+        # Until then, the event stays the next reference, and this step records no event of its own.
+        # The GPU may be behind the host by more than a step.
         if self._next_reference is not None and self.has_passed(self._next_reference):
+            # time_of() counts from the old reference, so it is called before the replacement.
             next_s = self.time_of(self._next_reference)
             self.recycle(self._reference)
             self._reference = self._next_reference
@@ -223,7 +229,10 @@ class OnDevice:
         # An operation that is over, or that a CUDA graph captures, is not measured.
         if op.end or self.captures():
             return wait()
-        self._is_over(op)  # reads the Work's duration while the program still holds the Work
+        # If the operation is over, _is_over() stores the duration that NCCL has measured. It is
+        # read now from the Work: `op` has only a weak reference, and the program may drop the Work
+        # after the wait. The result does not matter here.
+        self._is_over(op)
         before = self._clock.mark()
         result = wait()
         after = self._clock.mark()
@@ -241,11 +250,12 @@ class OnDevice:
         return op.launch_mark is None or self._clock.has_passed(op.launch_mark)
 
     def poll(self, group: GroupTraffic) -> None:
-        """Record the end of a group's operations that are over.
+        """Record the ends of those operations of a group that are over.
 
-        The end of an operation cannot be observed if its Work was deleted and no event follows it. A
-        communicator works in the order of the launches, so such an operation ends with the next one whose
-        end can be observed.
+        The end of an operation is observed by its Work or by a CUDA event after it. Some operations
+        have neither: their Work was deleted, and no event was recorded. A communicator runs
+        operations in the order of launch. So an unobservable operation gets the end of the next
+        observable one.
         """
         with self._polling:
             while True:
@@ -255,7 +265,8 @@ class OnDevice:
                     return
                 observed = group.on_device[count - 1]
                 # The duration of a wait is read from its two events, so the GPU must have passed both.
-                # Only `observed` can have waits: a wait records an event by which an end is observed.
+                # The operations before `observed` have no waits: the second event of a wait would
+                # have made them observable.
                 has_waited = all(self._clock.has_passed(after) for _, after in observed.waits)
                 if not self._is_over(observed) or not has_waited:
                     return
@@ -273,11 +284,14 @@ class OnDevice:
     def _is_over(self, op: Op) -> bool:
         """Return whether the GPU has completed an operation.
 
-        If the program still holds the operation's Work, is_completed() of the Work decides. When that is
-        first true, the current time is stored in the operation, and the duration that NCCL has measured. The
-        duration is only read if telemetry, metrics or --holmes-adapt use it (has_listeners), and not for the
-        watchdog alone.
+        There are two signs of it: is_completed() of the operation's Work, if the program still
+        holds the Work, or a passed CUDA event after the operation (end_mark).
+
+        When the Work is first seen completed, two values are stored in `op`: the current time, and
+        the duration that NCCL has measured. The duration is stored only if telemetry, metrics or
+        --holmes-adapt use it (has_listeners). The watchdog does not need it.
         """
+        # op.work is a weak reference: it returns None if the program has deleted the Work.
         work = op.work() if op.work is not None else None
         if not op.completed_at and work is not None and work.is_completed():
             op.completed_at = self._recorder.clock()
@@ -291,10 +305,13 @@ class OnDevice:
     def _record_end(self, op: Op, observed: Op) -> None:
         """Record the start, the end and the time of waiting of an operation that is over.
 
+        An operation has CUDA events: launch_mark before its launch, two for each wait() of the
+        program (waits), and end_mark, the first event after it. All are given back for reuse.
+
         Args:
             op: The operation. It also stands for the operations that were coalesced with it.
-            observed: The operation by whose end that of `op` is known: `op` itself, or a later one of the
-                same communicator.
+            observed: The operation whose end was observed: `op` itself, or a later operation of the
+                same communicator, if the end of `op` could not be observed.
         """
         clock = self._clock
         members = (*op.coalesced, op)
@@ -316,7 +333,9 @@ class OnDevice:
         clock.recycle(*[member.launch_mark for member in members])
         for before, after in op.waits:
             clock.recycle(before, after)
-        if op.work is None:  # else end_mark is the second event of the first wait, recycled above
+        # An operation with a Work shares end_mark with its first wait, whose events were given back
+        # above. Only the end_mark of an operation without Work is left.
+        if op.work is None:
             clock.recycle(op.end_mark)
         op.end_mark = None
         op.waits = []
@@ -333,12 +352,14 @@ class OnDevice:
 
         Args:
             op: The operation.
-            observed: The operation by whose end that of `op` is known: `op` itself, or a later one of the
-                same communicator.
+            observed: The operation whose end was observed: `op` itself, or a later operation of the
+                same communicator, if the end of `op` could not be observed.
             launch_mark: CUDA event directly before the launch.
         """
         clock = self._clock
-        # It ended before its Work was seen completed, and before the GPU passed the event after it.
+        # The latest possible end is the earlier one of two times: when the Work was first seen
+        # completed (completed_at), and when the GPU passed the first event after the operation
+        # (end_mark).
         end_s = observed.completed_at or self._recorder.clock()
         if observed.end_mark is not None and clock.has_passed(observed.end_mark):
             end_s = min(end_s, clock.time_of(observed.end_mark))

@@ -154,7 +154,9 @@ def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> s
             return "embedding"
         return "pipeline"
 
-    # Dimensions in which some member differs from the first member, and only in that dimension.
+    # The group is no complete group of one dimension. Collect the dimensions ("dp", "cp", ...)
+    # along which some other member is reached from the first one by a change in this dimension
+    # only.
     axes = set()
     for axis in AXES:
         ranks_along_axis = set(sizes.group(first, axis))
@@ -162,8 +164,9 @@ def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> s
             axes.add(axis)
     if axes == {"dp"}:  # a part of a data-parallel group
         return "data"
-    # Gradients are averaged over data-parallel and context-parallel ranks together. If these are all ranks
-    # of the job, the group may have another purpose: the caller then takes it for "world".
+    # Gradients are averaged over data-parallel and context-parallel ranks together. But a group of
+    # all ranks of the job may have another purpose. For such a group the result is "", and the
+    # caller then takes it for "world".
     has_all_dp_cp_ranks = len(members) == sizes.data * sizes.context
     is_world = len(members) == world_size
     if axes == {"dp", "cp"} and has_all_dp_cp_ranks and not is_world:
@@ -212,7 +215,10 @@ class GroupTraffic:
     """A process group as this rank sees it: members, network, and operations started so far."""
 
     def __init__(self, process_group: Any):
-        """Read the members, the description and the network of a process group of torch."""
+        """Read the members, the description and the network of a process group of torch.
+
+        The network (transport) is the one that holmes recorded when the group was made.
+        """
         import torch.distributed as dist
 
         current = session.require()
@@ -221,7 +227,7 @@ class GroupTraffic:
         self.backend = backend_of(process_group)
         traits = traits_of(self.backend)
         self.is_on_device = traits.is_nccl  # its operations run on CUDA streams
-        # The backend "nccl2" of torch, which is also called "nccl" since torch 2.15.
+        # torch's newer NCCL backend. Since torch 2.15, the name "nccl" stands for it, too.
         self.is_nccl2 = traits.is_nccl2
         # torch's description of a group that the program has not described is "undefined".
         self.description = str(process_group.group_desc or "").replace("undefined", "")
@@ -232,7 +238,9 @@ class GroupTraffic:
         ]
         if transports:
             self.transport = transports[-1]  # of the latest group with these ranks
-        else:  # the group was not recorded when it was made: take the planned network
+        else:
+            # holmes did not record the group when it was made: assume the network that the plan has
+            # for these ranks.
             self.transport = current.transport(self.ranks, self.backend)
         self.world_size = current.plan.world_size
         self.collectives = 0  # started so far

@@ -63,13 +63,13 @@ class ReductionTime(NamedTuple):
 def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
     """Return two ranks on different nodes for each fabric (network), to measure messages.
 
-    Two nodes are used for the fastest fabric that both have.
+    Two nodes may share several fabrics. They are a candidate only for the fastest of these.
 
     Args:
         session: The session of this process.
-        flat: True: one network connects all nodes, so Ethernet is measured between two clusters if
-            there are several. False: a WAN connects the clusters, and Ethernet is measured inside a
-            cluster.
+        flat: Whether Ethernet connects all nodes of all clusters ("flat": no WAN between clusters).
+            True: Ethernet is measured between two clusters, if there are several. False: a WAN
+            connects the clusters, and Ethernet is measured inside a cluster.
 
     Returns:
         Fabric -> the first ranks of two nodes. A fabric for which there are no such nodes is left
@@ -100,13 +100,14 @@ def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
 def ring_members(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
     """Return, for each fabric (network), one rank per node, to measure ring all-reduces among them.
 
-    A node counts for its fastest fabric only. The fabric that all nodes share, mostly Ethernet, is
-    an exception if `flat` is True: all nodes count for it.
+    Each node takes part in the ring of its fastest fabric. If `flat` is True, all nodes also take
+    part in the ring of the fabric that they share, mostly Ethernet.
 
     Args:
         session: The session of this process.
-        flat: True: one network connects all nodes. False: a WAN connects the clusters. Then
-            Ethernet is measured inside one cluster only, the first one without a faster fabric.
+        flat: Whether one network connects all nodes of all clusters ("flat": no WAN between them).
+            False: a WAN connects the clusters. Then Ethernet is measured inside one cluster only,
+            the first one without a faster fabric.
 
     Returns:
         Fabric -> the first rank of each node. A fabric with a single node is left out.

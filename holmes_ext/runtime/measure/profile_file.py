@@ -156,7 +156,9 @@ def write(current: session.Session, reports: list[dict[str, Any]], path: str) ->
 
 
 def merge(current: session.Session, reports: list[dict[str, Any]]) -> Profile:
-    """Return the profile of a job. The slowest rank of each stage counts.
+    """Combine the measurements of all ranks into the profile of the job.
+
+    Each pipeline stage gets the times of its slowest rank.
 
     Args:
         current: The session of this process.
@@ -169,11 +171,13 @@ def merge(current: session.Session, reports: list[dict[str, Any]]) -> Profile:
     # Transformer blocks have numbers; "before" and "after" are the layers before and after them.
     block_count = sum(isinstance(label, int) for label in gradient_bytes)
     labels: list[Label] = ["before", *range(block_count), "after"]
-    # If the user has given no parallel sizes, those of the framework count.
+    # If the user has given no parallel sizes, use the framework's: "tensor" is the number of
+    # tensor-parallel ranks.
     sizes = current.plan.sizes or Sizes(pipeline=stage_count, tensor=first["tensor"])
     stages = []
     for stage in range(stage_count):
         ranks = [rank for rank, report in enumerate(reports) if report["stage"] == stage]
+        # _stage_times() takes the times of the slowest of these ranks.
         stages.append(_stage_times(current, ranks, [reports[rank] for rank in ranks]))
     return Profile(
         framework=first["framework"],

@@ -103,8 +103,10 @@ class Profiler:
         """Measure the block of a `with` statement as a part of the step.
 
         Args:
-            kind: "forward" or "backward", which are cut at the layers, "send", "receive", "reduce", "tied" or
-                "optimizer". A span inside another one counts for the outer one.
+            kind: Name of the part: "forward", "backward", "send", "receive", "reduce", "optimizer"
+                or "tied" (the sum of gradients of weights that two stages share). Hooks divide
+                "forward" and "backward" further, at each layer. A span inside another one is not
+                measured by itself: its time is a part of the outer one's.
         """
         if self._open is not None:
             yield
@@ -121,7 +123,8 @@ class Profiler:
     def watch(self, modules: Sequence[tuple[Label, Any]]) -> None:
         """Measure these modules, layers of the model, in all forward and backward passes from now on.
 
-        Hooks record the time at which a layer's forward pass begins and its backward pass ends.
+        A forward pre-hook on each module records when its forward pass begins. This hook also puts
+        a hook on the module's input, which records when the module's backward pass ends.
 
         Args:
             modules: (label of the layer, its module). A label is the number of a transformer block, or
@@ -141,13 +144,15 @@ class Profiler:
     ) -> None:
         """Record that a layer's forward pass begins; let a hook record when its backward pass ends.
 
-        This is a forward pre-hook of the layer's module. A layer's backward pass ends when the gradient of
-        its input is ready, so the second hook is one of the first input that needs a gradient.
+        This is a forward pre-hook of the layer's module. A layer's backward pass ends when the
+        gradient of its input is ready. So a hook is registered on a tensor: the first input that
+        requires a gradient.
 
         Args:
             label: The layer, see watch().
             module, args, kwargs: The module and its inputs, as torch passes them.
         """
+        # _cut() stores the current time and the label in the pass that is being measured.
         self._cut("forward", label)
         # Some frameworks pass all inputs as one tuple.
         first_arguments = args[0] if args and isinstance(args[0], (tuple, list)) else ()
@@ -203,12 +208,13 @@ class Profiler:
             # A layer's interval follows its time stamp. The time before the first layer counts for it, too.
             layer_of_interval = [labels[0], *labels]
         else:
-            # A layer's interval precedes its time stamp. One interval is left, between the last time stamp
-            # and the end of the pass. It belongs to the stage's first layer, whose backward pass comes last.
-            # This layer may have no time stamp: the embedding's input needs no gradient.
+            # A layer's interval precedes its time stamp. One interval is left, between the last
+            # time stamp and the end of the pass. In it the stage's first layer computes, since its
+            # backward pass comes last. If that layer has a time stamp, the interval is added to its
+            # time. It may have none: the input of an embedding needs no gradient.
             lowest_stamped_layer = labels[-1]
             layers_of_stage = list(self.passes["forward"])  # in the order of the forward pass
-            last_interval = lowest_stamped_layer
+            last_interval = lowest_stamped_layer  # the layer to which the last interval belongs
             if layers_of_stage and layers_of_stage[0] not in labels:
                 last_interval = layers_of_stage[0]
             layer_of_interval = [*labels, last_interval]

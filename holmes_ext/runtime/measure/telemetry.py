@@ -7,8 +7,7 @@ The patches of torch and of the training engines call the Recorder of this proce
     finish()               the operation is over
     step_done()            a training step is over: its operations go to telemetry_file.py
 
-runtime/watch/watchdog.py looks at the operations that are not over. `recorder` is None while nothing
-needs it.
+The watchdog looks at the operations that are not over. `recorder` is None while nothing needs it.
 
 Times are in seconds of time.monotonic() on this node. An operation is over
 
@@ -80,8 +79,7 @@ class Recorder:
         self.sizes = sizes
         self.clock = clock
         self.on_step = [on_step] if on_step is not None else []
-        #: Writes a JSON document, such as {"outer": ...}, as a further line of the telemetry file; None if no
-        #: file is written.
+        #: Writes a JSON document as a further line of the telemetry file; None if there is no file.
         self.write_document: Callable[[dict[str, Any]], None] | None = None
         self.device = OnDevice(self, DeviceClock(clock))
         self.groups: dict[int, GroupTraffic] = {}  # id(process group) -> its traffic
@@ -192,10 +190,10 @@ class Recorder:
         """Record that an operation was started, and arrange that its end will be recorded.
 
         How the end is observed:
-            NCCL                  by CUDA events.
-            gloo, collectives     by the future of the Work, if someone uses the time of the end
-                                  (has_listeners); else when the program waits for the Work.
-            gloo, messages        when the program waits for the Work: it has no future.
+            NCCL                  By CUDA events.
+            gloo, collectives     By a callback of the Work's future, if telemetry or metrics are on
+                                  (has_listeners). Otherwise when the program waits for the Work.
+            gloo, messages        When the program waits for the Work, which has no future.
 
         Args:
             op: The operation, from launch().
@@ -211,8 +209,8 @@ class Recorder:
             coalesced.append(op)
             return
         if is_synchronous and op.group.is_nccl2:
-            # The wait() of this Work returns at once, although the program's stream waits. As with
-            # nccl-legacy, which returns no Work, the operation is timed on the stream instead.
+            # torch makes the program's stream wait already, so wait() of the Work measures nothing.
+            # As with nccl-legacy, which returns no Work, CUDA events on the stream time this op.
             work = None
         if work is not None:
             self._remember_work(op, work)
@@ -333,7 +331,7 @@ class Recorder:
     # Steps
 
     def step_begins(self, exactly: bool = True) -> None:
-        """Record that the program enters a training step.
+        """Record that a training engine (megatron-core, DeepSpeed) enters a training step.
 
         Args:
             exactly: Whether the step begins here. Otherwise it began where the last one ended, unless
@@ -341,8 +339,8 @@ class Recorder:
         """
         self.step_entered = self.clock()
         self.is_in_step = True  # the watchdog may report a late step from now on
-        # The engine that calls this method will also say where steps end, so that optimizer steps and
-        # reductions no longer count as ends.
+        # The engine will also report where steps end. It is more reliable than optimizers and
+        # reducers, whose reports are ignored from now on: SOURCES is ordered by reliability.
         self._source = max(self._source, SOURCES.index("engine"))
         since_last_step_s = self.step_entered - self.step_began
         if exactly or since_last_step_s > (self.median_s() or 0.0):
@@ -397,7 +395,8 @@ class Recorder:
             self.unfinished = list(self.open.values())
         self.reduction = None
         self.step += 1
-        # The next step begins now. An engine calls step_begins() when it enters that step, which then counts.
+        # The next step begins now. But an engine calls step_begins() when it enters that step.
+        # Until then no step runs (is_in_step), and step_begins() replaces these two times.
         self.step_began = now  # for the reported duration
         self.step_entered = now  # for the watchdog
         self.is_in_step = source != "engine"
@@ -435,9 +434,9 @@ def set_recorder(new: Recorder | None) -> None:
 def span(kind: str) -> Iterator[None]:
     """Measure the body of a `with` statement as a part of the training step.
 
-    Its begin and end are recorded, in seconds or as CUDA events. For a forward pass that is timed on the GPU,
-    also the growth of GPU memory: the activations that are kept for the backward pass, by which
-    --holmes-adapt knows how many micro-batches fit.
+    Its begin and end are recorded, in seconds or as CUDA events. For a forward pass on a GPU, the
+    growth of GPU memory is recorded, too: the size of the activations kept for the backward pass.
+    --holmes-adapt computes from it how many micro-batches fit into memory.
 
     Nothing is measured if neither the telemetry file, metrics nor --holmes-adapt use it.
 
@@ -464,6 +463,9 @@ def learn_sizes(sizes: Sizes | None) -> None:
 
 def reduction_done(times: Any, on_host: bool) -> None:
     """Record the measurements of a GradientReducer, and that a training step is over.
+
+    Recorded are bytes, buckets, and buckets launched during the backward pass ("early"). On the CPU
+    also the seconds of all reductions, and those after the backward pass ("exposed").
 
     Args:
         times: The ReductionTimes that GradientReducer.finish() returns.

@@ -113,7 +113,7 @@ class Writer:
             recorder: Records the operations of this rank.
             cluster_of: Returns the name of a rank's cluster.
             make_board: Returns a SummaryWriter of TensorBoard, or None. It is called after the first step.
-            limit: Largest file, in bytes.
+            limit: Largest size of the file, in bytes. A line that would exceed it closes the file.
             take: Called with each line after the first one, as a JSON document, even if no file is written:
                 it updates the metrics.
 
@@ -132,7 +132,8 @@ class Writer:
             # O_EXCL: an error if the file exists, so that no earlier run is overwritten.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             self._file = os.open(path, flags, _FILE_MODE)
-        #: Documents, arguments of on_step(), and None as the end mark.
+        #: What the writing thread has to write: a line's document (dict), the measurements of a
+        #: step (tuple, the arguments of on_step()), or None, which ends the thread.
         self._queue: queue.SimpleQueue[dict[str, Any] | tuple[Any, ...] | None]
         self._queue = queue.SimpleQueue()
         self._write_line({"holmes_telemetry": VERSION, **head})
@@ -292,11 +293,12 @@ class Writer:
     def cluster_pair_totals(self, done: list[Op]) -> list[list[Any]]:
         """Return the bytes and exposed seconds for each pair of clusters: the "between" of a step's line.
 
-        A message counts for the clusters of its two ranks. A collective is taken to run around a ring of the
-        group's ranks, in which each rank sends to the next one:
-            bytes      count if the next rank is in another cluster.
-            seconds    count on every rank, because all wait for the slowest link of the ring. They count for
-                       the link over which the ring leaves this rank's cluster.
+        A message counts for the clusters of its two ranks. A collective is taken to run around a
+        ring of the group's ranks, in which each rank sends to the next one:
+
+            bytes      Only a rank whose next rank is in another cluster sends bytes there.
+            seconds    Every rank counts its seconds, because all ranks wait for the slowest link.
+                       The pair is this rank's cluster and the first other cluster along the ring.
 
         Args:
             done: Operations that have ended.
@@ -325,7 +327,8 @@ class Writer:
                 sent = op.sent if sends_to_other else 0.0
             if other == own_cluster:
                 continue  # nothing crosses clusters
-            # Op.sent is 0 for a receive: its data comes from the other cluster.
+            # op.sent is this rank's sent bytes, so it is 0 for a receive. Then the other cluster is
+            # the source.
             is_received = op.peer is not None and not op.sent
             direction = (other, own_cluster) if is_received else (own_cluster, other)
             sent_of[direction] += sent
@@ -400,11 +403,17 @@ def open_writer(
 def _head(current: Session, run: str) -> dict[str, Any]:
     """Return the content of a telemetry file's first line: this rank, its node and the networks.
 
-    In the lab, which emulates slower networks, all rates are multiplied by its scale.
+    The lab emulates networks that are slower than the described ones by a factor, its scale. All
+    rates are multiplied by this scale, so they are the emulated ones. Keys of the result:
+
+        "wall"       Unix time now
+        "fabrics"    network -> [its kind, bits/s]
+        "between"    [from cluster, to cluster, bits/s, one-way latency in seconds] for each WAN
+                     link; 0 bits/s if the link has no limit
     """
     node = current.node
     sizes = current.plan.sizes
-    scale = lab_scale(os.environ)  # 1 outside of the lab, which emulates slower networks
+    scale = lab_scale(os.environ)  # 1 outside of the lab
     head = {
         "run": run,
         "rank": current.rank,
@@ -420,7 +429,7 @@ def _head(current: Session, run: str) -> dict[str, Any]:
         fabric.name: [fabric.kind, round(fabric.rate_bps * scale)]
         for fabric in current.site.fabrics
     }
-    links = []  # [from cluster, to cluster, bits/s (0: no limit), one-way latency in seconds]
+    links = []
     for source, target in permutations(current.site.clusters, 2):
         hops = current.plan.wan.hops(source, target)
         if hops:

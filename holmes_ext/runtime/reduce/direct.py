@@ -31,9 +31,6 @@ the same bits.
 
 No rank waits for ever: a receive is posted before any send of the same operation, a send needs nothing but
 its posted receive, and both ranks of a pair run the same operations in the same order.
-
-Two process groups carry the messages, one for each direction: on a single group of gloo, sends in both
-directions sometimes run one after the other.
 """
 
 from __future__ import annotations
@@ -138,8 +135,9 @@ def relay_rounds(across: CrossClusterAlgorithm, names: Sequence[str], cluster: s
 def _tree_rounds(parent: int | None, children: Sequence[int]) -> list[Round]:
     """Return the rounds of one cluster in a sum along a tree of clusters.
 
-    Partial sums go up to the root, where the total is complete. The total comes down the same way. A tree
-    does not divide a shard, so all messages have part 0.
+    Partial sums go up to the root, where the total is complete. The total comes down the same way.
+    Each message has the whole tensor ("part 0"): only a ring divides it into parts. A received part
+    is added to this cluster's values (added=True), or it replaces them (added=False).
 
     Args:
         parent: Number of the cluster's parent; None for the root.
@@ -162,9 +160,9 @@ def _tree_rounds(parent: int | None, children: Sequence[int]) -> list[Round]:
 def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
     """Return the rounds of one cluster in a ring all-reduce (Patarasuk and Yuan 2009).
 
-    There is one part for each cluster. In each round a cluster receives a part from its predecessor and sends
-    the same part to its successor. In the first half of the rounds the part is a partial sum, to which the
-    cluster adds its own values. In the second half it is the total.
+    There is one part for each cluster. In each round a cluster receives a part from its predecessor
+    and sends the same part to its successor. In the first half of the rounds the part is a partial
+    sum, to which the cluster adds its own values (added=True). In the second half it is the total.
 
     Args:
         ring: Numbers of the clusters in the order of the ring.
@@ -175,7 +173,8 @@ def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
     predecessor = ring[position - 1]  # the first cluster follows the last one
     successor = ring[(position + 1) % count]
     last_round = 2 * count - 2  # count - 1 rounds for partial sums, and as many for totals
-    # Round 0 only sends. A message has the tag of the round that sends it.
+    # Round 0 only sends. A message's tag is _UP_TAG plus the number of the round that sends it. The
+    # receiver gets the message one round later.
     first_send = RelaySend(successor, part=position, tag=_UP_TAG)
     rounds = [Round(receives=(), sends=(first_send,))]
     for number in range(1, last_round + 1):
@@ -231,14 +230,15 @@ class Relay:
         self.parts = 1 if across.algorithm == "tree" else len(clusters)
 
     def post_receives(self, shards: list[DividedTensor]) -> RelayedChunk:
-        """Post all receives that this rank needs to sum its shards of a chunk over the clusters.
+        """Post the receives of all rounds, in which this rank sums its shards over the clusters.
 
-        The chunk is a piece of a gradient tensor. run_round() then sums the returned object.
+        The chunk is a piece of a gradient tensor. `self.rounds` lists the messages of each round,
+        by number of the other cluster. Afterwards run_round() is called once for each round.
 
         Args:
-            shards: Ranges of the chunk that this rank has summed over its cluster. A shard is
-                divided into `self.parts` parts. Owner i of a shard is the rank that has the sum of
-                cluster i.
+            shards: Ranges of the chunk that this rank has summed over its cluster. Each shard is
+                divided into parts, as the rounds need them. shard.owners[i] is the rank in
+                cluster i that has the sum of cluster i for the same range.
         """
         chunk = RelayedChunk(shards, receives_of_round=[])
         for relay_round in self.rounds:
@@ -257,8 +257,8 @@ class Relay:
     def run_round(self, number: int, chunk: RelayedChunk) -> None:
         """Wait for the messages that one round receives, process them, and start the round's sends.
 
-        A received partial sum is added to this rank's values; a received total replaces them. The
-        last round also waits for all sends of the chunk.
+        A received partial sum is added to this rank's values. A received total needs no step: it
+        was received in place. The last round also waits for all sends of the chunk.
 
         Args:
             number: Number of the round, from 0.
@@ -270,7 +270,7 @@ class Relay:
                 receive.part.add_(receive.buffer)
         for shard in chunk.shards:
             for send in self.rounds[number].sends:
-                receiver = shard.owners[send.cluster]
+                receiver = shard.owners[send.cluster]  # the rank in that cluster with this shard
                 chunk.sends += self._exchange.start_send(shard.parts[send.part], receiver, send.tag)
         is_last_round = number == len(self.rounds) - 1
         if is_last_round:
@@ -297,18 +297,19 @@ class DirectExchange:
         streams: int = 1,
         purpose: str = "hierarchical",
     ):
-        """Make the gloo process groups for the messages. All of `ranks` must call it in one order.
+        """Make gloo process groups for messages. All `ranks` make such objects in the same order.
 
         Args:
             ranks: Global ranks, among them this one.
-            codec: Compression of the messages.
+            codec: Compression of the messages; PLAIN sends values as they are.
             streams: Number of gloo connections between two ranks, each with two process groups. A
                 large message is divided among them, to fill a link of high latency.
             purpose: Part of the process groups' names.
         """
         self._rank = dist.get_rank()
         self.codec = codec
-        self._bytes_sent: Counter[int] = Counter()  # by tag: no two threads change the same entry
+        # Tag -> bytes sent. Each tag is used by one thread only, so no lock is needed.
+        self._bytes_sent: Counter[int] = Counter()
         #: Receive buffers of earlier calls: (tag, number of the tensor, sender, dtype) -> buffer.
         self._buffers: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self._streams = []
@@ -328,12 +329,14 @@ class DirectExchange:
     def reduce_scatter(
         self, tensors: Sequence[DividedTensor], tag: int, residuals: ResidualMap | None = None
     ) -> None:
-        """Replace this rank's part of each tensor by the sum over all ranks that own parts of the tensor.
+        """Replace this rank's part of each tensor by the sum over all owners, this rank included.
 
         Args:
-            tensors: Tensors with a part owned by this rank. They are exchanged at the same time.
+            tensors: Tensors that are cut into parts, one for each owner (a rank). This rank owns
+                one part of each tensor. All tensors are exchanged at the same time.
             tag: Tag of the messages.
-            residuals: Rounding errors of earlier calls, added by the compression (error feedback).
+            residuals: Rounding errors of earlier calls. The compression adds them to the values and
+                stores the new errors (error feedback). None: no errors are kept.
         """
         transfers: list[GlooTransfer] = []
         received: list[dict[int, torch.Tensor]] = []  # of each tensor: sender -> its encoded values
@@ -396,10 +399,10 @@ class DirectExchange:
     def _start(
         self, operation: Callable[..., Any], part: torch.Tensor, peer: int, tag: int, goes_up: bool
     ) -> list[GlooTransfer]:
-        """Start to send or receive a part; a large part is divided among all streams.
+        """Start to send or receive a part; a large part is divided among all "streams".
 
-        A stream has one process group for messages to higher ranks and one for those to lower ranks: gloo
-        sometimes runs the sends in both directions of a single group one after the other.
+        A stream is a pair of gloo process groups, no CUDA stream. One group sends to higher ranks,
+        the other to lower ranks: gloo may run both directions of a single group one by one.
 
         Args:
             operation: dist.isend or dist.irecv.
@@ -468,8 +471,8 @@ class DirectExchange:
     ) -> torch.Tensor:
         """Return a buffer for another rank's encoded values of a part.
 
-        Buffers for uncompressed values are kept for later calls: the first access to new memory takes as long
-        as the addition.
+        Without compression (PLAIN), the buffer is kept for later calls. A new buffer would be slow:
+        the first access to its memory takes as long as adding up the received values.
 
         Args:
             part: The part that is received.

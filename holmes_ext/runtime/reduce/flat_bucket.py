@@ -173,9 +173,9 @@ class FlatBucket:
             indices: Indices of the bucket's gradients in `items`.
             items: All gradients.
             multiple: The buffer is padded with zeros to a multiple of so many elements.
-            keeps_buffer: Whether the buffer is kept for the next step, because the first access to new memory
-                is slow. Otherwise store() frees it. To save memory, fill() then replaces gradients by views
-                of the buffer where possible.
+            keeps_buffer: True: the buffer is kept for the next step, because the first access to
+                new memory is slow. False: each step has a new buffer. To save memory, fill() then
+                replaces contiguous gradients of the same dtype by views of the buffer.
         """
         self._dtype, self._device = items[indices[0]].key
         self._sizes = [items[index].numel for index in indices]
@@ -215,8 +215,10 @@ class FlatBucket:
     ) -> None:
         """Copy the gradients into the buffer and divide the values in the buffer.
 
-        A parameter without a gradient counts as zeros, and its .grad becomes zeros. Where possible, .grad is
-        replaced by a view of the buffer. Otherwise store() copies the sum back.
+        A parameter without a gradient counts as zeros, and its .grad becomes zeros. If the bucket
+        keeps no buffer (keeps_buffer=False), .grad becomes a view of the buffer, provided that it
+        is contiguous and of the buffer's dtype. All other gradients stay where they are. After the
+        reduction, store() copies the results back into them.
 
         Args:
             parameters: All parameters of the reducer.

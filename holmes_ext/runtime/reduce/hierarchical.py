@@ -195,8 +195,8 @@ class HierarchicalAllReduce:
 
         Args:
             flat: One-dimensional and contiguous, on the CPU.
-            bucket: The bucket whose buffer `flat` is. Rounding errors are kept for each bucket, or for each
-                tensor without one.
+            bucket: The bucket whose buffer `flat` is, or None. With a compression that has error
+                feedback, it identifies the rounding errors of earlier calls (if None: `flat`).
         """
         assert flat.dim() == 1
         assert flat.is_contiguous()
@@ -208,14 +208,17 @@ class HierarchicalAllReduce:
         chunk_count = chunks_of(flat.nbytes, self.chunk_bytes)
         for tensor in flat.tensor_split(chunk_count):
             relayed = None
+            # Between clusters, sums pass around a ring or along a tree of clusters (_relay), or
+            # each rank exchanges its shard with all other clusters directly (None).
             if self._relay is not None:
-                # Sums of clusters pass around a ring or along a tree. Their receives are posted now, so that
-                # no message has to wait for its receiver.
+                # The receives of the ring or tree are posted now, so that no message has to wait
+                # for its receiver.
                 shards_of_rank = self._shards_of_this_rank(tensor, part_count=self._relay.parts)
                 relayed = self._relay.post_receives(shards_of_rank)
             chunks.append(Chunk(tensor, residuals, relayed))
-        # Each chunk passes through the scatters and gathers. Each of them has a thread, so that e.g. chunk 2
-        # is scattered inside the clusters while chunk 1 is scattered across.
+        # Each chunk passes through four steps: reduce-scatter inside the clusters, then between
+        # them, all-gather between the clusters, then inside them. Each step has a thread. So chunk
+        # 2 can be in the first step while chunk 1 is in the second one.
         return self._pipeline.submit(chunks)
 
     def close(self) -> None:
@@ -268,8 +271,9 @@ class HierarchicalAllReduce:
 
         Args:
             tensor: The chunk.
-            part_count: Parts into which each shard is divided. None: one for each cluster, so that the owner
-                in cluster i adds up part i. Another number for a sum along a tree of clusters.
+            part_count: Parts into which each shard is divided. None: as many as there are clusters.
+                The owner in cluster i then adds up part i. A sum along a tree of clusters has 1
+                part.
 
         Returns:
             The shards that this rank owns in its cluster, as views of the chunk.

@@ -159,23 +159,27 @@ class HierarchicalCollectives:
 
         Args:
             flat: One-dimensional and contiguous.
-            bucket: The bucket whose buffer `flat` is. Rounding errors are kept for each bucket, or for each
-                tensor without one.
+            bucket: The bucket whose buffer `flat` is, or None. With a compression that has error
+                feedback, it identifies the rounding errors of earlier calls (if None: `flat`).
         """
         assert flat.dim() == 1
         assert flat.is_contiguous()
+        # Each step of the sum has a CUDA stream: reduce-scatter inside the cluster (scatter), sum
+        # over the clusters (across), all-gather inside the cluster (gather).
         streams = self._streams if flat.is_cuda else _NO_STREAMS
         residuals = self._residuals.of(bucket or flat) if self._codec.feedback else None
         *full_chunks, last_chunk = self._chunks(flat)
-        # A reduce-scatter gives each rank of a cluster an equal share of the chunk. So the last chunk, whose
-        # number of elements may be no multiple of the ranks of a cluster (`multiple`), is padded with zeros.
+        # A reduce-scatter gives each rank of a cluster an equal share of the chunk. So the elements
+        # of a chunk must be a multiple of the ranks of a cluster (`multiple`). The last chunk may
+        # not be, and is then copied and padded with zeros.
         padding = -last_chunk.numel() % self.multiple
         padded = torch.nn.functional.pad(last_chunk, (0, padding)) if padding else last_chunk
         if streams.scatter is not None:
             streams.scatter.wait_stream(torch.cuda.current_stream())
         for step_stream in streams:  # scatter, across, gather; None for tensors on the CPU
             if step_stream is not None and padding:
-                # The caller may drop the work, and with it `padded`, before the streams have used it.
+                # The allocator must not reuse the memory of `padded` before this stream has used
+                # it: the caller may drop the returned work, which holds `padded`, earlier.
                 padded.record_stream(step_stream)
         for number, chunk in enumerate([*full_chunks, padded]):
             self._sum_chunk(chunk, number, residuals, streams)
@@ -185,6 +189,8 @@ class HierarchicalCollectives:
         def remove_padding() -> None:
             last_chunk.copy_(padded[: last_chunk.numel()])
             if flat.is_cuda:
+                # The copy above runs on the stream that waits for the work. `padded` is dropped
+                # when this function is, which may be before the copy has run.
                 padded.record_stream(torch.cuda.current_stream())
 
         return CollectivesWork(event, after=remove_padding if padding else None)
@@ -214,7 +220,9 @@ class HierarchicalCollectives:
     ) -> None:
         """Launch the three steps of a chunk: reduce-scatter, sum over clusters, all-gather.
 
-        The shard is this rank's part of the chunk, a view. So all steps work in place.
+        The shard is this rank's part of the chunk, a view. So all steps work in place. Each step
+        has a CUDA stream, which waits for the step before (`after`). The first one needs no wait:
+        all_reduce() has made its stream wait for the program's stream.
 
         Args:
             chunk: Flat; its elements are a multiple of the ranks of a cluster.
@@ -227,7 +235,8 @@ class HierarchicalCollectives:
             dist.reduce_scatter_tensor(shard, chunk, group=self._scatter_group)
         with _on_stream(streams.across, after=streams.scatter):
             if self._codec.applies(shard.dtype):
-                # The key has a step and a chunk. Only one step is compressed, number 0.
+                # Rounding errors are kept by (step, chunk). Step is always 0 here: only the sum
+                # over the clusters is compressed.
                 residual = residual_of(residuals, (0, number), shard)
                 self._sum_across_compressed(shard, residual)
             else:

@@ -98,11 +98,14 @@ class ReduceToOwners:
     multiple = 1
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
-        """Choose the way of reducing for the backend of `group`. All ranks of the group must do so.
+        """Prepare sums of gradients that only one rank each receives, its owner (as in ZeRO 1).
 
-        Each rank will get only the sums of the gradient elements that it owns. With gloo, a sum
-        passes along a chain of ranks that ends at the owner: a process group and a thread are made
-        for these sends and receives. Other backends call torch's reduce() on `group`.
+        All ranks of the group must make this object, since it may make a process group. The bucket
+        of each sum lists which rank owns which elements (bucket.spans). The backend decides:
+
+            gloo      A sum passes along a chain of ranks that ends at the owner. A process group
+                      and a thread are made for these sends and receives.
+            others    torch's reduce() is called on `group`.
 
         Args:
             group: Process group of the ranks.

@@ -78,7 +78,9 @@ class PlannedReduction:
         network_api = network_api_of(self.backend)
         if current is None or self.spec is None or not network_api:
             return False
-        # Here --holmes-adapt may put a plan with another reduction into the session.
+        # This hook lets --holmes-adapt, an extension, compare measurements with predictions. It may
+        # put a new plan into the session. reduction_from_measurements() returns the reduction of
+        # such a plan, or None if there is none.
         hooks.on_reduction(current, self.ranks, network_api, self)
         spec = current.reduction_from_measurements(self.ranks, self.backend)
         if spec is None or spec == self.spec:
@@ -197,12 +199,17 @@ def hierarchical_over(
     if len(clusters) == 1:
         return None
     if network_api != SOCKETS:
-        if one_hardware_queue():  # CUDA_DEVICE_MAX_CONNECTIONS=1
+        # With CUDA_DEVICE_MAX_CONNECTIONS=1, all CUDA streams share one hardware queue. Then the
+        # sum cannot overlap the backward pass, and a warning says so.
+        if one_hardware_queue():
             tell(session.require(), _NO_OVERLAP_WARNING, once=_NO_OVERLAP_WARNING)
+        # Between clusters, NCCL chooses the algorithm itself, so `spec.across` is not used.
         return HierarchicalCollectives(
             clusters, chunk_bytes=spec.chunk_bytes, compress=spec.compress, purpose=purpose
         )
-    across = spec.across  # ring or tree of clusters; None for a direct exchange
+    # gloo: how sums pass between clusters. A ring or tree of clusters; None for a direct exchange,
+    # in which each cluster sends to each other one.
+    across = spec.across
     if across is not None and set(across.order) != set(ranks_by_cluster):
         across = None  # it was planned for other clusters than these
     return HierarchicalAllReduce(

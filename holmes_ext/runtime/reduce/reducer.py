@@ -229,8 +229,7 @@ class GradientReducer:
                 self._side_stream.make_current_stream_wait()
         self.times = self._measured_times(launched_early, began, ended=time.perf_counter())
         if self._planned is not None:  # for the comparison of the job with its plan
-            # --holmes-adapt may choose another all-reduce for the group while the job runs, and this reducer
-            # then uses it (_follow_plan). But it keeps a reduction that sends each sum to one rank only.
+            # If --holmes-adapt changes the plan, reducers follow, except those that sum to owners.
             sums_reach_all_ranks = self._owners_of is None
             session.note_reduction(
                 self.ranks,
@@ -285,10 +284,9 @@ class GradientReducer:
     def _chosen_reduction(self) -> Reduction:
         """Return the reduction that sums the buckets from now on.
 
-        This is the caller's function `all_reduce` or, if there is none, the planned all-reduce of the group.
-        If the caller has named an owner of each element (ZeRO 1: the only rank that needs its sum), and the
-        planned all-reduce is not hierarchical, it is ReduceToOwners, which sends each sum only there.
-
+            caller's function      if the caller has passed one
+            planned all-reduce     if no owners are given, or if it is hierarchical
+            ReduceToOwners         otherwise: each sum goes only to its owner, which needs it
         All ranks must call this method: it may make process groups.
         """
         if self._planned is None:
@@ -357,8 +355,8 @@ class GradientReducer:
         The buckets get the order in which the gradients became final on the group's first rank. Gradients
         that some rank did not use come last. Each rank also records how often each gradient is accumulated.
         """
-        self._expected = self._counts
-        # An index that arrived several times keeps its last position.
+        self._expected = self._counts  # accumulations of each gradient in this step
+        # _arrivals: indices of accumulated gradients, in order. The last position of each counts.
         position_of = {index: position for position, index in enumerate(self._arrivals)}
         own_positions = []
         for index in range(len(self._parameters)):
@@ -370,16 +368,19 @@ class GradientReducer:
         own_unused = [position == _NEVER_ARRIVED for position in own_positions]
         unused = torch.tensor(own_unused, dtype=torch.int64, device=device)
         dist.all_reduce(unused, op=dist.ReduceOp.MAX, group=self.group)
-        sort_keys = list(zip(unused.tolist(), positions.tolist()))  # equal on all ranks
+        sort_keys = list(zip(unused.tolist(), positions.tolist()))  # unused (1) last, on all ranks
         self._arrivals = []
         order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
-        # Deferred gradients (of tied weights) change after the backward pass, so they have other buckets.
+        # Deferred gradients, of weights that two stages share, change later and have other buckets.
         self._build_buckets(self._without_deferred(order))
 
     # During and after the backward pass
 
     def _gradient_arrived(self, index: int, _: torch.Tensor) -> None:
         """Count an accumulated gradient, and launch complete buckets. This is a hook that autograd calls.
+
+        A gradient is final after as many accumulations as in the first step. A bucket is complete
+        when all its gradients are final (missing is 0), but arm(hold=True) holds it back (_held).
 
         Args:
             index: Index of the parameter.
@@ -421,11 +422,11 @@ class GradientReducer:
         """Copy the gradients of the next bucket into its buffer and start the bucket's reduction.
 
         On GPUs this runs on a CUDA stream of its own, the side stream, after the events that mark the
-        bucket's gradients as final. At most BUCKETS_IN_FLIGHT buckets have buffers there.
+        bucket's gradients as final. At most BUCKETS_IN_FLIGHT buckets have buffers at one time.
         """
         bucket = self._buckets[self._launched]
         with self._on_side_stream(bucket.gradient_events):
-            # Frees the buffer of an earlier bucket: waits for its reduction and copies the averages back.
+            # _store() waits for a reduction, copies the averages back, and frees the buffer.
             if self._side_stream is not None and self._launched >= BUCKETS_IN_FLIGHT:
                 self._store(self._buckets[self._launched - BUCKETS_IN_FLIGHT])
             # Divides by `predivide` on the way, so that sums do not overflow float16.
@@ -439,6 +440,7 @@ class GradientReducer:
             def record_end(_: Any) -> None:
                 bucket.done_at = time.perf_counter()
 
+            # Python's exit waits for a callback in before_exit().
             bucket.work.get_future().add_done_callback(before_exit(record_end))
         self._launched += 1
 
@@ -463,6 +465,9 @@ class GradientReducer:
 
     def _measured_times(self, launched_early: int, began: float, ended: float) -> ReductionTimes:
         """Return the times of the gradient reductions of this step.
+
+        `seconds` runs from the first launch to the last end. `exposed_s` is the duration of
+        finish(). On GPUs both are host times, and the host does not wait for the GPU.
 
         Args:
             launched_early: Number of buckets launched before finish().

@@ -34,8 +34,8 @@ class Reduction(Protocol):
 
         Args:
             flat: One-dimensional and contiguous.
-            bucket: The bucket whose buffer `flat` is. The reduction may keep rounding errors for this object
-                from step to step. None to keep them for the tensor itself.
+            bucket: The bucket whose buffer `flat` is, or None. A reduction that compresses may keep
+                rounding errors from step to step. They are stored by bucket, or by tensor if None.
 
         Returns:
             A work with wait() and get_future().

@@ -85,16 +85,17 @@ made: weakref.WeakKeyDictionary[Any, TiedSum | None] = weakref.WeakKeyDictionary
 def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
     """Return the hierarchical sum of the gradient of a weight that the first and last stage share.
 
-    The first call for a group makes process groups: all ranks of both stages must make it.
+    Such a weight is that of the embedding and the output layer. The first call for a group makes
+    process groups, so all ranks of both stages must make it.
 
     Args:
-        group: Process group of the engine's own sum: a rank of the first stage, and the rank of the last
-            stage with the same position.
+        group: Process group of the engine's own sum, with two ranks: one of the first stage, and
+            the one of the last stage with the same tensor-, data- and context-parallel rank.
         sizes: Parallel sizes of the job.
         device_type: Device of the gradient, "cpu" or "cuda".
 
     Returns:
-        None if the plan keeps the engine's own sum, equally on all ranks.
+        None if the plan keeps the engine's own sum. All ranks get None then.
     """
     if group not in made:
         made[group] = _make_tied_sum(group, sizes, device_type)
@@ -105,8 +106,8 @@ def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None
     """Make the hierarchical sum that replaces an engine's sum over two ranks with a shared weight.
 
     Args:
-        group: Process group of the engine's own sum: a rank of the first stage, and the rank of the last
-            stage with the same position.
+        group: Process group of the engine's own sum, with two ranks: one of the first stage, and
+            the one of the last stage with the same tensor-, data- and context-parallel rank.
         sizes: Parallel sizes of the job.
         device_type: Device of the gradient, "cpu" or "cuda".
 
@@ -127,7 +128,8 @@ def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None
     ranks_with_same_slice = [ranks for ranks in tied_sums(sizes) if members <= set(ranks)]
     if len(ranks_with_same_slice) != 1:
         return None
-    # The sum was planned for certain clusters. Where the two ranks are in other ones, it need not be faster.
+    # The sum was planned for two ranks in certain clusters (spec.clusters). If these two ranks are
+    # in other clusters, the hierarchical sum may be slower than the engine's.
     if set(spec.clusters) != set(plan.by_cluster(members)):
         return None
     ranks = ranks_with_same_slice[0]

@@ -154,8 +154,9 @@ def _split_linear_mode() -> Any:
         ) -> Any:
             """Call SplitLinear for a linear layer whose weight is trained; call all other functions as is.
 
-            SplitLinear has the result of functional.linear. Its backward pass computes no gradient of the
-            weight, but appends the tensors for it to self.kept.
+            SplitLinear has the result of functional.linear. Its backward pass computes no gradient
+            of the weight. Instead it appends (weight, layer input, output gradient) to self.kept,
+            from which the gradient of the weight is computed later.
             """
             keywords = kwargs or {}
             if func is not functional.linear or not torch.is_grad_enabled():
@@ -168,8 +169,9 @@ def _split_linear_mode() -> Any:
             if not is_trained or torch.is_autocast_enabled(layer_input.device.type):
                 return func(*args, **keywords)
             bias = arguments.get("bias")
-            # autograd gets the weight without its graph, so that it computes no gradient of it. The tuple
-            # passes on the parameter itself: autograd ignores tensors inside of containers.
+            # autograd gets the weight detached, so it computes no gradient of the weight. self.kept
+            # needs the parameter itself. It is passed in a tuple, because autograd ignores tensors
+            # inside of containers.
             return split_linear.apply(layer_input, weight.detach(), bias, (weight,), self.kept)
 
     return SplitLinearMode

@@ -10,11 +10,9 @@ Messages go through the job's key-value store (torch's TCPStore). PREFIX is "hol
     4. rank 0      stores the plan as a document, or one line of an error  -> PREFIX/verdict
     5. all ranks   wait for PREFIX/verdict; an error ends the job on every rank
 
-A rank that fails before it can report sends its error as the report, so that no other rank waits for it.
-Every wait has a deadline.
+A rank that fails before it can report sends its error as the report. Every wait has a deadline.
 
-Reports of one node are combined, so that the store serves a node like a single rank. The node's local rank 0
-is its leader:
+Reports of one node are combined: the store serves a node like one rank. Local rank 0 is the leader:
 
     1. leader        listens on an abstract Unix socket, which the kernel removes when the process ends
     2. other ranks   send their reports to the leader, and get an acknowledgement
@@ -364,7 +362,8 @@ def _decide_verdict(
     round_number = store.add(_ROUND_KEY, 1)
     prefix = f"holmes/{round_number}"
     if round_number > 1:
-        # Ranks may still wait for the verdict of the round before, whose rank 0 has ended without one.
+        # Rank 0 may have ended before it stored the verdict of the previous round. Ranks that still
+        # wait for it get _OVER if its key is empty. They then take part in this round.
         previous = f"holmes/{round_number - 1}"
         store.set(f"{previous}/over", b"1")
         store.compare_set(f"{previous}/verdict", "", _OVER)
@@ -385,8 +384,8 @@ def _await_verdict(
 ) -> _StoredVerdict | None:
     """Send reports to rank 0 through the job's store, and wait for rank 0's decision on the start.
 
-    All ranks but rank 0 call this function. The store may still have the decision of an earlier
-    start of the job. That decision is ignored: it lacks the reports of this start.
+    All ranks but rank 0 call this function once in each start of the job (round). A decision begins
+    with _BAD if it is an error. _OVER: none was made. The decision of an earlier round is ignored.
 
     Args:
         reports: This rank's report, and those of other ranks of its node for which it reports.
@@ -403,19 +402,20 @@ def _await_verdict(
             return None
         prefix = f"holmes/{int(round_number)}"
         verdict_key = f"{prefix}/verdict"
-        if store.check([verdict_key]):  # a decision before this rank has reported
-            patience_s = min(left_s, _LEFTOVER_SECONDS)
+        # A decision without this rank's report: of an earlier start, or rank 0 gave up waiting.
+        if store.check([verdict_key]):
+            patience_s = min(left_s, _LEFTOVER_SECONDS)  # for a next round to begin
             if wait_for_value(store, f"{prefix}/over", patience_s):  # the next round has begun
                 continue
             value = store.get(verdict_key)
-            if value.startswith(_BAD):  # of this start: rank 0 has given up waiting for this rank
+            if value.startswith(_BAD):  # an error: rank 0 gave up waiting for this rank
                 return _StoredVerdict(prefix, value)
-            continue  # a plan of the start before, since a plan needs this rank's report: go on waiting
+            continue  # a plan needs this rank's report, so this one is of an earlier start: wait on
         append_entry(store, f"{prefix}/reports", _pack(reports), len(reports), process.world_size)
         value = wait_for_value(store, verdict_key, left_s)
         if not value:
             return None
-        # _OVER: rank 0 ended without a verdict, and was started again. Then this rank reports again.
+        # _OVER: rank 0 ended without a verdict, and was started again. Then report again.
         if value != _OVER:
             return _StoredVerdict(prefix, value)
 

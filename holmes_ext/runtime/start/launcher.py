@@ -249,7 +249,9 @@ def _first_node_of_step(environ: Mapping[str, str]) -> str:
     list_name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else _JOB_NODES
     # expand() turns Slurm's "node[1-3]" into a list of names.
     nodes = expand(environ.get(list_name, ""), f"environment variable {list_name}")
-    # Components of a heterogeneous job. The first one with a node in this step has rank 0.
+    # A heterogeneous job has several components, each with a list of nodes. Tasks are numbered by
+    # component, so rank 0 is in the first component that has a node in this step. In other jobs the
+    # loop does nothing: SLURM_HET_SIZE is not set.
     for component in range(_number(environ, "SLURM_HET_SIZE", _SRUN, default=0)):
         for kind in ("HET", "PACK"):  # PACK: the name before Slurm 20.02
             variable = f"SLURM_JOB_NODELIST_{kind}_GROUP_{component}"
@@ -259,7 +261,7 @@ def _first_node_of_step(environ: Mapping[str, str]) -> str:
             step_nodes = [node for node in component_nodes if node in nodes]
             if step_nodes:
                 return step_nodes[0]
-            break  # the other variable would name the same nodes
+            break  # PACK is only an older name of the same variable: go on with the next component
     return nodes[0] if nodes else ""
 
 

@@ -10,8 +10,7 @@
         a fast network failed          the ports at fault are excluded, and their groups use the next fastest
                                        network (with --holmes-fallback fail the job ends)
 
-Nodes exchange addresses and results through the job's key-value store. Every wait has a deadline, so no rank
-waits for ever for a node that has failed.
+Nodes exchange addresses and results through the job's key-value store. Every wait has a deadline.
 
 The test uses sockets, as gloo does, and NCCL over Ethernet. For RDMA it shows only that the fabric carries IP
 between two ports (IPoIB, or the network device of a RoCE NIC), not that verbs work. A port without an IP
@@ -189,9 +188,9 @@ def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
             if first == second:
                 continue  # ranks of one node need no network
             groups = [ranks]
-            if kind == "pipeline":  # two neighbouring stages may have a group that only they are in
+            if kind == "pipeline":  # these two ranks may get a faster group of their own
                 groups.append((rank, next_rank))
-            for fabric in _fabrics_of(plan, groups):
+            for fabric in _fabrics_of(plan, groups):  # of NCCL (verbs) and of gloo (sockets)
                 key = (fabric, frozenset((first, second)))
                 pairs.setdefault(key, NeighbourPair(fabric, first, second, kind, ranks))
     # Groups fall back to Ethernet where a fast network fails, so each pair must also be connected by it.
@@ -230,7 +229,8 @@ class NodeListeners:
     def __init__(self, site: Site, host: str, pairs: Iterable[NeighbourPair], token: str):
         """Open a listening socket on each fabric (network) on which other nodes test this node.
 
-        Before training, each of them connects, sends a line, and gets one with `host` and `token`.
+        Before training, each of these nodes connects, sends a line of JSON, and gets an answer:
+        {"node": host, "token": token}. In each pair, the first node connects to the second one.
 
         Args:
             site, pairs: Addresses of all nodes, and the pairs of nodes to test.

@@ -181,6 +181,8 @@ def _open_store(
 def _make_verdict(request: JobRequest, nodes: list[NodeReport]) -> dict[str, Any]:
     """Make the plan for the nodes of a job, and return a JSON document with it for all ranks.
 
+    The document is the "verdict": rank 0 decides how the job starts, and sends the decision to all.
+
     Args:
         request: Options and files of the job, from which the plan is made.
         nodes: NICs and processes of each node.
@@ -195,10 +197,10 @@ def _make_verdict(request: JobRequest, nodes: list[NodeReport]) -> dict[str, Any
         if node.nccl.forced_net:
             forced_nets[node.nccl.forced_net] = f"{node.nccl.forced_in} of node {node.name}"
     lines = [
-        *_absent_nodes(request.spec, site),
-        *_lost_nics(nodes, site),
-        *nccl_remarks(site, nodes),
-        *apart_by_subnet(site),
+        *_absent_nodes(request.spec, site),  # nodes of cluster.toml that are not in this job
+        *_lost_nics(nodes, site),  # NICs that are slower than declared, faulty or down
+        *nccl_remarks(site, nodes),  # NICs that NCCL does not use as expected
+        *apart_by_subnet(site),  # RoCE NICs that count as separate because of their IP subnets
     ]
     return {
         "site": site.to_dict(),
@@ -288,8 +290,9 @@ def _absent_nodes(spec: SiteSpec | None, site: Site) -> list[str]:
 def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
     """Return a line for every fast NIC that is slower than declared, faulty or down.
 
-    "Declared" is the rate in cluster.toml, the user's description of the cluster. The plan uses that rate
-    even if the NIC reports a lower one.
+    "Lost" means all three: the job lacks at least a part of the rate of such a NIC. "Declared" is
+    the rate in cluster.toml, the user's description of the cluster. The plan uses that rate even if
+    the NIC reports a lower one.
 
     Args:
         reports: NICs of each node, as the node sees them.
@@ -301,13 +304,17 @@ def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
     ]
     for node in site.nodes:
         for port in node.ports:
+            # port.fault: the problem in words, "" if there is none. port.usable: whether the port
+            # can still be used in spite of it, e.g. with some of its NICs.
             if port.fault:
                 effect = "works with what is left" if port.usable else "uses Ethernet instead"
                 lines.append(
                     f"node {node.name}: {port.fault}; on fabric {port.fabric} it {effect} "
                     "(--holmes-fallback fail would end the job)"
                 )
-    is_derived_from_nics = site.source == Site.source  # the default: there is no cluster.toml
+    # Site.source is the default of this field: the site was made from the NICs, without
+    # cluster.toml.
+    is_derived_from_nics = site.source == Site.source
     if is_derived_from_nics:
         for report in reports:
             # skipped: why holmes does not use a NIC at all, such as a virtual one; "" if it does.

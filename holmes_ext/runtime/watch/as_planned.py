@@ -179,7 +179,7 @@ def _reduction_difference(reduction: DoneReduction) -> str:
 
 
 def _missing_reduction(current: Session) -> str:
-    """Return a sentence if the framework reduced gradients although holmes planned to do so; else "".
+    """Return a sentence if holmes was to reduce gradients, but the framework did so; else "".
 
     holmes reduces gradients itself in two cases, if it has a patch of the framework for the case:
         - They cross clusters: by a hierarchical all-reduce.
@@ -212,7 +212,8 @@ def _missing_reduction(current: Session) -> str:
     has_network = current.fabric_of(group, backend) is not None
     if is_recorded or not has_network:
         return ""
-    # In words: "hierarchically" or "under the last backward pass".
+    # The dicts map whether a reduction is hierarchical (or overlaps) to words: True ->
+    # "hierarchically" (or "under the last backward pass").
     how = _HOW_SUMMED[True] if is_hierarchical_expected else _WHEN_SUMMED[True]
     return f"gradients of stage {stage} are summed by {engine.name} itself, planned {how}"
 

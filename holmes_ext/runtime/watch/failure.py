@@ -108,13 +108,15 @@ def describe_failure(
 def explain(error: BaseException) -> str | None:
     """Return a one-line message to print instead of the traceback of an error that ends this rank.
 
-    Whatever the error, its text is put into the job's store, unless another rank was first. Other ranks only
-    see their connections to this rank close, and then print that text as the cause.
+    For every error, this function also stores a text in the job's store, unless another rank has
+    stored one before. When this rank ends, the other ranks only see closed connections. They then
+    read the text from the store and print it as the cause.
 
     Returns:
-        The message, if communication failed or the disk is full. If another rank has ended before because of
-        bad input of the user, this is its message, with the prefix INPUT ("holmes: "). None for any other
-        error: its traceback is printed.
+        Communication failed: a message with the probable cause. If another rank has ended before
+        because of bad input of the user: that rank's message, with the prefix INPUT ("holmes: ").
+        The disk is full: a message that says so.
+        Any other error: None. The caller then prints the traceback.
     """
     import torch.distributed as dist
 
@@ -124,7 +126,7 @@ def explain(error: BaseException) -> str | None:
     text = str(error)
     is_of_communication = isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)
     if is_of_communication or isinstance(error, dist.DistError):
-        return broken("communication", text)
+        return broken("communication", text)  # finds the probable cause; also stores its message
     mine = f"{me(current)}: {type(error).__name__}: {_first_text_line(text)}"
     _store_first_message(mine)  # for the other ranks; what was stored before does not matter here
     # ENOSPC: no space is left. EDQUOT: the user's quota is used up.
@@ -176,8 +178,10 @@ def describe_nccl_failure() -> str | None:
     else:
         cause = f"{one_of}node {nodes} (rank {some_of(others)}) is lost"
     text = f"communication failed; {cause}: NCCL's {error} in the group of ranks {some_of(ranks)}"
-    # If another rank has reported bad input before, its message is returned, which begins with INPUT
-    # ("holmes: "). The caller adds this prefix, so it is removed here.
+    # me() names this rank and its node. _with_first_failure() adds the job's first failure, which
+    # some rank has stored, as the probable cause. If that failure was bad input of the user, it
+    # returns only its message, with the prefix INPUT ("holmes: "). The prefix is removed: the
+    # caller adds it.
     return _with_first_failure(me(current), text).removeprefix(INPUT)
 
 
@@ -313,7 +317,9 @@ class NicWatch:
         trouble: Callable[[Port], str] = nics.trouble,
         end: Callable[[str], None] | None = None,
     ):
-        """Create the watch without starting the thread.
+        """Create the watch over this rank's NICs and NCCL communicators; start no thread yet.
+
+        The thread polls once a second, and reports NICs that fail or recover, and failures of NCCL.
 
         Args:
             patience_s: Seconds after which a NIC that stays failed ends the process. 0: never.
@@ -326,7 +332,8 @@ class NicWatch:
         self.ended = threading.Event()  # tells the thread to end
         #: Name of a failed NIC -> time of the first poll that saw it fail.
         self._since: dict[str, float] = {}
-        #: Names of NICs that had failed at the first poll; None before it.
+        #: Names of NICs that had failed at the first poll. They are never reported, since they may
+        #: be virtual devices. None before the first poll.
         self._ignored: set[str] | None = None
         self._has_reported_failure = False  # whether a failure of NCCL has been printed
         self._report_lock = threading.Lock()  # held while a failure of NCCL is printed

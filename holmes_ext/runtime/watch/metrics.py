@@ -121,19 +121,22 @@ class Collector:
         """Update the metrics by one line of the telemetry file.
 
         Args:
-            document: The line, as a JSON object. Its keys say what it is: "step" is in that of a training
-                step, "plan" in that of a change of the running job's plan, and "outer" in that of an outer
-                round, in which joined jobs exchange pseudo-gradients. Other lines are ignored.
+            document: The line, as a JSON object. One of these keys says what the line describes;
+                lines with none of them are ignored:
+                "step": a training step.
+                "plan": a change of the running job's plan.
+                "outer": an outer round, in which joined jobs exchange pseudo-gradients.
         """
         with self._lock:
             if "step" in document:
                 self._take_step(document)
             elif "plan" in document:
                 change = document["plan"]
-                predicted_step_s = change["then_s"]
+                predicted_step_s = change["then_s"]  # predicted seconds of a step after the change
                 self._values["holmes_plan_predicted_step_seconds", ()] = predicted_step_s
                 in_flight = "+".join(map(str, change["in_flight"]))
-                # The label says what has changed: reductions ("sums"), or micro-batches in flight ("3+1").
+                # The label says what has changed: how gradients are reduced ("sums"), or the
+                # micro-batches in flight of each pipeline stage (e.g. "3+1" for two stages).
                 self._add("plan_changes", 1, "sums" if change.get("sums") else in_flight)
             elif "outer" in document:
                 figures = document["outer"]

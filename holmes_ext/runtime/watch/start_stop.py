@@ -53,7 +53,7 @@ def _ignore(document: dict[str, Any]) -> None:
 
 
 def start(current: Session, metrics: Metrics | None = None) -> list[str]:
-    """Start telemetry, metrics, the watchdog and the watch over NICs, as far as the options require them.
+    """Start telemetry, metrics, the watchdog and the watch over NICs, if options require them.
 
     Args:
         current: The session of this process.
@@ -66,6 +66,8 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
     # (factor, floor in seconds) by which a step is late; None if the watchdog is off.
     watchdog_limits = current.options.watchdog_limits if has_other_ranks else None
     _Running.metrics = metrics
+    # Registers the functions of extensions, such as --holmes-adapt. follow_steps() below looks for
+    # them.
     hooks.activate(extensions.hooks_of(current))
     # A recorder observes the operations of this process.
     needs_recorder = (
@@ -92,8 +94,8 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
             _Running.watchdog = _make_watchdog(current, recorder, *watchdog_limits)
             _Running.watchdog.start()
     if has_other_ranks:
-        compare_with_plan(current)
-        nics.remember_counters(current)
+        compare_with_plan(current)  # installs a hook that prints differences after the second step
+        nics.remember_counters(current)  # a later message names the error counters that grew
         watch_nics(current.options.link_timeout_s)
     return lines + hooks.on_start(current)
 
@@ -251,14 +253,15 @@ def _open_writer(current: Session, run: str, recorder: telemetry.Recorder, take:
 
 
 def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take) -> list[str]:
-    """Open this rank's telemetry file, and measure the offset of this node's clock in a thread.
+    """Open this rank's telemetry file; on local rank 0, also measure the node's clock offset.
 
-    If the file cannot be opened, a line is printed, and the job runs without telemetry of this rank.
+    The measurement runs in a thread. If the file cannot be opened, a line is printed, and the job
+    runs without telemetry of this rank.
 
     Args:
         current: The session of this process.
         recorder: Records the operations of this process.
-        take: Called with each document that is written.
+        take: Function that is called with each line of the file, a JSON document (dict).
 
     Returns:
         Lines for the user.
@@ -272,8 +275,9 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take)
     try:
         if process.world_size > 1:
             store = connect(process, _START_S)
-            # All ranks use the name of the rank that was first: compare_set() sets a key without a value,
-            # and returns the key's value afterwards.
+            # All ranks must use one name: that of the first rank which gets here. With "" as the
+            # expected value, compare_set() writes the key only if it has no value yet. It returns
+            # the value that the key has afterwards.
             run = store.compare_set(f"{prefix}/run", "", run).decode()
         writer = _open_writer(current, run, recorder, take)
     except (OSError, RuntimeError) as error:  # on this rank only, so it prints the line itself

@@ -170,11 +170,11 @@ def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str
 def _first_missing_rank(rank: int, operations: tuple[Waiting, ...], ask: Ask) -> MissingRank | None:
     """Return a rank that has not reached one of the operations in which `rank` waits; None if all have.
 
-    The oldest operation with such a rank counts. Of its missing ranks, one that does not answer is preferred.
+    Operations are searched from the oldest on. In each, a rank without an answer precedes others.
 
     Args:
         rank: The rank that waits.
-        operations: Operations in which the rank waits, the oldest first.
+        operations: Operations in which it waits, oldest first. `awaited`: the ranks it waits for.
         ask: Returns the state of a rank; None if the rank does not answer.
     """
     for wait in operations:
@@ -208,7 +208,7 @@ def _slow_network(
         state = ask(member)
         if state is None:
             continue
-        # The interface that the member uses in this group.
+        # The interface that the member uses in this group; if unknown, the one of the waiting rank.
         same_group = [other for other in state.waiting if other.group == wait.group]
         interface = same_group[0].interface if same_group else wait.interface
         rate_bps = state.nics.get(interface)
@@ -218,7 +218,7 @@ def _slow_network(
     message = f"{wait}: all have arrived, the network is slow"
     if rates_seen:  # the slowest NICs of the ranks that take part
         message += ": " + ", ".join(text for _, text in sorted(rates_seen)[:_MOST_NICS])
-    if wait.fabric in rates:
+    if wait.fabric in rates:  # once, after the list: the rate is that of all NICs of the fabric
         message += f" of {format_rate(rates[wait.fabric])}"
     return message
 
@@ -290,12 +290,12 @@ class Watchdog:
         state. One rank of the job prints the cause: the rank or NIC for which the others wait.
         """
         if not self._late():
-            self._carried = None  # NICs are measured from the first check that finds a late step
+            self._carried = None  # so _nic_rates() begins anew at the next late step
             return
         state = self.state()
         self.tell(state)  # stores it for the other ranks
         median_s = self.recorder.median_s()
-        # An operation is stuck after the median step, or if no step has ended yet, after the limit of a step.
+        # Stuck: in progress for a median step (before any has ended: _limit_s()), at least STUCK_S.
         stuck_s = max(STUCK_S, self._limit_s() if median_s is None else median_s)
         is_stuck = bool(state.waiting) and state.waiting[0].age >= stuck_s
         if self.recorder.is_in_step and is_stuck:  # between two steps, the program may do anything
@@ -328,8 +328,8 @@ class Watchdog:
         for group in groups:
             for (direction, peer), count in list(group.messages.items()):  # other threads add to it
                 messages[group.name, direction, peer] = count
-        # With NCCL, the host launches operations ahead of the GPU. `operations` has those that the GPU works
-        # on. Those that it has not reached are not started yet, so they are subtracted from the counts.
+        # With NCCL, the host launches operations ahead of the GPU, and the counts above contain all
+        # launched ones. Operations that the GPU has not reached (not_begun()) are subtracted here.
         for op in recorder.not_begun():
             if op.peer is None:
                 started[op.group.name] -= 1
@@ -377,9 +377,9 @@ class Watchdog:
     def _nic_rates(self, now: float) -> dict[str, float]:
         """Return network interface -> bits/s, sent plus received, since the last check.
 
-        At the first check of a step that takes too long, {} is returned: the measurement begins.
+        The first check of each late step returns {}, since check() has reset _carried before.
         """
-        carried = self.carried()
+        carried = self.carried()  # interface -> bytes so far
         previous = self._carried
         self._carried = (now, carried)
         if previous is None:
@@ -480,8 +480,8 @@ class Watchdog:
     def say_alone(self) -> None:
         """Print in which operation this rank is stuck, if the job's store does not answer.
 
-        The oldest unfinished operation is printed, by the lowest of its ranks only. The rank that
-        hosts the store does not count: it may be the one that has stopped.
+        Only if the step is late, once a step, and only on the lowest rank of the oldest operation.
+        The rank that hosts the store is left out: it may be the one that has stopped.
         """
         state = self.state()
         if not self._late() or not state.waiting or self._alone_at == state.step:
