@@ -8,7 +8,7 @@ P = every / fragments inner steps. With D = `delay`, one period goes like this:
     training     train        capture a fragment's      train, while     wait for the round to end, take the
     thread                    pseudo-gradient, submit   the round runs   outer step, write the weights
 
-The algorithm determines these steps (algorithms.py). The round itself runs in round_runner.py's thread.
+The algorithm determines these steps (algorithms.py). Rounds run in a thread of round_runner.py.
 All ranks of a job count the same inner steps and get the same results, so they act in the same step.
 """
 
@@ -260,8 +260,8 @@ class OuterLoop:
         elif is_left_out:
             self._set_to_anchor(fragment)
         elif not self.algorithm.keeps_progress:
-            # This algorithm (CO2) sets local weights to the anchor after each round. Inner steps of a
-            # void round are not lost: they are added to the fragment's next pseudo-gradient.
+            # This algorithm (CO2) sets local weights to the anchor after each round. Inner steps
+            # of a void round are not lost: they are added to the fragment's next pseudo-gradient.
             self._set_to_anchor(fragment)
             self._carried[fragment] = sent.in_flight.gradient
 
