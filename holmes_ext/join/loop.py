@@ -103,7 +103,7 @@ class OuterLoop:
         # pseudo-gradient is sent and its aggregate is applied in the same period.
         self.period = settings.period or max(_FIRST_PERIOD, settings.delay + 1)
         self.in_period = 0  # inner steps since the period began, up to `period`
-        self._tokens = 0.0  # of this rank, since it last computed (captured) a pseudo-gradient
+        self._tokens = 0.0  # that this rank has read since its last pseudo-gradient (capture)
         self._captured: dict[int, _Capture] = {}  # by fragment; not passed to the rounds thread yet
         self._submitted: dict[int, _Capture] = {}  # by fragment; passed to it, not yet applied
         #: Fragment -> pseudo-gradient of a void round, which is added to the fragment's next one.

@@ -165,8 +165,8 @@ class LockStepRounds:
         The waiting job is catching up: its weights are outdated. It takes part in no round until
         this one has ended and it has then taken newer weights from another job.
 
-        A round is hopeless if all its jobs are gone, if no job can open it, or if it has not ended
-        within twice the median timeout of its jobs.
+        A round is hopeless if all its jobs are gone, or if no job can open it. It is also hopeless
+        if it has not ended within twice the median timeout of its jobs.
 
         Args:
             member: The job that waits.
@@ -199,10 +199,10 @@ class LockStepRounds:
     def _begin_if_complete(self, round_state: RoundState, now: float) -> None:
         """Begin the round if all expected jobs are ready, or its deadline has passed.
 
-        Expected are the jobs in training for which rounds wait from this one or an earlier one on
-        (first_expected_round). For a job that catches up with outdated weights, that is a later
-        round. Jobs marked late are not expected. Expected jobs that are not ready by the deadline
-        are marked late: the next rounds do not wait for them.
+        Expected are the jobs in training, except late ones and those with outdated weights. A job
+        with outdated weights is expected again from its `first_expected_round` on: by then it has
+        had time to take newer weights. Expected jobs that are not ready by the deadline are marked
+        late: the next rounds do not wait for them.
 
         The deadline is a timeout after the time at which half of the expected jobs were ready.
         While fewer are ready, it is two timeouts after the round was opened. The timeout is the

@@ -265,8 +265,8 @@ class Membership:
     def _refuse_if_different(self, name: str, hello: Hello) -> None:
         """Raise HolmesError if the run is full, or the job's model, shards or settings differ.
 
-        Compared are the settings, the number of elements at each position of the model-parallel
-        grid, and the number of fragments into which the model is divided.
+        The settings are compared, and the number of elements at each position of the model-parallel
+        grid. So is the number of fragments into which the model is divided.
 
         Args:
             name: Name of the job that joins.
