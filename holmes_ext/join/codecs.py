@@ -60,7 +60,7 @@ class TwoBits(OuterCodec):
     chunk = 512  # elements that share two magnitudes
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an empty buffer for the encoding of a flat tensor."""
+        """Return an empty uint8 tensor with room for the encoding of a flat tensor."""
         size = sum(block.encoded_bytes for block in self._blocks(like.numel()))
         return torch.empty(size, dtype=torch.uint8, device=like.device)
 
@@ -68,7 +68,9 @@ class TwoBits(OuterCodec):
         """Encode `x` plus `residual`, and replace `residual` by the new rounding errors.
 
         That is error feedback: what one encoding rounds off is added to the next. The tensor is
-        encoded in chunks of 512 elements; the last chunk may be shorter.
+        encoded in chunks of 512 elements; the last chunk may be shorter. Chunks of equal length
+        form a block and are encoded together. So there are at most two blocks: all full chunks, and
+        the shorter last chunk.
 
         Args:
             x: Flat tensor.
@@ -79,9 +81,9 @@ class TwoBits(OuterCodec):
             The bytes to send, uint8.
         """
         wanted = x.float() if residual is None else torch.add(x, residual)
-        wire = self.buffer(x)  # uint8, to be sent
-        element = 0  # first one of the block
-        byte = 0  # first one of the encoded block
+        wire = self.buffer(x)  # empty uint8 tensor of the encoded size; it is filled here and sent
+        element = 0  # index in `wanted` of the block's first element
+        byte = 0  # index in `wire` of the encoded block's first byte
         for block in self._blocks(x.numel()):
             part = wanted[element : element + block.chunks * block.width]
             # A shorter chunk is filled up with zeros, so that its last byte has four codes.
@@ -108,7 +110,10 @@ class TwoBits(OuterCodec):
         return torch.cat(decoded)[: like.numel()].to(like.dtype)
 
     def _blocks(self, numel: int) -> list[_Block]:
-        """Return the full chunks of a tensor of `numel` elements, then the shorter one at its end."""
+        """Return the blocks (equally long chunks) of a tensor: its full chunks, then a shorter one.
+
+        Either block is missing if it would be empty. `numel` is the tensor's number of elements.
+        """
         full, remainder = divmod(numel, self.chunk)
         blocks = []
         if full:

@@ -8,9 +8,8 @@ P = every / fragments inner steps. With D = `delay`, one period goes like this:
     training     train        capture a fragment's      train, while     wait for the round to end, take the
     thread                    pseudo-gradient, submit   the round runs   outer step, write the weights
 
-The algorithm determines the steps at which this happens (algorithms.py). The round itself runs in another
-thread (rounds/round_runner.py). All ranks of a job count the same inner steps and get the same results of
-rounds, so they act in the same step.
+The algorithm determines these steps (algorithms.py). Rounds run in a thread of round_runner.py.
+All ranks of a job count the same inner steps and get the same results, so they act in the same step.
 """
 
 from __future__ import annotations
@@ -60,25 +59,13 @@ class _Capture:
     """Pseudo-gradient of a fragment (anchor minus local weights), perhaps not sent yet."""
 
     in_flight: InFlight
-    #: Copy of the fragment's local weights at the capture, on the host: the later ones minus these are the
-    #: inner steps to keep. None: inner steps after the capture will be discarded.
+    #: Host copy of the local weights at the capture; later ones minus these are the steps to keep.
+    #: None: inner steps after the capture will be discarded.
     parts: list[Part] | None = None
 
 
 class OuterLoop:
-    """Outer training (DiLoCo) of a joined job on one rank. after_step() must be called after each inner step.
-
-    Args:
-        settings: The --holmes-outer settings.
-        weights: Weights of this rank, which inner steps change.
-        state: Anchors and outer momentum of this rank, fragment by fragment.
-        rounds: Background thread that exchanges submitted pseudo-gradients with the other jobs.
-        replicas: Ranks of this job that hold the same weights.
-        on_round: Callback for telemetry and messages: called when the training thread has applied the
-            result of a round, with the record of the round.
-        written: Callback of the framework's patch: called after local weights were overwritten, so that
-            it can update its copies (such as bf16 weights). Called on all ranks in the same step.
-    """
+    """Outer training (DiLoCo) of a joined job on one rank; after_step() follows each inner step."""
 
     def __init__(
         self,
@@ -90,6 +77,18 @@ class OuterLoop:
         on_round: Callable[[Record], None] = lambda record: None,
         written: Callable[[], None] = lambda: None,
     ):
+        """Prepare the outer training; begin() joins the other jobs.
+
+        Args:
+            settings: The --holmes-outer settings.
+            weights: Weights of this rank, which inner steps change.
+            state: Anchors (weights after the last outer step) and outer momentum, by fragment.
+            rounds: Background thread (rounds thread): exchanges submitted pseudo-gradients.
+            replicas: Ranks of this job that hold the same weights; each has a part of the anchor.
+            on_round: Called with the record of a round after its result was applied (telemetry).
+            written: Called after local weights were overwritten, on all ranks in the same step. The
+                framework's patch then updates copies of them, such as bf16 weights.
+        """
         self.settings = settings
         self.algorithm = settings.outer_algorithm()
         self.weights = weights
@@ -104,9 +103,9 @@ class OuterLoop:
         # pseudo-gradient is sent and its aggregate is applied in the same period.
         self.period = settings.period or max(_FIRST_PERIOD, settings.delay + 1)
         self.in_period = 0  # inner steps since the period began, up to `period`
-        self._tokens = 0.0  # of this rank, since the last capture
+        self._tokens = 0.0  # that this rank has read since its last pseudo-gradient (capture)
         self._captured: dict[int, _Capture] = {}  # by fragment; not passed to the rounds thread yet
-        self._submitted: dict[int, _Capture] = {}  # by fragment; in a round
+        self._submitted: dict[int, _Capture] = {}  # by fragment; passed to it, not yet applied
         #: Fragment -> pseudo-gradient of a void round, which is added to the fragment's next one.
         self._carried: dict[int, torch.Tensor] = {}
         self._period_start = time.monotonic()
@@ -215,7 +214,8 @@ class OuterLoop:
         self._apply_result(fragment, sent, result)
         is_left_out = self.rounds.job in result.left_out
         if is_left_out and not result.norm:
-            # Not finite: in the next inner step a NaN reaches all fragments, so reset all of them.
+            # A norm of 0 stands for one that is not finite. In the next inner step, NaNs of this
+            # fragment would reach the weights of all fragments, so reset all of them.
             for index in range(len(self.state.fragments)):
                 self._set_to_anchor(index)
         captured_again = self._captured.get(fragment)
@@ -223,7 +223,7 @@ class OuterLoop:
             # CO2 captures the next pseudo-gradient before it applies the last aggregate. A round
             # accepts only pseudo-gradients of the current anchor, which the outer step has just
             # replaced. The captured difference stays valid, so it gets the new anchor's version.
-            # (After "taken", the weights are another job's, and the next round drops it.)
+            # (After "taken", the weights are another job's: the next round drops this difference.)
             captured_again.in_flight.anchor_version = self.state.fragments[fragment].version
         self._on_round(Record(in_flight.number, fragment, in_flight.step, exposed_s, result))
 
@@ -234,7 +234,8 @@ class OuterLoop:
             commit    take the outer step; then combine local weights and new anchor as the setting
                       `mix` says. If this job's pseudo-gradient did not count ("left out"),
                       local weights <- the new anchor
-            void      no outer step. Keep the local weights, unless this job was left out
+            void      no outer step. Keep the local weights; but if this job was left out, or the
+                      algorithm keeps no inner steps in them (CO2), local weights <- the anchor
 
         Args:
             sent: The pseudo-gradient that this job submitted, with the local weights at that time.
@@ -242,8 +243,8 @@ class OuterLoop:
         """
         number = sent.in_flight.number
         is_left_out = self.rounds.job in result.left_out
-        # Outer steps that the rounds thread has prepared. That of a committed round is missing if
-        # the fragment was replaced by another job's since then; the round counts as void here.
+        # Rounds whose outer steps the rounds thread has prepared. A committed round is missing if
+        # the fragment was replaced by another job's since then; it is then treated as void.
         rounds_to_apply = [step.number for step in self.state.fragments[fragment].pending]
         if result.verdict == "taken":
             for index in result.fragments:
@@ -259,8 +260,8 @@ class OuterLoop:
         elif is_left_out:
             self._set_to_anchor(fragment)
         elif not self.algorithm.keeps_progress:
-            # This algorithm keeps no inner steps in the local weights. Those of the void round are not
-            # lost: they are added to the fragment's next pseudo-gradient.
+            # This algorithm (CO2) sets local weights to the anchor after each round. Inner steps
+            # of a void round are not lost: they are added to the fragment's next pseudo-gradient.
             self._set_to_anchor(fragment)
             self._carried[fragment] = sent.in_flight.gradient
 
@@ -272,7 +273,7 @@ class OuterLoop:
     def _result_of(self, in_flight: InFlight) -> RoundResult:
         """Wait for the end of a round and return its result; raise the exception that ended it.
 
-        The wait ends: each step of a round in the rounds thread has a deadline.
+        The wait is finite: each step of a round in the rounds thread has a deadline.
         """
         while not wait([in_flight.ended], _LOOK_S).done:
             if not self.rounds.running:
@@ -317,7 +318,6 @@ class OuterLoop:
         Args:
             new_values: (consecutive local weights, their anchor) -> new values of these weights.
         """
-        # Each rank keeps the anchor of the elements that it exchanges; the replicas have the others.
         for local, anchor in self._gathered(index, self.state.fragments[index].anchor):
             local.values.copy_(new_values(local, anchor))
         self._on_weights_written()
@@ -354,8 +354,7 @@ class OuterLoop:
         step_s = (time.monotonic() - self._period_start) / self.in_period
         period_s = self.settings.seconds / self.settings.fragments
         steps = round(period_s / max(step_s, _SHORTEST_STEP_S))
-        # A fragment's aggregate is applied `delay` steps after it was sent, and before the next one
-        # is sent.
+        # An aggregate is applied `delay` steps after sending, and before the next one is sent.
         return max(self.settings.delay + 1, steps)
 
     # Checkpoints, beginning and end
@@ -433,7 +432,8 @@ class OuterLoop:
         Args:
             saved: Result of state_dict(). "carried": fragment -> pseudo-gradient of a round without
                 outer step, added to the next one of that fragment. "submitted": pseudo-gradients
-                whose round has ended, with its result, which training has not applied yet.
+                whose round has ended, with its result, which training has not applied yet. Their
+                "parts": local weights at the capture, as [first element, values]; or None.
             source: Name of the checkpoint in error messages.
         """
         self.state.load(saved["state"], source)
@@ -475,7 +475,7 @@ class OuterLoop:
                 f"the ranks of job {self.rounds.job} loaded outer state of different rounds"
                 f" ({sorted(map(tuple, numbers))}); load one checkpoint"
             )
-        # The last round of which this job knows: the last that it began, or in which a fragment was stepped.
+        # Last known round: begun by this job, or (versions) the round of a fragment's outer step.
         # (With rounds=async, `number` is no round's number, so only the versions matter.)
         versions = [fragment.version for fragment in self.state.fragments]
         result = self.rounds.enter(max(self.number, *versions))

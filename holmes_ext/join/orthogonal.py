@@ -85,9 +85,10 @@ class Matrices:
     needs_others: ClassVar[bool] = False
 
     def orthogonalize(self, flat: torch.Tensor) -> None:
-        """Replace each matrix by the nearest orthogonal one (approximately), in place.
+        """Replace each matrix by a multiple of the nearest orthogonal matrix, in place.
 
-        The Frobenius norms of the matrices stay the same.
+        The multiple has the Frobenius norm that the matrix had. The orthogonal matrix (U V' of the
+        singular value decomposition U S V') is approximate: a few Newton-Schulz iterations.
 
         Args:
             flat: Flat float32 tensor that contains the matrices.
@@ -95,7 +96,7 @@ class Matrices:
         for place in self.places:
             values = flat[place.start : place.stop]
             matrix = values.view(place.rows, place.columns).to(self.device)
-            values.copy_(orthogonal(matrix).flatten())
+            values.copy_(orthogonal(matrix).flatten())  # scaled to the norm of `matrix`
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:

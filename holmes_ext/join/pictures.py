@@ -102,12 +102,13 @@ def losses_figure(lives: Sequence[Incarnation]) -> Any:
         lives: Each start of each job, until its end.
     """
     figure, axis = pyplot().subplots(figsize=(9, 4))
-    colours: dict[str, str] = {}  # by job
+    colours: dict[str, str] = {}  # by job; CLUSTERS is the palette of all pictures
     for life in lives:
         label = None if life.job in colours else life.job  # each job once in the legend
         colour = colours.setdefault(life.job, CLUSTERS[len(colours)])
+        # ends: time at which each step ended, in seconds from the first job's start.
         axis.plot(life.ends, life.losses, color=colour, lw=1.2, label=label)
-        if life.killed:
+        if life.killed:  # a cross at the last step
             axis.plot(
                 life.ends[-1:],
                 life.losses[-1:],

@@ -60,16 +60,16 @@ class RollingLoop(OuterLoop):
         super().after_step(tokens)
 
     def capture(self) -> int:
-        """Compute the pseudo-gradient of the next fragment that has none waiting for a round.
+        """Compute the pseudo-gradient of the next fragment that has none on offer to other jobs.
 
-        Fragments take turns in cyclic order. The pseudo-gradient is stored in `_captured`, from
-        where submit() sends it.
+        Fragments take turns in cyclic order. A fragment's pseudo-gradient is stored in `_captured`.
+        submit() then moves it to `_submitted`: it is on offer until a round has used it.
 
         Returns:
-            Index of the fragment; _NO_FRAGMENT if all fragments have one waiting.
+            Index of the fragment; _NO_FRAGMENT if all fragments have a pseudo-gradient on offer.
         """
         count = len(self.state.fragments)
-        # From the next fragment on, the first one that does not wait for a round.
+        # From the next fragment on, the first one without a pseudo-gradient on offer.
         candidates = [(self._next + offset) % count for offset in range(count)]
         free = [index for index in candidates if index not in self._submitted]
         if not free:
@@ -79,8 +79,8 @@ class RollingLoop(OuterLoop):
         # The capture takes self._tokens as the tokens of this pseudo-gradient, and sets it to 0.
         self._tokens = self._tokens_of_fragment[index]
         self._tokens_of_fragment[index] = 0.0
-        # There is no round yet, so the number is only a placeholder: the rounds thread replaces it
-        # by the round's number when the coordinator has begun one.
+        # The second argument is the round's number. There is no round yet, so any number will do:
+        # the rounds thread sets the true one when the coordinator has begun a round.
         self._capture_fragment(index, number=index + 1)
         # in_period: inner steps since the period began.
         step_s = (time.monotonic() - self._period_start) / max(1, self.in_period)

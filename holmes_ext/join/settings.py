@@ -94,10 +94,11 @@ class OuterSettings:
         algorithm = ALGORITHMS[self.algorithm]
         if not self._is_mix_valid():
             yield f"mix={self.mix!r} is neither keep nor a share from 0 to 1"
-        # With rounds=async, training takes steps that no round has counted yet. They must stay in
-        # the local weights when an aggregate is applied, for a later round: mix=keep and such an
-        # algorithm. With `every` in seconds, the result of each round sets the length of the next
-        # period; the results of rounds=async do not.
+        # With rounds=async, an aggregate may be applied to local weights with inner steps that no
+        # round has counted yet. These steps must stay in the local weights, so that a later round
+        # counts them. mix=keep keeps them, if the algorithm can do so (keeps_progress).
+        # `every` in seconds needs the result of each round to set the steps until the next
+        # exchange. Results of rounds=async do not set them.
         if self.rounds == "async" and (
             self.seconds or self.mix != "keep" or not algorithm.keeps_progress
         ):

@@ -107,9 +107,15 @@ class JoinedForecast:
     def rows(self) -> list[list[str]]:
         """Return a table of predictions, one row for each combination of values of --holmes-outer.
 
-        Columns: the values, seconds of a round, seconds that training waits per step, seconds by
-        which a step is slower, tokens/s, and gain. The gain is the joined jobs' tokens/s divided by
-        that of one job that spans the clusters.
+        Columns:
+
+            the values of --holmes-outer
+            duration of a round, in seconds
+            seconds that training waits for rounds, per inner step
+            seconds by which an inner step itself is slower, as rounds share the network with it,
+                compared with a job that trains alone
+            tokens/s of all joined jobs
+            gain: these tokens/s divided by those of one job that spans the clusters
         """
         result = []
         for setting in self.settings:

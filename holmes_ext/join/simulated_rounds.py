@@ -255,14 +255,22 @@ def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
     (verdict "go"); exchange it with every other job; wait until all jobs are done (verdict "done");
     the event "arrived".
 
+    An operation is "post" (begin a transfer, and go on) or "wait" (for the end of a transfer). Each
+    names a transfer by a tag:
+
+        ("sent", job, number)                   event, without bits, of a job in a round
+        (("gradient", job, other), number)      transfer from a job to another in a round. It has
+                                                bits: those of the template ("gradient", job, other)
+
     Args:
         job: Number of the job.
         jobs: Numbers of all jobs.
     """
     others = [other for other in jobs if other != job]
     for number in _ROUNDS:
+        # kind: how the simulation records the time of the wait, here as idle time.
         yield _wait(("sent", job, number), kind="idle")
-        yield from _verdict("go", number)
+        yield from _verdict("go", number)  # request to the coordinator, and wait for its reply
         for other in others:
             yield _post((("gradient", job, other), number))
         for other in others:

@@ -162,8 +162,11 @@ class LockStepRounds:
     def _is_over_or_hopeless(self, member: Member, round_number: int, now: float) -> bool:
         """Return whether a job should stop waiting for a round, because it is over or hopeless.
 
-        A round is hopeless if all its jobs are gone, if no job can open it, or if it has not ended
-        within twice the median timeout of its jobs.
+        The waiting job is catching up: its weights are outdated. It takes part in no round until
+        this one has ended and it has then taken newer weights from another job.
+
+        A round is hopeless if all its jobs are gone, or if no job can open it. It is also hopeless
+        if it has not ended within twice the median timeout of its jobs.
 
         Args:
             member: The job that waits.
@@ -179,8 +182,8 @@ class LockStepRounds:
             # patience_s: median timeout of the round's jobs, so that none of them determines the
             # wait.
             return now > round_state.opening_time + 2 * patience_s(members)
-        # No job is ready for the round. Only jobs in training that do not catch up themselves can
-        # open it.
+        # No job is ready for the round yet; the first one will open it. A job that is catching up
+        # (catches_up_after is not None) cannot: its weights are outdated.
         others = [
             other
             for other in self._state.members.values()
@@ -189,15 +192,21 @@ class LockStepRounds:
         was_skipped = round_number <= self._state.number  # a later round was opened instead
         if was_skipped or not others:
             return True
-        # There are no jobs of the round whose median could be taken, so the waiting job's own
-        # timeout counts.
+        # The round has no jobs, so there is no median of their timeouts. The waiting job's own
+        # timeout counts instead.
         return now > member.catches_up_since + 2 * member.hello.timeout
 
     def _begin_if_complete(self, round_state: RoundState, now: float) -> None:
         """Begin the round if all expected jobs are ready, or its deadline has passed.
 
-        Expected are the jobs in training that are not late and not catching up. Those that are not ready by
-        the deadline are marked late: the next rounds do not wait for them.
+        Expected are the jobs in training, except late ones and those with outdated weights. A job
+        with outdated weights is expected again from its `first_expected_round` on: by then it has
+        had time to take newer weights. Expected jobs that are not ready by the deadline are marked
+        late: the next rounds do not wait for them.
+
+        The deadline is a timeout after the time at which half of the expected jobs were ready.
+        While fewer are ready, it is two timeouts after the round was opened. The timeout is the
+        median of the ready jobs' timeouts.
 
         Args:
             round_state: A round that was opened and has not begun.
@@ -207,11 +216,12 @@ class LockStepRounds:
         expected = [
             member
             for member in state.members.values()
+            # "in": in training, and not late.
             if member.state == "in" and member.first_expected_round <= round_state.number
         ]
         missing = [member for member in expected if member.name not in round_state.ready_reports]
         if round_state.half_ready_time is None and 2 * len(missing) <= len(expected):
-            round_state.half_ready_time = now  # the missing jobs' deadline counts from now on
+            round_state.half_ready_time = now  # from which the deadline counts now
         # After a restart of the coordinator, other jobs of the run may not have reconnected yet.
         must_wait = bool(missing) or self._awaited_peers.may_arrive(now)
         if must_wait and now < self._deadline(round_state):
@@ -314,13 +324,16 @@ class LockStepRounds:
 
         Returns:
             The majority's version, with the most frequent salted checksum among the jobs that have
-            this version ("" if none of them reports one). None if no reported version is possible.
+            this version ("" if none of them reports one). None if each reported version is later
+            than the fragment's last outer step that the coordinator knows: no job can have it.
         """
         trusted = [member for member in ready if member.is_up_to_date] or ready
+        # Version on which the jobs agree best, with the plain checksum.
         valid = self._versions.valid_claim(round_state.fragment, trusted)
         if valid is None:
             return None
-        # Jobs with the majority's version, and with its plain checksum or none.
+        # Jobs that report this version, and this plain checksum or none: is_compatible() compares
+        # both, and lets a missing checksum pass.
         holders = [
             member
             for member in trusted

@@ -69,7 +69,7 @@ class Membership:
             and predecessor.state != "gone"
             and predecessor.incarnation != incarnation
         ):
-            self._wait_for_rival(predecessor, incarnation, now)
+            self._record_or_refuse_rival(predecessor, incarnation, now)
             return None
         self._refuse_if_different(name, hello)
         # After a restart of the coordinator, new jobs may have begun a run from their initial weights before
@@ -233,12 +233,13 @@ class Membership:
             return False
         return now - state.started < patience_s(others)
 
-    def _wait_for_rival(self, member: Member, incarnation: str, now: float) -> None:
-        """Let a second process that joins by a job's name wait, or refuse it.
+    def _record_or_refuse_rival(self, member: Member, incarnation: str, now: float) -> None:
+        """Record that a second process (rival) wants to join by a job's name, or refuse the rival.
 
-        The first request of the second process (rival) is recorded with its time. The rival repeats
-        the request. The rival is refused as soon as the job sends a heartbeat after that time.
-        Without a heartbeat, the job may be dead, and the rival may get its name later.
+        The rival's first request is recorded with its time; the rival then repeats the request. The
+        rival is refused as soon as the job has sent a heartbeat after that time. If the job sends
+        none, it may be dead. Once it is declared gone, the rival's next request is not passed to
+        this function any more, and the rival gets the name.
 
         Args:
             member: The job that has the name.
@@ -249,7 +250,7 @@ class Membership:
             HolmesError: The job is alive, so the name is taken.
         """
         if incarnation not in member.rivals:
-            # Keep the latest of them, so that with the new one there are at most _MOST_RIVALS.
+            # Keep the latest rivals, so that with the new one there are at most _MOST_RIVALS.
             latest_rivals = list(member.rivals.items())[1 - _MOST_RIVALS :]
             member.rivals = {**dict(latest_rivals), incarnation: now}
             heard_ago = now - member.last_heartbeat
@@ -264,8 +265,8 @@ class Membership:
     def _refuse_if_different(self, name: str, hello: Hello) -> None:
         """Raise HolmesError if the run is full, or the job's model, shards or settings differ.
 
-        Compared are the settings, the number of elements at each position of the model-parallel
-        grid, and the number of fragments into which the model is divided.
+        The settings are compared, and the number of elements at each position of the model-parallel
+        grid. So is the number of fragments into which the model is divided.
 
         Args:
             name: Name of the job that joins.
@@ -280,8 +281,8 @@ class Membership:
                 raise HolmesError(
                     f"job {name!r} cannot join: it differs from job {other.name!r} in {text}"
                 )
-            # The message names elements also for another number of fragments: each fragment then
-            # has others.
+            # claims: one for each fragment. If the numbers of fragments differ, then so do the
+            # numbers of elements of a fragment. So one message serves both cases.
             if hello.totals != other.hello.totals or len(hello.claims) != len(other.claims):
                 raise HolmesError(
                     f"job {name!r} cannot join: it has other numbers of elements than job "

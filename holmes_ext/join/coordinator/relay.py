@@ -142,7 +142,7 @@ class PeerRelay:
         The rank has an idle connection to the coordinator (standby line), on which this call is
         announced. The caller gets one of the replies
 
-            alone      the caller stays alone: the rank has no standby line
+            alone      there is no connection: the rank has no standby line
             reversed   the rank itself has connected to the caller, so nothing is forwarded
             go         the coordinator forwards bytes between the two (sent by `_forward`)
 
@@ -151,8 +151,9 @@ class PeerRelay:
         Args:
             channel: The caller's connection.
             job: The caller's job.
-            purpose: What the caller sent: the called rank (to_job, to, to_rank), and its own
-                address.
+            purpose: What the caller sent. The called rank: its job `to_job`, the incarnation `to`
+                (start of that job), and its number `to_rank`. The caller: `job`, `incarnation`,
+                `address`, and the id `call` of this call.
         """
         key = _key(purpose.get("to_job"), purpose.get("to"), purpose.get("to_rank"))
         question = {  # what the rank learns about the caller
@@ -160,8 +161,9 @@ class PeerRelay:
             for name in ("call", "job", "incarnation", "address")
         }
         deadline = Deadline(WAIT_S, "a standing line")
+        # _take_line() waits for the rank's standby line; None: there is none by the deadline.
         while (line := self._take_line(key, deadline)) is not None:
-            answer = _call_on(line, question)
+            answer = _call_on(line, question)  # the rank's: "reversed" or "relay"; "": line is dead
             if answer:
                 break
             line.over.set()  # the line was dead; the rank may open another one before the deadline
@@ -169,11 +171,11 @@ class PeerRelay:
             channel.send({"relay": "alone"}, Deadline(_TELL_S, "an answer"))
         elif answer == "reversed":
             with self._changed:  # the line is free again, for the next caller
-                is_latest = self._lines.setdefault(key, line) is line
+                is_latest = self._lines.setdefault(key, line) is line  # puts the line back
             if not is_latest:  # the rank has opened another line in the meantime
                 line.over.set()
             channel.send({"relay": "reversed"}, Deadline(_TELL_S, "an answer"))
-        else:
+        else:  # "relay"
             try:
                 self._forward(channel, job, line)
             finally:

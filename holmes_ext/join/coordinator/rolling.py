@@ -195,8 +195,8 @@ class RollingRounds:
         Args:
             fragment: Fragment that the round exchanges.
             contributors: Jobs that send their pseudo-gradients.
-            members: All active jobs with up-to-date weights, contributors or not; they receive the
-                sum.
+            members: All active jobs whose model weights are up to date, contributors or not. They
+                receive the sum of the pseudo-gradients.
             now: Current time, in seconds.
         """
         round_state = self._rounds.open(self._state.number + 1, fragment, now)
@@ -214,12 +214,16 @@ class RollingRounds:
         ranks = {member.name: len(member.hello.addresses) for member in contributors}
         # Norms of the fragment's recent pseudo-gradients: a job with a much larger one does not count.
         usual_norms = self._rounds.usual_norms(fragment)
-        weights = weights_in_sum(round_state, ranks, outer_settings(contributors), usual_norms)
+        # Job -> factor of its pseudo-gradient in the sum (not normalized). Jobs with an unusable
+        # pseudo-gradient are missing.
+        factors = weights_in_sum(round_state, ranks, outer_settings(contributors), usual_norms)
         least_contributors = self._state.least_jobs(members)
         has_begun = self._rounds.begin_exchange(
-            round_state, members, weights, least_contributors, now
+            round_state, members, factors, least_contributors, now
         )
-        # If too few of the pseudo-gradients count, the round is void and the offers stay, for a later round.
+        # If too few of the pseudo-gradients count, the round is void and the offers stay, for a
+        # later round. Otherwise forget since when this fragment was offered, by any job and by
+        # enough jobs: both times determine when a round begins.
         if has_begun:
             self._first_offer_times.pop(fragment, None)
             self._quorum_times.pop(fragment, None)

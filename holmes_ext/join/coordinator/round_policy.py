@@ -38,13 +38,21 @@ class RoundPolicy(Protocol):
         """
 
     def answer(self, name: str, report: Any, now: float) -> Reply | None:
-        """Return the verdict for job `name`; None while nothing is decided and it must ask again.
+        """Return the reply to job `name`, which asks for its next round; None: it must ask again.
+
+        None means that nothing is decided yet. The key "verdict" of a reply has one of the values
+
+            go        exchange pseudo-gradients with the members that the reply names
+            behind    first take newer weights from another job
+            skip      a round takes place without this job
+            void      the round has ended without an outer step, or cannot use this job's data
 
         The coordinator has already checked the versions of fragments (rounds of their last outer
         steps) that the report contains.
 
         Args:
-            report: As `read` returns it.
+            name: Name of the job.
+            report: The job's request, as read() of the same policy has parsed it.
             now: Time on the coordinator's clock, in seconds.
 
         Raises:

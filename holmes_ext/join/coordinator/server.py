@@ -115,21 +115,7 @@ class Complaint(NamedTuple):
 
 
 class CoordinatorServer:
-    """Coordinator of one run behind a TCP port, which accepts connections from construction on.
-
-    Args:
-        host: Address to listen on; "": all addresses of this host.
-        port: Port to listen on; 0: any free one. The attribute `port` is the actual one.
-        credentials: Token and certificates of the run.
-        tell: Called with each line for the log.
-        relay: Forwards bytes between ranks that cannot call each other; default: one without a limit.
-        services: What runs beside the coordinator, such as an HTTP endpoint for metrics. Each function is
-            called with this server when serve() begins, and returns a context manager that is open until
-            serve() ends. A service reads the run from status(), in its own threads; nothing waits for it.
-
-    Raises:
-        HolmesError: The address or the port cannot be used.
-    """
+    """Coordinator of one run behind a TCP port, which accepts connections from construction on."""
 
     def __init__(
         self,
@@ -140,6 +126,21 @@ class CoordinatorServer:
         relay: PeerRelay | None = None,
         services: Sequence[Service] = (),
     ):
+        """Listen on a TCP port for the jobs of one run; serve() answers them.
+
+        Args:
+            host: Address to listen on; "": all addresses of this host.
+            port: Port to listen on; 0: any free one. The attribute `port` is the actual one.
+            credentials: Token and certificates of the run.
+            tell: Called with each line for the log.
+            relay: Forwards bytes between ranks that cannot call each other; default: without limit.
+            services: What runs beside the coordinator, such as an HTTP endpoint for metrics. At its
+                begin, serve() calls each function with this server; at its end, it closes the
+                returned context managers. A service reads status() in threads of its own.
+
+        Raises:
+            HolmesError: The address or the port cannot be used.
+        """
         self._credentials = credentials
         self._tell = tell
         self._services = services
@@ -149,8 +150,7 @@ class CoordinatorServer:
         # The policies decide when a round begins: one for rounds=sync, one for rounds=async.
         self._coordinator = Coordinator(time.monotonic(), policies=(LockStepRounds, RollingRounds))
         self._heartbeats: dict[JobIdentity, Channel] = {}  # open connections for heartbeats
-        # Secret of each job's start, from which tickets for calls to its ranks are made.
-        self._secrets: dict[JobIdentity, str] = {}
+        self._secrets: dict[JobIdentity, str] = {}  # of jobs; tickets for calls derive from it
         self._complaints: list[Complaint] = []  # of the last minute; their number is limited
         self._logged_events = 0  # number of the coordinator's events that were passed to `tell`
         self._ended = threading.Event()

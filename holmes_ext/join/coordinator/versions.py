@@ -41,7 +41,9 @@ class Versions:
 
         Returns:
             The version (the round of the fragment's last outer step), with a checksum if a job reported
-            it; None if no job claims a possible version.
+            it. None if every claimed version is later than the fragment's last outer step that the
+            coordinator saw: no job can have such a version. (If it saw none, because it was
+            restarted, versions up to the last round of the run are possible.)
         """
         if members is None:
             voters = self._state.participants()

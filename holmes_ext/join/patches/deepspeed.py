@@ -58,9 +58,10 @@ def _take_model_step(call, instance):
         call: Runs the wrapped DeepSpeedEngine._take_model_step with its arguments.
         instance: The DeepSpeed engine.
     """
-    # The first optimizer or engine of the process becomes the one whose steps are the outer training's.
-    # claim() returns whether this engine is that one; a job that trains alone has none. Before the first step
-    # claim() also joins the other jobs, and calls _adapter() for that.
+    # Only one optimizer or engine of a process is counted: the first for which claim() is called.
+    # claim() returns whether that is this engine. It returns False in a job that trains alone, that
+    # is, without other jobs. Before the first step, claim() also connects to the other jobs; for
+    # that, it calls _adapter().
     is_training_step = training.claim(instance, lambda: _adapter(instance))
     result = call()  # DeepSpeedEngine._take_model_step; sets _step_applied
     if is_training_step and instance._step_applied:  # not applied: gradients have overflowed
@@ -79,7 +80,10 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
         device=lambda: get_accelerator().current_device_name(),
         # The outer training calls this after it has changed weights.
         written=lambda: _update_model_weights(engine),
-        agreed={"sizes": _sizes(engine)},  # must be the same in all joined jobs
+        # Numbers of pipeline stages and tensor-parallel ranks: must be the same in all joined jobs.
+        agreed={"sizes": _sizes(engine)},
+        # Called before this job connects to the others. Returns why it cannot exchange weights with
+        # these settings, such as "experts are not supported"; None: it can.
         refusal=lambda settings: refusal(engine, settings),
     )
 
@@ -210,9 +214,8 @@ def _pieces(optimizer: Any) -> Iterator[_Piece]:
     kind = type(optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer":  # ZeRO 1 and 2
         # For each group: the index of each parameter's first element in the group's flat buffer.
-        # DeepSpeed from 0.19.7 on pads the parameters of ZeRO 1 and 2; other optimizers have no
-        # padding between them. read_by_version() reads these indices as the
-        # installed release of DeepSpeed stores them; offsets() computes them without padding.
+        # From 0.19.7 on, DeepSpeed has padding between parameters of ZeRO 1 and 2. So the indices
+        # are read from the optimizer; read_by_version() knows where the installed release has them.
         starts_of_groups = read_by_version("offsets", optimizer)
         groups = zip(optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups)
         for i, (group, partition) in enumerate(groups):
@@ -224,6 +227,8 @@ def _pieces(optimizer: Any) -> Iterator[_Piece]:
         for i, (group, partition) in enumerate(groups):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
             begin = rank * partition.numel()
+            # offsets(): the same indices, added up from the parameters' sizes. This optimizer and
+            # FP16_Optimizer have no padding between parameters.
             yield from _pieces_of_buffer(group, offsets(group), partition, begin)
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
         for group, partition in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat):

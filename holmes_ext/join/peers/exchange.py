@@ -29,16 +29,6 @@ class Attempt:
 
     If jobs are lost during an exchange, the next attempt runs without them. run() sends and
     receives.
-
-    Args:
-        job: Name of this job.
-        members: Job -> share of its pseudo-gradient in the sum (0: it only receives), in the order
-            of aggregation; with this job.
-        pieces: Ranges of elements that this rank exchanges. Each range has a map: other job -> rank
-            with which to exchange it.
-        peers: (job, rank) -> address and ticket to connect to that rank.
-        codec: Compression of the pseudo-gradients. Without other members nothing is sent, so
-            nothing is compressed.
     """
 
     def __init__(
@@ -49,6 +39,18 @@ class Attempt:
         peers: Mapping[tuple[str, int], Peer],
         codec: OuterCodec,
     ):
+        """Store what run() needs for the exchange; nothing is sent yet.
+
+        Args:
+            job: Name of this job.
+            members: Job -> share of its pseudo-gradient in the sum (0: it only receives), in the
+                order of aggregation; with this job.
+            pieces: Ranges of elements that this rank exchanges. Each range has a map: job -> its
+                rank that exchanges these elements.
+            peers: (name of another job, rank of it) -> address and ticket to connect to that rank.
+            codec: Compression of the pseudo-gradients. Without other members nothing is sent, so
+                nothing is compressed.
+        """
         self.job = job
         self.members = members
         self.pieces = pieces

@@ -76,16 +76,7 @@ class PeersFailed(Exception):
 
 
 class PeerLinks:
-    """Open connections of one rank to ranks of other jobs, which are reused from round to round.
-
-    Args:
-        job: Name of this job.
-        open_routes: Called once with a function that handles accepted connections. Opens this
-            rank's port, starts to accept connections, and returns what connects to other ranks
-            (Routes).
-        serve: Handles an accepted connection that is not for an exchange: a rank that reads
-            weights.
-    """
+    """Open connections of one rank to ranks of other jobs, which are reused from round to round."""
 
     def __init__(
         self,
@@ -93,12 +84,24 @@ class PeerLinks:
         open_routes: Callable[[Callable[[Channel, Purpose], None]], Routes],
         serve: Callable[[Channel, Purpose], None],
     ):
+        """Begin to accept connections from ranks of other jobs; connect to them when needed.
+
+        Each accepted connection goes to _accept(). It keeps a connection for exchanges of
+        pseudo-gradients, and passes any other one to `serve`.
+
+        Args:
+            job: Name of this job.
+            open_routes: Called once, with _accept(). Opens this rank's port, starts to accept
+                connections, and returns what opens connections to other ranks (Routes).
+            serve: Handles an accepted connection that is not for an exchange: a rank of another job
+                reads this rank's weights. The caller's handshake document says so.
+        """
         self.job = job
         self._serve = serve
         self._open: dict[LaneKey, Channel] = {}
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # lock of `_open`, notified of each new connection
         self._closed = False
-        self._speed = Speed()
+        self._speed = Speed()  # best transfer rate to each job, for deadlines of later transfers
         self.sent = 0  # bytes, in all
         self.received = 0  # bytes, in all
         self.routes = open_routes(self._accept)  # last: connections may arrive at once
@@ -321,8 +324,11 @@ def _total_bytes(buffers: Iterable[memoryview]) -> int:
 def _run_lanes(lanes: Sequence[list[PeerTransfer]], patience_s: float) -> dict[str, str]:
     """Send and receive over parallel connections (lanes) to each peer, one thread per lane.
 
+    A peer has one or more connections, as its number of bytes demands. Lane n consists of the n-th
+    connections of all peers. So a peer with two connections has transfers in lanes 0 and 1 only.
+
     Args:
-        lanes: Lane -> its transfers, one for each peer that uses so many connections.
+        lanes: For each lane, its transfers: at most one for each peer.
         patience_s: Seconds after which a silent peer fails.
 
     Returns:

@@ -101,17 +101,7 @@ class _ExpectedCallback(NamedTuple):
 
 
 class Routes:
-    """Calls from one rank to ranks of other jobs, and from them.
-
-    Args:
-        identity: This rank.
-        place: Coordinator, credentials and ports of this job.
-        listening: Listening socket of this rank; None: it has no port.
-        address: HOST:PORT that other jobs call. "": this rank cannot be called (firewall, no port), so it
-            keeps an idle connection to the coordinator, the standby line, on which calls are announced.
-        incoming: Handles a connection that a rank of another job has opened, in a thread of its own. It is
-            called with the authenticated connection, and the caller's document: what the connection is for.
-    """
+    """Connections that one rank opens to ranks of other jobs, and accepts from them."""
 
     def __init__(
         self,
@@ -121,28 +111,45 @@ class Routes:
         address: str,
         incoming: Callable[[Channel, Purpose], None],
     ):
+        """Begin to accept connections; or announce to the coordinator that this rank accepts none.
+
+        The rank of another job that opens a connection is called a caller.
+
+        Args:
+            identity: This rank.
+            place: Coordinator, credentials and ports of this job.
+            listening: Listening socket of this rank; None: it has no port.
+            address: HOST:PORT at which other jobs connect. "": they cannot (no port, NAT). Then
+                this rank keeps an idle connection to the coordinator (standby line), on which the
+                coordinator announces callers.
+            incoming: Handles a connection from a caller, in a thread of its own. Called with the
+                authenticated connection, and the caller's document: what the connection is for.
+        """
         self.identity = identity
         self.address = address
         self._place = place
         self._credentials = place.credentials
         self._incoming = incoming
-        self._callbacks: dict[str, _ExpectedCallback] = {}  # by the id of the call
+        # Id of a request -> where the thread that has sent it waits. The request asks a rank that
+        # accepts no connections to open one to this rank instead (a callback).
+        self._callbacks: dict[str, _ExpectedCallback] = {}
         # Addresses of callers that could not be called back; they are not tried again.
         self._unreachable_addresses: set[str] = set()
         self._closed = False
         self._listener: Listener | None = None
         if listening is not None:
-            self._listener = Listener(  # limits the connections that are open at a time
+            # Limits the connections that are open at a time, before and after authentication.
+            self._listener = Listener(
                 listening,
-                self._accept,
+                self._accept,  # authenticates, then calls `incoming`
                 "holmes-peers",
-                strangers=_MOST_UNPROVEN,
-                per_address=_PER_ADDRESS,
-                admitted=_ADMITTED,
+                strangers=_MOST_UNPROVEN,  # not authenticated yet, in all
+                per_address=_PER_ADDRESS,  # not authenticated yet, from one address
+                admitted=_ADMITTED,  # authenticated
             )
             self._listener.start()
         self._standby_line: Channel | None = None
-        if not address:  # no rank can call this one, except through the coordinator
+        if not address:  # other ranks reach this one only through the coordinator
             threading.Thread(target=self._stand_by, name="holmes-standby", daemon=True).start()
 
     def close(self) -> None:
@@ -236,13 +243,13 @@ class Routes:
     def _secret_for(self, purpose: Purpose) -> bytes:
         """Return the ticket that the rank at the other end of an accepted connection must have.
 
-        A ticket is a text that the coordinator derives from the secret of one job, and gives to one
-        other job for connections to it.
+        A ticket allows job A to connect to job B. It is derived from B's secret and A's name. B's
+        ranks compute it; A gets it from the coordinator.
 
-            usual connection    the other rank's ticket for this job
-            "reversed"          this rank has asked the other one to connect back. The ticket is
-                                this rank's ticket for the other job. This rank has received it from
-                                the coordinator; the other rank derives it from its job's secret
+            usual connection    the other job is A, this job is B: compute the ticket
+            "reversed"          this job is A, the other job is B. This rank asked the other one,
+                                which accepts no connections, to connect to this rank instead. So
+                                return the ticket that this rank got from the coordinator
 
         Args:
             purpose: What the other rank says of itself: its job, and what the connection is for.
@@ -250,7 +257,7 @@ class Routes:
         if purpose.get("purpose") != "reversed":
             return self._ticket_of_caller(purpose).encode()
         callback = self._callbacks.get(str(purpose.get("call")))
-        if callback is None:  # this rank made no such call: nobody can prove this secret
+        if callback is None:  # not asked for: nobody proves the following secret, so it is refused
             return b"unknown"
         return callback.ticket.encode()
 
@@ -288,9 +295,9 @@ class Routes:
     def _handle(self, channel: Channel, purpose: Purpose) -> None:
         """Pass an authenticated connection to the code that uses it, which also closes it later.
 
-        Usually that is the function for incoming connections. But a "reversed" connection answers a
-        request of this rank to a rank that accepts none. Then it is passed to the thread that waits
-        for it.
+        Usually that is the function for incoming connections. A "reversed" connection goes to the
+        waiting thread instead. That thread has asked another rank for it: the other rank accepts no
+        connections, so it had to open this one.
 
         Args:
             channel: The connection.
@@ -343,10 +350,12 @@ class Routes:
 
             {"answer": "reversed"}   this rank has connected to the caller itself
             {"answer": "relay"}      it cannot; so the line becomes the connection to the caller,
-                                     and the coordinator forwards the bytes
+                                     and the coordinator forwards the bytes. It confirms this with
+                                     {"relay": "go"}
 
         Args:
-            standby_line: Idle connection from this rank, which accepts none, to the coordinator.
+            standby_line: Idle connection of this rank to the coordinator. This rank accepts no
+                connections, so the coordinator announces callers here.
 
         Returns:
             True after "reversed": the line stays idle and can announce more callers. False after
@@ -365,10 +374,10 @@ class Routes:
         standby_line.send({"answer": "relay"}, deadline)
         if standby_line.receive(deadline).get("relay") != "go":
             return False
-        # Callers need TLS, except on a loopback connection, which nobody else can read. Here the
-        # connection ends at the coordinator. If the coordinator is on this host, a caller on this
-        # host calls it over loopback, too, and omits TLS; so a caller without TLS is accepted. A
-        # caller on another host sees that its way to the coordinator is no loopback, and uses TLS.
+        # Must a caller without TLS be accepted? A rank omits TLS if its own connection to the
+        # coordinator stays on its host (loopback), where nobody else can read it. If this line is
+        # loopback, the coordinator is on this host. Then a caller on this host omits TLS, so accept
+        # that. A caller on another host is not affected: its connection is no loopback.
         is_plain = self._credentials.plain or stays_on_host(standby_line.socket)
         # TLS with the coordinator ends: what follows is the handshake with the caller.
         connection = end_tls(standby_line.socket, deadline)

@@ -79,14 +79,6 @@ class PeerTransfer:
 
     Each end first sends a label: round, attempt within the round, and number of bytes that follow.
     An unexpected label means that the other rank is at another round, or expects another size.
-
-    Args:
-        peer: The rank at the other end.
-        channel: The connection.
-        label: (round, attempt within the round); the number of bytes is added here.
-        out: Bytes to send.
-        into: Buffers for the bytes to receive.
-        deadline: Until when all bytes must have been moved.
     """
 
     def __init__(
@@ -98,6 +90,17 @@ class PeerTransfer:
         into: Sequence[memoryview],
         deadline: Deadline,
     ):
+        """Prepare the transfer; move() sends and receives.
+
+        Args:
+            peer: The rank at the other end.
+            channel: The connection, non-blocking.
+            label: (number of the round, attempt within the round). Each end sends both before the
+                data, with its number of bytes. The other end compares them with what it expects.
+            out: Buffers with the bytes to send.
+            into: Buffers to fill with received bytes; their sizes say how many are expected.
+            deadline: Until when all bytes must have been moved. Only stored here: run() checks it.
+        """
         self.peer = peer
         self.connection = channel.socket
         self.deadline = deadline
@@ -109,6 +112,8 @@ class PeerTransfer:
         bytes_to_send = sum(map(len, out))
         self._expected_label = _LABEL.pack(round_number, attempt, bytes_to_receive)
         our_label = memoryview(_LABEL.pack(round_number, attempt, bytes_to_send))
+        # Buffers in the order of sending and receiving, the labels first. The channel adds and
+        # checks the MACs that protect the bytes on a connection without TLS.
         self._outgoing = chain(channel.outgoing([our_label]), channel.outgoing(out))
         self._incoming = self._buffers_to_fill(channel, into)
         # What is left of the buffers under way; None: all was sent, or received.
@@ -175,7 +180,11 @@ class PeerTransfer:
         self._out = self._out[count:] or next(self._outgoing, None)
 
     def _read(self) -> None:
-        """Receive into this transfer's buffers until all available bytes are read."""
+        """Receive into this transfer's buffers: once, and again while TLS holds decrypted bytes.
+
+        One call is enough without TLS: if more bytes are available, the selector reports the socket
+        again. But it does not see bytes that TLS has already decrypted, so these are read here.
+        """
         while self._into is not None:
             count = self.connection.recv_into(self._into[:_CALL_BYTES])
             if count == 0:
@@ -183,7 +192,6 @@ class PeerTransfer:
             self.received += count
             self.last_moved = time.monotonic()
             self._into = self._into[count:] or next(self._incoming, None)
-            # A selector does not see bytes that TLS has decrypted already.
             has_decrypted = isinstance(self.connection, ssl.SSLSocket) and self.connection.pending()
             if not has_decrypted:
                 return

@@ -140,15 +140,17 @@ class Claims:
         (pending step), the version after that step is reported, without a checksum.
 
         Args:
-            submitted_versions: Versions of all fragments when training submitted its
-                pseudo-gradient (an older state than now, if a step is pending).
+            submitted_versions: Versions of all fragments when training submitted its latest
+                pseudo-gradient. They show which fragments had a pending step then. All ranks agree
+                on them, as collective checksums need; the current versions may differ meanwhile.
 
         Returns:
             "versions" and "checksums" of all fragments; a checksum is "" while a step is pending.
         """
         with self._state.lock:
             final_versions = [fragment.version_after_pending for fragment in self._state.fragments]
-        # Fragments without a pending step; only for these can the checksum be computed now.
+        # Fragments that had no pending step at the submission: they had the final version already.
+        # Only for these can the checksum of the final version be computed now.
         stable = [
             index
             for index, version in enumerate(submitted_versions)

@@ -71,19 +71,7 @@ class _Received:
 
 
 class RoundRunner:
-    """Background thread that runs the outer rounds of one rank (setting rounds=sync).
-
-    In a round, jobs exchange and aggregate the pseudo-gradients of a fragment of the model.
-
-    Args:
-        settings: The --holmes-outer settings.
-        state: Anchors and outer momentum of this rank, which outer steps change.
-        ranges: Elements that each rank of this job exchanges at this position of the model-parallel grid.
-        job_ranks: Collectives over the ranks of this job, for this thread only once it runs.
-        links: Connections to ranks of other jobs, over which tensors are sent.
-        coordinator: Collective requests to the coordinator.
-        job: Name of this job.
-    """
+    """Thread that runs one rank's outer rounds: exchanges of pseudo-gradients (rounds=sync)."""
 
     def __init__(
         self,
@@ -95,9 +83,21 @@ class RoundRunner:
         coordinator: CoordinatorLink,
         job: str,
     ):
+        """Prepare the thread; start() starts it.
+
+        Args:
+            settings: The --holmes-outer settings.
+            state: Anchors (weights after the last outer step) and outer momentum of this rank.
+            ranges: Elements that each rank of this job exchanges with other jobs; only the ranks at
+                this rank's position of the model-parallel grid.
+            job_ranks: Collectives over this job's ranks. Once the thread runs, only it uses them.
+            links: Connections to ranks of other jobs, over which tensors are sent.
+            coordinator: Collective requests to the coordinator.
+            job: Name of this job.
+        """
         self.settings = settings
         self.algorithm = settings.outer_algorithm()
-        self.codec = codec_of(settings)
+        self.codec = codec_of(settings)  # compression of pseudo-gradients
         self.state = state
         self.ranges = ranges
         self.job_ranks = job_ranks
@@ -484,15 +484,15 @@ class RoundRunner:
             return RoundResult("void", number, why)
         donor_job = found.jobs[name]
         donor = Donor(self.ranges, donor_job.ranges, donor_job.peers, self.links.routes)
-        # With rounds=async the weights become pending, as aggregates do. Otherwise training waits for
-        # the end of this round, and they can be replaced at once.
+        # With rounds=async, training goes on meanwhile. So the weights are queued until training
+        # takes them (add_replacement). Otherwise training waits for this round: replace at once.
         is_concurrent = self.settings.rounds == "async" and self.running
         store = self.state.add_replacement if is_concurrent else self.state.replace
         why = take_fragments(
             self.state, wanted, donor, self.job_ranks, self.settings.timeout, store
         )
-        for fragment in wanted:
-            self.claims.forget(fragment)
+        for fragment in wanted:  # even after a failure: some may have been taken before it
+            self.claims.forget(fragment)  # stored checksum
         if why:
             self.remote.forget([name])
             why = f"the weights of job {name} could not be taken: {why}"

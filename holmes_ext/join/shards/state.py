@@ -129,25 +129,27 @@ class OuterState:
 
     The anchor is the weights after the last outer step. A rank has only the elements that it
     exchanges.
-
-    Args:
-        settings: The --holmes-outer settings.
-        weights: Weights of this rank, from which the anchors start.
-        owned: Elements that each rank of the job exchanges at this position of the model-parallel
-            grid.
-        rank: This rank.
     """
 
     def __init__(
         self, settings: OuterSettings, weights: Weights, owned: Sequence[RankRange], rank: int
     ):
+        """Divide the model into fragments; each anchor starts as a copy of the current weights.
+
+        Args:
+            settings: The --holmes-outer settings.
+            weights: Weights of this rank.
+            owned: Elements that each rank of the job exchanges with other jobs; only ranks at this
+                rank's position of the model-parallel grid.
+            rank: This rank.
+        """
         self.settings = settings
         self.weights = weights
         self.lock = threading.Lock()  # held while a fragment is changed, or copied for another job
         self.algorithm = settings.outer_algorithm()
+        # of_matrices: outer steps need whole matrices (Muon). But each fragment is stepped in a
+        # round of its own. So no border between two fragments may cut a matrix.
         self.matrices = weights.matrices if self.algorithm.of_matrices else []
-        # Muon steps whole matrices, so no border between two fragments may cut one: each fragment
-        # is exchanged and stepped in a round of its own.
         indivisible = [(matrix.start, matrix.stop) for matrix in self.matrices]
         cuts = fragment_cuts(weights.total, settings.fragments, indivisible)
         self.fragments = [
@@ -183,15 +185,18 @@ class OuterState:
             momentum = torch.zeros(count, dtype=momentum_dtype, device="cpu")
         anchor = self.weights.read(ranges, torch.empty(count, device="cpu"))
         fragment = Fragment(start, stop, ranges, anchor, momentum, residual)
-        places = []  # of the matrices in the anchor
+        # Matrices (for Muon) of which this rank has all elements, with their places in the anchor.
+        # A matrix divided among ranks (ZeRO, FSDP) is left out here: the outer step will gather it
+        # from these ranks first (join._gather_what_is_cut).
+        places = []
         for matrix in self.matrices:
-            # Matrices of which other ranks exchange a part are gathered (join._gather_what_is_cut).
             is_whole_here = any(
                 range_start <= matrix.start and matrix.stop <= range_stop
                 for range_start, range_stop in ranges
             )
             if is_whole_here:
-                # The same matrix, with its start in the anchor instead of in the flat weights.
+                # places() returns where these elements of the flat weights are in the anchor. So
+                # this is the same matrix, with its start in the anchor.
                 place = fragment.places(matrix.start, matrix.stop)
                 places.append(replace(matrix, start=place.start))
         fragment.matrices = Matrices(places, self.weights.device)

@@ -62,15 +62,7 @@ class Part:
 
 
 class Weights:
-    """Weights of one rank.
-
-    Args:
-        position: Position in the model-parallel grid, such as "pipeline 0, tensor 1".
-        tensors: All tensors at this position, in the model's order.
-        parts: Elements that this rank holds.
-        moved: Returns whether the framework has put the weights in other memory since `parts`,
-            which are views of the old memory, were made.
-    """
+    """Weights of one rank, as views of the tensors that the inner optimizer steps."""
 
     def __init__(
         self,
@@ -79,6 +71,16 @@ class Weights:
         parts: Iterable[Part],
         moved: Callable[[], bool] = lambda: False,
     ):
+        """Store the views in the order of their elements, after checking that none overlap.
+
+        Args:
+            position: This rank's position in the model-parallel grid ("pipeline 0, tensor 1").
+            tensors: All tensors at this position, in the model's order. Together with other ranks
+                (ZeRO, FSDP), this rank holds them. Their elements are numbered in this order.
+            parts: Ranges of these elements that this rank holds, in any order.
+            moved: Returns whether the framework has put the weights in other memory since `parts`
+                were made. The parts are views, so they would then show outdated values.
+        """
         self.position = position
         self.tensors = tuple(tensors)
         self.moved = moved
@@ -144,12 +146,15 @@ class Weights:
     def checksum(self) -> int:
         """Return a checksum of the values of all weights that this rank holds.
 
-        The checksum is a sum modulo 2^64 over elements and their positions. So the sum over several
-        ranks does not depend on how the elements are divided among them.
+        The checksum is a sum modulo 2^64. Each element adds a term that depends on its value and on
+        its index among the model's flat elements. So the sum over several ranks does not depend on
+        how the elements are divided among them.
         """
         total = 0
+        # self.position, the rank's place in the model-parallel grid, serves as salt below: so equal
+        # elements at different places give different checksums.
         for part in self.parts:
-            start = part.start
+            start = part.start  # index of the chunk's first element
             for chunk in part.values.split(_CHUNK):
                 total += checksum(chunk.to("cpu", torch.float32), start, self.position)
                 start += chunk.numel()

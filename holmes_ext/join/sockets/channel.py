@@ -55,14 +55,18 @@ class _Direction:
         return header
 
     def length_of(self, header: bytes | bytearray, longest: int) -> int:
-        """Return the payload length of the next received frame.
+        """Check a received header, count its frame as received, and return the payload's length.
+
+        A frame is a message with a header: length of the payload, and sequence number. The number
+        must be that of the next frame; it is then incremented. So frames that were dropped,
+        repeated or reordered are detected.
 
         Args:
             header: The received header.
             longest: Largest accepted length, in bytes.
 
         Raises:
-            BrokenFrame: It is not the next frame, or too long.
+            BrokenFrame: The header is not that of the next frame, or the frame is too long.
         """
         length, sequence = _HEADER.unpack(header)
         if sequence != self._sequence:
