@@ -69,7 +69,7 @@ def transformer_config(args) -> TransformerConfig:
         batch_p2p_comm=not interleaved,
         # This frees an output that is being sent. That is safe on a CUDA stream, not while gloo reads it.
         deallocate_pipeline_outputs=on_gpu(),
-        # Fused kernels need Apex or Transformer Engine, which this example must run without.
+        # Most fused kernels need Apex or CUDA. This example must run without both.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

@@ -63,7 +63,7 @@ class Log(TrainerCallback):
 
 
 def make_model(args):
-    """Return a small GPT-2 for bytes (vocabulary 256), without dropout: each run gets equal losses."""
+    """Return a small GPT-2 for bytes (vocabulary 256), without dropout, to make runs comparable."""
     config = GPT2Config(
         vocab_size=256,
         n_positions=args.sequence,

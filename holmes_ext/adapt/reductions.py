@@ -159,9 +159,9 @@ def measured_networks(
 
     With the corrected rates, the predicted times of the gradient all-reduces equal the measured
     ones. If reductions on a network took twice as long as predicted, its rate is halved. Networks
-    without reductions keep their rates. If a network carries the reductions of several stages, the largest
-    slowdown counts. The links between clusters (WAN) are slowed down like Ethernet, because traffic
-    between clusters that share no faster network is measured as Ethernet traffic.
+    without reductions keep their rates. If a network carries the reductions of several stages, the
+    largest slowdown counts. The links between clusters (WAN) are slowed down like Ethernet, because
+    traffic between clusters that share no faster network is measured as Ethernet traffic.
 
     Args:
         plan: The plan, from whose rates the times of reductions are predicted.

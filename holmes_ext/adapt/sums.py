@@ -100,9 +100,10 @@ class ReductionWindow:
 
         Returns:
             None if step() found no reduction of this rank that follows the plan. Otherwise a dict:
-            "way": algorithm of the reductions (fields of ReductionSpec); "bytes": bytes of gradients; "seconds": in
-            which a reduction was under way; "exposed": seconds that the program waited for
-            reductions; "busy": network -> seconds in which it carried reductions.
+            "way": algorithm of the reductions (fields of ReductionSpec); "bytes": bytes of
+            gradients; "seconds": in which a reduction was under way; "exposed": seconds that the
+            program waited for reductions; "busy": network -> seconds in which it carried
+            reductions.
         """
         if self._reduction is None:  # all calls of step() have added nothing
             return None

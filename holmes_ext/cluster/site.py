@@ -205,7 +205,9 @@ class Site:
     def digest(self) -> str:
         """SHA-256 (hex) of the nodes, clusters and networks.
 
-        The digest does not depend on the launcher's order, on the NICs, or on faults.
+        Two sites with equal digests have the same plan. So the digest shows whether a stored plan
+        fits this job. It does not depend on the order in which the launcher lists the nodes, on the
+        names of NICs, or on faults (ports that turned out not to work).
         """
         nodes = sorted(
             (node.name, node.cluster, node.processes, tuple(port.fabric for port in node.ports))

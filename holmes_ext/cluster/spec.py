@@ -175,8 +175,8 @@ class SiteSpec:
             self.ethernet_latency_s,
             self.ethernet_interface,
         ]
-        # They do not change a job's plan: accelerator and uplink_bps are for predictions, net is a
-        # name for NCCL, and rails is for `holmes lab`, which emulates nodes.
+        # No effect on a job's plan: accelerator is for predictions, uplink_bps is part of self.wan
+        # below, net is the network plugin of NCCL, and rails is for the emulation (`holmes lab`).
         ignored_keys = ("accelerator", "uplink_bps", "net", "rails")
         for cluster in self.clusters:
             values = vars(cluster).items()

@@ -66,14 +66,15 @@ class Fit:
 
 
 def fit_of(patch: Patch, check: bool) -> Fit:
-    """Return whether a patch (a change of a framework's function) fits the installed framework.
+    """Return whether and why a patch (a change of a framework's function) fits the framework.
 
-    The version is compared first, as far as it is known without an import, then the function.
+    First the version of the installed framework is compared. Then the function itself is compared:
+    with `check` after an import, otherwise in the source. Without an import, the version may not be
+    known: then the result is "unknown", unless the source already speaks against the patch.
 
     Args:
         patch: The patch.
-        check: Import the framework and look at the function. Otherwise the framework's source is
-            read, and the result may be "unknown".
+        check: Import the framework and look at the function. Otherwise its source is read.
     """
     feature = patch.feature
     version = feature.installed()  # from the metadata of the package
@@ -125,7 +126,10 @@ def _fit_of_other_version(patch: Patch, version: str | None) -> Fit:
 
 
 def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
-    """Import the framework that a patch changes, and return whether the patch fits it.
+    """Import the framework that a patch changes, and return whether and why the patch fits it.
+
+    The state of the result is "fits", "off" (it does not fit, or the import fails) or "other
+    version" (the patch is made for another version, and this one does not need it).
 
     Args:
         patch: The patch.
@@ -210,6 +214,7 @@ def _finding_on_features(cause: _Cause, features: Mapping[str, Feature]) -> Find
     feature = next(iter(features.values()))
     names = ", ".join(features)
     name = feature.requirement.name
+    # tried: versions with which holmes was run, oldest first; () if there is none.
     versions = (
         f"{name} {feature.tried[0]} to {feature.tried[-1]}"
         if feature.tried
@@ -227,9 +232,11 @@ def _finding_on_features(cause: _Cause, features: Mapping[str, Feature]) -> Find
 def _is_vendored(patch: Patch) -> bool:
     """Return whether the framework that a patch changes comes from a checkout, not from an installed package.
 
-    Training scripts may bring such a copy of the framework (vendored), whose version no package
-    states. Patches for it stay off without a finding.
+    Training scripts may bring a copy of a framework along ("vendored"), as Megatron-LM does with
+    megatron.core. Metadata of an installed package does not tell the version of such a copy.
     """
+    # version_of asks an imported framework for its version. Only features of frameworks that may
+    # run from a checkout have it.
     if not patch.feature.version_of:
         return False
     # The package, e.g. megatron.core: this copy of it may not have the patch's module.
@@ -243,10 +250,9 @@ def _is_vendored(patch: Patch) -> bool:
 def check_patching_libraries(folders: Iterable[str] | None = None) -> Iterator[Finding]:
     """Yield findings about other code that may patch torch, DeepSpeed or Megatron, too.
 
-    Holmes's patches stay off in functions that are replaced before.
-
     Such code is in installed libraries (mindspeed, ddtrace, ...), or runs at every start of Python
-    (.pth files, sitecustomize.py).
+    (.pth files, sitecustomize.py). If it replaces a function before holmes does, holmes's patch of
+    that function does not fit and stays off.
 
     Args:
         folders: Folders with packages; None for those of this interpreter.
