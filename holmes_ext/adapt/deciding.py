@@ -215,7 +215,8 @@ class Deciding:
         self._stage_links |= stage_links_of(reports)
         for report in reports:
             report["stage_link_s"] = self._stage_links.get(report["stage"], 0.0)
-        # merge() combines the reports of all ranks into one profile: times and bytes of each stage.
+        # merge() makes one profile of the reports of all ranks: times and bytes of each stage, by
+        # its slowest rank.
         profile = replace(merge(self.current, reports), sizes=self.sizes)
         # memory_of(): GPU memory of each stage. measured(): the plan with the profile's times.
         return profile, measured(plan, profile, memory_of(reports, profile))
@@ -375,8 +376,8 @@ class Deciding:
         # A hierarchical all-reduce exchanges shards of the gradients. With gloo, each rank sends
         # them to every other rank ("direct"). With NCCL, they go around a ring.
         direct = self.network_api == SOCKETS
-        # Rules: what the engine overlaps and how it sends. RankModel: bytes and micro-batches of a
-        # rank. Prices: predicted seconds of messages and reductions under both.
+        # Rules: methods that the job may use. RankModel: bytes and micro-batches of a rank. Prices:
+        # predicted seconds of messages and reductions under both.
         rules = rules_of(self.current.engine, self.current.options, direct=direct)
         rank_model = RankModel.of_workload(profile.workload(), self.sizes)
         prices = Prices(network, rank_model, rules)
@@ -430,7 +431,7 @@ def _do_nothing() -> None:
 
 
 def change_of(proposal: dict[str, Any]) -> Changes:
-    """Return the change that a proposal contains.
+    """Return the change of the plan that a proposal contains, as an object of its class.
 
     Args:
         proposal: Result of Deciding.propose() on rank 0, which other ranks get as JSON. "kind"

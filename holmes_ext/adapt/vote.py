@@ -249,11 +249,15 @@ class Vote:
         raise Stopped
 
     def _delete_old_keys(self, number: int) -> None:
-        """Delete keys of earlier ballots that no rank reads again; rank 0 calls this method."""
+        """Delete keys of earlier ballots that no rank reads again; rank 0 calls this method.
+
+        Args:
+            number: Number of the present ballot (vote on one change).
+        """
         if number == 0:
             return
-        # No rank needs the figures (measurements of ranks) and votes of the previous ballot again. A
-        # late rank may still read a proposal or verdict, so the last _KEPT_BALLOTS (64) are kept.
+        # No rank needs the figures (measurements) and votes of the previous ballot again. But a late
+        # rank may still read a proposal or verdict, so the last _KEPT_BALLOTS (64) are kept.
         figures_key = self._key(number - 1, "figures")
         keys = [
             f"{figures_key}/entries",

@@ -147,7 +147,7 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_layer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for the model and for the split of its layers into stages."""
+    """Add the arguments for the model, and for what the pipeline schedule overlaps and splits."""
     add = parser.add_argument_group("layers of each stage").add_argument
     add("--model", metavar="FILE", help="describe the model in TOML (examples/models)")
     add("--profile", metavar="FILE", help="use times that a job measured with --holmes-profile N")

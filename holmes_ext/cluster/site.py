@@ -205,8 +205,8 @@ class Site:
     def digest(self) -> str:
         """SHA-256 (hex) of the nodes, clusters and networks.
 
-        Two sites with equal digests have the same plan. So the digest shows whether a stored plan
-        fits this job. It does not depend on the order in which the launcher lists the nodes, on the
+        A plan has the digest of the site for which it was made. A comparison shows whether a stored
+        plan fits the nodes of a job. The digest does not depend on the order in which the launcher lists the nodes, on the
         names of NICs, or on faults (ports that turned out not to work).
         """
         nodes = sorted(

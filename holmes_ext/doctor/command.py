@@ -181,7 +181,7 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
         partitioned: Whether holmes assigns the layers to pipeline stages, instead of the framework.
     """
     described = describe(rest)
-    for word in described.unknown:  # flags that neither holmes nor a known framework reads
+    for word in described.unknown:  # flags in none of holmes's tables of flags
         similar = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
         if similar:
             yield problem(
@@ -200,8 +200,8 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
                 mend="change it as the line says",
             )
         try:
-            # shape_of() computes the bytes of each rank. It is called only because it raises an
-            # error if the model cannot be divided by these sizes.
+            # The result is not used: shape_of() raises an error if batch, layers or experts of the
+            # model do not fit these sizes.
             shape_of(described.model, plan.sizes, described.zero, described.virtual)
         except HolmesError as error:
             yield problem(

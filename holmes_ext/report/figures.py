@@ -425,8 +425,8 @@ def achieved(run: Run) -> dict[Key, float]:
     """Return the achieved rate of each kind of group on each fabric, in bits/s.
 
     The keys are (kind of group, fabric, "inside" or "across" clusters). The rate is the bytes that
-    were sent, divided by the seconds of the operations. An operation counts from the moment when its
-    last rank has joined. Only traced steps count: each rank lists the operations of these. If
+    were sent, divided by the seconds of the operations. An operation counts from the moment when
+    its last rank has joined. Only traced steps count: each rank lists the operations of these. If
     operations of a rank overlap, their common time counts once.
     """
     cluster_of = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}

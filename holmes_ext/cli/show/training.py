@@ -282,7 +282,7 @@ def _lines_about_command(command_line: CommandLine, model_file: str) -> list[str
     if model_file:
         # Example: "read: the model from a.toml, from the command line sizes, micro batch 4".
         line = f"read: the model from {model_file}, from the command line sizes"
-        # training: settings of the script, such as batch sizes and ZeRO stage -> value.
+        # training: field of Model, such as "micro_batch", or "zero" -> value in the command.
         for name, value in command_line.training.items():
             line += f", {name.replace('_', ' ')} {value}"
         lines.append(line)
@@ -324,7 +324,7 @@ def _summary_of_command(model: Model, command_line: CommandLine) -> str:
         parts.append(f"{command_line.virtual} chunks a stage")
     if command_line.stage_layers:
         parts.append(f"layers {' '.join(map(str, command_line.stage_layers))}")
-    # "off", or in words with what the gradient reductions overlap.
+    # Stages that overlap reductions with the backward pass: "off", "first" (stage) or "on" (all).
     if command_line.overlap != "off":
         parts.append(f"reductions overlapped ({command_line.overlap})")
     if command_line.gather_overlap:  # all-gather of updated weights overlaps the forward pass
