@@ -159,8 +159,8 @@ class Deciding:
             reports: Measurements of all ranks.
             step_s: Seconds of the slowest rank's step.
         """
-        plan = self.current.plan_for(self.sizes)  # with predicted times of passes
-        # The same plan with measured times of passes; None if passes were not measured.
+        plan = self.current.plan_for(self.sizes)
+        # The same plan, with the measured times of these reports; None if passes were not measured.
         measured_plan: Plan | None = None
         if all("forward" in report for report in reports):
             profile, measured_plan = self._plan_with_measured_times(plan, reports)

@@ -256,7 +256,7 @@ class Vote:
         """
         if number == 0:
             return
-        # No rank needs the figures (measurements) and votes of the previous ballot again. But a late
+        # No rank needs the figures (measurements) and votes of the previous ballot again. A late
         # rank may still read a proposal or verdict, so the last _KEPT_BALLOTS (64) are kept.
         figures_key = self._key(number - 1, "figures")
         keys = [
