@@ -166,7 +166,7 @@ class Deciding:
             profile, measured_plan = self._plan_with_measured_times(plan, reports)
             self._compare_layers(profile, measured_plan)  # may set self._restart
             reductions_on_trial = self.reduction_evaluator.trials.running is not None
-            # Some engines and schedules cannot change the micro-batches in flight while they run.
+            # False if the user has fixed the number, or if the engine cannot change it in a job.
             if not reductions_on_trial and can_change_in_flight(self.current):
                 change = self.in_flight_evaluator.next(measured_plan, step_s)
                 # Print the effect of the earlier change whose trial next() has ended, if any.

@@ -277,10 +277,9 @@ class Replanner:
     def _agree(self, number: int, proposal: dict[str, Any]) -> bool:
         """Return whether this rank can adopt a proposed change of the plan; if so, prepare for it.
 
-        The result is the vote of this rank. A rank cannot adopt the change if the GPU has too
-        little memory, if the job cannot be restarted, or if the first step with the change has
-        begun already. A rank that returns True has promised to adopt the change at that step if all
-        other ranks return True, too.
+        The result is the vote of this rank. It is False if the GPU has too little memory, if the
+        job cannot be restarted, or if the first step with the change has begun already. A rank that
+        returns True promises to adopt the change at that step, if all other ranks return True, too.
 
         Args:
             number: Number of the ballot in which the change was proposed.

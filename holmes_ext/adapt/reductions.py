@@ -201,8 +201,8 @@ def _networks_with_prices(
 
     A ring uses one network. A hierarchical all-reduce uses one network across clusters and others
     inside them. Across clusters, the time is predicted for the algorithm that the plan's rules
-    choose, for example direct exchanges. If the job used another algorithm there, measured and
-    predicted times are not comparable, and nothing is yielded.
+    choose. If the job used another one there (but direct exchanges), measured and predicted times
+    are not comparable, and nothing is yielded.
 
     Args:
         decided: Predicts the time (Price: latency, and seconds for each byte) of each algorithm.
@@ -221,10 +221,10 @@ def _networks_with_prices(
                     _ring_price(group, measured_stage.reduction, measured_stage.size),
                 )
             continue
-        # Algorithm between clusters in the measured steps. None: direct exchanges, whose times are
-        # comparable with each prediction.
+        # Algorithm between clusters in the measured steps. None: direct exchanges. Times of these
+        # count whatever algorithm (`route`) the prediction is for.
         used_across = measured_stage.reduction.across
-        predicted = group.hierarchical  # its `route` is the algorithm between clusters
+        predicted = group.hierarchical
         if predicted is None or used_across not in (None, predicted.route):
             continue
         # The latency depends on the number of chunks, so their real size is used.

@@ -206,8 +206,8 @@ class Site:
         """SHA-256 (hex) of the nodes, clusters and networks.
 
         A plan has the digest of the site for which it was made. A comparison shows whether a stored
-        plan fits the nodes of a job. The digest does not depend on the order in which the launcher
-        lists the nodes, on the names of NICs, or on faults (ports that turned out not to work).
+        plan fits the nodes of a job. Not in the digest: the launcher's order of the nodes, the
+        names of NICs, and faults (ports that turned out not to work).
         """
         nodes = sorted(
             (node.name, node.cluster, node.processes, tuple(port.fabric for port in node.ports))

@@ -175,8 +175,8 @@ class SiteSpec:
             self.ethernet_latency_s,
             self.ethernet_interface,
         ]
-        # No effect on a job's plan: accelerator is for predictions, uplink_bps is part of self.wan
-        # below, net is the network plugin of NCCL, and rails is for the emulation (`holmes lab`).
+        # uplink_bps is in self.wan below. The others have no effect on a plan: accelerator is for
+        # predictions, net names NCCL's network plugin, rails is for the emulation (`holmes lab`).
         ignored_keys = ("accelerator", "uplink_bps", "net", "rails")
         for cluster in self.clusters:
             values = vars(cluster).items()

@@ -128,8 +128,8 @@ def _fit_of_other_version(patch: Patch, version: str | None) -> Fit:
 def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
     """Import the framework that a patch changes, and return whether and why the patch fits it.
 
-    The state of the result is "fits", "off" (it does not fit, or the import fails) or "other
-    version" (the patch is made for another version, and this one does not need it).
+    The state of the result is "fits", "off" or "other version". "off": the patch does not fit, or
+    the import fails. "other version": the patch is for other versions, and this one needs none.
 
     Args:
         patch: The patch.
