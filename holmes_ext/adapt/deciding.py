@@ -114,8 +114,8 @@ class Deciding:
         Returns:
             "at": number of the first step with the change, or 0 for no change. "next": number of
             the step from which on all ranks measure again. With a change this is "at" + 1, because
-            adopting the change makes step "at" longer. "kind" and "change": the change, for
-            change_of(); absent for no change.
+            adopting the change makes step "at" longer. "kind" and "change": name of the kind of
+            change (CHANGES), and its fields; absent for no change. change_of() reads them.
         """
         no_change = {"at": 0, "next": step + 1}
         answered = [report for report in reports if report is not None]
@@ -134,7 +134,7 @@ class Deciding:
         # seconds later. The current step may be almost over and does not count: hence 1 +.
         steps_ahead = max(LEAD_STEPS, 1 + ceil(LEAD_S / step_s))
         at = step + steps_ahead
-        # CHANGES: name of a kind of change, such as "restart" -> its class.
+        # CHANGES: name of a kind of change ("restart", ...) -> its class.
         kind = next(
             name for name, change_class in CHANGES.items() if isinstance(change, change_class)
         )

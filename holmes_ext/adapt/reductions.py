@@ -428,7 +428,8 @@ class ReductionEvaluator:
     ) -> None:
         """Begin to measure the effect of a change that all ranks have voted to adopt ("taken").
 
-        Called on rank 0 after the vote. The next call of next() judges the change by the step time.
+        Called on rank 0 after the vote. The next call of next() judges the change by the step time:
+        it keeps the change, or takes it back.
 
         Args:
             change: The change.

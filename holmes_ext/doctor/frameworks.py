@@ -82,19 +82,20 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     # other metadata. Then only the imported framework can tell its version (version_of).
     needs_import_for_version = feature.version_of is not None
     if needs_import_for_version and check:
-        # The version from the metadata may be wrong: it is compared after the import.
+        # The version from the metadata may be wrong. _fit_of_imported() asks the imported framework
+        # for its version and compares that.
         if find_module(patch.module) is None:
             return Fit(patch, version, "off", f"there is no module {patch.module}")
         return _fit_of_imported(patch, version)
 
-    if not patch.is_for_version(version):
+    if not patch.is_for_version(version):  # the patch is needed for other versions only
         return _fit_of_other_version(patch, version)
     # A checkout (vendored copy) may have another version than the installed package.
     is_version_certain = not needs_import_for_version or (
         version is not None and not _is_vendored(patch)
     )
     if is_version_certain:
-        reason = feature.version_misfit(version)
+        reason = feature.version_misfit(version)  # in words; None if the version is supported
         if reason:
             return Fit(patch, version, "off", reason)
     if needs_import_for_version and find_module(patch.module) is None:
