@@ -47,7 +47,8 @@ class Log(lightning.Callback):
         self.step = 0  # number of the last complete step
 
     def on_train_start(self, trainer, module):
-        self.step = trainer.global_step  # not 0 if a checkpoint was loaded
+        """Take over the number of the last step, which is not 0 if a checkpoint was loaded."""
+        self.step = trainer.global_step
 
     def on_train_batch_end(self, trainer, module, outputs, batch, number):
         """Write the line of a step. Lightning calls this after each micro-batch, on each rank."""

@@ -102,7 +102,7 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
             *lines,
         ]
         model = on_clusters(model, spec)  # with the GPU of each cluster
-    sizes = _sizes_of_job(args, command_line)  # options of `holmes plan` go before the command
+    sizes = _sizes_of_job(args, command_line)  # sizes in options win over those in the command
     if sizes and command_line.sizes and sizes.pipeline != command_line.sizes.pipeline:
         # Options give another number of stages than the command. Its layers of each stage, and its
         # virtual chunks of a stage (parts of the model on one rank), fit only its own number.
