@@ -126,10 +126,11 @@ def features() -> str:
 
 
 def command_lines() -> str:
-    """Return two tables of Megatron's flags and DeepSpeed's keys in `holmes plan -- COMMAND`.
+    """Return two Markdown tables of Megatron's flags and DeepSpeed's configuration keys.
 
-    The first has those that holmes reads. The second has those that it prints as not counted, by
-    the reason.
+    `holmes plan -- COMMAND` reads the flags and keys of the first table. It does not use those of
+    the second table ("named"), but names them to the user with a reason. A row of the second table
+    has a reason, and all flags and keys with this reason.
     """
     read = {
         "sizes": megatron_flags.SIZES,
@@ -137,6 +138,7 @@ def command_lines() -> str:
         "training": megatron_flags.TRAINING,
         "ds_config": megatron_flags.SETTING_OF_KEY,
     }
+    # Reason why a flag or key does not count -> all names with this reason.
     named = {
         why: [name for name, other in REASON_NOT_COUNTED.items() if other == why]
         for why in REASON_NOT_COUNTED.values()
@@ -407,8 +409,8 @@ def printed(command: str) -> str:
         AssertionError: The command fails.
     """
     words, out = shlex.split(command.replace("\\\n", " ")), io.StringIO()
-    # A search has one process: how many plans two processes look at in their time is a matter of
-    # luck.
+    # A search for a plan starts a second process after ALONE_S seconds. It must not do so here:
+    # with two processes, chance decides which plans are tried in the time, and so the output.
     alone_s, search.ALONE_S = search.ALONE_S, float("inf")
     columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), str(_COLUMNS)
     folder = os.getcwd()
@@ -424,6 +426,7 @@ def printed(command: str) -> str:
             os.environ["COLUMNS"] = columns
         search.ALONE_S = alone_s
     assert words[0] == "holmes" and status == 0, f"{command}: status {status}"
+    # Without the seconds that a search took, and with long lines cut.
     return _cut(out.getvalue())
 
 
@@ -463,14 +466,19 @@ def renewed(text: str) -> str:
 
 
 def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Run the commands of a page's blocks <!-- lab --> in turn, and yield their outputs.
+    """Run all commands of a page that start jobs in an emulated cluster, and yield their outputs.
+
+    Such a command and its output stand in a block "<!-- lab --> ... <!-- /lab -->" of the page. The
+    commands run one after another, in the same folder.
 
     Args:
         text: The page in Markdown.
-        folder: Empty folder in which the commands run. It gets links to the examples.
+        folder: Empty folder in which the commands run. It gets links to the examples, because the
+            commands name scripts by their paths in the repository.
 
     Yields:
-        The command, its output in the page, and its output now (without progress bars).
+        The command, its output in the page, and its output now: without progress bars and warnings
+        of frameworks, and with long lines cut.
 
     Raises:
         AssertionError: A command fails.
@@ -492,6 +500,7 @@ def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
             stderr=subprocess.STDOUT,
         )
         assert done.returncode == 0, f"{command}{done.stdout}"
+        # The path of the temporary folder differs each time, so it is removed.
         lines = [
             line
             for line in done.stdout.replace(f"{folder}/", "").splitlines()
@@ -501,7 +510,7 @@ def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def write_lab(pages: list[str]) -> None:
-    """Run the commands of the blocks <!-- lab -->, and write their outputs into the pages.
+    """Run the commands in the blocks "<!-- lab -->" of pages, and replace the outputs there.
 
     Args:
         pages: Paths of Markdown files.
@@ -512,19 +521,24 @@ def write_lab(pages: list[str]) -> None:
             outputs = [
                 textwrap.indent(printed, "    ") for _, _, printed in in_lab(text, Path(folder))
             ]
+        # Groups of _LAB: 1 is the begin of the block with its command, 3 the old output, 4 the end
+        # of the block. Each match takes the next of the new outputs.
         page.write_text(
             _LAB.sub(lambda found, left=iter(outputs): found[1] + next(left) + found[4], text)
         )
 
 
 def write(argv: list[str]) -> int:
-    """Rewrite the blocks `<!-- generated -->` and `<!-- run -->` of README.md and docs/*.md.
+    """Rewrite the generated parts of README.md and docs/*.md.
+
+    The parts are the blocks `<!-- generated -->` (tables made from code and benchmark results) and
+    `<!-- run -->` (commands with their outputs).
 
     Args:
-        argv: [] to rewrite them, and model_error.json from the benchmark results. ["--check"] to
-            change nothing and only print the pages that are out of date. ["--lab", PAGE, ...] to
-            rewrite only the blocks `<!-- lab -->` of these pages: outputs of jobs in the emulated
-            clusters of `holmes lab`, which are run anew.
+        argv: Command line. [] rewrites the blocks, and also writes the file model_error.json, which
+            is computed from the benchmark results. ["--check"] changes nothing, and prints the
+            pages that are out of date. ["--lab", PAGE, ...] rewrites other blocks, those of the
+            kind `<!-- lab -->` in these pages: it runs their jobs again in emulated clusters.
 
     Returns:
         The exit status: 1 if --check finds a page that is out of date, otherwise 0.

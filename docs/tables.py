@@ -61,10 +61,15 @@ def spread(row: Row, digits: int, factor: float = 1) -> str:
 
 
 def shown(row: Row) -> str:
-    """Return a value with its unit and its spread, as a table shows it.
+    """Return a value with its unit and its spread, as a table shows it: "1.38 x (1.35-1.40)".
 
-    Seconds have three digits, or are in ms, us or ns if they are short. Ratios have two digits.
-    Fractions ("of a step") are in percent.
+    Digits after the decimal point, by unit:
+
+    - "s", "CPU s": 3, or 0 from 100 s on. Below 0.01 s: in ms, us or ns with 1 or 2.
+    - "x", a ratio such as a speed-up: 2.
+    - "%", and fractions such as "of a step", which are shown in percent: 1 to 3.
+    - "nats", a loss or a difference of losses: 3. Below 0.001: two significant digits.
+    - all others: 0 to 2, fewer for larger values.
     """
     unit, value = row["unit"], row["value"]
     if unit in ("s", "CPU s"):
@@ -170,11 +175,14 @@ def rows(arguments: str) -> str:
 def cells(arguments: str) -> str:
     """Return a Markdown table with a line for each case of a file, and a column for each metric.
 
+    A case is what a benchmark measured, such as "4+4" nodes ("scene" in the results).
+
     Args:
-        arguments: "FILE; TITLE=REGEX; ...": file in benchmarks/results/, title of a column, and
-            regular expression of its metric. "case=REGEX" chooses the cases.
+        arguments: "FILE; TITLE=REGEX; ...". FILE is in benchmarks/results/. Each TITLE is the title
+            of a column, which shows the metric that REGEX matches. The title "case" makes no
+            column: its REGEX chooses the cases. By default, all cases are shown.
     """
-    file, columns = _parse_arguments(arguments)  # columns: title -> metric
+    file, columns = _parse_arguments(arguments)  # columns: title -> regular expression of a metric
     case = columns.pop("case", ".*")
     cases: dict[str, list[Row]] = {}
     for row in load(file):
@@ -267,9 +275,15 @@ def _loss(rows_of_file: list[Row], case: str) -> str:
 
 
 def measured() -> str:
-    """Return the table of README.md: speed and losses with holmes in each framework."""
+    """Return the table of README.md: speed and losses with holmes in each framework.
+
+    Each line of MEASURED has the ratio of step times "holmes : stock" (_STOCK: the same job without
+    holmes), and "holmes : all-RDMA" (_BOUND: the same job where all nodes share one fast network).
+    Two lines follow: what holmes costs in a single cluster, and the error of predicted step times.
+    """
 
     def value(file: str, case: str, metric: str) -> float:
+        """Return the value of one metric of one case in a results file."""
         return next(
             row["value"] for row in load(file) if row["scene"] == case and row["metric"] == metric
         )
@@ -283,7 +297,9 @@ def measured() -> str:
         )
         for what, file, case in MEASURED
     ]
+    # One cluster has no slow links to avoid, so holmes can only cost time there.
     control = value("two_clusters.json", "control: one cluster", "what holmes adds to a step")
+    # "31 lab cases" is the name under which the benchmark writes the errors over all its cases.
     error, worst = (
         value("prediction.json", "31 lab cases", what) for what in ("median error", "worst error")
     )
@@ -306,9 +322,13 @@ def measured() -> str:
 def placed() -> str:
     """Return the sentences of README.md about placements of pipeline stages (placement.json).
 
-    They compare simulated steps: that of the plan of `holmes plan`, and that of the placement that
-    is best by DT-FM's objective (which is not the step time). And they compare two searches by this
-    objective: that of holmes and that of DT-FM.
+    DT-FM (arXiv 2206.01288) places ranks so that its own objective, a cost of communication and
+    not the step time, is smallest. The sentences have three ranges over all cases:
+
+    - simulated step of the plan by `holmes plan` : that of the best placement by DT-FM's objective
+      which holmes has found;
+    - cost of that placement by DT-FM's objective : cost of the one that DT-FM's own search finds;
+    - optimality gap: by what share another plan could at most be faster.
     """
 
     def steps(metric: str) -> dict[str, float]:

@@ -68,14 +68,23 @@ variables: dict[str, Any] = {}
 
 
 def main() -> int:
-    """Run the program of the command line under holmes; return the exit status of a bad command line."""
+    """Run the program of a command line `python -m holmes_ext [--holmes-...] SCRIPT [ARGS]`.
+
+    Holmes is started first. It is not if the environment switches it off (HOLMES=0), or if this
+    process descends from a worker that runs under holmes. Then only the flags of holmes are removed
+    from sys.argv.
+
+    Returns:
+        The exit status: 2 for a bad command line, otherwise 0 when the program has ended.
+    """
     try:
+        # kind: "file" or "module"; flags: those of holmes; arguments: those of the program.
         flags, kind, program, arguments = split(sys.argv[1:])
     except HolmesError as error:
         print(f"holmes: {error}", file=sys.stderr)
         return 2
     sys.argv[:] = [program, *flags, *arguments]  # as if the program had been started with the flags
-    # Holmes may be switched off by the environment. A child of a worker is no worker itself.
+    # A child of a worker, such as a data loader, trains nothing itself.
     if _pth.is_off(os.environ) or _pth.is_child(os.environ):
         _pth.strip_flags(sys.argv)
     else:

@@ -100,9 +100,10 @@ def arm():
 def _on_event(event, args):
     """Start holmes, or remove its flags from sys.argv, when the main program is about to start.
 
-    This is an audit hook: Python calls it for every event, and only starts of a program count.
-    Holmes starts in a worker of a training job that has a flag --holmes... or HOLMES=1. With
-    HOLMES=0, only the flags are removed. Nothing is done in launchers. decide() has the rules.
+    This is an audit hook: Python calls it for every audit event. It acts only on events such as
+    "cpython.run_file", by which Python announces the main program. Holmes starts in a worker of a
+    training job that has a flag --holmes... or HOLMES=1. With HOLMES=0, only the flags are removed.
+    Nothing is done in launchers. decide() has the rules.
 
     Args:
         event: Name of Python's audit event, such as "cpython.run_file".
@@ -112,7 +113,7 @@ def _on_event(event, args):
     if kind is None:  # not the start of a program
         return
     program = str(args[0]) if args else ""
-    child = is_child(os.environ)
+    child = is_child(os.environ)  # descends from a worker in which holmes was started
     action = decide(kind, program, sys.argv[1:], os.environ, child)
     if action == "activate":
         start(sys.argv)
@@ -122,6 +123,8 @@ def _on_event(event, args):
 
 def decide(kind, program, arguments, environ, child):
     """Return whether holmes starts in this program, or only its flags are removed.
+
+    Called only if the command line has a flag of holmes or the environment has HOLMES=1.
 
     - "activate": start holmes. For a program with a rank (a worker), or with flags --holmes...
     - "strip": remove the flags, because HOLMES=0 or HOLMES_DISABLE=all switches holmes off.
@@ -153,6 +156,7 @@ def decide(kind, program, arguments, environ, child):
     if is_unknown_command:
         return "leave"  # it may be a launcher, whose workers need the flags
     # Slurm's batch script is no worker. It may run helper programs before srun starts the workers.
+    # With HOLMES=1 alone, holmes stays out of these. A flag names the program explicitly.
     in_batch_step = "SLURM_PROCID" in environ
     return "activate" if has_flags or not in_batch_step else "leave"
 
@@ -194,13 +198,14 @@ def is_off(environ):
 
 
 def is_child(environ):
-    """Return whether this process descends from an activated worker.
+    """Return whether this process descends from a worker in which holmes was started.
 
-    The process id in HOLMES_WORKER_PID is searched among the ancestors in /proc. It counts neither if it is
-    the id of this process (after exec), nor if no ancestor has it (the environment came over ssh).
+    Such a worker has put its process id into HOLMES_WORKER_PID, which its children inherit. The id
+    is searched among the ancestors of this process in /proc. False if no ancestor has the id (the
+    environment came over ssh), or if only this process itself has it (a worker after exec).
     """
     marker = environ.get(MARKER)  # process id of the worker
-    ancestor = os.getppid() if marker else 0
+    ancestor = os.getppid() if marker else 0  # the search begins with the parent
     while ancestor:
         if str(ancestor) == marker:
             return True
@@ -232,7 +237,9 @@ def start(argv):
     if _started:
         return
     _started = True
-    if is_worker(os.environ):  # is_child() finds this process id in descendants
+    # A process with a rank puts its process id into HOLMES_WORKER_PID. Its children inherit the
+    # variable, and is_child() recognizes them by it: holmes does not start in them again.
+    if is_worker(os.environ):
         os.environ[MARKER] = str(os.getpid())
     # Imported only here: most interpreters do not start holmes.
     from holmes_ext.job import activate

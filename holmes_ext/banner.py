@@ -35,7 +35,9 @@ def describe(current: Session) -> str:
 
 
 def _describe_ranks(current: Session) -> str:
-    """Return the clusters, whether ranks were renumbered, and the groups that span clusters, in words.
+    """Return the clusters and the order of ranks, in words.
+
+    If known, the layers of the pipeline stages and the process groups that span clusters follow.
 
     Example: "2 clusters: a (2 nodes, ib) -> b (1 node, roce); world size 24, ranks renumbered".
     """
@@ -55,6 +57,7 @@ def _describe_ranks(current: Session) -> str:
     if plan.stage_layers:
         layers = "+".join(map(str, plan.stage_layers))
         text += f"; {plan.partition} stages of {layers} layers"
+    # One item for each kind of group ("data", ...) of which some groups have ranks in two clusters.
     for spanning in plan.spanning:
         text += f"; {spanning.groups} {spanning.kind} groups span clusters (on {spanning.fabric})"
     return text
@@ -87,7 +90,10 @@ def _describe_networks(current: Session) -> str:
 
 
 def _groups_by_network(current: Session, network_api: str) -> str:
-    """Return the kinds of process groups on each network, such as "data groups on ib and roce".
+    """Return the kinds of process groups by the networks they use: "data groups on ib and roce".
+
+    The groups of one kind may use different networks, each in its own cluster: hence "ib and roce".
+    Groups inside one node are "on memory".
 
     Args:
         current: State of holmes in this process.
@@ -123,8 +129,8 @@ def _describe_stage_links(current: Session) -> str:
         return ""
     features_on, _ = registry().summary()
     active_features = set(features_on)
-    # The plan has such decisions for NCCL and for gloo (sockets), which are mostly the same. Those
-    # for gloo are shown.
+    # The plan has such decisions twice, for NCCL and for gloo, because gloo cannot use RDMA. They
+    # are mostly the same, so only those for gloo (SOCKETS) are shown.
     traffic = plan.traffic_of(SOCKETS)
     parts = []
     if traffic.in_flight and active_features & _STAGE_LINK_FEATURES:
@@ -143,6 +149,7 @@ def _describe_stage_links(current: Session) -> str:
     # such format at most.
     compression = {stage_link.compression for stage_link in traffic.stage_links} - {"off"}
     if compression:
+        # Here, "cross" is the user's word for sending between clusters.
         parts.append(f"stage links that cross in {compression.pop()}")
     if traffic.tied and active_features & _TIED_FEATURES:
         parts.append("tied weights summed hierarchically")
@@ -150,7 +157,11 @@ def _describe_stage_links(current: Session) -> str:
 
 
 def _describe_in_flight(current: Session, in_flight: tuple[int, ...]) -> str:
-    """Return a text on sends without waiting, and on more micro-batches in flight than under 1F1B.
+    """Return a text on the pipeline's sends and its micro-batches in flight.
+
+    Called if the plan has numbers of micro-batches in flight. Then holmes patches the engine's
+    schedule so that sends do not wait. If a stage has more in flight than under 1F1B, the text also
+    has the numbers and their memory.
 
     Args:
         current: State of holmes in this process.

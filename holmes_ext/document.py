@@ -234,8 +234,8 @@ class Table:
             given: Values of fields that are not read from the table.
 
         Raises:
-            HolmesError: a value is missing, unknown or not allowed. An error that `cls` itself raises gets
-                the table's place in the file in front.
+            HolmesError: a value is missing, unknown or not allowed. If `cls` itself refuses a value
+                (FieldError), the message names the file and the full key, as for all others.
         """
         values = dict(given)
         all_fields: tuple[_Field, ...] = _fields_of(cls)  # type: ignore[arg-type]
@@ -246,8 +246,9 @@ class Table:
             if not is_required and name not in self.values:
                 continue
             value = self.values.get(name)
-            # A fast path for values of exactly the annotated type, such as str: the reports of thousands of
-            # nodes consist of them. A float must also be finite, which _value() checks.
+            # A fast path for values of exactly the annotated type, such as str: the reports of
+            # thousands of nodes consist of them. _value() converts and checks all other values. A
+            # float must also be finite.
             has_exact_type = type(value) is annotation
             if has_exact_type and annotation is not float:
                 values[name] = value

@@ -320,13 +320,13 @@ def _on_call(reference: str, loads: bool) -> Callable[..., Any]:
 
     Args:
         reference: "module:function".
-        loads: Whether the call imports the module. Otherwise the call has no effect unless the module was
-            imported before.
+        loads: True: the call imports the module if necessary. False: the call has no effect unless
+            the module has been imported before, for example by another hook.
     """
 
     def call(*arguments: Any) -> Any:
         if loads or reference.partition(":")[0] in sys.modules:
-            return load(reference)(*arguments)
+            return load(reference)(*arguments)  # load() imports the module and returns the function
         return None
 
     return call

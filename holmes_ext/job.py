@@ -63,12 +63,13 @@ def activate(argv: list[str]) -> None:
         SystemExit: the input is bad (status 2). One rank has printed a message.
     """
     flag_error = None
-    options = Options()  # if the flags are wrong
+    options = Options()  # defaults, which remain if the flags are wrong
     try:
         try:
             options, argv[:] = parse_flags(argv, os.environ)
         except HolmesError as error:
-            flag_error = error  # _start() lets a single rank print it, with its number
+            # All ranks have the same wrong flags. _start() makes one of them print the message.
+            flag_error = error
         sys.excepthook = _excepthook_over(sys.excepthook)
         _start(options, argv, flag_error)
     except RemoteError:  # another rank has printed the message
@@ -82,9 +83,13 @@ def activate(argv: list[str]) -> None:
 def _excepthook_over(previous_hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a sys.excepthook that shortens errors of holmes and explains errors of communication.
 
-    A HolmesError is printed as one line without a traceback, and ends the process with status 2. An error of
-    the framework's communication is shown by the previous hook, with a line after it that names the NIC and
-    the node. If another rank has ended because of bad input, the message of that rank is printed instead.
+    A HolmesError is printed as one line without a traceback, and ends the process with status 2.
+    Any other error is shown by the previous hook. After an error of communication, or of a full
+    disk, a line of explanation follows, such as the NIC and the node. If another rank has ended
+    because of bad input, the message of that rank is printed instead, also with status 2.
+
+    Args:
+        previous_hook: The hook that was installed before, such as Python's own or torch's.
     """
 
     def hook(
@@ -96,10 +101,11 @@ def _excepthook_over(previous_hook: Callable[..., Any]) -> Callable[..., Any]:
         if issubclass(kind, HolmesError):
             # Not sys.stderr: torch.distributed's hook puts a buffer there, which SystemExit does not print.
             print(f"holmes: {error}", file=sys.__stderr__, flush=True)
-            failure.note(str(error))  # for ranks that only see this one end
+            failure.note(str(error))  # for ranks that only see this rank end: they print it, too
             raise SystemExit(2)
         explanation = _explain(error)  # None, unless communication or a full disk caused the error
-        if explanation and explanation.startswith(failure.INPUT):  # bad input of another rank
+        # The message of another rank that ended because of bad input begins with INPUT.
+        if explanation and explanation.startswith(failure.INPUT):
             print(explanation, file=sys.__stderr__, flush=True)
             raise SystemExit(2)
         previous_hook(kind, error, traceback)
@@ -112,6 +118,9 @@ def _excepthook_over(previous_hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _explain(error: BaseException) -> str | None:
     """Return a line that explains an error to the user; None if nothing is known about it.
+
+    Known are errors of communication and of a full disk. If another rank has ended because of bad
+    input before, the line is the message of that rank, after the prefix failure.INPUT.
 
     The process is ending, so anything may be broken by now. If explaining fails itself, the line
     has the reason for that.

@@ -186,7 +186,7 @@ class Options:
             problem = option.check(value)  # in words; "" if the value is allowed
             if problem:
                 raise HolmesError(f"{flag(name)}: {value!r} {problem}")
-        self._check_forms()
+        self._check_forms()  # numbers, lists and paths: whether their text is well-formed
 
     def _check_forms(self) -> None:
         """Raise HolmesError if the text of an option is malformed, such as a timeout of "5 min"."""
@@ -476,7 +476,7 @@ def options_from(**values: Any) -> Options:
     """Return the options for keyword arguments of enable(), e.g. cluster="c.toml".
 
     Raises:
-        HolmesError: there is no option of that name; the message has the nearest one.
+        HolmesError: an option is unknown (the message has the nearest one), removed or renamed.
     """
     for name in values:
         _refuse_old_name(name, written=lambda option: f"enable({option}=...)")

@@ -109,7 +109,9 @@ def next_byte_loss(logits, labels):
 
 
 def layer_specs(layers: int, hidden: int, heads: int, sequence: int, tied: bool) -> list[LayerSpec]:
-    """Return the layers of the model, in order.
+    """Return the layers of the model, in order, for DeepSpeed's PipelineModule.
+
+    They are the embedding of bytes, position vectors, the transformer blocks, a norm, and the head.
 
     Args:
         layers: Number of transformer blocks.
@@ -126,6 +128,7 @@ def layer_specs(layers: int, hidden: int, heads: int, sequence: int, tied: bool)
     else:
         first = LayerSpec(Embedding, hidden)
         last = LayerSpec(Head, hidden)
+    # Block needs the number of all blocks, because its initial weights are scaled by it.
     blocks = [LayerSpec(Block, hidden, heads, layers) for _ in range(layers)]
     return [
         first,

@@ -93,6 +93,7 @@ def samples(text: torch.Tensor, args: argparse.Namespace, number: int, device: t
 
 
 def arguments() -> argparse.Namespace:
+    """Parse the command line. With --replicas above 1, FSDP shards only within a replica (HSDP)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

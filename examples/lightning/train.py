@@ -29,6 +29,7 @@ class GPT(lightning.LightningModule):
         self.model = example.make_model(args)
 
     def training_step(self, batch, number):
+        """Return the loss of a micro-batch; Lightning also passes the number of the micro-batch."""
         loss = self.model(**batch).loss
         self.log("loss", loss, sync_dist=True, on_step=True)
         return loss
@@ -42,13 +43,15 @@ class Log(lightning.Callback):
 
     def __init__(self, path):
         self.path = path
-        self.step_began = time.perf_counter()
-        self.step = 0
+        self.step_began = time.perf_counter()  # of the step that runs; the first also has start-up
+        self.step = 0  # number of the last complete step
 
     def on_train_start(self, trainer, module):
-        self.step = trainer.global_step  # not 0 if a checkpoint was loaded
+        """Take over the number of the last step, which is not 0 if a checkpoint was loaded."""
+        self.step = trainer.global_step
 
     def on_train_batch_end(self, trainer, module, outputs, batch, number):
+        """Write the line of a step. Lightning calls this after each micro-batch, on each rank."""
         if trainer.global_step == self.step:
             return  # not the last micro-batch of a step
         self.step = trainer.global_step

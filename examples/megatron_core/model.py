@@ -28,7 +28,11 @@ def on_gpu() -> bool:
 
 
 def transformer_config(args) -> TransformerConfig:
-    """Return megatron-core's description of the model and of the way in which it is split."""
+    """Return megatron-core's description of the model and of the way in which it is split.
+
+    `args` are the options of the script. args.layout, if given, is megatron-core's text for the
+    layers of each pipeline stage, such as "Et*2|t*2L" (E: embedding, t: a block, L: loss).
+    """
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     interleaved = args.virtual_pipeline > 1
     recomputes_whole_layers = args.recompute in ("uniform", "block")
@@ -59,11 +63,13 @@ def transformer_config(args) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,  # initialize() replaces the weights
-        # The interleaved schedule is wrong at pipeline size 2 without these; Megatron-LM requires them, too.
+        # Without these, the interleaved schedule computes wrong results at pipeline size 2.
+        # Megatron-LM requires them, too.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         # This frees an output that is being sent. That is safe on a CUDA stream, not while gloo reads it.
         deallocate_pipeline_outputs=on_gpu(),
+        # Most fused kernels need Apex or CUDA. This example must run without both.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

@@ -33,6 +33,8 @@ def prepare():
     set (RANK=0, WORLD_SIZE=1, ...). Without CUDA, a shim is loaded that lets megatron-core run on a
     CPU. The processes that megatron starts to write checkpoints call this function, too.
     """
+    # Warnings about packages that this example does not need, and about old torch functions that
+    # megatron-core calls.
     warnings.filterwarnings(
         "ignore",
         message=".*(Apex|Transformer "
@@ -50,7 +52,8 @@ def prepare():
         )
     import torch
 
-    # megatron-core requires CUDA. The shim lets it run on a CPU, for experiments.
+    # megatron-core requires CUDA. The shim lets it run on a CPU, for experiments. Running the
+    # module changes torch; its contents are not used.
     if not torch.cuda.is_available():
         spec = importlib.util.spec_from_file_location("megatron_cpu_shim", SHIM)
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
@@ -319,9 +322,11 @@ def resume(args, models, optimizer, parser: Parser) -> int:
 def describe(args, models, batches) -> str:
     """Return a line that describes how the model is split and how large it is.
 
-    All ranks must call this function together.
+    It also has the tokens of a step beside those of the whole training text, and the seconds since
+    the script has begun (STARTED). All ranks must call this function together.
     """
     layers = torch.zeros(args.pipeline, dtype=torch.long, device=torch.cuda.current_device())
+    # DistributedDataParallel wraps the model. With bf16, Float16Module wraps it inside, too.
     modules = [model.module.module if args.dtype == "bf16" else model.module for model in models]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers[stage] = sum(len(module.decoder.layers) for module in modules)

@@ -102,7 +102,8 @@ def make_stage(
     Args:
         index: Number of the stage.
         stages: Number of stages.
-        args: The script's options.
+        args: The script's options. args.data_parallel "alone" is for measurements: each replica
+            trains without the others, so that a step has no gradient reductions between ranks.
         device: Device of the stage.
         mesh: The device mesh, with the dimensions "pp" and "dp".
     """
@@ -112,6 +113,7 @@ def make_stage(
         module = fully_shard(module, mesh=data)
     elif data.size() > 1:
         if args.data_parallel == "alone":
+            # A group with this rank alone: DistributedDataParallel then sends nothing.
             group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         else:
             group = data.get_group()
@@ -121,6 +123,7 @@ def make_stage(
     # error in the second step.
     tokens = torch.empty(args.micro_batch, args.sequence, dtype=torch.int64, device=device)
     hidden = torch.empty(*tokens.shape, args.hidden, device=device, requires_grad=True)
+    # 256: the vocabulary, all values of a byte.
     logits = torch.empty(*tokens.shape, 256, device=device, requires_grad=True)
     return PipelineStage(
         module,

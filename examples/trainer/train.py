@@ -63,6 +63,7 @@ class Log(TrainerCallback):
 
 
 def make_model(args):
+    """Return a small GPT-2 for bytes (vocabulary 256), without dropout, to make runs comparable."""
     config = GPT2Config(
         vocab_size=256,
         n_positions=args.sequence,
@@ -79,6 +80,7 @@ def make_model(args):
 
 
 def arguments():
+    """Parse the command line. --save-steps 0, the default, saves no checkpoint."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -105,6 +107,7 @@ def arguments():
 
 
 def main():
+    """Train up to --steps. With --resume, go on from the newest checkpoint in --output."""
     args = arguments()
     set_seed(args.seed)  # the same initial weights everywhere
     training = TrainingArguments(
@@ -117,7 +120,7 @@ def main():
         seed=args.seed,
         logging_steps=1,
         save_strategy="steps" if args.save_steps else "no",
-        save_steps=args.save_steps or 500,
+        save_steps=args.save_steps or 500,  # must not be 0, even if save_strategy is "no"
         use_cpu=not torch.accelerator.is_available(),
         report_to=[],
         disable_tqdm=True,

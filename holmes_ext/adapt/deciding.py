@@ -77,7 +77,7 @@ class Deciding:
         tell: Callable[[str], None],
         put: Callable[[dict[str, Any]], None],
     ):
-        """Start without measurements and without a change whose effect is being measured.
+        """Start without measurements. No change of the plan has been adopted yet.
 
         Args:
             current: State of holmes in this process.
@@ -95,7 +95,8 @@ class Deciding:
         self.reduction_evaluator = ReductionEvaluator(network_api, current.options, current.engine)
         self._stage_links: dict[int, float] = {}  # stage -> seconds of a message to the next stage
         self._lines_told: set[str] = set()
-        #: Seconds of both passes by stage, when better numbers of layers were last looked for.
+        #: Seconds of a forward and a backward pass together, by stage. They were measured at the
+        #: last search for better numbers of layers. [] before the first search.
         self._busy_s: list[float] = []
         self._on_taken: Callable[[], None] = _do_nothing  # called when all ranks adopt the proposal
         self._restart: Restart | None = None  # restart to propose next
@@ -113,8 +114,8 @@ class Deciding:
         Returns:
             "at": number of the first step with the change, or 0 for no change. "next": number of
             the step from which on all ranks measure again. With a change this is "at" + 1, because
-            adopting the change makes step "at" longer. "kind" and "change": the change, for
-            change_of(); absent for no change.
+            adopting the change makes step "at" longer. "kind" and "change": name of the kind of
+            change (CHANGES), and its fields; absent for no change. change_of() reads them.
         """
         no_change = {"at": 0, "next": step + 1}
         answered = [report for report in reports if report is not None]
@@ -130,9 +131,10 @@ class Deciding:
             self._tell_change(change)
             return no_change
         # The votes need time, so the change begins at least LEAD_STEPS (2) steps and LEAD_S (0.5)
-        # seconds later. 1 +: the current step may be almost over.
+        # seconds later. The current step may be almost over and does not count: hence 1 +.
         steps_ahead = max(LEAD_STEPS, 1 + ceil(LEAD_S / step_s))
         at = step + steps_ahead
+        # CHANGES: name of a kind of change ("restart", ...) -> its class.
         kind = next(
             name for name, change_class in CHANGES.items() if isinstance(change, change_class)
         )
@@ -149,22 +151,25 @@ class Deciding:
         """Return the change to propose, or None.
 
         Three kinds of changes are considered in this order: micro-batches in flight, the algorithm
-        that reduces gradients, a restart with other layers on the stages. While the effect of an
-        adopted change is being measured (its trial), only the evaluator of the same kind may
-        propose something, for example to take the change back.
+        that reduces gradients, a restart with other layers on the stages. An adopted change is
+        first on trial: its effect on the step time is measured. During a trial, only the evaluator
+        of the same kind may propose something, for example to take the change back.
 
         Args:
             reports: Measurements of all ranks.
             step_s: Seconds of the slowest rank's step.
         """
         plan = self.current.plan_for(self.sizes)
-        measured_plan: Plan | None = None  # None if passes were not measured
+        # The same plan, with the measured times of these reports; None if passes were not measured.
+        measured_plan: Plan | None = None
         if all("forward" in report for report in reports):
             profile, measured_plan = self._plan_with_measured_times(plan, reports)
             self._compare_layers(profile, measured_plan)  # may set self._restart
             reductions_on_trial = self.reduction_evaluator.trials.running is not None
+            # False if the user has fixed the number, or if the engine cannot change it in a job.
             if not reductions_on_trial and can_change_in_flight(self.current):
                 change = self.in_flight_evaluator.next(measured_plan, step_s)
+                # Print the effect of the earlier change whose trial next() has ended, if any.
                 self._tell_ended(self.in_flight_evaluator.trials)
                 if change is not None:
                     # taken() calls this if all ranks adopt the change: its trial begins.
@@ -205,11 +210,15 @@ class Deciding:
             plan: Current plan of the job.
             reports: Measurements of all ranks.
         """
-        # If no rank waited for a stage link's messages in these steps, its earlier time stays.
+        # stage_links_of() leaves out stage links whose messages no rank waited for. For such a link
+        # the time that was measured in earlier steps is kept.
         self._stage_links |= stage_links_of(reports)
         for report in reports:
             report["stage_link_s"] = self._stage_links.get(report["stage"], 0.0)
+        # merge() makes one profile of the reports of all ranks: times and bytes of each stage, by
+        # its slowest rank.
         profile = replace(merge(self.current, reports), sizes=self.sizes)
+        # memory_of(): GPU memory of each stage. measured(): the plan with the profile's times.
         return profile, measured(plan, profile, memory_of(reports, profile))
 
     def _measured_reductions(
@@ -229,6 +238,8 @@ class Deciding:
             ranks of a stage report different algorithms: then some of them measured before the
             last change, others after it.
         """
+        # "sums": measured gradient reductions of a rank in a window of steps. None if the rank's
+        # reductions do not follow the plan.
         if not all(report["sums"] for report in reports):
             return []
         # When each stage has computed all gradients: seconds after the begin of the step, all 0 if
@@ -260,8 +271,8 @@ class Deciding:
     def _ends_of_backward(self, measured_plan: Plan | None) -> list[float]:
         """Return when each stage ends its last backward pass, in seconds after the begin of a step.
 
-        The order of all passes is simulated, with their measured times. All are 0 if passes were
-        not measured.
+        The order of all passes is simulated, with their measured times. All returned values are 0
+        if passes were not measured.
 
         Args:
             measured_plan: Plan with measured times; None if passes were not measured.
@@ -271,6 +282,7 @@ class Deciding:
         loads = measured_plan.loads
         in_flight = measured_plan.traffic_of(self.network_api).in_flight
         in_flight_of_1f1b = tuple(range(len(loads), 0, -1))  # the engine's own schedule
+        # Walks through the schedule pass by pass; returns the end of each stage's last backward.
         ends = walked_ends(
             [load.forward_s for load in loads],
             [load.backward_s for load in loads],
@@ -308,9 +320,9 @@ class Deciding:
     def _store_model(self, profile: Profile, measured_plan: Plan) -> None:
         """Write the measured times of all stages to the telemetry file.
 
-        `holmes report --write-model` makes a profile file of them, for `holmes plan`. A stage link
-        whose messages no rank waited for has no measured time: it gets the one predicted from the
-        networks' rates.
+        `holmes report --write-model` makes a profile file from this entry ("model"), for `holmes
+        plan`. A message is timed only if a rank waited for it. So some stage links have no measured
+        time. They get the time that is predicted from the networks' rates.
 
         Args:
             profile: Measured times of all stages.
@@ -359,11 +371,13 @@ class Deciding:
         """
         plan = self.current.plan_for(self.sizes)
         # The network and `prices` predict the times of messages on stage links that have no
-        # measured time.
+        # measured time. site_of(): the plan's nodes and networks, as the network API uses them.
         network = Network(site_of(plan, self.network_api))
-        # In a hierarchical all-reduce with gloo, every rank sends each other rank its shard
-        # ("direct"); with NCCL, the shards go around a ring.
+        # A hierarchical all-reduce exchanges shards of the gradients. With gloo, each rank sends
+        # them to every other rank ("direct"). With NCCL, they go around a ring.
         direct = self.network_api == SOCKETS
+        # Rules: methods that the job may use. RankModel: bytes and micro-batches of a rank. Prices:
+        # predicted seconds of messages and reductions under both.
         rules = rules_of(self.current.engine, self.current.options, direct=direct)
         rank_model = RankModel.of_workload(profile.workload(), self.sizes)
         prices = Prices(network, rank_model, rules)
@@ -417,7 +431,7 @@ def _do_nothing() -> None:
 
 
 def change_of(proposal: dict[str, Any]) -> Changes:
-    """Return the change that a proposal contains.
+    """Return the change of the plan that a proposal contains, as an object of its class.
 
     Args:
         proposal: Result of Deciding.propose() on rank 0, which other ranks get as JSON. "kind"

@@ -103,15 +103,19 @@ class Replanner:
     def begin_step(self) -> None:
         """Begin a training step, and adopt a change that all ranks have agreed to begin with it.
 
-        All ranks call this method before each step. After an agreed restart, the process ends here
-        as soon as a further checkpoint is complete.
+        All ranks call this method before each step. If all ranks have agreed on a restart of the
+        job, they still train until the next checkpoint is complete. Then this method ends the
+        process, and torchrun starts it again.
         """
         if self._restart_after is not None and restart.checkpoints() > self._restart_after:
             # A checkpoint is complete since all ranks agreed on a restart, so no step is lost.
+            # leave() waits for the other ranks and ends the process; it does not return.
             restart.leave(
                 self.current.store, self.current.key_prefix, self.current.process.world_size
             )
-        change = self.boundary.begin()  # change that all ranks adopt with this step, or None
+        # The boundary counts steps and keeps the change on which the ranks have agreed. Here it
+        # returns the change that all ranks adopt with this step, or None.
+        change = self.boundary.begin()
         if isinstance(change, Restart):
             # The job goes on until one more checkpoint is complete.
             self._restart_after = restart.checkpoints()
@@ -156,15 +160,17 @@ class Replanner:
         spans: Any,
         reduction: Any,
     ) -> None:
-        """Pass the measurements of a step to the thread. The recorder calls this after each step.
+        """Pass the measurements of a step to the thread that measures steps and changes the plan.
+
+        The telemetry recorder calls this method after each step, with all that it has measured.
 
         Args:
-            step: Not used: the recorder counts from the start of the job. The steps on which ranks
-                agree are counted by `self.boundary`, from the start of re-planning.
+            step: Not used: the recorder counts from the start of the job. `self.boundary` counts
+                from the start of this thread instead; the ranks agree on these numbers.
             begin: Begin of the step, in seconds.
             end: End of the step, in seconds.
             tokens: Not used.
-            done: Operations of the step: messages and sums.
+            done: Operations of the step, as `Op` objects: messages and all-reduces.
             spans: (kind, begin, end in seconds) of the parts of the step.
             reduction: Measurements of the gradient reducer in the step; None without a reducer.
         """
@@ -181,10 +187,10 @@ class Replanner:
         self._thread.join(ENDED_S)
 
     def _verdict_now(self, number: int) -> str:
-        """Return the verdict on a change when the training thread reaches the first step with it.
+        """Return the verdict on a change; set it to KEEP_PLAN if there is none yet.
 
-        The training thread cannot wait for votes. If no rank has stored a verdict yet, the verdict
-        becomes KEEP_PLAN: no rank adopts the change.
+        Called when the training thread reaches the first step with the change. That thread cannot
+        wait for votes. So if no rank has stored a verdict by then, no rank adopts the change.
 
         Args:
             number: Number of the ballot in which the ranks vote on the change.
@@ -193,6 +199,7 @@ class Replanner:
             ADOPT_CHANGE or KEEP_PLAN, the same on all ranks.
         """
         assert self._vote is not None
+        # A verdict that is set already stays, and is returned instead of KEEP_PLAN.
         return self._vote.set_verdict(self.current.store, number, KEEP_PLAN)
 
     # The re-planning thread
@@ -207,6 +214,7 @@ class Replanner:
 
         def propose(reports: list[dict[str, Any] | None]) -> dict[str, Any]:
             """Choose a change from the reports of all ranks; called on rank 0."""
+            # boundary.step: number of the step that the training thread runs now.
             return self.deciding.propose(self.boundary.step, reports)
 
         try:
@@ -220,11 +228,12 @@ class Replanner:
                 report = self._measure(first_step)
                 proposal, verdict = self._vote.run_ballot(number, report, propose, self._agree)
                 if verdict:  # ADOPT_CHANGE or KEEP_PLAN; "" if no change was proposed
-                    # The training thread follows it when it reaches the first step of the change.
+                    # Store the verdict for the training thread. That thread follows it when it
+                    # reaches the first step of the change.
                     self.boundary.settle(number, verdict)
                     if verdict == ADOPT_CHANGE and self.current.rank == 0:
-                        self.deciding.taken()
-                first_step = proposal["next"]
+                        self.deciding.taken()  # measures the effect of the change from now on
+                first_step = proposal["next"]  # all ranks measure again from this step on
                 number += 1
         except Stopped:
             return
@@ -243,7 +252,7 @@ class Replanner:
 
         Returns:
             A report for rank 0: times of passes and messages, and memory (StepWindow.report). The
-            key "sums" has the times of gradient reductions (ReductionWindow.report).
+            key "sums" has the times of the gradient all-reduces (ReductionWindow.report).
 
         Raises:
             Stopped: the job ends.
@@ -251,13 +260,13 @@ class Replanner:
         planned = self.current.plan_for(self.sizes).traffic_of(self.network_api).in_flight
         in_flight = planned[self.stage.stage] if planned else 0  # 0: the engine's own schedule
         window = StepWindow(self.stage, self.recorder, in_flight)
-        sums = ReductionWindow(self.current, self.recorder)
+        sums = ReductionWindow(self.current, self.recorder)  # sums: the gradient all-reduces
         count = 0
         while count < STEPS_PER_WINDOW:
             measured_step = self._steps.get()
-            if measured_step is None:  # put by stop()
+            if measured_step is None:  # stop() has put None: the job ends
                 raise Stopped
-            # As on_step() has put it.
+            # on_step() has put this tuple into the queue, in the training thread.
             step, begin, end, done, spans, reduction = measured_step
             if step >= first_step:
                 sums.step(done, spans, reduction)
@@ -266,11 +275,11 @@ class Replanner:
         return {**window.report(), "sums": sums.report()}
 
     def _agree(self, number: int, proposal: dict[str, Any]) -> bool:
-        """Return whether this rank can adopt a proposed change; if so, prepare to adopt it.
+        """Return whether this rank can adopt a proposed change of the plan; if so, prepare for it.
 
-        A rank cannot if the GPU has too little memory, if the job cannot be restarted, or if the
-        first step with the change has begun already. A rank that returns True has promised to adopt
-        the change at that step if all other ranks return True, too.
+        The result is the vote of this rank. It is False if the GPU has too little memory, if the
+        job cannot be restarted, or if the first step with the change has begun already. A rank that
+        returns True promises to adopt the change at that step, if all other ranks return True, too.
 
         Args:
             number: Number of the ballot in which the change was proposed.
@@ -278,15 +287,17 @@ class Replanner:
         """
         change = change_of(proposal)
         current = self.current
-        # fits(): the GPU has the memory for larger buckets of gradients.
+        # fits(): whether the GPU has the memory for larger buckets of gradients.
         if isinstance(change, ReductionChange) and not fits(change, self.recorder):
             return False
         if isinstance(change, Restart):
-            # "" if the launcher and the framework can restart the job with other layers.
+            # Reason why the launcher or the framework cannot restart the job with other layers; ""
+            # if it can be restarted.
             obstacle = restart.why_not(current.process, current.options, current.engine, os.environ)
             if obstacle:
                 return False
-        # Store the change for the training thread. False if its first step has begun already.
+        # Store the change for the training thread. False if this rank has already begun the first
+        # step of the change.
         return self.boundary.agree(number, proposal["at"], change)
 
 
@@ -310,17 +321,18 @@ def begin_step(
     network_api: str,
     describe: Callable[[], Stage],
 ) -> None:
-    """Begin to measure a pipeline's training step, and adopt a plan change agreed for it.
+    """Begin to measure a pipeline's training step; adopt a change of the plan that begins with it.
 
-    The first step starts a thread that measures steps and proposes changes of the running job's
-    plan. If all ranks agreed on a change from this step on, it is adopted here. Pipeline engines
-    call this hook on all ranks. Without several pipeline stages, it does nothing.
+    Pipeline engines call this hook on all ranks, before each step. The first call starts a thread
+    that measures steps and lets all ranks vote on changes of the running job's plan. If the ranks
+    have voted for a change from this step on, this call adopts it. Without several pipeline stages,
+    it does nothing: then begin_sums() has this task.
 
     Args:
         current: State of holmes in this process.
         sizes: Complete parallel sizes of the job.
         micro_batches: Micro-batches of the step.
-        network_api: VERBS for NCCL, SOCKETS for gloo, of the pipeline's groups.
+        network_api: VERBS if the pipeline's process groups use NCCL, SOCKETS if they use gloo.
         describe: Returns a description of this rank's pipeline stage.
     """
     if sizes.pipeline > 1:
@@ -334,7 +346,7 @@ def _begin_step(
     network_api: str,
     describe: Callable[[], Stage],
 ) -> None:
-    """Start re-planning if it does not run yet, and adopt a plan change agreed for this step.
+    """Start re-planning if it does not run yet; adopt a change of the plan that begins here.
 
     Re-planning is a thread that measures steps and proposes changes of the plan. Measurements of
     steps with other sizes or micro-batches are not comparable. So the first step with new ones
@@ -379,24 +391,25 @@ def _begin_step(
 
 
 def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reducer: object) -> None:
-    """Begin to measure a data-parallel training step, and adopt a plan change agreed for it.
+    """Begin to measure a data-parallel training step; adopt a change of the plan that begins here.
 
-    The gradient reducer of a purely data-parallel job calls this hook before it sums the gradients
-    ("sums") of a step. In a job with a pipeline, the engine calls begin_step() instead, and this
-    hook does nothing. It does nothing for a second reducer either: a step must begin once.
+    A GradientReducer of a purely data-parallel job calls this hook before it sums the gradients of
+    a step: hence "sums". This call marks the begin of the step, because no engine does. In a job
+    with a pipeline, the engine calls begin_step() instead, and this hook does nothing. It does
+    nothing for a second reducer either: a step must begin once.
 
     Args:
         current: State of holmes in this process.
         ranks: Global ranks over which the reducer sums.
         network_api: VERBS for NCCL, SOCKETS for gloo.
-        reducer: The reducer.
+        reducer: The reducer that calls.
     """
     world = current.plan.world_size
     data_parallel_sizes = Sizes().complete(world)  # all ranks data-parallel
     sizes = current.plan.sizes or data_parallel_sizes
     if len(ranks) != world or sizes != data_parallel_sizes:
         return
-    # The first reducer marks the steps, as long as it exists (weakref).
+    # Only the calls of the first reducer mark the begin of steps, as long as it exists (weakref).
     if _Running.reducer is None or _Running.reducer() is None:
         _Running.reducer = weakref.ref(reducer)
     if _Running.reducer() is reducer:
@@ -416,13 +429,15 @@ def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reduc
 
 
 def on_stop(reason: str) -> None:
-    """End re-planning in this process, because holmes stops. A later start begins from nothing.
+    """End the thread that measures steps and changes the plan, because holmes stops.
+
+    The state is set back to that of a new process, so that a later start begins from nothing.
 
     Args:
-        reason: Not used; the hook passes why holmes stops.
+        reason: Why holmes stops. Not used, but every on_stop hook gets it.
     """
     if _Running.replanner is not None:
-        _Running.replanner.join()
+        _Running.replanner.join()  # waits for the end of the thread, for at most ENDED_S seconds
     _Running.replanner = None
     _Running.started_for = None
     _Running.reducer = None

@@ -82,12 +82,13 @@ class Change:
         return f"{after} micro-batches in flight (were {_counts_text(self.before)})"
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
-        """Return a plan with this change and the measured times of passes.
+        """Return a plan with this change and with measured times of forward and backward passes.
 
         Args:
             plan: Plan before the change.
-            network_api: Not used. A ReductionChange needs it. The plan has separate decisions
-                (`traffic`) for NCCL and gloo, and this change is made in both.
+            network_api: Not used; the parameter exists because ReductionChange.adapted() needs it.
+                The plan has separate decisions (`traffic`) for NCCL and gloo. This change is made
+                in both.
         """
         # Load: seconds and bytes of a stage. A plan that was made without them has no loads yet.
         old_loads = plan.loads or (StageLoad(0.0, 0.0),) * len(self.forward_s)
@@ -135,9 +136,11 @@ def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
 
     Args:
         plan: The plan.
-        profile: Measured times of the layers of each stage, for the same parallel sizes.
-        memory: Measured memory of each stage; empty if no memory was measured.
+        profile: Measured times of each stage: of its layers, and of a message to the next stage.
+        memory: Measured GPU memory of each stage: bytes that are always used, bytes for each
+            micro-batch in flight, and the limit. Empty if no memory was measured.
     """
+    # The profile was measured with the parallel sizes of this plan.
     assert plan.sizes == profile.sizes
     loads = []
     for stage, room in zip(profile.stages, memory or [Room()] * len(profile.stages)):
@@ -153,6 +156,7 @@ def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
             stage_link_s=stage.stage_link_s,
         )
         loads.append(load)
+    # `basis` says where a plan's times come from: here from measurements.
     return replace(plan, loads=tuple(loads), workload=profile.workload(), basis=MEASURED)
 
 
@@ -176,8 +180,9 @@ def quickest(
 ) -> tuple[int, ...]:
     """Return the numbers of micro-batches in flight, raised as long as this shortens the step.
 
-    With few micro-batches in a step, faster stages can work ahead, so that messages have more time.
-    With many, the slowest stage alone decides the step, and `in_flight` is returned unchanged.
+    A stage with more micro-batches in flight works ahead, so that it waits less for messages. This
+    matters if a step has few micro-batches. With many, the slowest stage alone decides the time of
+    the step, and `in_flight` is returned unchanged.
 
     Args:
         plan: Plan with measured times.
@@ -185,7 +190,8 @@ def quickest(
         in_flight: Micro-batches in flight, by stage; () for the engine's own schedule.
     """
     micro_batches = plan.workload.micro_batches
-    # With many micro-batches, filling and draining the pipeline hardly matter.
+    # With more than SETTLED micro-batches for each one in flight, filling and draining the pipeline
+    # hardly matter.
     if not in_flight or micro_batches > SETTLED * in_flight[0]:
         return in_flight
     seconds = pipeline_s(plan, stage_links, in_flight)
@@ -195,12 +201,12 @@ def quickest(
         *counts_before_last, count_of_last = in_flight
         raised = []
         for count, load in zip(counts_before_last, plan.loads):
-            count_in_memory = load.most
+            count_in_memory = load.most  # largest number of micro-batches that fit the memory
             allowed = int(min(count + 1, count_in_memory, micro_batches))
             raised.append(max(count, allowed))
         candidate = (*raised, count_of_last)
         candidate_s = pipeline_s(plan, stage_links, candidate)
-        if candidate_s >= seconds * (1 - WORTH_MORE):  # the gain is too small
+        if candidate_s >= seconds * (1 - WORTH_MORE):  # saves less than the share WORTH_MORE
             return in_flight
         in_flight = candidate
         seconds = candidate_s
@@ -290,9 +296,10 @@ class Trials:
     def end(self, unchanged_times: tuple[float, ...], step_s: float) -> Any:
         """End the running trial, if any; return its change if it must be taken back, else None.
 
-        A change stays if it has shortened the step by the share LEAST_SAVED (0.5 %). It also stays
-        if times that it should not affect have changed meanwhile, because they hide its effect, or
-        if it took back an earlier change.
+        A trial is some steps with an adopted change, whose step time is measured. The change stays
+        if one of these is true. The step has become shorter by the share LEAST_SAVED (0.5 %). Or
+        times that the change should not affect have changed meanwhile: they hide its effect. Or the
+        change has itself undone an earlier change (`takes_back`): that is not undone again.
 
         Args:
             unchanged_times: Seconds that the change should not affect, as measured during the
@@ -305,6 +312,7 @@ class Trials:
         if trial is None:
             return None
         change = trial.change
+        # now_s: measured seconds of a step before the change.
         has_saved_time = step_s <= change.now_s * (1 - LEAST_SAVED)
         others_differ = differ(trial.unchanged_times, unchanged_times)
         stays = others_differ or has_saved_time or change.takes_back
@@ -331,7 +339,7 @@ class PipelineEvaluator:
     """Chooses changes of a job's numbers of micro-batches in flight, and checks their effect."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        """Start without a change whose effect is being measured.
+        """Start with no change adopted or rejected so far.
 
         Args:
             network_api: VERBS for NCCL, SOCKETS for gloo, of the pipeline's groups.
@@ -342,13 +350,15 @@ class PipelineEvaluator:
         self.options = options
         self.engine = engine
         self.trials = Trials()
-        #: Measured seconds for which next() found no change; () if it found one.
+        #: Measured seconds in the last call of next() if that call returned None. () before the
+        #: first call, and after a call that returned a change.
         self._times_without_change: tuple[float, ...] = ()
 
     def next(self, plan: Plan, step_s: float) -> Change | None:
         """Return the next change of micro-batches in flight, or None to keep the plan.
 
-        Nothing is computed if the measured times are still those for which no change was found.
+        If the last call found no change and measured times have not changed since, the search is
+        skipped and None is returned. It is not skipped while an adopted change is on trial.
 
         Args:
             plan: Current plan, with the measured times of its stages.
@@ -363,7 +373,7 @@ class PipelineEvaluator:
         if self.trials.running is None and is_unchanged:
             self.trials.ended = None  # so that the caller does not report the last trial again
             return None
-        change = self._decide(plan, step_s)
+        change = self._decide(plan, step_s)  # also judges the change on trial, and may revert it
         self._times_without_change = () if change else times
         return change
 
@@ -422,13 +432,16 @@ class PipelineEvaluator:
     def taken(self, change: Change, plan: Plan) -> None:
         """Begin to measure the effect of a change that all ranks have voted to adopt ("taken").
 
-        Called on rank 0 after the vote. The next call of next() judges the change by the step time.
+        Called on rank 0 after the vote. The next call of next() judges the change by the step time:
+        it keeps the change, or takes it back.
 
         Args:
             change: The change.
             plan: Plan with the measured times from which the change was chosen.
         """
         stage_links = self._decisions(plan).stage_link_seconds().transfer_s
+        # Seconds of passes and messages of each stage. The change is chosen from them, and it does
+        # not affect them: it only affects how long stages wait. So they stand for both lists.
         times = _times_of(plan, stage_links)
         self.trials.begin(change, deciding_times=times, unchanged_times=times)
 

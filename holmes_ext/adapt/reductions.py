@@ -98,10 +98,12 @@ class ReductionChange:
     def text(self) -> str:
         """This change in words, for the first pipeline stage that changes.
 
+        `size` (bytes of gradients) decides whether an algorithm is hierarchical.
+
         Example: "gradients of stage 1 hierarchically, in chunks of 4 MiB (were in one ring, in
         buckets of 25 MiB)". In a job with a single stage, "of stage 1" is left out.
         """
-        stage = 0
+        stage = 0  # becomes the first stage that changes; a change always has such a stage
         while self.after[stage] == self.before[stage]:
             stage += 1
         of_stage = f" of stage {stage}" if len(self.after) > 1 else ""
@@ -153,12 +155,13 @@ def measured_networks(
     engine: EngineTraits,
     measured_stages: Sequence[MeasuredReductions],
 ) -> Plan:
-    """Return a plan with the network rates at which predicted reduction times equal measured ones.
+    """Return a plan with network rates that are corrected by measured times of reductions.
 
-    If reductions on a network took twice as long as predicted, its rate is halved. Networks without
-    reductions keep their rates. If a network carries the reductions of several stages, the largest
-    slowdown counts. The links between clusters (WAN) are slowed down like Ethernet, because traffic
-    between clusters that share no faster network is measured as Ethernet traffic.
+    With the corrected rates, the predicted times of the gradient all-reduces equal the measured
+    ones. If reductions on a network took twice as long as predicted, its rate is halved. Networks
+    without reductions keep their rates. If a network carries the reductions of several stages, the
+    largest slowdown counts. The links between clusters (WAN) are slowed down like Ethernet, because
+    traffic between clusters that share no faster network is measured as Ethernet traffic.
 
     Args:
         plan: The plan, from whose rates the times of reductions are predicted.
@@ -177,6 +180,7 @@ def measured_networks(
             # A Price is the predicted time of a reduction: a latency and seconds for each byte.
             # Only the latter depend on the network's rate, so the latency is taken off the measured
             # time.
+            # busy: network -> seconds in which it carried reductions. byte_s: seconds for a byte.
             measured_s = measured_stage.busy.get(name, 0.0) - price.latency_s
             predicted_s = measured_stage.size * price.byte_s
             if measured_s > 0 and predicted_s > 0:
@@ -196,8 +200,9 @@ def _networks_with_prices(
     """Yield (network, predicted time on it) for the gradient all-reduces of one pipeline stage.
 
     A ring uses one network. A hierarchical all-reduce uses one network across clusters and others
-    inside them. The prediction assumes the algorithm across clusters that the plan's rules choose.
-    Nothing is yielded for a group that used a different algorithm across clusters.
+    inside them. Across clusters, the time is predicted for the algorithm that the plan's rules
+    choose. If the job used another one there (but direct exchanges), measured and predicted times
+    are not comparable, and nothing is yielded.
 
     Args:
         decided: Predicts the time (Price: latency, and seconds for each byte) of each algorithm.
@@ -216,7 +221,8 @@ def _networks_with_prices(
                     _ring_price(group, measured_stage.reduction, measured_stage.size),
                 )
             continue
-        # Algorithm between clusters; None: direct exchanges.
+        # Algorithm between clusters in the measured steps. None: direct exchanges. Times of these
+        # count whatever algorithm (`route`) the prediction is for.
         used_across = measured_stage.reduction.across
         predicted = group.hierarchical
         if predicted is None or used_across not in (None, predicted.route):
@@ -233,7 +239,7 @@ def _networks_with_prices(
 
 
 def _ring_price(group: FamilyReductions, reduction: ReductionSpec, size: float) -> Price:
-    """Return the predicted time of the ring all-reduces of all buckets of gradients.
+    """Return the predicted time of the ring all-reduces of all gradients, bucket by bucket.
 
     Args:
         group: Predicted times of the possible algorithms for a data-parallel group.
@@ -243,7 +249,7 @@ def _ring_price(group: FamilyReductions, reduction: ReductionSpec, size: float) 
     Returns:
         A Price: seconds of latency (once for each bucket), and seconds for each byte.
     """
-    price = group.flat.once  # as if all gradients were in one bucket
+    price = group.flat.once  # of a single all-reduce, as if all gradients were in one bucket
     bucket_count = max(1, ceil(size / reduction.bucket_bytes))
     return replace(price, latency_s=price.latency_s * bucket_count)
 
@@ -255,10 +261,10 @@ def _decisions_by_size(
     engine: EngineTraits,
     measured_stages: Sequence[MeasuredReductions],
 ) -> dict[float, Decisions]:
-    """Return how gradients would be reduced best, separately for each size of a stage's gradients.
+    """Return how gradients would be reduced best, for each size of gradients that a stage has.
 
     Stages hold different layers, so their gradients differ in size, but a plan has one size for all
-    stages. So the rules by which the plan was made are applied once for each size.
+    stages. So the rules by which the plan was made (decisions()) are applied once for each size.
 
     Args:
         plan: The plan, with the rates of networks from which reduction times are predicted.
@@ -274,7 +280,8 @@ def _decisions_by_size(
     decided = {}
     for size in {measured_stage.size for measured_stage in measured_stages}:
         workload = replace(plan.workload, gradient_bytes=size)
-        # MEASURED: otherwise the rules would treat the workload as that of an assumed model.
+        # `basis` says where a workload comes from: here from measurements. The rules decide
+        # otherwise for an assumed model, which a plan has if the user has given no model.
         plan_for_size = replace(plan, workload=workload, basis=MEASURED)
         decided[size] = decisions(plan_for_size, network_api, options, engine)
     return decided
@@ -291,10 +298,10 @@ class ReductionEvaluator:
     """Chooses changes of the algorithms that reduce a job's gradients, and checks their effect."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        """Start without a change whose effect is being measured.
+        """Start with no change adopted or rejected so far.
 
         Args:
-            network_api: VERBS for NCCL, SOCKETS for gloo, of the data-parallel groups.
+            network_api: VERBS if the data-parallel groups use NCCL, SOCKETS if they use gloo.
             options: Options of the job.
             engine: Abilities of the training framework.
         """
@@ -378,7 +385,8 @@ class ReductionEvaluator:
 
         The candidate is the algorithm that the plan's rules choose at the measured network rates.
         Its time, predicted from these rates, is compared with the measured time of the algorithm in
-        use. A hierarchical candidate must use the process groups that the job already has.
+        use. A running job cannot make process groups. So a hierarchical candidate is rejected if it
+        would need groups inside the clusters that do not exist yet.
 
         Args:
             decided: The rules applied at the measured rates of the networks: the candidate, and the
@@ -397,12 +405,13 @@ class ReductionEvaluator:
         # times of the algorithms. All groups reduce at the same time, so the slowest one counts.
         groups = decided.prices.family_reductions(decided.placement, stage)
         if is_hierarchical(reduction, size):
-            # A running job cannot make process groups. Those inside clusters exist only for the
-            # networks that the current plan has chosen for them.
+            # The groups inside clusters exist only for the networks that the current plan has
+            # chosen for them.
             planned_groups = planned.prices.family_reductions(planned.placement, stage)
             networks = [_networks_inside(group) for group in groups]
             if networks != [_networks_inside(group) for group in planned_groups]:
                 return current
+            # hierarchical.seconds(): predicted seconds of the whole hierarchical all-reduce.
             seconds = max(
                 group.hierarchical.seconds(size)
                 for group in groups
@@ -419,13 +428,17 @@ class ReductionEvaluator:
     ) -> None:
         """Begin to measure the effect of a change that all ranks have voted to adopt ("taken").
 
-        Called on rank 0 after the vote. The next call of next() judges the change by the step time.
+        Called on rank 0 after the vote. The next call of next() judges the change by the step time:
+        it keeps the change, or takes it back.
 
         Args:
             change: The change.
             plan: Plan before the change.
             measured_stages: Measurements of each stage from which the change was chosen.
         """
+        # deciding_times: while they stay similar, a change that was taken back is not tried again.
+        # unchanged_times: should not be affected by the change; if they change, they hide its
+        # effect. self.trials keeps both until the trial ends.
         times = _transfer_times(
             self._with_measured_networks(plan, measured_stages), measured_stages
         )

@@ -78,14 +78,16 @@ def why_not(
 def leave(store: Any, prefix: str, world: int) -> NoReturn:
     """End this process, when all ranks are ready, with a status on which torchrun restarts the job.
 
-    A rank is ready when it has called this function. After ALL_S seconds, the others are not waited
-    for.
+    A rank is ready when it has called this function. This rank waits for at most ALL_S seconds, and
+    then ends even if other ranks are not ready.
 
     Args:
         store: The job's store.
         prefix: Prefix of the store's keys, another one at each start of the job.
         world: Number of ranks.
     """
+    # Add an empty entry for this rank to the list "leaves" (the ranks that leave). The store counts
+    # the entries; the one that makes `total` sets the key ".../all".
     append_entry(store, f"{prefix}/leaves", b"", count=1, total=world)
-    wait_for_value(store, f"{prefix}/leaves/all", ALL_S)  # set by the last rank's entry
+    wait_for_value(store, f"{prefix}/leaves/all", ALL_S)
     raise SystemExit(STATUS)

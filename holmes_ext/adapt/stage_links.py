@@ -81,13 +81,15 @@ def _median_seconds(direction: Direction, ahead_s: float) -> float:
     If all of them did, the shortest time of all messages is returned.
 
     Args:
-        direction: Messages. The program has waited for at least one of them; only such messages
-            have a known time of arrival.
+        direction: Messages, of which the receiving program has waited for at least one. Only for
+            such a message is the time of arrival known.
         ahead_s: How far the receiver's clock is ahead of the sender's, in seconds.
     """
     all_times = []
     times_without_queue = []
-    previous_received = float("-inf")  # the link is busy until then
+    # When the receive of the previous message was complete: until then, the link may be busy. If
+    # the program did not wait for that message, it arrived earlier, so this is a late estimate.
+    previous_received = float("-inf")
     for micro_batch, receive in sorted(direction.received.items()):
         # A message begins to move when it was sent and its receive was posted: by the receiver's
         # clock, the later of both times. The time of sending may be unknown.
@@ -114,11 +116,13 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
         reports: Reports of all ranks (StepWindow.report).
     """
     stage_of_rank = {report["rank"]: report["stage"] for report in reports}
-    # (sending rank, receiving rank) -> messages of each step, by both ranks' reports.
+    # (sending rank, receiving rank) -> messages of each step. `sent` has the times that the sender
+    # reports, `received` those that the receiver reports about the same messages.
     sent: _MessagesByRanks = {}
     received: _MessagesByRanks = {}
     for report in reports:
-        for direction, steps in report["messages"].items():  # "GROUP sender>receiver"
+        # direction: "GROUP sender>receiver", the name of a process group and two ranks.
+        for direction, steps in report["messages"].items():
             sender_text, _, receiver_text = direction.rpartition(" ")[2].partition(">")
             ranks = int(sender_text), int(receiver_text)
             messages = sent if ranks[0] == report["rank"] else received
@@ -126,7 +130,9 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     stage_link_s: dict[int, float] = {}
     for sender, receiver in sent:
         stage = stage_of_rank[sender]
-        if stage_of_rank.get(receiver) != stage + 1:  # gradients: taken with the activations' pair
+        # Each pair of ranks is handled once, when its activations come up (to the next stage). Its
+        # gradients, in the opposite direction, are `backward` below.
+        if stage_of_rank.get(receiver) != stage + 1:
             continue
         forward = sender, receiver
         backward = receiver, sender
@@ -138,6 +144,8 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
             received.get(backward, []),
         ):
             sent_forward, received_forward, sent_backward, received_backward = step
+            # _direction() joins the times of both ranks for one direction. None: no program waited
+            # for a message, so its time of arrival is unknown.
             seconds = stage_link_of(
                 _direction(sent_forward, received_forward),
                 _direction(sent_backward, received_backward),

@@ -99,12 +99,13 @@ class ReductionWindow:
         """Return the medians over the steps, as a JSON document for rank 0.
 
         Returns:
-            None if no reduction of this rank follows the plan. Otherwise a dict: "way": algorithm
-            of the reductions (fields of ReductionSpec); "bytes": bytes of gradients; "seconds": in
-            which a reduction was under way; "exposed": seconds that the program waited for
-            reductions; "busy": network -> seconds in which it carried reductions.
+            None if step() found no reduction of this rank that follows the plan. Otherwise a dict:
+            "way": algorithm of the reductions (fields of ReductionSpec); "bytes": bytes of
+            gradients; "seconds": in which a reduction was under way; "exposed": seconds that the
+            program waited for reductions; "busy": network -> seconds in which it carried
+            reductions.
         """
-        if self._reduction is None:  # step() has added nothing
+        if self._reduction is None:  # all calls of step() have added nothing
             return None
         # All steps use the same networks, unless the algorithm has just changed: then the networks
         # of the last step belong to the algorithm that is reported.
@@ -115,7 +116,7 @@ class ReductionWindow:
                 step.busy_s.get(network, 0.0) for step in self._steps
             )
         return {
-            "way": asdict(self._reduction.planned),
+            "way": asdict(self._reduction.planned),  # what the plan says, and the job did
             "bytes": self._reduction.bytes,
             "seconds": statistics.median(step.seconds for step in self._steps),
             "exposed": statistics.median(step.exposed_s for step in self._steps),
@@ -161,7 +162,8 @@ def fits(change: ReductionChange, recorder: Recorder) -> bool:
         return True
     import torch
 
-    # Gradients travel in buckets (one ring) or in chunks (hierarchical): both sizes count.
+    # A stage uses buckets (one ring) or chunks (hierarchical). Both sizes are added, because it may
+    # use either, depending on the bytes of its gradients: the sum is large enough for both.
     increases = []  # in bytes, by stage
     for before, after in zip(change.before, change.after):
         bucket_increase = after.bucket_bytes - before.bucket_bytes

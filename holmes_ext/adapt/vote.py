@@ -76,15 +76,16 @@ class StepBoundary:
     """
 
     def __init__(self, verdict_of: Callable[[int], str]):
-        """Make the state before the first step.
+        """Start a counter of steps at 0, with no change to adopt.
 
         Args:
-            verdict_of: Returns the verdict of the ballot with this number (ADOPT_CHANGE or
-                KEEP_PLAN), after setting it if it is not set. The training thread calls it if it
-                reaches the step of a change before the re-planning thread has called settle().
+            verdict_of: Returns the verdict of a vote, given its number: ADOPT_CHANGE or KEEP_PLAN.
+                It sets the verdict first if there is none. The training thread calls it if it
+                reaches the step of a change before the other thread has stored the verdict here
+                (settle()).
         """
         self.step = 0  # the step that runs; the first one is 1
-        self._pending: _Pending | None = None
+        self._pending: _Pending | None = None  # change for which this rank has voted yes
         self._verdict_of = verdict_of
         self._lock = threading.Lock()
 
@@ -103,11 +104,12 @@ class StepBoundary:
     def agree(self, number: int, at: int, change: Any) -> bool:
         """Promise to adopt a change if all ranks vote for it; return False if it is too late.
 
-        It is too late if this rank already trains the step, or a later one, with the old plan.
-        After True, begin() of that step follows the verdict.
+        It is too late if this rank has begun the first step with the change, or a later step, with
+        the old plan. After True, the change is kept here. When the training thread calls begin()
+        for that step, it gets the change, if the vote has succeeded.
 
         Args:
-            number: Number of the ballot.
+            number: Number of the vote ("ballot") on this change.
             at: First step with the change.
             change: The change.
         """
@@ -193,8 +195,9 @@ class Vote:
     def _vote_and_wait(self, number: int, says_yes: bool) -> str:
         """Vote in a ballot, and return its verdict for all ranks, ADOPT_CHANGE or KEEP_PLAN.
 
-        The rank with the last yes sets ADOPT_CHANGE. A rank that votes no sets KEEP_PLAN, and so
-        does rank 0 if votes are missing after `patience_s`. The first verdict stands.
+        If all ranks vote yes, the rank that votes last sets ADOPT_CHANGE. A rank that votes no sets
+        KEEP_PLAN, and so does rank 0 if votes are missing after `patience_s` seconds. If the
+        verdict is set already, set_verdict() returns that one: the first verdict stands.
 
         Args:
             number: Number of the ballot.
@@ -205,7 +208,7 @@ class Vote:
         yes_votes = self.store.add(self._key(number, "votes"), 1)
         if yes_votes == self.world:
             return self.set_verdict(self.store, number, ADOPT_CHANGE)
-        until = inf
+        until = inf  # other ranks need no limit: rank 0 sets a verdict after patience_s
         if self.rank == 0:
             until = time.monotonic() + self.patience_s
         verdict = self._await(self._key(number, "verdict"), until)
@@ -246,11 +249,15 @@ class Vote:
         raise Stopped
 
     def _delete_old_keys(self, number: int) -> None:
-        """Delete keys of earlier ballots that no rank reads again; rank 0 calls this method."""
+        """Delete keys of earlier ballots that no rank reads again; rank 0 calls this method.
+
+        Args:
+            number: Number of the present ballot (vote on one change).
+        """
         if number == 0:
             return
-        # Figures and votes of the previous ballot are over. A late rank may still need a proposal
-        # or verdict.
+        # No rank needs the figures (measurements) and votes of the previous ballot again. A late
+        # rank may still read a proposal or verdict, so the last _KEPT_BALLOTS (64) are kept.
         figures_key = self._key(number - 1, "figures")
         keys = [
             f"{figures_key}/entries",

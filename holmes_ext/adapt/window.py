@@ -123,9 +123,10 @@ class StepWindow:
         """Add the messages between neighbouring pipeline stages in one step to self.messages.
 
         A micro-batch may need several sends (slices of its activations). They count as one message.
-        A send is stored as [micro-batch, start], a receive as [micro-batch, start, end, waited].
-        `waited`: whether the program waited for the receive. Only then is `end` the time at which
-        the message arrived. Otherwise the message arrived earlier, at an unknown time.
+        self.messages has a list of messages for each direction and step. A message that was sent is
+        [micro-batch, start]. One that was received is [micro-batch, start, end, waited]. `waited`:
+        whether the program waited for the receive. Only then is `end` the time at which the message
+        arrived. Otherwise the message arrived earlier, at an unknown time.
 
         Args:
             done: Operations of the step.
@@ -139,7 +140,7 @@ class StepWindow:
                 sender, receiver = receiver, sender
             by_direction.setdefault(f"{op.group.name} {sender}>{receiver}", []).append(op)
         for direction, ops in by_direction.items():
-            ops.sort(key=lambda op: op.number)
+            ops.sort(key=lambda op: op.number)  # in the order in which the program started them
             ops_per_micro_batch, left_over = divmod(len(ops), self.stage.micro_batches)
             if left_over or not ops_per_micro_batch:  # they cannot be assigned to micro-batches
                 continue
@@ -153,6 +154,7 @@ class StepWindow:
                     messages.append([micro_batch, start_s])
                 else:
                     end_s = parts[-1].end
+                    # Shorter waits than WAITED_S come from the call itself, not from the network.
                     was_waited_for = sum(op.waited for op in parts) > WAITED_S
                     messages.append([micro_batch, start_s, end_s, was_waited_for])
                     if micro_batch == 0:  # all micro-batches have equally many bytes
@@ -185,11 +187,13 @@ class StepWindow:
     def report(self) -> dict[str, Any]:
         """Return the medians over the steps, as a JSON document for rank 0.
 
-        Rank 0 merges those of all ranks into a profile of the job.
+        Rank 0 merges the documents of all ranks into a profile of the job.
 
-        "totals" has the median seconds of each kind of work or wait in a step. The times of single
-        transformer blocks follow ("forward", "backward"), unless no pass was measured, or the
-        blocks of this rank's stage are unknown.
+        Returns:
+            "totals": kind of work or wait ("forward", "backward", "optimizer", "send", "receive",
+            "reduce", "step", "idle") -> median seconds in a step. "forward", "backward": seconds of
+            each transformer block. They and all later keys are absent if no pass was measured, or
+            if the blocks of this rank's stage are unknown.
         """
         stage = self.stage
         blocks = stage.blocks
@@ -201,7 +205,8 @@ class StepWindow:
         if not (blocks and self.passes.get("forward") and self.passes.get("backward")):
             return common
         # `reduced` has the bytes and seconds of the reductions of each step. A step may reduce only
-        # a part of the gradients: the one that reduced most counts.
+        # a part of the gradients: the step that reduced the most bytes counts. (Tuples compare by
+        # their first field, the bytes.)
         largest = max(self.reduced, default=_Reduced(0.0, 0.0))
         reduction_s_per_byte = largest.seconds / largest.size if largest.size else 0.0
         reduction_latency_s = 0.0  # not measured: the seconds per byte contain it
@@ -216,9 +221,9 @@ class StepWindow:
             "tensor": stage.tensor,  # tensor-parallel size
             "micro_batches": stage.micro_batches,
             "activation_bytes": self.activation_bytes,
-            "steps": len(self.totals["step"]),
-            # [layer, bytes of its gradients]; a layer is the number of a block, "before" or
-            # "after".
+            "steps": len(self.totals["step"]),  # number of measured steps
+            # [layer, bytes of its gradients]. A layer is the number of a transformer block, or
+            # "before" or "after" for what stands before or after the blocks (embedding, head).
             "gradient_bytes": [[label, size] for label, size in stage.gradient_bytes.items()],
             "forward": [[block, seconds_per_block["forward"]] for block in blocks],
             "backward": [[block, seconds_per_block["backward"]] for block in blocks],

@@ -90,10 +90,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the NICs as a table or JSON, or make a cluster.toml (--from).
+    """Print this machine's NICs as a table or JSON; with --from, make a cluster.toml instead.
+
+    --from reads the nodes of a cluster from Slurm, Kubernetes or a host file.
 
     Returns:
-        The exit status: 0 if at least one NIC is usable, otherwise 1.
+        The exit status: 0 if at least one NIC is usable, otherwise 1. A NIC without RDMA is usable
+        only if it has an address. With --from: the status of sources.run().
 
     Raises:
         HolmesError: the input is bad.
@@ -108,13 +111,14 @@ def run(args: argparse.Namespace) -> int:
     real_root = os.path.realpath(args.sysfs)
     is_this_machine = real_root == "/sys"
     node = socket.gethostname() if is_this_machine else os.path.basename(real_root)
+    # --sysfs may name a copy of /sys from another machine, which may hold no IP addresses.
     lacks_addresses = not is_this_machine and captured_addresses(args.sysfs) is None
     nics = _mark_unused(
         read_nics(args.sysfs),
         include=[pattern for patterns in args.include for pattern in patterns],
         exclude=[pattern for patterns in args.exclude for pattern in patterns],
     )
-    # Sockets need an address.
+    # RDMA (`fast`) needs no address, but sockets do. Unknown addresses count as present.
     is_any_usable = any(
         nic.usable and (nic.fast or nic.addresses or lacks_addresses) for nic in nics
     )
@@ -211,7 +215,8 @@ COLUMNS = (
 def _row_of_nic(nic: Nic, findings: Sequence[Finding]) -> list[str]:
     """Return the cells of one NIC's row in the table of `holmes discover`, one for each of COLUMNS.
 
-    The cells are name, kind, state, rate, addresses, the NIC's places in the machine, and remarks.
+    The cells are: name, kind, state, rate; network devices, addresses; index of the RoCE v2 GID,
+    subnet prefix, LID; NUMA node, PCI address; remarks. A cell is "" if the NIC has no such value.
 
     Args:
         nic: The NIC.

@@ -252,9 +252,10 @@ def _run_on_allocation(
 
 
 def _run_preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
-    """Try the links between all nodes, as at the start of a job.
+    """Try the links between all nodes, as at the start of a job ("preflight").
 
-    All ranks must call this function.
+    enable_on_nodes() tries them. Then rank 0 waits until the other ranks have finished too, because
+    they need the store that lives in rank 0. All ranks must call this function.
 
     Args:
         args: Arguments of this command.
@@ -270,7 +271,6 @@ def _run_preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
     holmes_ext.enable_on_nodes(args.cluster)
     current = session.require()
     assert current.store is not None
-    # The store lives in rank 0, which therefore ends last.
     key = f"{current.key_prefix}/doctor"  # counts the ranks that need the store no longer
     finished_ranks = current.store.add(key, 1)
     if process.rank == 0:

@@ -107,11 +107,15 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run a command line of `holmes` and return the exit status.
 
-    The exit status is 130 after Ctrl-C. If the reader of standard output ends (`holmes plan ... |
-    head`), the remaining output is dropped and the status is 0.
+    If the reader of standard output ends (`holmes plan ... | head`), the remaining output is
+    dropped.
 
     Args:
         argv: Arguments after "holmes"; None for those of this process.
+
+    Returns:
+        The status of the command: 0 or 1. 0 if the reader has ended. 2 after an error of the user,
+        or if the disk is full: a line was printed. 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if argv is None else argv
     try:
@@ -130,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:
-        # rich ends this way if the reader of standard output has ended.
+        # The reader has ended while rich was printing a table: rich turns that into a SystemExit.
         if isinstance(end.__context__, BrokenPipeError):
             return 0
         raise
@@ -142,7 +146,8 @@ def main(argv: list[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
-        # Another pipe or socket may be broken, too.
+        # The reader has ended while print() was writing. A BrokenPipeError may also come from
+        # another pipe or socket: then it is a real error.
         if isinstance(error, BrokenPipeError) and _reader_has_ended():
             _discard_output()
             return 0

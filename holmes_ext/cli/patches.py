@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the patches as tables or JSON.
+    """Print the patches (changes of frameworks' functions), and whether each fits the framework.
 
     Returns:
         The exit status: 1 if a patch does not fit an installed framework, otherwise 0.
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         Screen().table(COLUMNS, [_function_row(fit) for fit in fits])
     else:
         _show_features(fits)
+    # "off": the patch does not fit. `installed`: version of the framework; None without it.
     return 1 if any(fit.state == "off" and fit.installed for fit in fits) else 0
 
 
@@ -158,7 +159,10 @@ def _feature_row(fits: list[Fit]) -> tuple[str, ...]:
 
 
 def _json_of(fit: Fit) -> dict[str, Any]:
-    """Return a patch (a change to a framework's function), and how it fits, as values for JSON."""
+    """Return a patch (a change to a framework's function), and how it fits, as values for JSON.
+
+    "purpose" says why the patch is made, "reason" why it does not fit (None if it fits).
+    """
     patch = fit.patch
     feature = patch.feature
     return {
@@ -166,9 +170,9 @@ def _json_of(fit: Fit) -> dict[str, Any]:
         "asked_by": feature.switch,  # option that switches the feature on
         "target": patch.target,  # the function
         "versions": feature.versions,  # supported range of the framework
-        "tried": list(feature.tried),  # versions that holmes was run with
-        "read": list(feature.read),  # versions of which only the source was compared
-        "only": patch.only,  # part of the range for which the patch is made
+        "tried": list(feature.tried),  # versions in that range with which holmes was run
+        "read": list(feature.read),  # further ones; holmes was only compared with their source
+        "only": patch.only,  # part of the range in which this one patch is needed
         "installed": fit.installed,
         "state": fit.state,
         "parameters": list(patch.parameters),

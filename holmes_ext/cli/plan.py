@@ -147,7 +147,7 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_layer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for the model and for the split of its layers into stages."""
+    """Add the arguments for the model, and for what the pipeline schedule overlaps and splits."""
     add = parser.add_argument_group("layers of each stage").add_argument
     add("--model", metavar="FILE", help="describe the model in TOML (examples/models)")
     add("--profile", metavar="FILE", help="use times that a job measured with --holmes-profile N")
@@ -186,16 +186,18 @@ def _add_layer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print or write the plan of the given sizes, unless an extension handles the arguments.
+    """Print or write the plan for the parallel sizes that the user gives.
+
+    An extension may handle the arguments instead, such as a search for the best sizes.
 
     Returns:
-        The exit status: 0 if no group spans networks, 1 if one does.
+        The exit status: 1 if a process group spans clusters, otherwise 0; or that of the extension.
 
     Raises:
         HolmesError: the input is bad.
     """
     for part in command_parts("plan"):
-        status: int | None = part.run(args)
+        status: int | None = part.run(args)  # None: the arguments are not for this extension
         if status is not None:
             return status
     return show_given_sizes(given_sizes(args, *inputs(args)), args)
@@ -401,7 +403,7 @@ def _show_plan(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> 
         rows.append((str(stage), row.nodes, row.data_fabrics, row.link_fabrics, reduction))
     screen.table(_STAGE_COLUMNS, rows, _title_of_stages(plan, plan.sizes))
     _show_spanning(screen, plan)
-    # Tensor-parallel ranks hold the same activations: each may send a slice to the next stage.
+    # Tensor-parallel ranks hold equal activations, so each needs to send only a slice of them.
     slices = max((link.slices for link in plan.traffic_of().stage_links), default=1)
     if slices > 1:
         screen.line(
@@ -426,11 +428,11 @@ def _show_plan(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> 
 
 def _show_spanning(screen: Screen, plan: Plan) -> None:
     """Print a line for each kind of group that spans clusters, or a line that there is none."""
-    # One item for each kind of group ("data", ...), with the nodes of one group as an example.
+    # One item for each kind of group ("data", ...) that spans clusters, with one group's nodes.
     for spanning in plan.spanning:
         verb = "groups span" if spanning.groups > 1 else "group spans"
         costs = "no slower than inside clusters"
-        if spanning.seconds:  # longer than inside clusters; 0: as fast
+        if spanning.seconds:  # more than inside clusters, a step; 0: no more
             costs = f"costs {spanning.seconds:.3g} s a step"
         screen.line(
             f"! {spanning.groups} {spanning.kind} {verb} clusters (one has "

@@ -276,8 +276,9 @@ def _plan_cells(summary: Summary) -> list[list[str]]:
 def _write_measured_model(job: Run, path: str) -> str:
     """Write the last measured times of pipeline stages to a file, and return a line about the file.
 
-    A stage link is the link from a stage to the next one. If no rank had to wait for its messages,
-    their time could not be measured, and the file has the time that the plan predicts.
+    The file also has the time of a message from each stage to the next (stage link). A message is
+    timed only if a rank waited for it. For stage links without such a message, the file has the
+    time that the plan predicts.
 
     Args:
         job: Telemetry of all ranks of the job.
@@ -286,8 +287,8 @@ def _write_measured_model(job: Run, path: str) -> str:
     Raises:
         HolmesError: the job has measured no times, or the file cannot be written.
     """
-    # Here, `model` is such a profile (times of all stages), not the trained model. Only rank 0
-    # writes one, and only if all ranks have measured times.
+    # rank.model: the measured times of all stages in the format of the file, not the trained model.
+    # Only rank 0 writes it to its telemetry, and only if all ranks have measured times.
     ranks_with_profile = [rank for rank in job.ranks if rank.model is not None]
     if not ranks_with_profile:
         raise HolmesError(
@@ -323,9 +324,9 @@ def _rank_cells(summary: Summary) -> list[list[str]]:
 def verdict(summary: Summary) -> str:
     """Return the last line of a report: the slowest rank, and the network that costs most time.
 
-    A slow network carries far less than its configured rate. If it costs more time in a step than
-    waiting for the slowest rank does, the line names this network. Otherwise the line names
-    the network for which ranks waited longest.
+    A "slow" network carries far less than its configured rate. The line names such a network if it
+    costs more time in a step than waiting for the slowest rank does. If there is none, the line
+    names the network for which ranks waited longest.
     """
     rank = summary.slowest  # the rank whose own work takes longest
     line = (

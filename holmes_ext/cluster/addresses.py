@@ -103,7 +103,11 @@ class Shortfall:
 
     @property
     def what(self) -> str:
-        """Description of the problem for the user."""
+        """Description of the problem for the user.
+
+        Example: "4 sockets of 1 Gb/s carry 4 Gb/s of the 10 Gb/s from a to b: round trip 40 ms,
+        tcp_wmem 4 MiB, tcp_rmem 6 MiB".
+        """
         if self.streams > 1:
             senders = f"{self.streams} sockets of {format_rate(self.stream_bps)} carry"
         else:
@@ -121,15 +125,16 @@ class Shortfall:
         """Advice for the user: larger socket buffers in the kernel, or more sockets a connection.
 
         Either lets the connection reach the link's rate (rate_bps), of which one socket reaches
-        only a part (stream_bps) with the present buffers.
+        only a part (stream_bps) with the present buffers. `buffer` is the size in bytes that would
+        be large enough.
         """
         # Each of the two settings is three sizes: minimum, default, maximum.
         advice = (
             f'on all nodes: sysctl -w net.ipv4.tcp_wmem="4096 65536 {self.buffer}"'
             f' net.ipv4.tcp_rmem="4096 131072 {self.buffer}"'
         )
-        # More sockets carry more, each with its own window, but NCCL opens at most MOST_SOCKETS. It
-        # divides them among helper threads, each of which serves several.
+        # More sockets carry more, because each has its own window. NCCL opens at most MOST_SOCKETS
+        # for a connection: (number of helper threads) x (sockets of each thread).
         sockets_needed = ceil(self.rate_bps / self.stream_bps)
         if 1 < sockets_needed <= MOST_SOCKETS:
             threads = ceil(sockets_needed / SOCKETS_PER_THREAD)

@@ -168,8 +168,8 @@ def _nccl_remarks_of_port(port: Port, fabric: Fabric, report: NodeReport) -> lis
             f"the RoCE v2 GIDs of its ports stand at different indices ({indices}): "
             "NCCL finds them by itself from 2.21 on"
         )
-    # Without a plugin named by the user, holmes makes NCCL's groups on a fast fabric use the
-    # built-in "IB".
+    # NCCL loads a network plugin that it finds installed (nccl.plugin). On a fast fabric, holmes
+    # makes its groups use NCCL's built-in network "IB" instead, unless cluster.toml names a plugin.
     if report.nccl.plugin and fabric.name != ETHERNET and not fabric.net:
         remarks.append(
             f'NCCL would load {report.nccl.plugin}, but "IB" is asked for on fabric {fabric.name!r}; '

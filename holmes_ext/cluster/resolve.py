@@ -135,17 +135,17 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[Slow
 
 
 def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
-    """Return one sentence for each fabric whose declared rate is that of a single NIC of the node.
+    """Return warnings about fabrics for which cluster.toml gives the rate of one NIC of a node.
 
-    The rate in cluster.toml must be that of all fast NICs of a node together. `report` describes
-    the NICs of the node.
+    It must give the rate of all fast NICs of a node together. The result has one sentence for each
+    such fabric. `report` describes the NICs of the node.
     """
     sentences = []
     for port in site.node_by_name[report.name].ports:
         rates = [nic.rate_bps for nic in report.nics if nic.up and nic.name in port.hcas]
         if len(rates) <= 1:
             continue
-        # That of a single NIC lies between the slowest and the fastest, with 5 % for rounding.
+        # Is the given rate that of one of these NICs (slowest to fastest, 5 % for rounding)?
         highest_bps = port.rate_bps / EQUAL_RATE_SHARE
         lowest_bps = port.rate_bps * EQUAL_RATE_SHARE
         if min(rates) <= highest_bps and max(rates) >= lowest_bps:
@@ -355,8 +355,8 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
             if nic.fast and nic.usable:
                 nics_of_nodes = by_subnet.setdefault(_subnet_of(report, nic), {})
                 nics_of_nodes.setdefault(report.name, []).append(nic)
-    # Both raise HolmesError. Separate InfiniBand fabrics often have the same default prefix, and
-    # with routed RoCE each port of one fabric has a subnet of its own.
+    # Raise HolmesError where subnets tell nothing. Separate InfiniBand fabrics often have the same
+    # default prefix. With routed RoCE, each port of one fabric has a subnet of its own.
     _check_default_prefix(by_subnet.get(_Subnet("ib", DEFAULT_SUBNET_PREFIX), {}))
     _check_routed_roce(
         {subnet.prefix: set(nodes) for subnet, nodes in by_subnet.items() if subnet.kind == "roce"}
@@ -369,7 +369,7 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
     ethernet_rates = []
     for report in reports:
         ports = sorted(fast_fabrics.ports.get(report.name, []), key=lambda port: -port.rate_bps)
-        if report.nccl.no_verbs:
+        if report.nccl.no_verbs:  # NCCL here uses no RDMA at all: nothing to choose among ports
             ports = [replace(port, no_verbs=report.nccl.no_verbs) for port in ports]
         elif len(ports) > 1:
             # NCCL takes any RDMA NIC of a node for any group, so it may use only one fabric.

@@ -205,7 +205,9 @@ class Site:
     def digest(self) -> str:
         """SHA-256 (hex) of the nodes, clusters and networks.
 
-        The digest does not depend on the launcher's order, on the NICs, or on faults.
+        A plan has the digest of the site for which it was made. A comparison shows whether a stored
+        plan fits the nodes of a job. Not in the digest: the launcher's order of the nodes, the
+        names of NICs, and faults (ports that turned out not to work).
         """
         nodes = sorted(
             (node.name, node.cluster, node.processes, tuple(port.fabric for port in node.ports))

@@ -175,8 +175,8 @@ class SiteSpec:
             self.ethernet_latency_s,
             self.ethernet_interface,
         ]
-        # They do not change a job's plan: accelerator and uplink_bps are for predictions, net is a
-        # name for NCCL, and rails is for `holmes lab`, which emulates nodes.
+        # uplink_bps is in self.wan below. The others have no effect on a plan: accelerator is for
+        # predictions, net names NCCL's network plugin, rails is for the emulation (`holmes lab`).
         ignored_keys = ("accelerator", "uplink_bps", "net", "rails")
         for cluster in self.clusters:
             values = vars(cluster).items()

@@ -21,7 +21,8 @@ def srun(environ: Mapping[str, str], options: str, program: Sequence[str]) -> li
 
     Args:
         environ: Environment variables; inside an allocation, Slurm's are among them.
-        options: Options of srun, which outside of an allocation request one.
+        options: Options of srun. Outside of an allocation, they say what to allocate, for example
+            "--nodes 4 --partition gpu".
         program: The program and its arguments.
 
     Raises:

@@ -181,7 +181,7 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
         partitioned: Whether holmes assigns the layers to pipeline stages, instead of the framework.
     """
     described = describe(rest)
-    for word in described.unknown:
+    for word in described.unknown:  # flags in none of holmes's tables of flags
         similar = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
         if similar:
             yield problem(
@@ -191,6 +191,7 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
                 mend="write it so",
             )
     if described.model is not None and plan.sizes is not None:
+        # refusals(): one sentence for each check of the framework that these sizes fail.
         for line in refusals(described, plan.sizes, plan.world_size, partitioned):
             yield problem(
                 "the command",
@@ -199,7 +200,8 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
                 mend="change it as the line says",
             )
         try:
-            # Only to see whether it raises an error for these sizes.
+            # The result is not used: shape_of() raises an error if batch, layers or experts of the
+            # model do not fit these sizes.
             shape_of(described.model, plan.sizes, described.zero, described.virtual)
         except HolmesError as error:
             yield problem(

@@ -66,14 +66,15 @@ class Fit:
 
 
 def fit_of(patch: Patch, check: bool) -> Fit:
-    """Return whether a patch (a change of a framework's function) fits the installed framework.
+    """Return whether and why a patch (a change of a framework's function) fits the framework.
 
-    The version is compared first, as far as it is known without an import, then the function.
+    First the version of the installed framework is compared. Then the function itself is compared:
+    with `check` after an import, otherwise in the source. Without an import, the version may not be
+    known: then the result is "unknown", unless the source already speaks against the patch.
 
     Args:
         patch: The patch.
-        check: Import the framework and look at the function. Otherwise the framework's source is
-            read, and the result may be "unknown".
+        check: Import the framework and look at the function. Otherwise its source is read.
     """
     feature = patch.feature
     version = feature.installed()  # from the metadata of the package
@@ -81,19 +82,20 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     # other metadata. Then only the imported framework can tell its version (version_of).
     needs_import_for_version = feature.version_of is not None
     if needs_import_for_version and check:
-        # The version from the metadata may be wrong: it is compared after the import.
+        # The version from the metadata may be wrong. _fit_of_imported() asks the imported framework
+        # for its version and compares that.
         if find_module(patch.module) is None:
             return Fit(patch, version, "off", f"there is no module {patch.module}")
         return _fit_of_imported(patch, version)
 
-    if not patch.is_for_version(version):
+    if not patch.is_for_version(version):  # the patch is needed for other versions only
         return _fit_of_other_version(patch, version)
     # A checkout (vendored copy) may have another version than the installed package.
     is_version_certain = not needs_import_for_version or (
         version is not None and not _is_vendored(patch)
     )
     if is_version_certain:
-        reason = feature.version_misfit(version)
+        reason = feature.version_misfit(version)  # in words; None if the version is supported
         if reason:
             return Fit(patch, version, "off", reason)
     if needs_import_for_version and find_module(patch.module) is None:
@@ -125,7 +127,10 @@ def _fit_of_other_version(patch: Patch, version: str | None) -> Fit:
 
 
 def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
-    """Import the framework that a patch changes, and return whether the patch fits it.
+    """Import the framework that a patch changes, and return whether and why the patch fits it.
+
+    The state of the result is "fits", "off" or "other version". "off": the patch does not fit, or
+    the import fails. "other version": the patch is for other versions, and this one needs none.
 
     Args:
         patch: The patch.
@@ -210,6 +215,7 @@ def _finding_on_features(cause: _Cause, features: Mapping[str, Feature]) -> Find
     feature = next(iter(features.values()))
     names = ", ".join(features)
     name = feature.requirement.name
+    # tried: versions with which holmes was run, oldest first; () if there is none.
     versions = (
         f"{name} {feature.tried[0]} to {feature.tried[-1]}"
         if feature.tried
@@ -227,9 +233,11 @@ def _finding_on_features(cause: _Cause, features: Mapping[str, Feature]) -> Find
 def _is_vendored(patch: Patch) -> bool:
     """Return whether the framework that a patch changes comes from a checkout, not from an installed package.
 
-    Training scripts may bring such a copy of the framework (vendored), whose version no package
-    states. Patches for it stay off without a finding.
+    Training scripts may bring a copy of a framework along ("vendored"), as Megatron-LM does with
+    megatron.core. Metadata of an installed package does not tell the version of such a copy.
     """
+    # version_of asks an imported framework for its version. Only features of frameworks that may
+    # run from a checkout have it.
     if not patch.feature.version_of:
         return False
     # The package, e.g. megatron.core: this copy of it may not have the patch's module.
@@ -243,10 +251,9 @@ def _is_vendored(patch: Patch) -> bool:
 def check_patching_libraries(folders: Iterable[str] | None = None) -> Iterator[Finding]:
     """Yield findings about other code that may patch torch, DeepSpeed or Megatron, too.
 
-    Holmes's patches stay off in functions that are replaced before.
-
     Such code is in installed libraries (mindspeed, ddtrace, ...), or runs at every start of Python
-    (.pth files, sitecustomize.py).
+    (.pth files, sitecustomize.py). If it replaces a function before holmes does, holmes's patch of
+    that function does not fit and stays off.
 
     Args:
         folders: Folders with packages; None for those of this interpreter.

@@ -124,7 +124,7 @@ def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator
 
 
 def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, str]) -> list[str]:
-    """Return lines for the user that show the settings that holmes would pass to NCCL on a node.
+    """Return lines for the user that show the settings that holmes would hand over to NCCL.
 
     The lines are NCCL's environment variables ("NCCL_SOCKET_IFNAME=eth0"), and the network of the
     process groups on each fabric. Further lines say what the installed version of NCCL does with
@@ -154,7 +154,7 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
         fabric = site.fabric_by_name[port.fabric]
         if port.fabric != ETHERNET and (not port.hcas or port.no_verbs or not port.usable):
             continue  # NCCL cannot use RDMA on this fabric, so its groups go over Ethernet
-        network = network_name(fabric)
+        network = network_name(fabric)  # NCCL's network, such as "IB" or "Socket"; "" for any
         choice = f"network {network!r}" if network else "NCCL chooses"
         lines.append(f"groups on {fabric.name} ({fabric.kind}): {choice}")
     lines.append("groups inside the node: NCCL chooses (NVLink, PCIe, shared memory)")
@@ -165,6 +165,7 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
         for port in site_node.ports
     )
     is_gid_index_set = any(line.startswith("NCCL_IB_GID_INDEX=") for line in lines)
+    # Without a GID index, NCCL must find the one of each RoCE port, which only newer versions do.
     lines += _lines_on_version(needs_gid_index=has_roce and not is_gid_index_set)
     return lines
 

@@ -221,8 +221,8 @@ def _check_modules(nics: Sequence[Nic]) -> Iterator[Finding]:
     """
     if any(nic.fast for nic in nics):
         return
-    # Kernel module -> names of the NICs that need it. `rdma` of an Ethernet device is the RoCE port
-    # that has this device, "" if there is none.
+    # Kernel module -> names of the NICs that need it. `rdma` of an Ethernet NIC names the RoCE port
+    # of the same hardware; "" if the kernel shows none.
     without_rdma = grouped(
         (RDMA_MODULES[nic.driver], nic.name)
         for nic in nics

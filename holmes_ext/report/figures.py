@@ -202,8 +202,8 @@ def _plan_rows(run: Run) -> tuple[PlanRow, ...]:
     changes = [change for rank in run.ranks for change in rank.plans]
     if not changes:
         return ()
-    # The plan at the start has no line of its own, and no predicted time. The "step" of a plan is
-    # not timed (see below), so for this plan it is the one before the first; -1 is shown as 0.
+    # The plan at the start has no line of its own. Its "step" is the one before the first, because
+    # the "step" of a plan is not timed (see below). then_s, the predicted time, is not known.
     first = {"step": run.steps[0] - 1, "in_flight": changes[0]["before"], "then_s": None}
     plans = [first, *changes]
     # A plan is used from its own step until the step of the next one.
@@ -214,12 +214,12 @@ def _plan_rows(run: Run) -> tuple[PlanRow, ...]:
         # it counts in the number of steps, but not in their median time.
         timed_steps = [step for step in run.steps if plan["step"] < step < end]
         row = PlanRow(
-            step=max(plan["step"], 0),
+            step=max(plan["step"], 0),  # -1 is shown as 0
             in_flight=tuple(plan["in_flight"]),
             predicted_s=plan["then_s"],
             steps=end - plan["step"],
             step_s=statistics.median(run.took(timed_steps) or [0.0]),
-            sums=plan.get("sums", ""),
+            sums=plan.get("sums", ""),  # new algorithm of gradient reductions, in words
         )
         rows.append(row)
     return tuple(rows)
@@ -283,9 +283,9 @@ def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
     """Return the "groups" of a step, with the seconds that the program waited for gradients.
 
     A GradientReducer runs all-reduces in threads, so their rows have no exposed seconds. The step
-    has the seconds that the program waited for the reducer as one number. Its excess over the
-    exposed seconds in data-parallel rows is added to one of these rows, if possible to one for
-    groups "across" clusters.
+    has the wait for the reducer as one number for all groups. What exceeds the exposed seconds of
+    the data-parallel rows is added to one of them, because it cannot be divided: if possible to the
+    row for groups "across" clusters, which are the slowest.
 
     Args:
         step: Line of a step in the telemetry of one rank.
@@ -366,7 +366,7 @@ def _pair_rows(run: Run) -> tuple[PairRow, ...]:
     """Return the traffic from each cluster to each other one, the most exposed pair first.
 
     Bytes are added over the ranks, which share the link. Exposed seconds are averaged over the
-    ranks, which wait at the same time.
+    ranks that use the link, because these wait at the same time.
     """
     sent_of: dict[tuple[str, str], float] = defaultdict(float)  # (from, to) -> bytes per step
     # (from, to) -> rank -> seconds per step
@@ -424,9 +424,10 @@ def _achieved_between_clusters(run: Run) -> dict[tuple[str, str], float]:
 def achieved(run: Run) -> dict[Key, float]:
     """Return the achieved rate of each kind of group on each fabric, in bits/s.
 
-    The rate is the bytes that a rank sent, divided by the time in which all ranks of its operations took
-    part. Only traced steps count, those for which every rank lists its operations. If operations of a rank
-    overlap, their common time counts once.
+    The keys are (kind of group, fabric, "inside" or "across" clusters). The rate is the bytes that
+    were sent, divided by the seconds of the operations. An operation counts from the moment when
+    its last rank has joined. Only traced steps count: each rank lists the operations of these. If
+    operations of a rank overlap, their common time counts once.
     """
     cluster_of = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
     sends: list[_Send] = []

@@ -115,9 +115,10 @@ class Run:
     def followed_plan(self) -> FollowedPlan:
         """How the job has followed its plan, merged from the files of all ranks.
 
-        A reduction, or a difference between job and plan, counts if any rank reports it.
-        Micro-batches in flight are equal on all ranks that have them.
+        A reduction, or a difference between job and plan, counts if any rank reports it. All ranks
+        that report micro-batches in flight report the same ones; others report an empty tuple.
         """
+        # (stage, whether it is a hierarchical all-reduce, whether it overlaps the backward pass)
         reductions: set[tuple[int, bool, bool]] = set()
         differences: list[str] = []
         for rank_file in self.ranks:
@@ -380,7 +381,9 @@ def _add_followed_plan(file: RankFile, document: dict[str, Any], where: str) -> 
     reductions = table.list("reductions", list)
     in_flight = table.list("in_flight", int)
     differences = table.list("differences", str)
-    if not all(_is_row(row, "nbb") for row in reductions):  # a number and two booleans
+    # A number (stage) and two booleans: the stage's gradients were reduced hierarchically, and
+    # reductions overlapped the backward pass.
+    if not all(_is_row(row, "nbb") for row in reductions):
         raise HolmesError(
             f"{where}: 'reductions' are not rows of [stage, a hierarchical all-reduce, overlap]"
         )

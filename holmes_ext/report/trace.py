@@ -152,8 +152,8 @@ def _free_thread(
 ) -> int:
     """Return a thread for an event, in which no other event overlaps it; add a thread if necessary.
 
-    If there are too many threads (_MOST_THREADS), the last one is returned, and events overlap in
-    it.
+    The threads of a kind are named "data", "data 2", "data 3", ... If no thread is free and there
+    are _MOST_THREADS - 1 of the kind, the last one is returned: events overlap in it.
 
     Args:
         threads: Name of a thread -> its number.
@@ -162,6 +162,8 @@ def _free_thread(
         start: Start of the event.
         end: End of the event.
     """
+    # number: of the thread among those of its kind. thread: its number in the whole trace. If the
+    # loop ends without a break, `thread` is the last one.
     for number in range(1, _MOST_THREADS):
         name = kind if number == 1 else f"{kind} {number}"
         thread = threads.setdefault(name, len(threads))

@@ -53,7 +53,7 @@ def install() -> bool:
     _tensors(torch)  # tensors for a CUDA device are made on the CPU
     _streams(torch)  # CUDA streams and events do nothing
     _random_state(torch)  # CUDA's random numbers are the CPU's
-    _make_adam_resumable(torch)
+    _make_adam_resumable(torch)  # checkpoints of Adam's state can be loaded
     _experts()  # mixtures of experts run without Transformer Engine
     _modules(torch)  # stand-ins for modules that Megatron-LM imports but does not call on CPUs
     return True
@@ -101,12 +101,14 @@ def _off_cuda(device):
     """Return "cpu" for a CUDA device, and any other value unchanged.
 
     Args:
-        device: A name, a torch.device, a number or None.
+        device: A name ("cuda:0"), a torch.device, a number or None. A number is the index of a CUDA
+            device, as for torch.
     """
     if isinstance(device, str):
         device_type = device.split(":")[0]  # "cuda" of "cuda:0"
     else:
         device_type = getattr(device, "type", device)
+    # bool is a subclass of int, but no index of a device.
     is_number = isinstance(device_type, int) and not isinstance(device_type, bool)
     if device_type == "cuda" or is_number:
         return "cpu"
@@ -343,6 +345,7 @@ def _experts():
     """
 
     def mend(module):
+        """Change moe_utils right after its import, as described above."""
         if not hasattr(module, "te_general_gemm"):
             module.te_general_gemm = None
         move = getattr(module, "maybe_move_tensor_to_cpu", None)
@@ -350,6 +353,7 @@ def _experts():
 
             @functools.wraps(move)
             def moved(tensor, as_numpy=False, **kwargs):
+                """Move a tensor to the CPU; with as_numpy, return a numpy array in any case."""
                 result = move(tensor, as_numpy=as_numpy, **kwargs)
                 return result.numpy() if as_numpy and hasattr(result, "numpy") else result
 
@@ -359,9 +363,11 @@ def _experts():
 
 
 def _modules(torch):
-    """Provide empty modules that Megatron-LM imports but does not call on a CPU.
+    """Provide what Megatron-LM imports or decorates with, but does not need on a CPU.
 
-    torch.compile returns the function unchanged, since there is no compiler for the CPU.
+    - triton, if it is not installed: empty modules. torch is told that there is no triton.
+    - torch.compile: returns the function unchanged, since there is no compiler for the CPU.
+    - typing.override, before Python 3.12: a decorator that changes nothing.
     """
     import importlib.util
     import typing

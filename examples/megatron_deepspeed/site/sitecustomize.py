@@ -72,13 +72,16 @@ def _contiguous(wrapped, instance, args, kwargs):
 
 
 def _ulysses(wrapped, instance, args, kwargs):
-    """Call DistributedAttention.forward with the former signature (query, key, value, mask).
+    """Let Megatron-DeepSpeed call DeepSpeed's DistributedAttention.forward with its old signature.
+
+    The old one is (query, key, value, mask). The present one is (query, key, value, batch_dim_idx,
+    rotary_pos_emb, mask). The arguments are put into the present order.
 
     DeepSpeed expects an output [sequence, batch, heads, head size] of the local attention. CoreAttention
     joins the last two dimensions, so a hook separates them.
     """
     query, key, value, mask, *rest = args
-    if isinstance(mask, int):
+    if isinstance(mask, int):  # it is batch_dim_idx: the caller uses the present signature
         return wrapped(*args, **kwargs)
     if not instance.local_attn._forward_hooks:
         instance.local_attn.register_forward_hook(
@@ -86,6 +89,7 @@ def _ulysses(wrapped, instance, args, kwargs):
                 *out.shape[:2], core.num_attention_heads_per_partition, -1
             )
         )
+    # 1: index of the batch dimension in [sequence, batch, ...]. None: no rotary embedding.
     return wrapped(query, key, value, 1, None, mask, *rest, **kwargs).flatten(2)
 
 

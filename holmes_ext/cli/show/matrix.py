@@ -23,11 +23,12 @@ def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
     screen = Screen()
     if site.wan:
         columns = [Column("cluster"), Column("uplink", right=True)]
-        # If the terminal is too narrow, the cells of a column may be wrapped to 8 characters. If it
-        # is still too narrow, columns are left out, the last cluster first (the largest `drop`).
+        # On a narrow terminal, the cells of these columns are wrapped to 8 characters. If that is
+        # not enough, columns are left out, the last cluster first (the largest `drop`).
         for number, name in enumerate(site.clusters, start=1):
             columns.append(Column(name, right=True, wrap=8, drop=number))
-        # A cell has the rate that all traffic between two clusters shares, and the latency.
+        # A cell has the rate that all traffic from one cluster to the other shares, and the
+        # latency. The last argument is the title of the table.
         screen.table(
             columns,
             [_row(site, source) for source in site.clusters],

@@ -89,7 +89,9 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     """
     command_line = _read_command(args.command) if args.command else CommandLine()
     model = _model_of_job(args, command_line)
-    lines: list[str] = []  # to print: what was assumed, and arguments that are not counted
+    # Lines for the user, in the order of the output: assumed speed of GPUs, GPUs that are not
+    # known, what was read from the command, and what in it does not count.
+    lines: list[str] = []
     if args.command:
         lines = _lines_about_command(command_line, args.model or "")
     if model is not None:
@@ -100,10 +102,10 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
             *lines,
         ]
         model = on_clusters(model, spec)  # with the GPU of each cluster
-    sizes = _sizes_of_job(args, command_line)
+    sizes = _sizes_of_job(args, command_line)  # sizes in options win over those in the command
     if sizes and command_line.sizes and sizes.pipeline != command_line.sizes.pipeline:
         # Options give another number of stages than the command. Its layers of each stage, and its
-        # virtual chunks of a stage, fit only its own number.
+        # virtual chunks of a stage (parts of the model on one rank), fit only its own number.
         command_line = replace(command_line, stage_layers=(), virtual=1)
     # Only flags of holmes are checked. Others belong to the script.
     for word in command_line.unknown:
@@ -118,7 +120,9 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
         lines=tuple(lines),
         options=options,
         engine=engine_of(args.framework or command_line.framework, args.command or ()),
-        is_gloo=command_line.backend == "gloo",
+        is_gloo=command_line.backend == "gloo",  # else NCCL
+        # Gradients are reduced during the backward pass, unless --overlap off of `holmes plan` or
+        # --holmes-overlap off in the command switches that off.
         overlap=args.overlap == "on" and options.overlap != "off",
     )
 
@@ -224,13 +228,17 @@ def _with_values_of_command(model: Model, values: dict[str, Any]) -> Model:
 def _read_command(words: list[str]) -> CommandLine:
     """Return the description of the job in a training command and its --holmes-... flags.
 
+    Sizes and layers of stages in flags of holmes replace those in the script's own arguments.
+
     Args:
-        words: The command with its launcher, or the script's arguments alone.
+        words: The command with its launcher (torchrun ... SCRIPT ARGUMENTS), or the script's
+            arguments alone.
     """
     try:
         arguments = list(split_command(words).arguments)
-    except HolmesError:  # no launcher
+    except HolmesError:  # no launcher, so all words are the script's arguments
         arguments = words
+    # {}: environment variables (HOLMES_...) of this machine do not count for the job.
     options, others = parse_flags(arguments, {})
     command_line = describe(others)
     sizes = command_line.sizes
@@ -241,9 +249,15 @@ def _read_command(words: list[str]) -> CommandLine:
 
 
 def _sizes_of_job(args: argparse.Namespace, command_line: CommandLine) -> Sizes | None:
-    """Return the parallel sizes of the options or the command, None if nothing names any.
+    """Return the parallel sizes of the job; None if neither the options nor the command name any.
 
-    A command with a model and without sizes is data-parallel.
+    A size in an option (--sizes, --pipeline N, ...) wins over the command. With --sizes, the sizes
+    of the command do not count at all. Otherwise those that no option names are kept. A command
+    with a model and without sizes is data-parallel.
+
+    Args:
+        args: Arguments of `holmes plan`.
+        command_line: What was read from the training command.
     """
     sizes = command_line.sizes
     if sizes is None and command_line.model:
@@ -252,6 +266,7 @@ def _sizes_of_job(args: argparse.Namespace, command_line: CommandLine) -> Sizes 
         return sizes
     if args.sizes is not None:
         sizes = parse_sizes(args.sizes, "--sizes")
+    # Options for single sizes, such as --pipeline 4.
     given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     return replace(sizes or Sizes(), **given)
 
@@ -265,7 +280,9 @@ def _lines_about_command(command_line: CommandLine, model_file: str) -> list[str
     """
     lines = []
     if model_file:
+        # Example: "read: the model from a.toml, from the command line sizes, micro batch 4".
         line = f"read: the model from {model_file}, from the command line sizes"
+        # training: field of Model, such as "micro_batch", or "zero" -> value in the command.
         for name, value in command_line.training.items():
             line += f", {name.replace('_', ' ')} {value}"
         lines.append(line)
@@ -275,6 +292,7 @@ def _lines_about_command(command_line: CommandLine, model_file: str) -> list[str
         lines += [f"assumed: {line}" for line in command_line.assumed]
     lines += [f"not counted: {line}" for line in command_line.not_counted]
     if command_line.unknown:
+        # Arguments that holmes does not know. The plan is made as if they were not there.
         words = ", ".join(command_line.unknown)
         lines.append(f"not known to holmes, taken to change nothing: {words}")
     return lines
@@ -302,12 +320,13 @@ def _summary_of_command(model: Model, command_line: CommandLine) -> str:
     if model.sequence_parallel:
         parts.append("sequence parallel")
     parts.append(f"ZeRO {command_line.zero}")
-    if command_line.virtual > 1:
+    if command_line.virtual > 1:  # interleaved schedule: a rank has several parts of the model
         parts.append(f"{command_line.virtual} chunks a stage")
     if command_line.stage_layers:
         parts.append(f"layers {' '.join(map(str, command_line.stage_layers))}")
+    # Stages that overlap reductions with the backward pass: "off", "first" (stage) or "on" (all).
     if command_line.overlap != "off":
         parts.append(f"reductions overlapped ({command_line.overlap})")
-    if command_line.gather_overlap:
+    if command_line.gather_overlap:  # all-gather of updated weights overlaps the forward pass
         parts.append("weights gathered under the forward")
     return ", ".join(parts)

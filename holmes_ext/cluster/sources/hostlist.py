@@ -97,10 +97,10 @@ def folded(names: Iterable[str]) -> str:
 
 
 def runs(names: Iterable[str]) -> list[str]:
-    """Return the hosts as host lists of at most one range each: "a[0-2]", "a5", "b1".
+    """Return the hosts as short texts, each one host or one range: ["a[0-2]", "a5", "b1"].
 
-    Names that differ only in the last number stand together, by rising number. The order is
-    otherwise that of the first host of each such group.
+    Hosts whose names differ only in the last number form a group, sorted by the number. Groups stay
+    in the order of their first hosts.
     """
     texts = []
     for group in _group_hosts(names):

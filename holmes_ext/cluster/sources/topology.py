@@ -92,12 +92,16 @@ class Topology:
 
     @cached_property
     def fabric_of(self) -> dict[str, str]:
-        """Name of the fabric of each node: its topmost switch, or BLOCKS for a node in a block."""
+        """Node -> name of its fabric: the topmost switch above the node.
+
+        Nodes in blocks (Slurm's topology/block) have no switches: all of them get the name BLOCKS.
+        """
         # Union-find: each switch points to a switch of the same fabric, the root of a fabric to
         # itself.
         parents = {unit.name: unit.name for unit in self.units}
 
         def root(name: str) -> str:
+            """Return the root of a fabric; a name that is seen first becomes a root itself."""
             while parents.setdefault(name, name) != name:
                 name = parents[name]
             return name
