@@ -227,7 +227,7 @@ class Registry:
         # If the framework is imported already: import the modules of holmes that define patches.
         self._import_needed_patches(state.feature)
         for module in state.modules:  # the framework's modules that the patches change
-            # A module is in sys.modules when its import begins. is_imported(): the import has ended.
+            # A module is in sys.modules once its import begins. is_imported(): that has ended.
             if module in sys.modules and not is_imported(module):
                 # The module may still lack functions, so patches cannot be checked.
                 reason = f"{module} is being imported; enable holmes before its import"
