@@ -135,7 +135,7 @@ def _init_arguments(world: Any) -> dict[str, Any]:
 
     Raises:
         HolmesError: The group has an NCCL communicator already. holmes can then no longer choose
-            the network cards of this process (raised by _options_without_communicator).
+            the network cards of this process (raised by _options_if_no_communicator).
     """
     import torch.distributed as dist
 
@@ -146,7 +146,7 @@ def _init_arguments(world: Any) -> dict[str, Any]:
     nccl_backend = nccl_backend_in(backend)
     if nccl_backend:
         # The options of the old group. Raises the error if a communicator exists.
-        arguments["pg_options"] = _options_without_communicator(world, nccl_backend)
+        arguments["pg_options"] = _options_if_no_communicator(world, nccl_backend)
     timeout = timeout_of(world)
     if timeout is not None:
         arguments["timeout"] = timeout
@@ -155,7 +155,7 @@ def _init_arguments(world: Any) -> dict[str, Any]:
     return arguments
 
 
-def _options_without_communicator(world: Any, backend: str) -> Any:
+def _options_if_no_communicator(world: Any, backend: str) -> Any:
     """Return the NCCL options of the default process group, or raise an error if it is too late.
 
     The caller destroys this group and makes a new one with these options, because holmes changes

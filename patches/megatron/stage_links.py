@@ -14,7 +14,8 @@ between two stages is slow, the stages wait most of the time. This module change
 
 Steps of a training step:
 
-1. The schedule function is called: _schedule opens the mailbox for this step, and sets the global _step.
+1. The schedule function is called: _run_step_by_mailbox opens the mailbox for this step, and sets
+   the global _step.
 2. The schedule makes a P2PCommunicator. It computes its number of warm-up passes, the forward passes before
    the first backward pass, from the size of a process group. _PlannedWarmUpGroup reports the size that
    yields the planned number.
@@ -176,8 +177,9 @@ class _Step:
         return tensor.requires_grad_()  # as the schedule expects it for autograd
 
 
-#: The running training step, if the mailbox transfers its messages; else None. _schedule sets it. The other
-#: wrappers of this module read it, and only call megatron-core's function while it is None.
+#: The running training step, if the mailbox transfers its messages; else None.
+#: _run_step_by_mailbox sets it. The other wrappers of this module read it, and only call
+#: megatron-core's function while it is None.
 _step: _Step | None = None
 
 
@@ -214,7 +216,7 @@ def unsupported_feature(config: Any, arguments: dict[str, Any]) -> str | None:
 
 
 @by_name
-def _schedule(
+def _run_step_by_mailbox(
     call: Call,
     instance: Any,
     model: Any,
@@ -300,8 +302,8 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     device = next(chunk.parameters()).device
     # Mailbox.send and recv call wire_to() for the Wire that encodes or decodes. PLAIN changes nothing.
     mailbox.wire_to = lambda peer: wires.get(peer, PLAIN)
-    # From begin() to end(), which _schedule calls, the mailbox transfers the messages of the step. It
-    # allocates its receive buffers on the device of the empty tensor.
+    # From begin() to end(), the mailbox transfers the messages of the step. _run_step_by_mailbox
+    # calls end(). The receive buffers are allocated on the device of the empty tensor.
     mailbox.begin(pass_order, micro_batches, torch.empty(0, device=device))
     stage = pipeline_group.rank()
     return _Step(mailbox, pass_order, stage, dtype=config.pipeline_dtype, device=device)
@@ -349,7 +351,7 @@ def _plan_warm_up(call: Call, instance: Any) -> Any:
     size rank() + k. The result of the schedule's formula is then k - 1.
     """
     call()
-    if _step is not None:  # _schedule() runs a training step now
+    if _step is not None:  # _run_step_by_mailbox() runs a training step now
         planned_in_flight = _step.in_flight[_step.stage]  # k
         instance.pp_group = _PlannedWarmUpGroup(instance.pp_group, planned_in_flight)
 
@@ -394,7 +396,7 @@ def _communicate(
     Returns:
         The tensor from the previous stage, the tensor from the next stage, and None for requests to wait for.
     """
-    step = _step  # set by _schedule() while a training step runs
+    step = _step  # set by _run_step_by_mailbox() while a training step runs
     if step is None:
         return call()
     # This raises if a later megatron-core passes arguments that this wrapper does not have.
@@ -424,7 +426,7 @@ PATCHES = (
         f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
         "where a step begins and ends; its sends block, and it has as few micro-batches in flight as "
         "suffice if messages take no time",
-        _schedule,
+        _run_step_by_mailbox,
     ),
     Patch(
         STAGE_LINKS,

@@ -114,7 +114,7 @@ def _describe_stage(model: Any, micro_batches: int) -> Stage:
 
 @with_session
 @by_name
-def _schedule(
+def _run_step_with_extensions(
     current: Session,
     call: Call,
     instance: Any,
@@ -209,7 +209,7 @@ PATCHES = (
         ADAPT,
         f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
         "a training step begins here",
-        _schedule,
+        _run_step_with_extensions,
     ),
     Patch(
         RESTART,

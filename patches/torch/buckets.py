@@ -259,7 +259,7 @@ class BucketReducer:
         DistributedDataParallel.join(divide_by_initial_world_size=False), where some ranks may have
         no inputs left: it is the number of ranks that still have inputs.
         """
-        # self.ranks_with_inputs is the Work of an all-reduce that counts the ranks with inputs; None
+        # self.ranks_with_inputs is the Work of an all-reduce that counts ranks with inputs; None
         # without join(). The other attribute is join()'s argument.
         counts_all_ranks = self.ranks_with_inputs is None or ddp._divide_by_initial_world_size
         if not counts_all_ranks:
