@@ -68,8 +68,8 @@ class Location:
         """Check that a framework's function has all parameters that a patch relies on.
 
         The function is the attribute for which this Location stands: `name` in the module or class
-        `parent`. It is checked before the patch is applied, as its parameters differ between
-        releases.
+        `parent`. Parameters differ between releases of the framework. Therefore this check precedes
+        add().
 
         Args:
             patch: The patch. Its field `parameters` lists names of parameters.

@@ -186,9 +186,8 @@ _step: _Step | None = None
 def unsupported_feature(config: Any, arguments: dict[str, Any]) -> str | None:
     """Return the name of a feature of the job that the mailbox does not support, or None.
 
-    The mailbox sends the messages between pipeline stages without waiting, and changes the number
-    of micro-batches in flight. It needs the shapes of the tensors in advance. All ranks of a
-    pipeline get the same answer.
+    The mailbox sends the messages between pipeline stages without waiting. It needs the shapes of
+    the tensors in advance. All ranks of a pipeline get the same answer.
 
     Args:
         config: The model's configuration.
@@ -203,8 +202,8 @@ def unsupported_feature(config: Any, arguments: dict[str, Any]) -> str | None:
             getattr(config, "mtp_standalone", False)
         ),
         "ring exchange": bool(config.use_ring_exchange_p2p),
-        # megatron-core then recomputes activations of only as many micro-batches as its own number
-        # in flight requires.
+        # With this setting, megatron-core's number of micro-batches in flight decides which of them
+        # are recomputed. But the plan changes that number.
         "micro-batches are recomputed by their number in flight": (
             config.num_microbatches_with_partial_activation_checkpoints is not None
         ),

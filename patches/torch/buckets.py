@@ -316,7 +316,7 @@ def _in_layout_of(parameter: Any, part: Any) -> Any:
 
     GradBucket.gradients() returns a contiguous view for every parameter. But in the bucket,
     DistributedDataParallel stores a gradient with the strides of its parameter, e.g. channels_last.
-    Only a parameter with gaps or overlaps in memory has a contiguous gradient there.
+    A parameter with gaps or overlaps in memory is the exception: its gradient is contiguous.
 
     Args:
         part: The parameter's tensor of GradBucket.gradients().
