@@ -29,10 +29,10 @@ def any_engine() -> EngineTraits:
     An ability is something that holmes can make an engine do, e.g. "overlap": reduce gradients
     during the backward pass. The unknown engine is assumed to have every ability.
 
-    Each framework provides an ability by features of its own. A feature is a group of patches,
-    which the user may switch off. It is not known which of these features the job needs. Therefore
-    an ability depends on its features in all frameworks: without any one of these features, it is
-    lost.
+    Each framework provides an ability by features of its own. A feature is a group of patches that
+    the user may switch off. As the framework is unknown, so is which of these features the job
+    needs. The planner therefore counts on an ability only if all of its features are on, in every
+    framework.
 
     Returns:
         Traits that map each ability to the names of its features in all frameworks.

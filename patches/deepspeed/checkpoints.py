@@ -113,8 +113,12 @@ class Split:
         """Return a text for messages, e.g. "stages of 4+7 modules x tensor 2".
 
         DeepSpeed calls the layers of a pipeline model "modules".
+
+        If the layers of the stages are not known, only the product of both numbers is given, e.g.
+        "8 stages x tensor ranks" for 4 stages of 2 tensor-parallel ranks. It is the number of the
+        checkpoint's model files: DeepSpeed saves one for each stage and tensor-parallel rank.
         """
-        if not self.parts:
+        if not self.parts:  # not known: `files` has the number of model files
             return f"{self.files} stages x tensor ranks"
         sizes = "+".join(str(end - start) for start, end in zip(self.parts, self.parts[1:]))
         text = f"stages of {sizes} modules"
@@ -197,11 +201,11 @@ def ways_out(folder: Path, saved: Split, job_split: Split, module: Any) -> str:
 
 
 def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
-    """Return how many transformer blocks each stage has; [] if these numbers do not fix the stages.
+    """Return how many transformer blocks each stage has, e.g. [4, 7], or [] if that is not enough.
 
-    For example, [4, 7] is suggested to the user as --holmes-partition 4,7, to make the same stages
-    again. That option lets every stage but the first begin with a block. Therefore the result is []
-    in two cases:
+    The user gets the result as a suggestion: --holmes-partition 4,7 makes stages with 4 and 7
+    blocks. They must be the stages that `parts` describes. With that option, every stage but the
+    first begins with a block. The result is therefore [] in two cases:
 
     - A stage has no block.
     - A stage other than the first begins with another layer, such as a norm between two blocks.
@@ -217,7 +221,8 @@ def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
     layers = [names[start:end].count(block_class) for start, end in zip(parts, parts[1:])]
     if not all(layers):  # a stage without blocks
         return []
-    # The stages that a plan with these numbers makes. `source` is only used in an error message.
+    # borders_of() returns what --holmes-partition makes of these numbers, in the form of `parts`.
+    # `source` is only used in an error message.
     planned_parts = borders_of(names, layers, source="")
     if planned_parts != list(parts):  # a stage begins with another layer than a block
         return []

@@ -150,20 +150,26 @@ class Bf16Gradients(PlainGradients):
         """Add each bf16 gradient of the last backward pass to its float32 sum exactly once.
 
         BF16_Optimizer keeps a float32 sum of each parameter's bf16 gradients over the
-        micro-batches. Without holmes, DeepSpeed's update_hp_grads adds all gradients after a
-        backward pass. The last pass of a step runs inside this context. While it runs, gradient()
-        adds each gradient just before it is sent to the other ranks. Therefore update_hp_grads must
-        add nothing, and the gradients that were not sent during the pass are added here, after it.
+        micro-batches. The last backward pass of a step runs inside this context:
+
+        1. During the pass, gradient() adds each gradient just before the sum is sent to the other
+           ranks. The set in_float32_sum records the parameter.
+        2. At the end of the pass, DeepSpeed calls update_hp_grads, which normally adds all
+           gradients. Here it is made to do nothing, or it would add those of step 1 twice.
+        3. After the pass, this method adds the gradients that step 1 has not added.
         """
         self.in_float32_sum.clear()
         previous_setting = self.optimizer.immediate_grad_update
-        self.optimizer.immediate_grad_update = True  # with it, update_hp_grads does nothing
+        # With this attribute, update_hp_grads does nothing. DeepSpeed's hooks, which add each
+        # gradient at once, are not switched on by it: they exist only if ds_config has the setting.
+        self.optimizer.immediate_grad_update = True
         try:
             yield  # here the last backward pass runs
         finally:
             self.optimizer.immediate_grad_update = previous_setting
-        # For example tied weights, which two stages share: they are sent after DeepSpeed's
-        # ReduceTiedGrads, which reads their float32 sums.
+        # Gradients that were not sent during the pass. For example those of tied weights, which
+        # two stages share: they are sent after DeepSpeed's ReduceTiedGrads, which reads their
+        # float32 sums. _add_to_float32_sum() skips the parameters in in_float32_sum.
         for i, group in enumerate(self.optimizer.bf16_groups):
             for j, parameter in enumerate(group):
                 self._add_to_float32_sum(parameter, i, j)

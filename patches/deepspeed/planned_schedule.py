@@ -64,8 +64,9 @@ class PlannedPasses:
         self.weight_gradients = WeightGradients()  # used by WEIGHT_GRADIENTS passes only
         self.losses = dict[int, Any]()  # micro-batch -> loss, on the last stage
         # Micro-batch -> number of gradients that the previous stage receives from this stage before
-        # its own forward pass of the micro-batch. When the activation of that pass arrives here, the
-        # previous stage has them, and their memory here can be freed. () on the first stage.
+        # its own forward pass of the micro-batch. When the activation of that pass arrives here,
+        # the previous stage has so many gradients, and this stage can free them. () on the first
+        # stage.
         self.gradients_previous_stage_has: tuple[int, ...] = ()
         if self.stage_id > 0:
             previous_order = planned_order.order(self.stage_id - 1, self.micro_batches)
@@ -109,14 +110,14 @@ class PlannedPasses:
         yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
 
     def _run_forward(self, micro_batch: int) -> Iterator[list[Any]]:
-        """Yield a forward pass's instructions, then free gradients that the previous stage has.
+        """Yield the instructions of a forward pass, then free gradients that have been received.
 
-        The mailbox sends and receives this stage's messages in the background. It keeps a sent
-        tensor until the neighbouring stage must have received that tensor.
+        This stage sends gradients to the previous stage in the background, by the mailbox. The
+        mailbox keeps a sent gradient until the previous stage must have received it.
 
-        This pass first receives an activation. The previous stage computed the activation in its
-        own forward pass. By then it had received some gradients from this stage. Their number
-        follows from the planned order. The mailbox frees these gradients after this pass.
+        The activation that this pass receives proves that. Before the previous stage computed the
+        activation, it had received a number of gradients that follows from the planned order. The
+        mailbox frees so many gradients after this pass.
         """
         # Mailbox.send labels the sent tensors with the pass.
         self.mailbox.sending_pass = (FORWARD, micro_batch)
@@ -124,8 +125,9 @@ class PlannedPasses:
         # Post the receives that are due after this pass.
         self.mailbox.post_due_receives(FORWARD, micro_batch)
         if self.stage_id > 0:
-            # Gradients are sent in the order of the micro-batches, which are counted from 0: of 3
-            # gradients that were received, the last is that of micro-batch 2.
+            # Micro-batch -> number of gradients that the previous stage has received from this one
+            # before its forward pass. Gradients are sent in the order of the micro-batches, counted
+            # from 0: of 3 received gradients, the last is that of micro-batch 2.
             gradients_received = self.gradients_previous_stage_has[micro_batch]
             last_received = gradients_received - 1
             self.mailbox.release_sent(BACKWARD, last_received)  # frees gradients up to this one

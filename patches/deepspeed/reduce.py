@@ -120,16 +120,16 @@ class _Overlap:
     def prepare(self) -> None:
         """Make the reducer, which averages gradients in buckets during a backward pass.
 
-        An existing reducer is used again if the same parameters are trained. Otherwise, as after a layer was
-        frozen, a new one replaces it. The reducer gets everything that decides the result from
-        DeepSpeed's settings: the gradients, their dtype on the wire, and the divisors before and
-        after the sum.
+        An existing reducer is used again if the same parameters are trained. Otherwise a new one
+        replaces it, for example after a layer was frozen. Its arguments follow DeepSpeed's
+        settings, so that the averages are those of DeepSpeed's own reduction.
         """
         # Imported here, where torch has been loaded already.
         from holmes_ext.runtime.reduce.reducer import GradientReducer
 
         engine = self.engine
         gradients = self.optimizer_gradients
+        # The parameters to reduce. gradients.reduces() tells whether DeepSpeed reduces a parameter.
         trained = [
             (name, parameter)
             for name, parameter in engine.module.named_parameters()
@@ -148,7 +148,9 @@ class _Overlap:
             predivide=gradients.predivide(engine.dp_world_size),  # divisor before the sum
             gradient=gradients.gradient,  # parameter -> the gradient that the optimizer reads
             communication_dtype=gradients.communication_dtype,
-            owners=gradients.owners(),  # parameter -> rank of each part; None: all ranks need all
+            # A function: parameter -> list of (elements, rank), one for each part of the gradient
+            # that only one rank needs. None: every rank needs all gradients, by an all-reduce.
+            owners=gradients.owners(),
             deferred=tied_weights,  # sent last, after they have been summed over their stages
         )
 

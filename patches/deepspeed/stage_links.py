@@ -59,13 +59,14 @@ _mailbox: Mailbox | None = None
 
 
 def _mailbox_in_use() -> Mailbox | None:
-    """Return the mailbox, which transfers the messages between pipeline stages, or None if it is idle.
+    """Return the mailbox if it must see the messages between pipeline stages now; else None.
 
-    The mailbox transfers messages during training steps only. In evaluation, for example, it is idle.
+    The mailbox must see all messages of training steps. In the first step it sends and receives
+    each message at once, and records the messages. In later steps it transfers them in the
+    background. Outside of training steps, as in evaluation, it is idle: the result is None.
     """
     if _mailbox is None:
         return None
-    # In the first step, the mailbox records what is sent. In later steps, it transfers the messages.
     is_recording = _mailbox.is_recording
     is_transferring = _mailbox.is_open
     if is_transferring or is_recording:
@@ -93,6 +94,8 @@ def unsupported(engine: Any, order: PipelineOrder | None = None) -> str | None:
     if not isinstance(order, ListedOrder):
         return None
     # The plan lists every pass (--holmes-schedule auto), and may split a backward pass into two.
+    # ZeRO's optimizer cannot take gradients from two parts. BF16_Optimizer, with which
+    # zero_optimization() is True as well, can: it adds the gradients of both to its float32 sums.
     uses_zero_optimizer = engine.zero_optimization() and not engine.using_bf16_optimizer
     if uses_zero_optimizer:
         return "ZeRO's optimizer takes each gradient once, --holmes-schedule auto makes them in two passes"
@@ -246,7 +249,8 @@ def _announce_shapes(call: Call, instance: Any, buffer: Any, recv_stage: Any) ->
     if _mailbox is None:  # e.g. the backend is neither gloo nor NCCL
         return call()
     peer = instance.grid.stage_to_global(stage_id=recv_stage)
-    # _send_tensor_meta sends tensors of other shapes. Without announced shapes the mailbox checks nothing.
+    # announce() sets the shapes that the mailbox demands of tensors for this peer. But
+    # _send_tensor_meta sends the shapes themselves, in small tensors. (): demand nothing of these.
     _mailbox.announce((), peer)
     result = call()  # DeepSpeed's _send_tensor_meta
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)

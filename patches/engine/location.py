@@ -65,10 +65,18 @@ class Location:
         self.patches: list[Patch] = []  # in the order in which they were applied
 
     def check(self, patch: Patch) -> None:
-        """Check that the patched function has all parameters that a patch relies on.
+        """Check that a framework's function has all parameters that a patch relies on.
+
+        The function is the attribute for which this Location stands: `name` in the module or class
+        `parent`. Parameters differ between releases of the framework. Therefore this check precedes
+        add().
+
+        Args:
+            patch: The patch. Its field `parameters` lists names of parameters.
 
         Raises:
-            Misfit: a parameter is missing, or the function has no signature.
+            Misfit: the function lacks a parameter, or Python knows no signature of the function, so
+                that the patch cannot be applied. The message is the reason.
         """
         if not patch.parameters:
             return
@@ -77,6 +85,7 @@ class Location:
             signature = signature_of(function)
         except (TypeError, ValueError):
             raise Misfit(f"{patch.target} has no signature to check") from None
+        # A message that names the missing parameters; None if there are none.
         reason = missing_parameters(patch, signature.parameters.keys())
         if reason:
             raise Misfit(reason)
@@ -154,12 +163,13 @@ class Location:
         """Give the attribute a new value, also in all copies of it that the framework has made.
 
         A copy arises by `from x import f` in another module of the framework. Copies are found by
-        identity: they are the same object as the value that holmes has set last.
+        identity: they are the same object as the former value. That is the value of the last call
+        of this method, or the framework's original value before the first call.
 
-        If another library has replaced that value in the attribute meanwhile, the attribute keeps
-        the library's value. Only copies, which still have the value of holmes, get the new one.
+        If another library has set the attribute since the last call, the attribute keeps the
+        library's value. The copies, which still have the former value, get the new one.
         """
-        former = self.value  # the value that holmes has set last
+        former = self.value
         is_patched = former is not self.original
         is_changed_by_others = is_patched and vars(self.parent).get(self.name) is not former
         if is_changed_by_others:
@@ -173,6 +183,7 @@ class Location:
         self.value = value  # the copies have it from now on
         if not callable(self.original):
             return  # copies of a constant cannot be found by identity: every None is the same object
+        # The namespaces of the framework's modules; for a method, the dicts in its class.
         for namespace in self._dicts_with_copies():
             for key, stored in list(namespace.items()):  # a copied list: the loop changes the dict
                 if stored is former:  # a copy of the attribute

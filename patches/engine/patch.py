@@ -38,7 +38,8 @@ def installed_version(distribution: str) -> str | None:
 #: Stands for a version that does not name a release. The number is so large that every comparison
 #: takes it for newer than all releases.
 UNKNOWN = Version("9999")
-#: A git checkout without tags has a version up to this one, which names no release.
+#: Version tools call a git checkout without tags 0 or 0.1.dev1, for example. Versions up to this
+#: one therefore count as no release. Releases as old as that are not supported anyway.
 _HIGHEST_UNTAGGED = Version("0.1")
 
 
@@ -46,14 +47,15 @@ _HIGHEST_UNTAGGED = Version("0.1")
 def release_of(version: str) -> Version:
     """Return the release to which a version of a package belongs.
 
-    For example 2.7.0 for 2.7.0a0+79aa17489c.nv25.4. Some versions name no release, e.g. 0+unknown or
-    0.1.dev1+g1234567 of a git checkout: UNKNOWN is returned.
+    For example 2.7.0 for 2.7.0a0+79aa17489c.nv25.4. UNKNOWN is returned for a version that names no
+    release: if it is malformed, or at most 0.1. Version tools give such low numbers to a git
+    checkout without tags, e.g. 0+unknown or 0.1.dev1+g1234567.
     """
     try:
         release = Version(Version(version).base_version)
     except InvalidVersion:
         return UNKNOWN
-    if release <= _HIGHEST_UNTAGGED:
+    if release <= _HIGHEST_UNTAGGED:  # 0.1: of a git checkout without tags, not of a release
         return UNKNOWN
     return release
 

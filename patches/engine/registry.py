@@ -192,6 +192,13 @@ class Registry:
     def _enable_feature(self, state: FeatureState, required: bool, is_disabled: bool) -> None:
         """Apply the patches of one feature, now or when their modules are imported (see enable).
 
+        A feature is a group of patches (changes to a framework). It is on while its off_reason is
+        None. Otherwise off_reason says why it is off:
+
+        - HOLMES_DISABLE names the feature.
+        - The framework's version is not supported, or a patch does not fit.
+        - A module of the framework is being imported right now.
+
         Args:
             state: State of the feature.
             required: Whether a patch that does not fit the framework raises HolmesError. If False,
@@ -206,8 +213,8 @@ class Registry:
             state.is_required |= required
             if state.off_reason is None:
                 return  # an earlier call has enabled it
-            state.off_reason = None
-            state.has_begun = False
+            state.off_reason = None  # the feature is on from here
+            state.has_begun = False  # no patch of it is applied yet
             # With version_of, the version is known only after the import (_apply_ready_patches).
             if not state.feature.version_of:
                 state.version = state.feature.installed()
@@ -217,10 +224,12 @@ class Registry:
                     self._switch_off(state, reason, level=logging.INFO)
                     return
 
+        # If the framework is imported already: import the modules of holmes that define patches.
         self._import_needed_patches(state.feature)
-        for module in state.modules:
+        for module in state.modules:  # the framework's modules that the patches change
+            # A module is in sys.modules once its import begins. is_imported(): that has ended.
             if module in sys.modules and not is_imported(module):
-                # The import has not ended: the module may lack functions, so patches cannot be checked.
+                # The module may still lack functions, so patches cannot be checked.
                 reason = f"{module} is being imported; enable holmes before its import"
                 with self._lock:
                     self._switch_off(state, reason, level=logging.INFO)
@@ -301,14 +310,16 @@ class Registry:
     def enable_for_options(self, options: Options) -> None:
         """Enable the features (groups of patches) that a job with these options uses.
 
-        A feature is left out if its framework is not installed.
-
-        Features in options.required_features must fit: otherwise, or if their framework is not installed, an
-        error is raised. Features in options.try_ are used under any version of their framework.
+        - By default a feature is left out if its framework is not installed. It is switched off if
+          a patch does not fit the framework.
+        - A feature in options.required_features (--holmes-require) must be used: otherwise an
+          error is raised.
+        - A feature in options.try_ (--holmes-try) is used under any version of its framework.
 
         Raises:
-            HolmesError: an option names a feature that does not exist, or a required feature does not fit or
-                is switched off by another option.
+            HolmesError: an option names a feature that does not exist. Or a required feature cannot
+                be used: its framework is not installed, a patch does not fit, or another option
+                leaves the feature off.
         """
         for name in _features_named("--holmes-try", options.try_, self._known_names()):
             # A feature without a state belongs to an extension that this job does not use.
@@ -318,6 +329,7 @@ class Registry:
         self.enable(required, required=True)
         for name in sorted(required):
             feature = self._states[name].feature
+            # False if the option that the feature needs is missing, e.g. --holmes-overlap.
             if not feature.is_enabled_by(options):
                 # feature.switch is the option to pass, such as "--holmes-overlap auto or on".
                 raise HolmesError(
@@ -336,8 +348,9 @@ class Registry:
                 optional.append(name)
         self.enable(optional)
         for state in self._states.values():
-            # A job must not run without its binding features, e.g. one that joins jobs. So it ends
-            # if the framework of a binding feature is imported later and a patch does not fit.
+            # A job must not run without a binding feature (Feature.binding). For example, a job
+            # that is to be joined with others would train alone. With is_required, the job ends
+            # with an error if the framework is imported later and a patch does not fit.
             if state.feature.binding and state.off_reason is None:
                 state.is_required = True
 
@@ -373,10 +386,12 @@ class Registry:
     def statuses(self) -> list[PatchStatus]:
         """Return the state of every patch, in the order of registration within each feature.
 
-        All modules of holmes with patches are imported, and no module of a framework.
+        Most patches are defined in modules of holmes that are imported only when the program
+        imports their framework. This method imports all these modules first, so that no patch is
+        missing. It imports no module of a framework.
         """
         with self._lock:
-            modules = list(self._unloaded_modules)
+            modules = list(self._unloaded_modules)  # of holmes, not imported yet
         self._import_patches(modules)
         for state in self._enabled_features_of(modules):
             self._apply_patches_when_imported(state)
@@ -397,9 +412,11 @@ class Registry:
     def summary(self) -> FeatureSummary:
         """Return the features that are on, and those that were enabled but are off.
 
-        A feature is a group of patches. Some features can read the version of their framework only after its
-        import (Feature.version_of). Such a feature counts as on after its first patches are applied: before,
-        it is not certain that the framework is there.
+        A feature is a group of patches. A feature that was never enabled is in neither list.
+
+        Some features can read the version of their framework only after its import
+        (Feature.version_of). Before the import, it is not certain that the framework is there. Such
+        a feature is in neither list until its first patches are applied.
         """
         summary = FeatureSummary(on=[], off={})
         with self._lock:
@@ -407,7 +424,7 @@ class Registry:
                 if state.off_reason is None:
                     if state.applied or not state.feature.version_of:
                         summary.on.append(name)
-                elif state.off_reason != UNWANTED:
+                elif state.off_reason != UNWANTED:  # UNWANTED: it was never enabled
                     summary.off[name] = state.off_reason
         return summary
 
@@ -517,9 +534,9 @@ class Registry:
         try:
             self._apply_ready_patches(state, imported)
         except _OtherFrameworkError as error:
-            # A binding feature, e.g. one that joins jobs, is required so that a job of its framework does not
-            # run without it. This job is of another framework, and may go on: _switch_off() must raise no
-            # error. For other required features (--holmes-require) it raises one.
+            # A feature is required for one of two reasons. If --holmes-require names it,
+            # _switch_off() raises an error. If it is binding, only a job of its own framework must
+            # not run without it. This job of another framework goes on, so no error may be raised.
             if state.feature.binding:
                 state.is_required = False
             self._switch_off(state, str(error), level=logging.DEBUG)

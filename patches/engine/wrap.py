@@ -362,21 +362,27 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(wrapper)
     def wrap(*arguments: Any) -> Any:
-        """Call the function that by_name decorates, with values for its named parameters.
+        """Call the function that by_name decorates (`wrapper`), with values for its parameters.
 
-        For a decorated function (call, instance, timeout), the value of `timeout` is taken from the
-        program's call of the framework's function.
+        A program has called a function of a framework, the target. For a wrapper (call, instance,
+        timeout), the value of `timeout` is taken from that call.
 
         Args:
-            arguments: (target, instance, args, kwargs), as for Patch.wrap: the framework's
-                function, the object whose method that is (or None), and the arguments of the
-                program's call. If the patch also uses the decorator with_session, the session of
-                holmes precedes these four values.
+            arguments: Four values in this order:
+
+                - target: the framework's function
+                - instance: the object, if the target is a method; else None
+                - args, kwargs: the arguments of the program's call
+
+                If the patch also uses the decorator with_session, the session of holmes comes
+                before these four.
         """
         *session_if_taken, target, instance, args, kwargs = arguments  # [session], or []
-        call = Call(target, args, kwargs, names)  # the wrapper calls the target through it
-        if not names:
+        # Call: the wrapper runs the target through this object.
+        call = Call(target, args, kwargs, names)
+        if not names:  # the wrapper reads no arguments of the program
             return wrapper(*session_if_taken, call, instance)
+        # One value for each name. `fallbacks` has values for parameters that the target lacks.
         values = call.values(names, fallbacks)
         return wrapper(*session_if_taken, call, instance, *values)
 

@@ -350,12 +350,14 @@ def _set_layers_before_checks(current: Session, call: Call, instance: Any) -> An
 
 
 def _set_planned_layers(current: Session, config: Any) -> None:
-    """Set the layers that holmes planned for each pipeline stage, unless the program splits the layers.
+    """Set the planned layers of each pipeline stage, unless the program splits the layers itself.
+
+    If the split is the planned one, the settings for recomputing layers are checked against it.
 
     Args:
         config: TransformerConfig, before megatron-core has checked it.
     """
-    own_split = _split_of_program(config)
+    own_split = _split_of_program(config)  # a layout such as "Ettt|tL", names of fields, or ""
     mtp_layers = getattr(config, "mtp_num_layers", None) or 0
     pipeline = config.pipeline_model_parallel_size
     virtual = config.virtual_pipeline_model_parallel_size or 1  # chunks of layers on each stage
@@ -364,8 +366,9 @@ def _set_planned_layers(current: Session, config: Any) -> None:
     stage_layers = current.plan.stage_layers
     if layout is not None:
         _set_split(current, config, layout)
-    # In a job of Megatron-LM, megatron_lm.py has written the planned layout into the program's arguments.
-    # Then the config has it already, as if the program had split the layers.
+    # In a job of Megatron-LM, megatron_lm.py has written the planned layout into the program's
+    # arguments already. Megatron-LM has copied it into the config, so own_split has it.
+    # layout_of() returns the planned layout as such a text, e.g. "Ettt|tL".
     has_planned_split = bool(stage_layers) and own_split == layout_of(stage_layers, mtp_layers)
     if layout is not None or has_planned_split:
         # megatron-core recomputes groups of recompute_num_layers layers. Before it had the module

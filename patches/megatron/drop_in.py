@@ -40,10 +40,11 @@ def drop_in(enable: Callable[..., None]):
     The returned function has the signature of megatron-core's initialize_model_parallel and calls
     it. If holmes is still off, the returned function first switches it on.
 
-    drop_in() itself runs when the program imports initialize_model_parallel from holmes_ext. If the
-    import comes before init_process_group, drop_in() makes torch 2.15 postpone the first
-    communicator of the default process group. Once that communicator exists, holmes can no longer
-    be switched on.
+    That is possible only as long as NCCL has made no communicator: with the first one, NCCL chooses
+    the network cards of the process. torch 2.15 makes a communicator in init_process_group already.
+    drop_in() runs when the program imports initialize_model_parallel from holmes_ext. If
+    init_process_group comes later, drop_in() makes it postpone the communicator to the first
+    operation of the group.
 
     Args:
         enable: holmes_ext.enable, which switches holmes on.
@@ -61,6 +62,7 @@ def drop_in(enable: Callable[..., None]):
     import torch.distributed as dist
 
     if not dist.is_initialized():
+        # LATE_START changes init_process_group of torch 2.15: it postpones the first communicator.
         registry().enable([LATE_START.name])
 
     @functools.wraps(parallel_state.initialize_model_parallel)
@@ -69,6 +71,7 @@ def drop_in(enable: Callable[..., None]):
         if holmes_is_off:
             target = parallel_state.initialize_model_parallel
             arguments_by_name = arguments_of(target, args, kwargs)
+            # Switches holmes on, and makes the default process group anew with holmes's ranks.
             _enable_after_init(arguments_by_name, enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
 
@@ -132,7 +135,7 @@ def _init_arguments(world: Any) -> dict[str, Any]:
 
     Raises:
         HolmesError: The group has an NCCL communicator already. holmes can then no longer choose
-            the network cards of this process (raised by _options_without_communicator).
+            the network cards of this process (raised by _options_if_no_communicator).
     """
     import torch.distributed as dist
 
@@ -143,7 +146,7 @@ def _init_arguments(world: Any) -> dict[str, Any]:
     nccl_backend = nccl_backend_in(backend)
     if nccl_backend:
         # The options of the old group. Raises the error if a communicator exists.
-        arguments["pg_options"] = _options_without_communicator(world, nccl_backend)
+        arguments["pg_options"] = _options_if_no_communicator(world, nccl_backend)
     timeout = timeout_of(world)
     if timeout is not None:
         arguments["timeout"] = timeout
@@ -152,16 +155,20 @@ def _init_arguments(world: Any) -> dict[str, Any]:
     return arguments
 
 
-def _options_without_communicator(world: Any, backend: str) -> Any:
-    """Return the NCCL options of the default process group, if the group has no NCCL communicator yet.
+def _options_if_no_communicator(world: Any, backend: str) -> Any:
+    """Return the NCCL options of the default process group, or raise an error if it is too late.
+
+    The caller destroys this group and makes a new one with these options, because holmes changes
+    the numbers of the ranks. It is too late if the group has an NCCL communicator already.
 
     Args:
         world: The default process group.
         backend: The name of NCCL's backend, e.g. "nccl2".
 
     Raises:
-        HolmesError: The group has a communicator. With the first communicator of a process, NCCL reads which
-            HCAs and which network interface it may use, so that holmes can no longer choose them.
+        HolmesError: The group has a communicator. With the first communicator of a process, NCCL
+            reads which HCAs and which network interface it may use. holmes can then no longer
+            choose them.
     """
     import torch
 
@@ -177,8 +184,8 @@ def _options_without_communicator(world: Any, backend: str) -> Any:
         )
     options = nccl.options
     if hasattr(options, "lazy_init"):
-        # The import of initialize_model_parallel has postponed the communicator of the old group. The new
-        # group makes its communicator as the program expects.
+        # drop_in() has set this option of the present group, to postpone its communicator. The new
+        # group, which gets these options, is to make its communicator at once, as torch does.
         options.lazy_init = False
     return options
 

@@ -80,14 +80,15 @@ def _set_layout(current: Session, args) -> None:
 def _split_of_user(args) -> str:
     """Return in words how the user splits the layers over the stages; "" if the user does not.
 
-    The text has the value of --pipeline-model-parallel-layout, if given, and the names of all other
-    arguments for a split that are given, joined by commas: "Ett|tL", or
-    "decoder_first_pipeline_num_layers".
+    A message to the user quotes the text. planned_layout() also compares it with the planned
+    layout. Therefore the text has the value of --pipeline-model-parallel-layout, such as "Ett|tL".
+    Any other argument that splits the layers cannot equal a layout, and its name is enough, such as
+    "decoder_first_pipeline_num_layers". Several are joined by commas.
     """
     parts = []
     for name in _SPLIT_ARGUMENTS:
         value = getattr(args, name, None)
-        if value:
+        if value:  # the value of the layout, the name of any other argument
             parts.append(str(value) if name.endswith("layout") else name)
     return ", ".join(parts)
 
@@ -115,8 +116,9 @@ def _set_overlap(current: Session, args) -> None:
     if args.use_distributed_optimizer:
         has_checkpoints = bool(args.load or args.save)
         is_fully_reshardable = getattr(args, "dist_ckpt_optim_fully_reshardable", False)
-        # This global of reduction.py decides, with the option --holmes-overlap on, what
-        # may_change_optimizer_buckets() returns: now, and when DistributedDataParallel is constructed.
+        # may_change_optimizer_buckets() returns True if this global of reduction.py is True, or
+        # with the option --holmes-overlap on. It is called here, and later again, when
+        # DistributedDataParallel is constructed.
         megatron_reduction.checkpoints_allow_buckets = not has_checkpoints or is_fully_reshardable
         if not megatron_reduction.may_change_optimizer_buckets(current):
             megatron_reduction.warn_that_buckets_stay(

@@ -100,10 +100,12 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
     Returns:
         One of:
 
-        - by_peer: a group for each neighbour, with more than two stages or with the mailbox (which sends the
-          messages of training steps in the background)
+        - by_peer: a group of this rank and each neighbour. A group of two ranks can use a faster
+          network than the pipeline group, which needs one that connects all stages. The mailbox,
+          which sends messages in the background, also has such groups.
         - second_group: with two stages, a group for the second stage's messages
-        - no groups: all messages use the pipeline group itself, e.g. because it uses the fastest network
+        - no groups: all messages use the pipeline group itself, e.g. because it uses the fastest
+          network
     """
     ranks = group_ranks(pipeline_group)  # one on each stage
     network_api = network_api_of(backend_of(pipeline_group))
@@ -116,9 +118,10 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
         return _NeighbourGroups(by_peer=mailbox_of(pipeline_group).by_peer)  # has groups already
     if len(ranks) > PAIR_SIZE:
         return _NeighbourGroups(by_peer=pair_groups(current, pipeline_group))
-    # With two stages, the pipeline group is the group of the pair. megatron-core uses it for the messages of
-    # the first stage. Those of the second stage, if they are not batched, it sends in the group of all
-    # ranks, whose network can be slower. Then a second group of the pair is made for them.
+    # With two stages, the pipeline group has only this pair, so by_peer is not needed. But
+    # megatron-core uses the pipeline group for messages of the first stage only. It sends unbatched
+    # messages of the second stage in the group of all ranks, whose network can be slower. A second
+    # group of the pair replaces that group, if the pair has a faster network.
     all_ranks = range(current.plan.world_size)
     if pair_needs_group(current.plan, ranks, all_ranks, network_api):
         # "pipeline twin" tells this group from the pipeline group, which has the same two ranks.

@@ -189,11 +189,15 @@ def _publish(
     micro_batches: int,
     tokens: int,
 ) -> None:
-    """Write the profile of all pipeline stages. All ranks must call this function.
+    """Time the communication while nothing computes, and write the profile of all pipeline stages.
+
+    The profile is a file with the times of layers, stages and communication, which `holmes plan`
+    reads. All ranks must call this function, after the last profiled training step.
 
     Args:
+        model: The model of this rank's stage.
         config: The model's configuration.
-        prof: The measured times of this rank.
+        prof: The times of the training steps, measured on this rank.
         micro_batches: Number of micro-batches in a step.
         tokens: Tokens of one micro-batch, before context parallelism divides them.
     """
@@ -220,9 +224,10 @@ def _publish(
         report,
         stages=len(ranks),
         gradient_bytes=gradient_bytes(model),
-        # publish() also times a reduction in this group, and messages between stages, while nothing computes.
+        # publish() times a gradient reduction in this group.
         group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         device=next(model.parameters()).device,
+        # publish() times these transfers of a tensor of activation_bytes to or from a stage.
         send=lambda activation, stage: dist.send(activation, ranks[stage]),
         receive=lambda activation, stage: dist.recv(activation, ranks[stage]),
     )

@@ -14,7 +14,8 @@ between two stages is slow, the stages wait most of the time. This module change
 
 Steps of a training step:
 
-1. The schedule function is called: _schedule opens the mailbox for this step, and sets the global _step.
+1. The schedule function is called: _run_step_by_mailbox opens the mailbox for this step, and sets
+   the global _step.
 2. The schedule makes a P2PCommunicator. It computes its number of warm-up passes, the forward passes before
    the first backward pass, from the size of a process group. _PlannedWarmUpGroup reports the size that
    yields the planned number.
@@ -176,16 +177,17 @@ class _Step:
         return tensor.requires_grad_()  # as the schedule expects it for autograd
 
 
-#: The running training step, if the mailbox transfers its messages; else None. _schedule sets it. The other
-#: wrappers of this module read it, and only call megatron-core's function while it is None.
+#: The running training step, if the mailbox transfers its messages; else None.
+#: _run_step_by_mailbox sets it. The other wrappers of this module read it, and only call
+#: megatron-core's function while it is None.
 _step: _Step | None = None
 
 
 def unsupported_feature(config: Any, arguments: dict[str, Any]) -> str | None:
     """Return the name of a feature of the job that the mailbox does not support, or None.
 
-    The mailbox sends the messages between pipeline stages without waiting. It needs the shapes of the
-    tensors in advance. All ranks of a pipeline get the same answer.
+    The mailbox sends the messages between pipeline stages without waiting. It needs the shapes of
+    the tensors in advance. All ranks of a pipeline get the same answer.
 
     Args:
         config: The model's configuration.
@@ -200,6 +202,8 @@ def unsupported_feature(config: Any, arguments: dict[str, Any]) -> str | None:
             getattr(config, "mtp_standalone", False)
         ),
         "ring exchange": bool(config.use_ring_exchange_p2p),
+        # With this setting, megatron-core's number of micro-batches in flight decides which of them
+        # are recomputed. But the plan changes that number.
         "micro-batches are recomputed by their number in flight": (
             config.num_microbatches_with_partial_activation_checkpoints is not None
         ),
@@ -211,7 +215,7 @@ def unsupported_feature(config: Any, arguments: dict[str, Any]) -> str | None:
 
 
 @by_name
-def _schedule(
+def _run_step_by_mailbox(
     call: Call,
     instance: Any,
     model: Any,
@@ -219,17 +223,22 @@ def _schedule(
     forward_only: Any,
     p2p_communicator: Any,
 ) -> Any:
-    """Run a training step whose messages between stages are transferred by the mailbox.
+    """Run a step of megatron-core's 1F1B schedule with messages that travel in the background.
 
-    The mailbox sends without waiting, and posts receives in advance. This wrapper runs in place of
-    megatron-core's forward_backward_pipelining_without_interleaving, which runs one step of the 1F1B
-    schedule; call() runs that function. While it runs, the global `_step` is set. The other wrappers of this
-    module read `_step`: they change the number of warm-up passes, and pass all messages to the mailbox.
+    The mailbox transfers the messages: it sends without waiting, and posts receives in advance. In
+    evaluation, and in jobs that the mailbox does not support, megatron-core transfers them itself.
 
-    In evaluation, and in jobs that the mailbox does not support, megatron-core sends the messages itself.
+    This wrapper runs in place of megatron-core's schedule function,
+    forward_backward_pipelining_without_interleaving, which call() runs. It sets the global `_step`
+    until that function returns. Meanwhile the other wrappers of this module read `_step`. They
+    change the number of warm-up passes, and pass all messages to the mailbox.
 
-    p2p_communicator is not read here. It is a parameter because holmes switches a feature off if the
-    installed function lacks a parameter of the wrapper.
+    Args:
+        model: The model of this rank's stage, or a list of one.
+        num_microbatches: Number of micro-batches in the step.
+        forward_only: True in evaluation.
+        p2p_communicator: Not read. Its name in this signature makes the schedule function's
+            parameter p2p_communicator a requirement: without it, holmes switches this feature off.
 
     Raises:
         HolmesError: holmes's plan lists the order of all passes (--holmes-schedule auto).
@@ -292,8 +301,8 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     device = next(chunk.parameters()).device
     # Mailbox.send and recv call wire_to() for the Wire that encodes or decodes. PLAIN changes nothing.
     mailbox.wire_to = lambda peer: wires.get(peer, PLAIN)
-    # From begin() to end(), which _schedule calls, the mailbox transfers the messages of the step. It
-    # allocates its receive buffers on the device of the empty tensor.
+    # From begin() to end(), the mailbox transfers the messages of the step. _run_step_by_mailbox
+    # calls end(). The receive buffers are allocated on the device of the empty tensor.
     mailbox.begin(pass_order, micro_batches, torch.empty(0, device=device))
     stage = pipeline_group.rank()
     return _Step(mailbox, pass_order, stage, dtype=config.pipeline_dtype, device=device)
@@ -331,15 +340,18 @@ def _planned_pass_order(
 def _plan_warm_up(call: Call, instance: Any) -> Any:
     """Make the 1F1B schedule run the planned number of warm-up passes.
 
-    This wrapper runs in place of P2PCommunicator.__init__, which call() runs. The schedule makes a
-    P2PCommunicator in every step. It computes its number of warm-up passes (forward passes before the 1F1B
-    schedule alternates) from the communicator's pp_group, as size() - rank() - 1. Here pp_group is replaced
-    by a group whose size() is rank() + the planned number of micro-batches in flight. So the schedule runs
-    one warm-up pass less than that number, and the next forward pass completes it.
+    Warm-up passes are the forward passes before the schedule alternates forward and backward
+    passes. With k - 1 of them, the first alternating forward pass brings the stage to k
+    micro-batches in flight. k is the planned number.
+
+    The schedule computes its number of warm-up passes as pp_group.size() - pp_group.rank() - 1. It
+    makes a P2PCommunicator in every step, and takes pp_group from that object. This wrapper runs in
+    place of P2PCommunicator.__init__, which call() runs. It replaces pp_group by an object with the
+    size rank() + k. The result of the schedule's formula is then k - 1.
     """
     call()
-    if _step is not None:  # _schedule() runs a training step now
-        planned_in_flight = _step.in_flight[_step.stage]
+    if _step is not None:  # _run_step_by_mailbox() runs a training step now
+        planned_in_flight = _step.in_flight[_step.stage]  # k
         instance.pp_group = _PlannedWarmUpGroup(instance.pp_group, planned_in_flight)
 
 
@@ -383,7 +395,7 @@ def _communicate(
     Returns:
         The tensor from the previous stage, the tensor from the next stage, and None for requests to wait for.
     """
-    step = _step  # set by _schedule() while a training step runs
+    step = _step  # set by _run_step_by_mailbox() while a training step runs
     if step is None:
         return call()
     # This raises if a later megatron-core passes arguments that this wrapper does not have.
@@ -413,7 +425,7 @@ PATCHES = (
         f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
         "where a step begins and ends; its sends block, and it has as few micro-batches in flight as "
         "suffice if messages take no time",
-        _schedule,
+        _run_step_by_mailbox,
     ),
     Patch(
         STAGE_LINKS,

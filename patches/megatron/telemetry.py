@@ -114,7 +114,7 @@ def _describe_stage(model: Any, micro_batches: int) -> Stage:
 
 @with_session
 @by_name
-def _schedule(
+def _run_step_with_extensions(
     current: Session,
     call: Call,
     instance: Any,
@@ -122,17 +122,23 @@ def _schedule(
     num_microbatches: Any,
     forward_only: Any,
 ) -> Any:
-    """Let extensions change the planned number of micro-batches in flight, then run the training step.
+    """Let extensions change the number of micro-batches in flight, then run the training step.
 
-    This wrapper runs in place of megatron-core's forward_backward_pipelining_without_interleaving, which
-    call() runs: one step of the 1F1B schedule. The extension holmes_ext/adapt measures steps, and replaces
-    the plan in the session if another number is faster. The wrapper of stage_links.py, inside call(), then
-    runs the step with the new number.
+    This wrapper runs in place of megatron-core's schedule function,
+    forward_backward_pipelining_without_interleaving. call() runs that function: one step of the
+    1F1B schedule. Before it, the extensions are called. One of them, holmes_ext/adapt, measures
+    steps. It changes the number in the plan (current.plan) if another number is faster.
 
-    The extensions are not called where stage_links.py cannot change the number: if it is off, or if its
-    mailbox, which sends the messages between stages, does not support the model's configuration.
+    The schedule function has a second wrapper, in stage_links.py, which call() runs as well. It
+    runs the step with the planned number. In jobs where it cannot, the extensions are not called.
+
+    Args:
+        model: The model of this rank's stage, or a list of one.
+        num_microbatches: Number of micro-batches in the step.
+        forward_only: True in evaluation.
     """
-    if core.job.sizes is None or forward_only:  # holmes cannot plan this job, or this is evaluation
+    # core.job.sizes has the parallel sizes of the job; None if holmes cannot plan this job.
+    if core.job.sizes is None or forward_only:
         return call()
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
@@ -203,7 +209,7 @@ PATCHES = (
         ADAPT,
         f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
         "a training step begins here",
-        _schedule,
+        _run_step_with_extensions,
     ),
     Patch(
         RESTART,

@@ -255,13 +255,15 @@ class BucketReducer:
     def _divisor(self, ddp: Any) -> int:
         """Return the number by which a sum of gradients is divided to get their average.
 
-        This is the number of ranks in the group. Under
-        DistributedDataParallel.join(divide_by_initial_world_size=False) it is the number of ranks that still
-        have inputs.
+        This is the number of ranks in the group. The exception is a step under
+        DistributedDataParallel.join(divide_by_initial_world_size=False), where some ranks may have
+        no inputs left: it is the number of ranks that still have inputs.
         """
+        # self.ranks_with_inputs is the Work of an all-reduce that counts ranks with inputs; None
+        # without join(). The other attribute is join()'s argument.
         counts_all_ranks = self.ranks_with_inputs is None or ddp._divide_by_initial_world_size
         if not counts_all_ranks:
-            self.ranks_with_inputs.wait()  # an all-reduce of join(), which counts these ranks
+            self.ranks_with_inputs.wait()
             (count,) = self.ranks_with_inputs.result()  # one tensor with one number
             return int(count)
         return self._group.size()
@@ -310,14 +312,17 @@ def _replace_gradients_by_views(bucket: Any) -> list[AwaitedGradient]:
 
 
 def _in_layout_of(parameter: Any, part: Any) -> Any:
-    """Return a parameter's part of a bucket with the strides that its gradient has in the bucket.
+    """Return a view of a parameter's gradient in a bucket, with the strides in which it is stored.
 
-    DistributedDataParallel writes a gradient with the strides of its parameter, e.g. channels_last, unless
-    the parameter has gaps or overlaps in memory. GradBucket.gradients() returns contiguous tensors for all
-    parameters.
+    GradBucket.gradients() returns a contiguous view for every parameter. But in the bucket,
+    DistributedDataParallel stores a gradient with the strides of its parameter, e.g. channels_last.
+    A parameter with gaps or overlaps in memory is the exception: its gradient is contiguous.
 
     Args:
         part: The parameter's tensor of GradBucket.gradients().
+
+    Returns:
+        A view of the same memory as `part`: with the parameter's strides, or `part` itself.
     """
     import torch
 

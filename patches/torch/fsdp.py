@@ -191,8 +191,10 @@ def _print_cost_of_fsdp2(current: Session, call: Call, instance: Any) -> None:
 
     Runs instead of FSDPState._lazy_init of torch; `call()` runs the original.
 
-    FSDP2 calls _lazy_init in every forward pass. The first call for the root module finds out that it is the
-    root. All sharded modules are known then, so rank 0 prints the predicted time.
+    FSDP2 calls _lazy_init in every forward pass. The first call for the root module finds out that
+    it is the root. All sharded modules are known then, so rank 0 prints the predicted seconds of
+    communication. It also prints the memory that --holmes-fsdp hybrid needs, except if the program
+    itself has made a 2-D mesh.
     """
     is_first_call = instance._is_root is None  # the root's first call sets it everywhere
     call()
@@ -208,9 +210,11 @@ def _print_cost_of_fsdp2(current: Session, call: Call, instance: Any) -> None:
     is_sharded_over_one_group = mesh_info.mesh.ndim == 1
     if is_sharded_over_one_group:
         _print_cost(current, mesh_info.shard_process_group, weights.sent, weights.stored_bytes)
-    elif _hybrid_meshes:  # --holmes-fsdp hybrid: holmes has made the 2-D mesh (_fully_shard)
+    elif _hybrid_meshes:
+        # The meshes that holmes has made in place of the program's, for --holmes-fsdp hybrid. They
+        # include this one. _print_cost() takes group=None as the sign for that option.
         _print_cost(current, group=None, sent=weights.sent, stored_bytes=weights.stored_bytes)
-    else:  # the program has made the 2-D mesh; the memory of another mesh is not printed
+    else:  # the program has made the 2-D mesh
         _print_cost_of_program_mesh(current, mesh_info.mesh, weights.sent)
 
 
@@ -279,10 +283,15 @@ def _bytes_of_weights(groups: list[Any]) -> BytesOfWeights:
 def _print_cost_of_fsdp1(current: Session, call: Call, instance: Any, state: Any) -> Any:
     """Run FSDP1's _lazy_init of a module, and print once what sharding costs in each step.
 
-    Runs instead of _lazy_init of FSDP1; `call()` runs the original.
+    Runs instead of _lazy_init of FSDP1; `call()` runs the original, which FSDP1 calls in every
+    forward pass.
 
-    Only the root's first call prints: all modules in FullyShardedDataParallel are known then. Nothing is
-    printed if the program itself chose a hybrid strategy, which --holmes-fsdp hybrid would not improve.
+    Rank 0 prints the predicted seconds of communication, in the root module's first call: all
+    modules in FullyShardedDataParallel are known then. Nothing is printed if the program itself
+    chose a hybrid strategy, which --holmes-fsdp hybrid would not improve.
+
+    Args:
+        state: The module, an object of FullyShardedDataParallel.
     """
     is_first_call = state._is_root is None  # the root's first call sets it everywhere
     result = call()
@@ -292,7 +301,8 @@ def _print_cost_of_fsdp1(current: Session, call: Call, instance: Any, state: Any
     # FSDP1 has this process group only under a hybrid strategy: it connects the replicas of a
     # shard.
     is_hybrid = getattr(state, "_inter_node_pg", None) is not None
-    # With --holmes-fsdp hybrid, holmes has made a mesh for the hybrid strategy (_hybrid_meshes).
+    # _hybrid_meshes holds the meshes that holmes has made for --holmes-fsdp hybrid. It is empty
+    # without that option.
     is_hybrid_by_holmes = is_hybrid and bool(_hybrid_meshes)
     if is_hybrid and not is_hybrid_by_holmes:  # the program chose the strategy
         return result
@@ -314,7 +324,8 @@ def _print_cost_of_fsdp1(current: Session, call: Call, instance: Any, state: Any
         units=len(flat_parameters), weight_bytes=sent_bytes, gradient_bytes=sent_bytes
     )
     if is_hybrid_by_holmes:
-        _print_cost(current, group=None, sent=sent, stored_bytes=stored_bytes)  # None: hybrid
+        # _print_cost() takes group=None as the sign for --holmes-fsdp hybrid.
+        _print_cost(current, group=None, sent=sent, stored_bytes=stored_bytes)
     else:
         _print_cost(current, state.process_group, sent, stored_bytes)
     return result
@@ -375,8 +386,10 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
 def _print_cost_of_program_mesh(current: Session, mesh: Any, sent: ShardedWeights) -> None:
     """Print the predicted cost of a program's 2-D mesh, if its sharding dimension spans clusters.
 
-    The message has the seconds of a step, and the sizes of the dimension with which it would not span
-    clusters: divisors of every cluster's number of ranks.
+    The message has the seconds of a step. It also says with which sizes the dimension would not
+    span clusters: the common divisors of the clusters' numbers of ranks. For example, clusters of 8
+    and 12 ranks give "size 4, or a part of it, would not". If 1 is the only common divisor, the
+    message says that any size does.
 
     Args:
         mesh: The mesh (replicas x shards). Each row holds the ranks over which FSDP shards.
@@ -390,6 +403,7 @@ def _print_cost_of_program_mesh(current: Session, mesh: Any, sent: ShardedWeight
     # network_api_of() returns None for a backend that chooses its networks itself, such as MPI. The
     # prediction then assumes sockets.
     network_api = network_api_of(backend_of()) or SOCKETS
+    # sharded_seconds() predicts the communication of a step for the ranks of one row, in seconds.
     slowest_s = max(sharded_seconds(plan, row, sent, network_api) for row in rows)
     dimension = mesh.mesh_dim_names[1] if mesh.mesh_dim_names else "1"  # the sharding dimension
 
@@ -398,9 +412,10 @@ def _print_cost_of_program_mesh(current: Session, mesh: Any, sent: ShardedWeight
     # size is the greatest common divisor; the others are divisors of it.
     cluster_sizes = [len(members) for members in clusters.values()]
     largest_fitting_size = gcd(*cluster_sizes)
-    if largest_fitting_size > 1:  # the message goes on: "would not" span clusters
+    # `advice` follows the words "dimension ... crosses clusters": "size 4 would not" cross them.
+    if largest_fitting_size > 1:
         advice = f"size {largest_fitting_size}, or a part of it, would not"
-    else:  # every size of at least 2 "does" span clusters
+    else:  # any size of at least 2 "does" cross them
         counts = ", ".join(f"{cluster} {len(members)}" for cluster, members in clusters.items())
         advice = f"any size does (ranks of clusters: {counts})"
     tell(

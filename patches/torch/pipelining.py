@@ -59,15 +59,18 @@ def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> Non
     group = stages[0].group or dist.group.WORLD
     if group in _pair_groups:
         return  # an earlier step has made the groups
-    # None if the ranks are in no order that holmes knows, so that their other groups cannot be derived.
+    # Numbers of stages, pipelines and so on, derived from the distance between the pipeline's
+    # ranks. None if holmes knows no such order of ranks: then nothing is checked.
     sizes = sizes_of(current, group_ranks(group))
     if sizes is not None:
         check_grid(current, sizes)  # compares the sizes and the order of ranks with the plan's
+    # The dict maps a neighbour's rank to the group for its messages. The messages of missing
+    # neighbours stay in the group that torch uses for them. So {} changes nothing.
     if getattr(stages[0], "p2p_per_edge", False):
-        # torch 2.15 or later makes a group for each pair of stages itself. {}: holmes changes no messages.
+        # With this attribute (torch 2.15 or later), torch itself makes a group for each pair.
         _pair_groups[group] = {}
     else:
-        # Also {} if all pairs have the same fastest network as the whole group.
+        # pair_groups() returns {}, too, if all pairs have the same fastest network as the group.
         _pair_groups[group] = pair_groups(current, group)
 
     # Stages of a model that torch has traced have pipe_info. Only they may have skip connections, whose

@@ -106,14 +106,15 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
     _load_passes(runtime, order)
     actions_of_rank = runtime.pipeline_order_with_comms  # rank -> its passes, sends and receives
     torch_actions = actions_of_rank[runtime.rank]
-    # The plan says after which of its sends the stage posts each receive. Two neighbours then start their
-    # common sends and receives in the same order, without which NCCL would hang.
+    # The passes in the plan's order, with each receive moved to the position that the plan gives it
+    # among the sends. Two neighbours then start their common sends and receives in the same order,
+    # without which NCCL would hang.
     actions_of_rank[runtime.rank] = _with_receives_moved(torch_actions, order, stage.stage_index)
     # From now on, _run_backward() postpones the weight gradients of this stage.
     _weight_gradients[stage] = WeightGradients()
-    # At the end of a step, gradients must be divided by the number of micro-batches. The runtime of torch
-    # before 2.10 does so after the stage's last full backward pass. It does not if the stage's last pass is
-    # one for weight gradients only ("W"): then _step() of this module divides after the runtime's step.
+    # At the end of a step, gradients must be divided by the number of micro-batches. torch 2.10 and
+    # later always do that. Older releases do it in the stage's last full backward pass. If the
+    # stage ends with a pass for weight gradients only ("W"), _step() of this module must divide.
     last_letter, _micro_batch = order.stages[stage.stage_index][-1]
     ends_with_weight_gradients = last_letter == "W"
     is_before_torch_2_10 = not hasattr(schedules, "REDUCE_GRAD")  # torch 2.10 added it

@@ -169,14 +169,16 @@ def _new_planned_ranks(
 ) -> tuple[int, ...] | None:
     """Translate members of a reconfigured group into the ranks that they had at the job's start.
 
-    torch describes each new member by a handle "BACKEND:RANK:UUID:...". RANK is a former rank
-    within the group. UUID says to which members of the group RANK refers:
-
-    - UUID of the group's last reconfiguration: the members since that reconfiguration.
-    - UUID -1: the members with which the program first made the group. The process of this new
-      member has just started.
-
     A member's rank at the job's start is called its planned rank, because the plan uses it.
+
+    torch describes each new member by a handle "BACKEND:RANK:UUID:...". RANK is the member's index
+    in a list of planned ranks. UUID says in which list:
+
+    - UUID of the group's last reconfiguration: in former.planned_ranks.
+    - UUID -1: in original_ranks. The member's process has just started.
+
+    For example, rank 1 of the planned ranks (0, 1, 2, 3) has left, so former.planned_ranks is
+    (0, 2, 3). A handle with RANK 1 and the UUID of that change is the member with planned rank 2.
 
     Args:
         handles: Handles of the new members. A list is in the order of the new ranks. A set has no
@@ -196,7 +198,7 @@ def _new_planned_ranks(
         fields = handle.split(":")
         if len(fields) < _MIN_HANDLE_FIELDS:
             return None  # a malformed handle: torch raises an error
-        group_rank = int(fields[1])
+        group_rank = int(fields[1])  # former rank within the group: the index in the list
         uuid = int(fields[2])
         if uuid == former.uuid:
             planned_by_group_rank = former.planned_ranks

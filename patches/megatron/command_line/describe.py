@@ -146,17 +146,15 @@ def sizes_from_arguments(argv: Sequence[str]) -> Sizes | None:
     Sizes in a ds_config file are not read. A script may ignore them, and the framework reports its
     sizes when it starts.
 
-    The result is also None with --num-distributed-optimizer-instances above 1, because holmes
-    should then plan without sizes. An instance of Megatron-LM's distributed optimizer is a group of
-    consecutive ranks, and should lie in one cluster. A plan without sizes numbers the ranks cluster
-    by cluster, so each instance lies in one. A plan with sizes may keep the launcher's rank
-    numbers. In the launcher's order, clusters can alternate.
+    The result is also None with --num-distributed-optimizer-instances above 1. Each instance of
+    Megatron-LM's distributed optimizer is a group of consecutive ranks, and should lie in one
+    cluster. Without sizes, holmes always numbers the ranks cluster by cluster, which achieves that.
+    With sizes, it may keep the launcher's numbers, where clusters can alternate.
     """
     settings = settings_of(SETTING_OF_FLAG, words_by_flag(argv))
     optimizer_instances = settings.get("instances", 1)
     if optimizer_instances > 1:
-        # A plan with sizes renumbers ranks only so that data-parallel groups span fewer clusters. With
-        # several instances these groups span all clusters under any numbers.
+        # None: holmes numbers the ranks cluster by cluster.
         return None
     return _sizes_of(settings)
 
@@ -247,13 +245,14 @@ def _sizes_of(settings: Mapping[str, Any]) -> Sizes | None:
 def _zero_stage(settings: Mapping[str, Any], assumed: list[str]) -> int:
     """Return the ZeRO stage of the job, 0 to 3.
 
-    The engines cannot combine stages 2 and 3 with pipeline parallelism: stage 1 is then assumed.
+    The engines refuse stages 2 and 3 together with pipeline parallelism. If the flags ask for both,
+    the result is 1, the highest stage that they accept.
 
     Args:
-        settings: Name of a setting -> value.
+        settings: Name of a setting -> value, e.g. "pipeline" -> number of pipeline stages.
         assumed: Lines for the user about assumptions; a line is appended if stage 1 is assumed.
     """
-    if settings.get("fsdp"):  # Megatron-FSDP, which has a flag of its own for the stage
+    if settings.get("fsdp"):  # Megatron-FSDP, whose own flag gives the stage ("fsdp_zero")
         zero_stage = settings.get("fsdp_zero", 0)
     else:
         zero_stage = settings.get("zero", 0)
@@ -261,7 +260,7 @@ def _zero_stage(settings: Mapping[str, Any], assumed: list[str]) -> int:
     if zero_stage > 1 and has_pipeline:
         assumed.append(f"ZeRO 1: stage {zero_stage} goes with no pipeline")
         return 1
-    return min(int(zero_stage), MAX_ZERO_STAGE)
+    return min(int(zero_stage), MAX_ZERO_STAGE)  # a larger number, a typing error, counts as 3
 
 
 def _split_of_layers(
@@ -269,14 +268,17 @@ def _split_of_layers(
 ) -> LayerSplit:
     """Return how the command line divides the layers of a model among its pipeline stages.
 
-    Megatron-LM has three ways to give stages unequal numbers of layers. The first that is used counts:
+    Megatron-LM has three ways to give stages unequal numbers of layers. The first that is used
+    counts. Without any of them, the split is even.
 
     1. --pipeline-model-parallel-layout lists the layers of each stage.
     2. Flags let the embedding count as a layer of the first stage, and the loss as one of the last.
     3. Flags give the layers of the first and the last stage. The other stages share the rest.
 
-    The flags of 2. are ignored if the counted layers cannot be divided evenly, which Megatron-LM refuses, or
-    in an interleaved schedule, whose prediction needs even chunks.
+    The flags of 2. are ignored in two cases:
+
+    - The layers, with embedding and loss, cannot be divided evenly. Megatron-LM refuses that.
+    - The schedule is interleaved. The prediction of a step then needs even chunks.
 
     Args:
         settings: Name of a setting -> value.
@@ -285,10 +287,10 @@ def _split_of_layers(
             of that of 1. or 3.
     """
     if not layers or pipeline_size <= 1:
-        return LayerSplit(virtual=1, stage_layers=())
+        return LayerSplit(virtual=1, stage_layers=())  # (): all stages have equally many layers
     if "layout" in settings:
         return _split_by_layout(settings["layout"], layers, pipeline_size, assumed)
-    virtual = _virtual_stages(settings, layers, pipeline_size)
+    virtual = _virtual_stages(settings, layers, pipeline_size)  # chunks of layers on each stage
 
     # 1 if a flag lets the embedding, or the loss, count as one of the layers of its stage; else 0.
     embedding_layers = int(settings.get("embedding_counts", False))
@@ -302,6 +304,7 @@ def _split_of_layers(
         last = counted_per_stage - loss_layers
         between = [counted_per_stage] * (pipeline_size - 2)
         return LayerSplit(virtual=1, stage_layers=(first, *between, last))
+    # 3., or an even split if its flags are not given.
     return _split_by_ends(settings, layers, pipeline_size, virtual, assumed)
 
 
@@ -368,13 +371,17 @@ def _split_by_layout(
         layers: Number of layers of the model.
         assumed: Lines for the user about assumptions; a line is appended if an even split is
             assumed.
+
+    Returns:
+        The number of chunks on each stage, and the layers of each stage: () if all have equally
+        many.
     """
     chunk_layers = [chunk.count("t") for chunk in _expand_layout(layout)]
     virtual, remainder = divmod(len(chunk_layers), pipeline_size)  # virtual: chunks on each stage
     is_valid = not remainder and min(chunk_layers) > 0 and sum(chunk_layers) == layers
     is_even = len(set(chunk_layers)) == 1
     if is_valid and is_even:
-        return LayerSplit(virtual=virtual, stage_layers=())
+        return LayerSplit(virtual=virtual, stage_layers=())  # (): an even split
     if is_valid and virtual == 1:
         return LayerSplit(virtual=1, stage_layers=tuple(chunk_layers))
     assumed.append(
@@ -395,11 +402,15 @@ def _expand_layout(layout: str) -> list[str]:
 
     For example, "Et*3|(tt|)*2,L" is "Ettt", "tt", "tt" and "L". Each "t" is a transformer layer.
     Megatron-LM's pipeline_parallel_layer_layout.py defines the notation.
+
+    If repetitions make the layout longer than MAX_LAYOUT_LENGTH letters, the others are left as
+    they are. The caller finds out that such a layout does not fit the number of layers.
     """
     expanded = layout.replace(",", "").replace(" ", "")
-    for pattern in (_REPEATED_GROUP, _REPEATED_LETTER):
+    for pattern in (_REPEATED_GROUP, _REPEATED_LETTER):  # such as "(tt|)*2", and "t*3"
         match = pattern.search(expanded)
         while match is not None and len(expanded) < MAX_LAYOUT_LENGTH:
+            # match[1] is the letter or the content of the brackets, match[2] the number.
             repeated = match[1] * int(match[2])
             expanded = expanded[: match.start()] + repeated + expanded[match.end() :]
             match = pattern.search(expanded)

@@ -57,8 +57,11 @@ def model_of(
 
     Args:
         settings: Name of a setting -> value, such as "layers" -> 24. flags.py has the names.
-        is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from Megatron-LM's.
-        assumed: Lines for the user about assumptions; a line is appended for each further assumption.
+        zero_stage: ZeRO stage of the job, 0 to 3.
+        is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from
+            Megatron-LM's.
+        assumed: Lines for the user. For each value that no flag gives and that is assumed here, a
+            line is appended, such as "vocabulary 50257 (GPT-2's)".
 
     Raises:
         HolmesError: A flag that every model needs is missing, or Model refuses the values.
@@ -71,7 +74,7 @@ def model_of(
     values |= {name: settings[name] for name in MODEL_FIELDS if name in settings}
 
     if "query_groups" in settings and settings.get("grouped"):
-        values["groups"] = settings["query_groups"]
+        values["groups"] = settings["query_groups"]  # key-value heads
     elif "query_groups" in settings:
         assumed.append(
             "as many key-value heads as heads: --num-query-groups needs --group-query-attention"
@@ -85,8 +88,10 @@ def model_of(
     if has_experts:
         values |= _expert_fields(settings, is_deepspeed, assumed)
     values["vocabulary"] = _padded_vocabulary(settings, assumed)
+    # With a fused attention kernel, no attention scores are kept for the backward pass.
     values["flash"] = _is_attention_fused(settings, is_deepspeed, assumed)
-    # Layers that DeepSpeed's pipeline engine recomputes together; 0: it recomputes none.
+    # Layers that DeepSpeed's pipeline engine recomputes together in the backward pass; 0: none. A
+    # flag for recomputing ("recompute") takes precedence.
     checkpoint_interval = settings.get("checkpoint_interval", 0)
     default_recompute = "full" if checkpoint_interval else "none"
     values["recompute"] = settings.get("recompute", default_recompute)
@@ -148,7 +153,11 @@ def _padded_vocabulary(settings: Mapping[str, Any], assumed: list[str]) -> int:
 def _is_attention_fused(
     settings: Mapping[str, Any], is_deepspeed: bool, assumed: list[str]
 ) -> bool:
-    """Return whether a fused kernel computes the attention, which keeps no scores for the backward pass.
+    """Return whether a fused kernel computes the attention.
+
+    A fused kernel (as in FlashAttention) keeps no attention scores for the backward pass. If no
+    flag names the kernel, one is assumed for Megatron-LM with transformer_engine, its default. None
+    is assumed for Megatron-DeepSpeed.
 
     Args:
         assumed: Lines for the user about assumptions; a line is appended if a fused kernel is assumed.
@@ -239,16 +248,19 @@ def _expert_fields(
 ) -> dict[str, Any]:
     """Return the fields of Model that describe the experts of its mixture-of-experts layers.
 
-    Model has one number of experts for all layers that have some: the mean if they differ. It also has the
-    number of these layers. Its prediction counts every layer alike, with the mean cost of a layer with
-    experts and one without.
+    Model has a single number of experts for all layers with experts. If the settings give them
+    different numbers, the mean is used. If not all layers have experts, Model counts every layer
+    with the same cost: the mean over all layers. The user gets a line about each simplification.
 
     Args:
-        is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from Megatron-LM's.
+        settings: Name of a setting -> value. "experts" is a list: the experts of each layer that
+            has some, or one number for all of them.
+        is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from
+            Megatron-LM's.
         assumed: Lines for the user about assumptions, to which this function appends.
     """
     layers = settings["layers"]
-    counts = settings["experts"]  # of the layers with experts; one number if all are equal
+    counts = settings["experts"]
     experts = round(sum(counts) / len(counts))
     if len(set(counts)) > 1:
         assumed.append(
@@ -267,7 +279,8 @@ def _expert_fields(
         "experts_per_token": min(experts, settings.get("experts_per_token", default_per_token)),
         "expert_layers": expert_layers,
     }
-    if settings.get("residual"):  # DeepSpeed's --mlp-type residual: an MLP beside the experts
+    if settings.get("residual"):  # DeepSpeed's --mlp-type residual
+        # Width of an MLP that all tokens use, beside the experts.
         fields["shared_ffn"] = settings.get("ffn") or 4 * settings["hidden"]
     return fields
 

@@ -66,16 +66,17 @@ def words_by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
 def read_settings(argv: Sequence[str]) -> Settings:
     """Return the settings in a command line, and in the ds_config file that it names.
 
-    A setting describes the job, such as "layers" -> 24. The prediction of the step time reads the settings.
-    A flag that gives no setting is one of:
+    A setting has a name and a value, such as "layers" -> 24. The prediction of the step time reads
+    the settings. The tables of flags.py sort all flags of the frameworks into three kinds:
 
-    - not counted: it changes a step's time or memory, but the prediction cannot count that. The user gets
-      the reason.
-    - without effect on time and memory: ignored
-    - unknown: in no table of flags.py
+    - Flags that give a setting, such as --num-layers. A value of the wrong type is left out: the
+      script itself refuses it.
+    - Flags that change a step's time or memory in a way that the prediction cannot count. They are
+      returned in `not_counted`, with the reason.
+    - Flags without effect on time and memory, which are ignored.
 
-    A value of the wrong type, such as a word in place of a number, is left out: the script itself refuses it.
-    If a flag and ds_config give the same setting, the value of ds_config counts.
+    A flag in none of these tables is returned in `unknown`. If a flag and ds_config give the same
+    setting, the value of ds_config counts.
     """
     flags = words_by_flag(argv)
     values = settings_of(SETTING_OF_FLAG, flags)
@@ -90,8 +91,9 @@ def read_settings(argv: Sequence[str]) -> Settings:
         elif flag not in SETTING_OF_FLAG and not flag.startswith(FLAG_PREFIXES_WITHOUT_EFFECT):
             unknown.append(flag)
 
-    config = ds_config.from_arguments(list(argv))
-    if config is not None and not config.digest:  # the file is missing, or is no JSON
+    config = ds_config.from_arguments(list(argv))  # None: the command line names no ds_config
+    if config is not None and not config.digest:
+        # No digest: the content could not be read. The file is missing, or is no JSON.
         file_name = Path(config.path).name
         not_counted[file_name] = "cannot be read as JSON: its settings are not counted"
         config = None

@@ -43,11 +43,16 @@ def bucket_ends(
     """Return the offset in the gradient buffer at which each bucket of megatron-core ends.
 
     megatron-core fills a bucket with parameters until it has `bucket_size` elements, then begins
-    the next one. It pads each bucket to a multiple of `divisor`. A returned offset is that before
-    the bucket's own padding, but includes the padding of earlier buckets.
+    the next one. Every parameter starts at a multiple of 64, every bucket at a multiple of
+    `divisor`. The gap before a bucket is the padding of the bucket before it. A returned offset is
+    where this padding begins.
 
-    For example, parameters of 100, 300 and 100 elements, bucket size 350 and divisor 256 give the
-    offsets 428 and 612. Every parameter starts at a multiple of 64, and the second bucket at 512.
+    For example, parameters of 100, 300 and 100 elements, bucket size 350 and divisor 256:
+
+        0-100, 128-428   first bucket; its end is 428, its padding 428-512
+        512-612          second bucket; its end is 612
+
+    The result is [428, 612].
 
     Args:
         parameters: In the order of the backward pass.
@@ -62,7 +67,9 @@ def bucket_ends(
     for elements, has_own_bucket in parameters:
         position = _round_up(position, PARAMETER_ALIGNMENT)
         if has_own_bucket and not bucket_is_empty:
-            ends.append(position)  # the parameters before this one form a bucket
+            # The parameters before this one form a bucket. As in megatron-core, its end includes
+            # the gap after its last parameter: `position` is rounded up above.
+            ends.append(position)
             bucket_start = _round_up(position, divisor)
             position = bucket_start
         position += elements
@@ -93,8 +100,10 @@ def unpadded_bucket_size(
     """
     min_size = planned_size * MIN_SIZE_FACTOR
     max_size = planned_size * MAX_SIZE_FACTOR
-    # The first bucket ends after some parameter, and its end is the bucket size. Candidates are the
-    # ends that need no padding. The loop below checks the other buckets.
+    # A bucket is full when it has the bucket size. If that is the end of some parameter, the first
+    # bucket ends exactly there. Candidates are therefore the ends of parameters that are multiples
+    # of the divisor. They ignore buckets of shared embeddings, and all buckets but the first:
+    # bucket_ends() below counts these.
     candidates = []
     position = 0
     for parameter in parameters:

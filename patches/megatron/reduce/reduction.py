@@ -58,8 +58,8 @@ def warn_that_buckets_stay(current: Session, other_option: str = "") -> None:
     forward pass.
 
     Args:
-        other_option: Another option that allows this, which the message also names; "" if there is
-            none.
+        other_option: An option of Megatron-LM with which checkpoints do not depend on the buckets,
+            so that their size may change. The message names it, too. "" if there is none.
     """
     alternative = f"{other_option}, or " if other_option else ""
     tell(
@@ -166,13 +166,15 @@ def _construct(call: Call, arguments: Mapping[str, Any]) -> Any:
         bucket_size = None
     else:
         bucket_size = ddp_config.bucket_size
-    # megatron-core 0.18 and later: the layout of the distributed optimizer's buckets is an argument.
+    # Since megatron-core 0.18, the layout of the distributed optimizer's buckets is an argument.
     takes_layout = "full_param_layout" in arguments and ddp_config.use_distributed_optimizer
-    # The constructor makes buffers and layouts. The wrappers of these two functions, _bucket_as_planned and
-    # _lay_out_unpadded, read this global and pass the size on in place of megatron-core's.
+    # The constructor calls functions of megatron-core that make buffers and layouts. holmes has
+    # wrapped them. The wrappers, _bucket_as_planned and _lay_out_unpadded, read this ContextVar and
+    # pass its bucket size on in place of megatron-core's.
     token = _planned_bucket_size.set(bucket_size)
     try:
         if takes_layout and bucket_size is not None:
+            # The argument is a layout in buckets of that size, by megatron-core's own function.
             return call(full_param_layout=_distributed_layout(arguments, bucket_size))
         return call()
     finally:
@@ -196,16 +198,17 @@ def _reduction_group(arguments: Mapping[str, Any]) -> Any:
 def _no_sync_between_micro_batches(config, ddp) -> None:
     """Make megatron-core's schedules reduce gradients only in the last micro-batch of a step.
 
-    The schedules call config.no_sync_func in all other micro-batches. A program that overlaps reductions sets
-    it; here the program does not, and holmes has switched the overlap on.
+    The schedules run all other micro-batches inside the context config.no_sync_func(). A program
+    that overlaps reductions sets this attribute. This function sets it if holmes has switched the
+    overlap on in a program that does not overlap.
 
     Args:
         config: Configuration of the model.
         ddp: The DistributedDataParallel of this chunk of the model.
     """
     if config.virtual_pipeline_model_parallel_size:
-        # Interleaved schedule: one function for each chunk of the model. This function is called once for
-        # each chunk, and appends that of its own.
+        # Interleaved schedule: the attribute is a list with one function for each chunk of the
+        # model. The caller runs once for each chunk, in order, and each time one is appended.
         config.no_sync_func = [*(config.no_sync_func or []), ddp.no_sync]
     elif config.no_sync_func is None:
         config.no_sync_func = ddp.no_sync
@@ -257,19 +260,23 @@ def _bucket_as_planned(
 ) -> Any:
     """Construct a _ParamAndGradBuffer with the planned bucket size, on later pipeline stages too.
 
-    This wrapper runs in place of _ParamAndGradBuffer.__init__, which call() runs and which cuts the gradients
-    into buckets. megatron-core passes a bucket size on the first stage only; None means a single bucket.
+    This wrapper runs in place of _ParamAndGradBuffer.__init__, which call() runs. That constructor
+    cuts the gradients into buckets. Its argument bucket_size is replaced by the planned size in two
+    cases:
 
-    In megatron-core before 0.18 this constructor also cuts the distributed optimizer's buckets, and pads
-    them. Checkpoints of these versions are wrong with padded buckets. Therefore the distributed optimizer
-    gets a bucket size close to the planned one that needs no padding.
+    - It is None, a single bucket. megatron-core passes None on all stages but the first.
+    - It is a size that holmes has put into ddp_config. A size that the program has chosen stays.
+
+    In megatron-core before 0.18 this constructor also cuts the distributed optimizer's buckets, and
+    pads them. Checkpoints of these versions are wrong with padded buckets. Therefore the
+    distributed optimizer gets the size nearest to the planned one that needs no padding.
     """
-    # _construct() sets this global while DistributedDataParallel's constructor runs.
+    # _construct() sets this ContextVar while DistributedDataParallel's constructor runs. None:
+    # holmes has not planned this buffer, or the program wants a single bucket.
     elements = _planned_bucket_size.get()
     if elements is None:
         return call()
-    # megatron-core passes the size of ddp_config on the first stage. If the program has chosen it, it stays.
-    # _set_overlap_and_buckets() has marked ddp_config with buckets_by_plan if holmes has chosen it.
+    # _set_overlap_and_buckets() has marked ddp_config if holmes has chosen the size in it.
     is_size_of_holmes = getattr(ddp_config, "buckets_by_plan", False)
     if bucket_size is not None and not is_size_of_holmes:
         return call()
@@ -277,6 +284,7 @@ def _bucket_as_planned(
         if not params:  # megatron-core 0.17 has params_with_names in place of params
             params = [param for param, _ in params_with_names]
         rank_count = data_parallel_group.size()
+        # None, a single bucket, if no size near the planned one needs no padding.
         elements = megatron_buckets.unpadded_size_for_buffer(
             params, rank_count, ddp_config, elements
         )
@@ -304,10 +312,12 @@ def _lay_out_unpadded(
         data_parallel_world_size: Number of ranks that reduce the gradients.
         ddp_config: DistributedDataParallelConfig.
     """
-    # _construct() sets this global while DistributedDataParallel's constructor runs.
+    # _construct() sets this ContextVar while DistributedDataParallel's constructor runs. None:
+    # holmes has not planned these buckets, or the program wants a single one.
     elements = _planned_bucket_size.get()
     if elements is None:
         return call()
+    # None, a single bucket, if no size near the planned one needs no padding.
     unpadded_size = megatron_buckets.unpadded_size_for_buffer(
         params, data_parallel_world_size, ddp_config, elements
     )
