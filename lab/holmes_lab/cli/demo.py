@@ -229,8 +229,8 @@ def _result(series: dict[str, Series]) -> dict[str, Any]:
         "realtime": whether all runs had emulated compute, and ran under SCHED_RR.
     """
     stock, holmes, bound = series["stock"], series["holmes"], series["all-RDMA"]
-    # Series.median is in seconds per step, so the throughput of a is b.median / a.median times that
-    # of b.
+    # Series.median is the median step time in seconds. The throughput ratio of two variants is the
+    # inverse of the ratio of their step times.
     return {
         "ratio_to_stock": stock.median / holmes.median,
         "ratio_to_bound": bound.median / holmes.median,

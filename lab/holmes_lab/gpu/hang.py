@@ -183,12 +183,12 @@ class WaitForGraph:
     def _waits_of_nccl_kernel(self, kernel: StreamWork) -> Iterator[Wait]:
         """Yield the edge from a running NCCL kernel to the rank that it waits for, if there is one.
 
-        The kernel waits for `kernel.peer`, a member of its communicator. The target of the edge is the kernel
-        of that member's rank in the same communicator. It is the host of that rank if the rank has
-        no pending kernel there.
+        The kernel waits for `kernel.peer`, the number of a member of its communicator. The edge
+        leads to a kernel of that member's rank in the same communicator. If the rank has none
+        pending, the edge leads to the rank's host.
 
-        There is no edge if the transfer is in progress, since then only the network delays it. There is none
-        either if the member's rank is unknown or reported no state.
+        There is no edge if the transfer is in progress: only the network then delays it. There is
+        none either if the member's rank is unknown or did not report its state.
         """
         rank = self._answering_rank(kernel.communicator, kernel.peer)
         if rank is None:

@@ -221,8 +221,8 @@ class Job:
             # _read_message() sets _lost_lab if the supervisor's socket closes before the message
             # that all ranks have ended.
             if self._lost_lab:
-                # If one of two processes is killed, the whole lab ends: the keeper, which owns the
-                # lab's processes, or the delay line, which emulates the network between clusters.
+                # The lab ends if its keeper or its delay line is killed. The keeper owns all its
+                # processes. The delay line emulates the network between clusters.
                 who = "its keeper or its delay line"
                 raise HolmesError(
                     f"the lab ended while the job ran: {who} was killed (`holmes lab down --all`?)"
