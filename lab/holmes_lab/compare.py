@@ -91,8 +91,10 @@ class Series:
     ) -> None:
         """Add the measurements of a run.
 
-        The step times are appended to those of earlier runs. The losses, the output of rank 0 and
-        the traffic of a step replace those of the run before.
+        The step times are appended to those of earlier runs. `realtime` stays true only if it is
+        true of each run, and `busy` is the largest share of all runs. The other values replace
+        those of the run before: the losses, the output of rank 0, the traffic of a step, and
+        `emulated`, which is the same in all runs.
 
         Args:
             seconds: Seconds of all steps.

@@ -311,7 +311,7 @@ class Lab:
         """Rename the NICs and the RDMA device (HCA) of a node, as if another machine replaced it.
 
         Args:
-            node: Name of a node. It has at most one fast NIC, since all NICs get the same HCA.
+            node: Name of a node with at most one fast NIC, since all HCAs get the same name.
             names: Old -> new name of a NIC, for example {"roce0": "ens6np0"}. Others keep their names.
             hca: New name of the HCA.
         """
@@ -319,7 +319,7 @@ class Lab:
         new_nics = []
         for nic in old_node.nics:
             new_name = names.get(nic.name, nic.name)
-            new_nics.append(replace(nic, name=new_name, hca=hca))
+            new_nics.append(replace(nic, name=new_name, hca=hca))  # Ethernet NICs have no HCA
             if new_name != nic.name:
                 self._tool(
                     node,
@@ -332,8 +332,8 @@ class Lab:
         self._by_name[node] = new_node
         self.hosts = tuple(self._by_name.values())
         self.nodes = self.hosts[: len(self.nodes)]  # "login" is the last of the hosts
-        shutil.rmtree(self.sysfs(node))
-        sysfs_tree.write_tree(self.sysfs(node), new_node)
+        shutil.rmtree(self.sysfs(node))  # the folder that stands for the node's /sys
+        sysfs_tree.write_tree(self.sysfs(node), new_node)  # the same with the new names
 
     def set_rate(self, node: str, nic: str, bps: int) -> None:
         """Limit a NIC to a rate in bits/s in both directions.
@@ -343,9 +343,9 @@ class Lab:
         link = self._node(node).nic(nic)
         # The node limits what the NIC sends, and the switch limits what it receives.
         for host, device in ((node, link.name), (_SWITCH, link.port)):
-            limit, shape = network.shape_commands(device, bps)
-            self._tool(host, "ip", limit + "\n")
-            self._tool(host, "tc", shape + "\n")
+            packet_size, rate = network.shape_commands(device, bps)  # a line for ip, one for tc
+            self._tool(host, "ip", packet_size + "\n")
+            self._tool(host, "tc", rate + "\n")
 
     def variables(self, host: str) -> dict[str, str]:
         """Return the environment variables that describe a node, or the host "login", to its processes."""
@@ -388,7 +388,7 @@ class Lab:
         self._keeper = KeeperProcess(self.directory)
         self._state["keeper"] = state.identity(self._keeper.pid)
         state.record(self.directory, **self._state)
-        self._init = self._keeper.wait_until_ready()  # PID of the init of the lab's PID namespace
+        self._init_pid = self._keeper.wait_until_ready()  # init of the lab's PID namespace
 
     def _make_nodes(self) -> None:
         """Create the nodes and the networks between them, and record the nodes in state.json.
@@ -488,8 +488,8 @@ class Lab:
             log = self.directory / f"preload{len(self._fork_servers)}.log"
             control = None
             if self.templates is not None:
-                control = self.templates.fork_server(key, PACKAGE_FOLDERS, self._init, log)
-            if control is None:  # without templates, or they cannot enter this lab
+                control = self.templates.fork_server(key, PACKAGE_FOLDERS, self._init_pid, log)
+            if control is None:  # no template, or it cannot enter this lab's user namespace
                 # PACKAGE_FOLDERS: folders from which this Python imports holmes_lab and holmes_ext.
                 argv = [interpreter, "-c", fork_server.BOOT, PACKAGE_FOLDERS, ",".join(modules)]
                 start_process = partial(

@@ -220,12 +220,17 @@ def _result(series: dict[str, Series]) -> dict[str, Any]:
         series: Name of each variant -> its measurements.
 
     Returns:
-        "ratio_to_stock", "ratio_to_bound", "stock_to_bound": ratios of throughput.
-        "max_loss_difference": between stock and holmes. "step_seconds" (median and spread),
-        "tokens_per_second", "final_loss", "bytes_sent_each_step": for each variant. "emulated" and
+        Three ratios of throughput in tokens per second:
+            "ratio_to_stock"    holmes / stock
+            "ratio_to_bound"    holmes / all-RDMA
+            "stock_to_bound"    stock / all-RDMA
+        "max_loss_difference": between stock and holmes. For each variant: "step_seconds" (median
+        and spread), "tokens_per_second", "final_loss" and "bytes_sent_each_step". "emulated" and
         "realtime": whether all runs had emulated compute, and ran under SCHED_RR.
     """
     stock, holmes, bound = series["stock"], series["holmes"], series["all-RDMA"]
+    # Series.median is the median step time in seconds. The throughput ratio of two variants is the
+    # inverse of the ratio of their step times.
     return {
         "ratio_to_stock": stock.median / holmes.median,
         "ratio_to_bound": bound.median / holmes.median,

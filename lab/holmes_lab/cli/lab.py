@@ -392,8 +392,9 @@ def _measure(args: argparse.Namespace) -> int:
     """Measure all links of emulated clusters (`holmes lab measure`), and print a table or JSON.
 
     Returns:
-        The exit status: 0 if all links are as configured, else 1. A rate may differ by 10 %, and a round trip
-        between clusters by 1 ms or 5 %. The rates of messages below 128 KiB are not judged.
+        The exit status: 0 if all links are as configured, else 1. Each rate may differ by 10 %, in
+        a cluster and between clusters. The round trip between two clusters may differ by 5 %, or by
+        1 ms if that is more. The rates of messages below 128 KiB are not judged.
     """
     rows, rows_between_clusters = measure(load_spec(args.cluster), args.scale)
     if args.json:

@@ -206,7 +206,7 @@ class Pacer:
         # pass. _call() fills this while a layer runs forward, and paced_make() empties it.
         #: Delayed gradients -> emulated seconds that their computation will take.
         self._delayed_s: dict[DelayedGradients, float] = defaultdict(float)
-        #: Entry of `_delayed_s` for the layers that run forward now. None: the gradients of their
+        #: Key in `_delayed_s` of the layers that run forward now. None: the gradients of their
         #: weights are computed in the backward pass, as usual.
         self._delayed_key: DelayedGradients | None = None
 
@@ -247,11 +247,13 @@ class Pacer:
         times. It uses holmes's class WeightGradients for this. Two methods of the class are
         patched:
 
-            of(micro_batch)      context manager around a forward pass. The gradients of its weights
-                                 are delayed. The patch adds up the emulated seconds that
-                                 computing them takes (_delay_gradients()).
-            make(micro_batch)    computes these gradients. The patch then sleeps until the call has
-                                 taken these seconds. Traces show the call as a backward pass.
+            of(micro_batch)      context manager around a forward pass with delayed weight
+                                 gradients. The patch stores a key in self._delayed_key. Each call
+                                 of a layer (_call()) then adds to self._delayed_s[key] the emulated
+                                 seconds that computing the layer's weight gradients takes.
+            make(micro_batch)    computes these gradients. The patch takes the sum of the seconds
+                                 out of self._delayed_s, and sleeps until the call has lasted that
+                                 long. Traces show the call as a backward pass.
 
         Args:
             weight_gradients: The class WeightGradients (runtime/reduce/weight_gradients.py).
@@ -314,6 +316,7 @@ class Pacer:
         cluster = os.environ.get("HOLMES_LAB_CLUSTER", "")  # the lab sets it for each rank
         # Clusters that the settings do not name have GPUs of the speed `config.flops`.
         cluster_speed = self.config.speed.get(cluster, 1.0)
+        # _node_speed() is 1.0, unless a test slows this node down while the job runs.
         return flops / (self.config.flops * cluster_speed * self._node_speed())
 
     def _node_speed(self) -> float:
@@ -467,8 +470,8 @@ class _Backward:
         gradient, no hook can end the backward pass later: it sleeps all of its time now.
         """
         if self.pacer.unfinished is not None:
-            # The backward pass of the layer after this one ends with the same gradient. Its own
-            # hook may be called after this one.
+            # `unfinished` is the backward pass of the next layer (in forward order). It ends with
+            # the same gradient, but autograd may call its finish() only after this begin().
             self.pacer.unfinished.finish(None)
         self.pacer.unfinished = self
         self.start = self.pacer.clock()

@@ -36,14 +36,16 @@ def read(directory: Path) -> list[Communicator]:
     Each rank writes two kinds of records:
 
         a communicator is made    {"communicator": its name, "self": this process, "members": processes,
-                                  "network", "group": name of the process group, or ""}
+                                  "network": NCCL's transport between nodes, "Socket" or "IB",
+                                  "group": name of the process group, or ""}
         its group gets a name     {"communicator", "group"}
 
     The last group name that a rank writes is the best. Ranks may disagree, because a rank that
     never used a communicator may not know the name. The lowest rank that has a name decides.
 
     Returns:
-        The communicators, in the order in which their lowest ranks made them.
+        The communicators, in the order in which their lowest ranks made them. In `ranks`, a member
+        is None if its process wrote no record, since its rank is then unknown.
     """
     records = _records_by_rank(directory)
     rank_of_process: dict[str, int] = {}

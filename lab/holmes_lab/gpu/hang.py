@@ -181,10 +181,14 @@ class WaitForGraph:
                     yield Wait(work.work_id, other.work_id, reason)
 
     def _waits_of_nccl_kernel(self, kernel: StreamWork) -> Iterator[Wait]:
-        """Yield the edge from a running NCCL kernel to the peer that it waits for, if there is one.
+        """Yield the edge from a running NCCL kernel to the rank that it waits for, if there is one.
 
-        The target is the peer's kernel of the same communicator, or the peer's host if that has not launched
-        a kernel yet. There is no edge if the transfer is in progress: then only the network delays it.
+        The kernel waits for `kernel.peer`, the number of a member of its communicator. The edge
+        leads to a kernel of that member's rank in the same communicator. If the rank has none
+        pending, the edge leads to the rank's host.
+
+        There is no edge if the transfer is in progress: only the network then delays it. There is
+        none either if the member's rank is unknown or did not report its state.
         """
         rank = self._answering_rank(kernel.communicator, kernel.peer)
         if rank is None:
@@ -232,7 +236,15 @@ class WaitForGraph:
         return False
 
     def _answering_rank(self, communicator: str, member: int | None) -> int | None:
-        """Return the job's rank of a communicator's member, or None if that rank did not answer."""
+        """Return the job's rank of a communicator's member, if that rank reported its state.
+
+        Args:
+            communicator: Name of the communicator.
+            member: Number of the member in the communicator; None: no member.
+
+        Returns:
+            None also if the communicator, the member or its rank in the job is unknown.
+        """
         ranks = self.members.get(communicator, ())
         if member is None or member >= len(ranks):
             return None

@@ -192,7 +192,8 @@ def preload_environment(env: Mapping[str, str]) -> dict[str, str]:
         or not name.startswith(_READ_BY_SCRIPTS)
     }
     if GPU_COUNT_VARIABLE in env:  # with emulated GPUs
-        # torch then counts GPUs without using CUDA, which no forked process may have done before.
+        # Ranks are forked from this Python, and CUDA fails in a fork if its parent has used CUDA.
+        # With this variable, torch asks NVML for the number of GPUs, and does not use CUDA.
         read_by_imports["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return read_by_imports
 

@@ -129,12 +129,15 @@ def _read_version(folder: Path, where: str) -> NcclSource:
         )
     major, minor, patch = map(int, numbers)
     name = f"{major}.{minor}.{patch}"
+    # TRIED: the releases with which the emulated GPU was tested. DEFAULT is one of them, which the
+    # error message recommends; v{DEFAULT}-1 is its git tag.
     if (major, minor) < _minor_version(TRIED[0]):
         raise HolmesError(
             f"{where} is NCCL {name}; the emulated GPU takes {TRIED[0]} and newer: git -C {where} checkout "
             f"v{DEFAULT}-1"
         )
     if (major, minor) > _minor_version(TRIED[-1]):
+        # After each build of NCCL, csrc/check compares the results of its collectives.
         print(
             f"holmes: warning: {where} is NCCL {name}; the emulated GPU was never tried with a version newer "
             f"than {TRIED[-1]}. Its results are checked when it is built",

@@ -100,20 +100,22 @@ def say(text: str) -> None:
 
 
 def _load(path: str, environ: MutableMapping[str, str]) -> ctypes.CDLL:
-    """Load libholmes_operators.so, and let it store torch's C++ Meta kernels (which compute result shapes).
+    """Load libholmes_operators.so, and let it store torch's C++ Meta kernels.
 
-    This must happen before the Python part of torch replaces some of these kernels by its own. The
-    emulated operators call the stored kernels to know the shapes of their results before these are
-    computed.
+    A Meta kernel computes only the shapes of an operator's results. Each emulated operator first
+    calls the stored Meta kernel, and then computes the results. The library must be loaded before
+    torch's Python part replaces some of the Meta kernels by its own.
 
     Args:
         path: Path of the library.
         environ: The environment of this process.
     """
-    drop_expandable_segments(environ)  # the program may have set it before it imported torch
+    # Removes expandable_segments, which emulated memory lacks, from the settings of torch's CUDA
+    # allocator. The program may have set it before it imported torch.
+    drop_expandable_segments(environ)
     library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
-    library.egpuOperatorsInstall.restype = ctypes.c_char_p
-    library.egpuOperatorsPrepare()
+    library.egpuOperatorsInstall.restype = ctypes.c_char_p  # called later, by _install()
+    library.egpuOperatorsPrepare()  # stores the Meta kernels
     return library
 
 

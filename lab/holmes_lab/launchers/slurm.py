@@ -151,7 +151,7 @@ def daemons(directory: Path, order: Sequence[str], env: Mapping[str, str]) -> li
 
     Args:
         directory: Directory of the files that configure() has written.
-        order: Names of the nodes, on which slurmd runs. They only set the order of the result.
+        order: Names of all nodes. Each gets a munged and a slurmd, in this order in the result.
         env: Environment of the daemons.
     """
     slurm_env = {**env, "SLURM_CONF": str(directory / "slurm.conf")}

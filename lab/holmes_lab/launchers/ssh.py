@@ -20,6 +20,13 @@ _NO_BASHRC = {"SHLVL": "1"}
 def configure(directory: Path, variables: Mapping[str, Mapping[str, str]]) -> None:
     """Write the keys and the configuration files of sshd and ssh.
 
+    The files in `directory` are:
+
+        host_key, key         private keys of the hosts and of the user, and the public keys (.pub)
+        ssh_config            mounted over /etc/ssh/ssh_config on each host (mount_script())
+        shadow                mounted over /etc/shadow on each host, with root's account unlocked
+        sshd_config.HOST      for the sshd of each host
+
     Args:
         directory: Directory into which the files are written.
         variables: For each host, the environment variables of every session on that host.
@@ -36,6 +43,7 @@ def configure(directory: Path, variables: Mapping[str, Mapping[str, str]]) -> No
     # sshd refuses a login to a locked account, and root is locked on many machines.
     (directory / "shadow").write_text("root:*:19000:0:99999:7:::\n")
     for host, host_variables in variables.items():
+        # _NO_BASHRC sets SHLVL=1, so that bash does not read ~/.bashrc in a session of sshd.
         config = _sshd_config(directory, {**host_variables, **_NO_BASHRC})
         (directory / f"sshd_config.{host}").write_text(config)
 

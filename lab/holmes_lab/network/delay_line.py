@@ -125,7 +125,7 @@ class _TimedFrame(NamedTuple):
 
     when_s: float
     number: int  # of such waits; it decides between equal times
-    has_left_all: bool  # whether the frame has left all queues, so that it arrives at this time
+    on_uplink: bool  # whether it is sent over the receiver's uplink, and arrives at this time
     frame: DelayedFrame
 
 
@@ -329,7 +329,7 @@ class Router:
         """
         queue = next(frame.next_queues, None)
         if queue is None:  # the frame has passed the uplink and the link
-            self._wait_until(frame.last_bit_s + frame.latency_s, frame, has_left_all=False)
+            self._wait_until(frame.last_bit_s + frame.latency_s, frame, on_uplink=False)
         elif not queue.add(frame, now):
             self.dropped += 1
 
@@ -350,41 +350,41 @@ class Router:
         arrived = self._end_waits(now)
         for queue in self._queues_after_latency:
             for _, frame in queue.leaving(now):
-                self._wait_until(frame.last_bit_s, frame, has_left_all=True)
-        # Such an end may be before `now`, so the waits are looked at again.
+                self._wait_until(frame.last_bit_s, frame, on_uplink=True)
+        # A wait that was added just now may end before `now`: its frame has arrived, too.
         return arrived + self._end_waits(now)
 
     def _end_waits(self, now: float) -> list[ArrivedFrame]:
-        """End the waits of all frames for which the time has come; return the arrived frames.
+        """End the waits that are over at the time `now`, and return the frames that have arrived.
 
-        There are two kinds of waits (_TimedFrame):
+        A frame waits for one of two times (_TimedFrame):
 
-            has_left_all is false    for the end of the latency. The frame then enters the uplink of
-                                     the receiver's cluster. If that uplink has no limit, the frame
-                                     has arrived.
-            has_left_all is true     for the end of the transmission on that uplink. The frame has
-                                     then arrived. pop_arrived() adds these waits.
+            on_uplink is false    the end of the link's latency. The frame then enters the queue of
+                                  the uplink of the receiver's cluster. If that uplink has no rate
+                                  limit, there is no such queue, and the frame has arrived.
+            on_uplink is true     the end of the transmission over that uplink. The frame has then
+                                  arrived. pop_arrived() adds these waits.
         """
         arrived = []
         while self._timed and self._timed[0].when_s <= now:
             wait = heapq.heappop(self._timed)
             frame = wait.frame
-            uplink = None if wait.has_left_all else self._uplinks_in[frame.target]
-            if uplink is None:
+            next_queue = None if wait.on_uplink else self._uplinks_in[frame.target]
+            if next_queue is None:
                 arrived.append(ArrivedFrame(frame.target, frame.pieces))
-            elif not uplink.add(frame, wait.when_s):
+            elif not next_queue.add(frame, wait.when_s):
                 self.dropped += 1
         return arrived
 
-    def _wait_until(self, when_s: float, frame: DelayedFrame, has_left_all: bool) -> None:
-        """Let a frame wait until the time `when_s`.
+    def _wait_until(self, when_s: float, frame: DelayedFrame, on_uplink: bool) -> None:
+        """Let a frame wait until the time `when_s`; _end_waits() ends the wait.
 
         Args:
-            has_left_all: Whether the frame has left all queues, so that it arrives at this time.
-                False: it waits for the latency, and has the receiver's uplink before it.
+            on_uplink: True: until then, the frame is sent over the uplink of the receiver's
+                cluster, and arrives. False: the link's latency ends then, before that uplink.
         """
         self._wait_count += 1
-        heapq.heappush(self._timed, _TimedFrame(when_s, self._wait_count, has_left_all, frame))
+        heapq.heappush(self._timed, _TimedFrame(when_s, self._wait_count, on_uplink, frame))
 
 
 def _queue(rate_bps: float, latency_s: float) -> FairQueue | None:

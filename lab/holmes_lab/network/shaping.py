@@ -344,7 +344,11 @@ def shaping(rate_bps: int) -> Shaping:
 
 
 def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
-    """Return a line for `ip -batch` and a line for `tc -batch` that limit what a device sends.
+    """Return a line for `ip -batch` and a line for `tc -batch` that limit the rate of a device.
+
+        ip    limits the size of the packets that the kernel gives to the device (gso_max_size).
+              tbf would cut packets above its burst size, which costs CPU time.
+        tc    limits the rate at which the device sends, by a token bucket filter (tbf).
 
     The device may have a limit already. If the burst size changes, its queue is replaced by an
     empty one, and TCP sends the lost packets again. A packet that is longer than the new burst
@@ -387,14 +391,16 @@ def switch_batches(nodes: Sequence[LabNode], inner_pid: dict[str, int]) -> tuple
         ip.append(f"link set dev {bridge} up")
     for node in nodes:
         for nic in node.nics:
-            limit, shape = shape_commands(nic.port, nic.rate_bps)
+            # shape_commands() returns a line for ip, which limits the size of the packets that the
+            # device gets, and a line for tc, which limits its rate.
+            packet_size, rate = shape_commands(nic.port, nic.rate_bps)
             peer = f"peer name {nic.name} address {nic.mac} mtu {MTU} netns {inner_pid[node.name]}"
             ip += [
                 f"link add name {nic.port} mtu {MTU} type veth {peer}",
                 f"link set dev {nic.port} master {nic.bridge} up",
-                limit,
+                packet_size,
             ]
-            tc.append(shape)
+            tc.append(rate)
     return "\n".join(ip) + "\n", "\n".join(tc) + "\n"
 
 
@@ -406,13 +412,15 @@ def node_batches(node: LabNode) -> tuple[str, str]:
     ip = ["link set dev lo up"]
     tc: list[str] = []
     for nic in node.nics:
-        limit, shape = shape_commands(nic.name, nic.rate_bps)
+        # shape_commands() returns a line for ip, which limits the size of the packets that the
+        # device gets, and a line for tc, which limits its rate.
+        packet_size, rate = shape_commands(nic.name, nic.rate_bps)
         ip += [
             f"address add {nic.address}/{nic.prefix} dev {nic.name}",
             f"link set dev {nic.name} up",
-            limit,
+            packet_size,
         ]
-        tc.append(shape)
+        tc.append(rate)
     if node.ethernet_segment is not None:
         ip += inter_cluster.route_lines(node.ethernet_segment)
     return "\n".join(ip) + "\n", "\n".join(tc) + "\n"

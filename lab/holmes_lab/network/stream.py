@@ -53,15 +53,16 @@ def _send(
         address: IP address of the receiver.
         sizes: Sizes of the messages in bytes.
         with_stream: Whether to measure the rate of a stream: data that is sent without a pause for
-            some seconds. It is measured before the messages. lab/measure.py does so between
-            clusters.
+            LEAD_S seconds, until TCP's window has opened, and for STREAM_S more, in which the
+            receiver measures. The stream comes before the messages. lab/measure.py measures a
+            stream only between nodes of different clusters.
         with_messages: Whether to measure round trips and single messages. No other pair of nodes
             may send at the same time.
 
     Returns:
-        With the stream, "flood": bits/s. With messages, "round_trip": median seconds of a byte and
-        its acknowledgement; "seconds": mean seconds of a message and its acknowledgement, for each
-        size.
+        With the stream, "flood" (another word for the stream): its rate in bits/s. With messages,
+        "round_trip": median seconds of a byte and its acknowledgement; "seconds": mean seconds of a
+        message and its acknowledgement, for each size.
     """
     result: dict[str, object] = {}
     if with_stream:

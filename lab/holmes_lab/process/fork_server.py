@@ -171,8 +171,11 @@ def serve_template(modules: list[str], control_number: int) -> launch.Entry | No
         control_number: Descriptor number of the control socket.
 
     Returns:
-        Only in two processes. In each rank that a fork server forks: a function without arguments
-        that runs the script of the rank. In the template: None if the modules cannot be imported.
+        In a rank: a function without arguments that runs the script of the rank. Ranks are forks of
+        this process's forks, so the call returns in each of them, too.
+        In a fork server: None, when its lab has ended.
+        In the template itself: None, if the modules cannot be imported. Otherwise the template
+        exits in this function.
     """
     control = socket.socket(fileno=control_number)
     os.set_inheritable(control_number, False)
@@ -194,6 +197,8 @@ def serve_template(modules: list[str], control_number: int) -> launch.Entry | No
             break
         if os.fork() == 0:
             control.close()
+            # "init": PID of the init of the PID namespace of the lab that requests a fork server.
+            # _enter_lab() forks the fork server into this namespace.
             return _enter_lab(message["init"], *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -313,15 +318,16 @@ def import_for_ranks() -> None:
         # all_patches() imports the modules with holmes's patches of frameworks; its result is not
         # used.
         importlib.import_module("holmes_ext.patches").all_patches()
-        # A rank that has removed holmes_ext may import it again. The modules of extensions hold
-        # references to the classes of the removed holmes_ext, so they are removed with it.
+        # A rank that does not use holmes removes these modules from sys.modules, and its script may
+        # then import holmes_ext anew. An extension that stayed would use the classes of the old
+        # holmes_ext, so extensions are removed, too.
         packages = {point.module.partition(".")[0] for point in entry_points(group=GROUP)}
         packages.add("holmes_ext")
         _holmes_modules.update(
             name for name in set(sys.modules) - before if name.partition(".")[0] in packages
         )
-        # The package itself stays: modules that were imported before, such as holmes_ext.errors,
-        # belong to it.
+        # The package module "holmes_ext" is not removed. The fork server has imported some of its
+        # modules before, such as holmes_ext.errors. These stay, so their package must stay, too.
         _holmes_modules.discard("holmes_ext")
     gc.collect()
     # Otherwise the first full collection in a rank writes to all shared pages, which copies them:

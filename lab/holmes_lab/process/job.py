@@ -218,9 +218,11 @@ class Job:
                         self._read_output(key.fd, pipe)
                 self._end_when_due()
                 self._cores.sample()
+            # _read_message() sets _lost_lab if the supervisor's socket closes before the message
+            # that all ranks have ended.
             if self._lost_lab:
-                # Two processes end a lab with them: the one that owns its processes (the keeper),
-                # and the one that emulates the network between clusters (the delay line).
+                # The lab ends if its keeper or its delay line is killed. The keeper owns all its
+                # processes. The delay line emulates the network between clusters.
                 who = "its keeper or its delay line"
                 raise HolmesError(
                     f"the lab ended while the job ran: {who} was killed (`holmes lab down --all`?)"

@@ -167,10 +167,12 @@ class Keeper:
         emulates the network between clusters.
 
         Args:
-            name: Name of the node that the namespaces belong to. SWITCH: of the bridges; WAN: of
-                the delay line.
-            prepare: Called in the forked process to create the namespaces. It returns None, or the
-                program: a function without arguments that the process then runs.
+            name: Name under which the process is entered in self.holders. For the namespaces of a
+                node: the name of the node. SWITCH: for the network namespace of the bridges. WAN:
+                for the delay line.
+            prepare: Called in the forked process to create or enter the namespaces. It returns
+                None if the process shall then only keep them. Otherwise it returns the program, a
+                function without arguments, which the process then runs.
 
         Raises:
             OSError: The namespaces cannot be created.
