@@ -88,7 +88,7 @@ def two_clusters(world: int) -> Site:
 def priced(description: CommandLine) -> float:
     """Return the predicted seconds of a training step, or 0.0 if there is no prediction for it.
 
-    The planner's closed-form estimate is used, not its slower simulation. The command line does not
+    A closed-form estimate is used, not the planner's slower simulation. The command line does not
     say on how many GPUs it runs. Therefore the function tries one data-parallel size after another,
     from 1, until the job fills the nodes of two equal clusters and a prediction is possible.
 
@@ -109,8 +109,8 @@ def priced(description: CommandLine) -> float:
             continue
         try:
             complete = sizes.complete(world)
-            # The planning problem. The batch size stays that of the command line (0: not given
-            # here).
+            # The planning problem: networks, model and batch size. global_batch=0: no batch size is
+            # demanded, and the model's number of micro-batches (from the command line) is used.
             problem = SearchResult(
                 Network(two_clusters(world)),
                 description.model,
