@@ -188,7 +188,7 @@ class DataParallelJob(SimulatedJob):
                 stage=0,
                 tensor=1,
                 micro_batches=1,
-                gradient_bytes={},  # bytes by layer: not needed, since no layer can move
+                gradient_bytes={},  # bytes by layer: not needed without pipeline stages
                 stages={rank: 0},  # the ranks of its pipeline -> their stages
             )
 

@@ -109,8 +109,8 @@ def priced(description: CommandLine) -> float:
             continue
         try:
             complete = sizes.complete(world)
-            # The planning problem: networks, model and batch size. global_batch=0: no batch size is
-            # demanded, and the model's number of micro-batches (from the command line) is used.
+            # What to plan: networks and model. The global batch size is only for a search over
+            # parallel sizes (0: not given). Here the model has the number of micro-batches.
             problem = SearchResult(
                 Network(two_clusters(world)),
                 description.model,

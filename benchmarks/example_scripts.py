@@ -206,7 +206,7 @@ def _trainings(call: list[str]) -> Iterator[list[str]]:
     """
     for number, word in enumerate(call):
         # The first form: the word itself is the path of a training script (TRAINS). Its arguments
-        # are the words after it. Words without text are dropped: they come from unset variables.
+        # are the words after it. Words without text are dropped, such as an empty input at the end.
         if TRAINS.search(word.strip()):
             if any(call[number + 1 :]):
                 yield [text for text in call[number + 1 :] if text.strip()]

@@ -458,7 +458,7 @@ def main() -> int:
     for name in names:
         rows += case(name, args.repetitions, args.steps)
         write(rows, args.json)
-    # "their clock": an emulated GPU is SLOWER times slower than the real time suggests.
+    # "their clock" is the time that an emulated GPU charges for a kernel, by its FLOP/s.
     return finish(rows, args.json, "Steps on emulated GPUs over NCCL, by their clock")
 
 
