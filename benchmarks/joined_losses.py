@@ -280,8 +280,8 @@ class OuterLoop:
         submitted = self.in_flight.pop(fragment, None)
         if submitted is not None:
             gradient = submitted.gradient
-            # Divisor for an outdated pseudo-gradient; 1: it counts in full. CO2's gap grows with the
-            # distance that the anchor has moved since the pseudo-gradient was computed.
+            # Divisor for an outdated pseudo-gradient; 1: it counts in full. CO2's gap grows with
+            # the distance that the anchor has moved since the pseudo-gradient was computed.
             gap = 1.0
             if self.algorithm.needs_gap:
                 momentum_square = 0.0

@@ -367,7 +367,7 @@ def main() -> int:
     add("--after", type=float, default=60.0, help="seconds that are looked at after the kill")
     add("--ways", default=";".join(WAYS), metavar="NAME;...", help="only these")
     # --runs FILE keeps the result of each run, so that an interrupted benchmark can go on.
-    # --minutes: no run begins later.
+    # --minutes M: no run begins after M minutes.
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
     unknown = [name for name in args.ways.split(";") if name not in WAYS]
