@@ -109,7 +109,7 @@ def _planned_reduction(spec: SiteSpec) -> dict[str, Any]:
     # A plan has traffic for gloo (SOCKETS) and for NCCL. The lab uses gloo.
     planned = plan.traffic_of(SOCKETS).reductions[0]
     tell(f"the plan: {planned}")
-    if not planned.clusters:  # () for a flat ring; otherwise the ranks of each cluster
+    if not planned.clusters:  # (): a flat ring; else the clusters that are groups of it
         return {}
     across = asdict(planned.across) if planned.across else None
     return {"clusters": True, "chunk_bytes": planned.chunk_bytes, "across": across}

@@ -167,7 +167,7 @@ def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> PartitionP
         model=model,
         overlap=case.overlap,
     )
-    # plan.stage_layers is () if the stages have equally many layers. Then the numbers are filled in.
+    # plan.stage_layers is () if the stages have equally many layers: half of them each.
     return PartitionPlan(plan, plan.stage_layers or (model.layers // 2,) * 2)
 
 

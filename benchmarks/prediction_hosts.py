@@ -112,7 +112,7 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
         )
         if result.returncode:
             rank = result.first_failed or 0  # None, e.g. after a time-out: show rank 0
-            # "a sum" stands for any of the measurements, most of which are all-reduces.
+            # "a sum" stands for any of the three measurements.
             raise SystemExit(f"prediction_hosts.py: a sum failed: {result.outputs[rank]}")
         return json.loads(result.stdout[0])
 

@@ -256,8 +256,8 @@ def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage
         pipelines: Usually one pipeline with replicas of each stage. FlashFlex has several pipelines
             that are replicas of each other. The result then has the stages and layers of the first
             pipeline. A stage of another pipeline is a replica of the first one's stage at the same
-            relative position. (With 4 and 2 stages: stage 1 of the 2 is a replica of stage 2 of
-            the 4.)
+            relative position. (With 4 and 2 stages, numbered from 0: stage 1 of the 2 is a replica
+            of stage 2 of the 4.)
     """
     first = pipelines[0]
     free_gpus = _FreeGpus(view)
