@@ -82,7 +82,10 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Return the FLOP/s of an emulated accelerator on which a stage takes `stage_s`."""
+        """Return the FLOP/s of an emulated accelerator on which a stage takes `stage_s`.
+
+        An emulated accelerator (on the CPU) charges time for the transformer layers only.
+        """
         layers_of_stage = self.layers / 2
         layer_forward_s = forward_s(self.hidden, SEQUENCE, flops=GIGAFLOPS)
         # A backward pass takes twice as long as a forward pass.

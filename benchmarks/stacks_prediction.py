@@ -55,9 +55,10 @@ COSTS = {
 
 @dataclass
 class Networks:
-    """Measurements of the networks of a cluster file, and of its nodes on a single fast network.
+    """Measurements of two networks, from which the steps of benchmarks/stacks.py are predicted.
 
-    The second has the name ONE_NETWORK.
+    One is that of the clusters in a cluster file. In the other, named ONE_NETWORK, the same nodes
+    are in a single cluster on the fast network.
     """
 
     #: Name of a network -> cluster file with the networks as `holmes probe` measured them.

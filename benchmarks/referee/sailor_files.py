@@ -66,7 +66,7 @@ class View:
 
     @classmethod
     def of(cls, case: Case, planner: str) -> View:
-        """Return the case as a planner sees it: with the GPU types and zones that it can tell apart.
+        """Return the case as a planner sees it: with the GPU types and zones that it knows.
 
             planner      GPU types                             zones
             in FLAT      one: the slowest stands for all       one
@@ -85,9 +85,9 @@ class View:
             slowest = gpu_types[-1]
             all_nodes = GroupKey(GPUS[0], ZONES[0])
             return cls(case, gpus={GPUS[0]: slowest}, groups={all_nodes: tuple(clusters)})
-        # Cluster -> index of its GPU type. GPUs with the same speed and memory are one type, even if
-        # the links between the GPUs of a node differ. gpu_kinds has link_bps=0 everywhere, so the
-        # GPU is looked up with link_bps=0, too.
+        # Cluster -> index of its GPU type. GPUs with the same speed and memory are one type, even
+        # if the links between the GPUs of a node differ. gpu_kinds has link_bps=0 everywhere, so
+        # the GPU is looked up with link_bps=0, too.
         type_of = {
             name: gpu_types.index(replace(case.gpu(name), link_bps=0.0)) for name in clusters
         }
