@@ -241,9 +241,9 @@ class Matrix:
         """Return a lower bound on the cost of every placement, in seconds.
 
         The cost has two parts: the time of the slowest data-parallel group (one for each stage),
-        and twice the sum of the links between stages. Both cannot be small at once. Fast links between
-        stages need stages that are spread over the network in the same way, which makes their
-        groups slow. The function tries each possible time of the slowest group, computes the
+        and twice the sum of the links between stages. Both cannot be small at once. Fast links
+        between stages need stages that are spread over the network in the same way, which makes
+        their groups slow. The function tries each possible time of the slowest group, computes the
         smallest sum of links that goes with it, and returns the smallest cost.
         """
         gpus_of_stage = sum(self.units) // STAGES
