@@ -82,7 +82,10 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Return the FLOP/s of an emulated accelerator on which a stage takes `stage_s`."""
+        """Return the FLOP/s of an emulated accelerator on which a stage takes `stage_s`.
+
+        An emulated accelerator (on the CPU) charges time for the transformer layers only.
+        """
         layers_of_stage = self.layers / 2
         layer_forward_s = forward_s(self.hidden, SEQUENCE, flops=GIGAFLOPS)
         # A backward pass takes twice as long as a forward pass.
@@ -91,9 +94,10 @@ class Case:
     def gpu_flops(self, engine: str) -> float:
         """Return the FLOP/s of an emulated GPU on which the two stages take `stage_s` on average.
 
-        `stage_s` is the compute time of a stage for a micro-batch. An emulated GPU also charges
-        time for the output layer, and for attention that the backward pass computes again. These
-        FLOP count here, so the result is higher than that of `flops`.
+        `stage_s` is the compute time of a stage for a micro-batch. An emulated GPU charges time for
+        three things: the transformer layers, the output layer, and attention that the backward pass
+        computes again. All of these FLOP are counted here. (The property `flops` counts the layers
+        only. It is for the emulated accelerator on the CPU, which charges nothing else.)
 
         Args:
             engine: "deepspeed" or "megatron". DeepSpeed's backward pass computes half of the
@@ -318,18 +322,20 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
 
 
 def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
-    """Count the steps of a job while the rates of the network change.
+    """Count the steps that a pipeline job makes while the rates of the network change.
 
-    adapt_trace.rows() runs the job once with a plan that adapts and once with each fixed plan, on
-    emulated clusters whose Ethernet changes its rate by a list of times (the trace). `repetitions`
-    is not used: one run is long enough.
+    The job runs on emulated clusters. Their Ethernet gets another rate at fixed times: the list of
+    times and rates is the trace. The job runs once with a plan that adapts, and once with each
+    fixed plan. `repetitions` is not used: one run is long enough.
     """
     case = Case(layers=6, hidden=64, micro_batches=8, stage_s=0.05)
     return adapt_trace.rows(
         name,
         script=_script(engine, case),
         accelerator=_accelerator(engine, case),
-        half_bps=case.half_bps,  # rate 1 of the trace: an activation takes half of a stage's time
+        # The unit of the trace's rates, in bits/s. At rate 1, sending an activation takes half of
+        # the time that a stage computes for a micro-batch.
+        half_bps=case.half_bps,
         write=_write_cluster_file,
         variant=_holmes_variant,
         runs=runs,

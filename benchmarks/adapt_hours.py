@@ -169,30 +169,31 @@ class DataParallelJob(SimulatedJob):
     def __init__(self, hour: DataParallelHour, part: Part):
         """Start a thread for each rank, which measures and votes as in a real job.
 
-        Only the steps are simulated.
+        The base class SimulatedJob (tests/learning_job.py) makes the threads. Only the training
+        steps are simulated.
 
         Args:
             hour: What is simulated for an hour: the model, the two clusters, and a function that
                 returns the times of a step for a network rate and a GPU speed.
-            part: Network rate and GPU speed of the first part of the hour. The caller changes
-                `self.part` when the next part begins.
+            part: First period of the hour: its network rate and GPU speed. The caller sets
+                `self.part` to the next period when that begins.
         """
         self.hour = hour
         self.part = part
 
         def stage_of(rank: int) -> Stage:
-            """Return what a rank holds: the whole model. Its gradients are not counted by layer."""
+            """Return what a rank holds: the whole model, as a pipeline of one stage."""
             return Stage(
                 framework="torch",
                 stage=0,
                 tensor=1,
                 micro_batches=1,
-                gradient_bytes={},
+                gradient_bytes={},  # bytes by layer: not needed without pipeline stages
                 stages={rank: 0},  # the ranks of its pipeline -> their stages
             )
 
-        # Sizes(): all ranks are data-parallel.
-        # patient: after each step, wait until the ranks' threads are idle.
+        # SimulatedJob(clusters, parallel sizes, what each rank holds). Sizes(): all ranks are
+        # data-parallel. patient: after each step, wait until the ranks' threads are idle.
         super().__init__(hour.site(part.rate), Sizes(), stage_of, patient=True)
 
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
@@ -218,14 +219,16 @@ class DataParallelJob(SimulatedJob):
         def measurements_of(rank: Any) -> tuple[Any, ...]:
             """Return what a rank measures in this step, and record how it reduced its gradients.
 
-            The record is an entry of `rank.current.reductions`. In a real job, the gradient reducer
-            writes it. The ranks' vote on a new plan reads it.
+            The simulated `step` has the times. The record is an entry of
+            `rank.current.reductions`, where `rank.current` is the rank's session (its run-time
+            state). In a real job, the gradient reducer writes the record. The ranks' vote on a new
+            plan reads it.
 
             Returns:
                 (all-reduces, pipeline messages, totals). There is one all-reduce for each network.
-                Over Ethernet it ends after an outage of the link. There are no pipeline messages.
-                Totals are those of the gradients: "bytes", "seconds", and "exposed" seconds, in
-                which the rank only waits.
+                Over Ethernet it ends `link_down_s` later, after an outage of the link. There are no
+                pipeline messages. Totals are those of the gradients: "bytes", "seconds", and
+                "exposed" seconds, in which the rank only waits.
             """
             rank.current.reductions[ranks] = DoneReduction(
                 planned=reduction,
@@ -235,6 +238,7 @@ class DataParallelJob(SimulatedJob):
                 follows_plan=True,  # the reducer changes when the plan does
             )
             ops = []
+            # step.busy: network -> seconds for which the all-reduce uses it.
             for network, seconds in step.busy.items():
                 delay_s = link_down_s if network == ETHERNET else 0.0  # only Ethernet fails
                 group = Group(transport=Transport(network), **group_fields)

@@ -71,22 +71,24 @@ def pipeline_of(
 ) -> float:
     """Return the predicted seconds of the passes and messages of a pipeline step.
 
-    The optimizer and all other work outside of the passes is not counted. Times of passes are those
-    of the profile. The time of a message between stages is that of the profile, plus the computed
-    difference between the network rates of the two configurations.
+    The prediction is for a configuration that has not run yet. It starts from measurements of one
+    that has (SEEN). Times of passes are those measured. The time of a message between stages is the
+    measured one, plus the computed time on the new network, less that on the network of SEEN. Work
+    outside of the passes, such as the optimizer, is not counted.
 
     Args:
-        profile: Measured in the configuration SEEN (the only one that has run before).
+        profile: The measurements of SEEN: for each stage, its layers and seconds.
         files: Rate of the network -> cluster file with this rate.
         engine: "deepspeed" or "megatron".
-        other: The configuration that is predicted.
+        other: The configuration that is predicted: its network rate, micro-batches, and layers of
+            each stage.
     """
     options = Options()
     # How the engine communicates. direct: gloo's ranks send directly to each other, not in a ring.
     rules = rules_of(TRAITS[engine], options, direct=True)
     # What each rank holds and sends, as far as the profile has measured it.
     job = RankModel.of_workload(profile.workload(), profile.sizes)
-    # The profile's network, and that of the predicted configuration.
+    # First the network on which the profile was measured, then that of the prediction.
     networks = [Network(site_from_spec(load_spec(files[rate]))) for rate in (SEEN.rate, other.rate)]
     plan = build_plan(site_from_spec(load_spec(files[other.rate])), profile.sizes, options=options)
     link_seconds = []  # for each network: seconds of an activation on each stage link
@@ -103,6 +105,8 @@ def pipeline_of(
         stages.append(replace(stage, stage_link_s=stage_link_s))
     other_profile = replace(profile, stages=tuple(stages), micro_batches=other.micro_batches)
     _, other_network = networks
+    # costs_of() returns the seconds of each layer's passes and of each message, for all stages.
+    # Prices of the new network are for reductions. Messages have the times computed above.
     costs = costs_of(
         Prices(other_network, job, rules),
         other_network.placement(plan.nodes, profile.sizes),

@@ -156,14 +156,17 @@ def main() -> None:
         The vote begins when all ranks have connected to the store. All ranks send their report to
         rank 0. Rank 0 proposes a change of the plan, and each rank agrees or not. The verdict is
         ADOPT_CHANGE if all agree.
+
+        The function uses two variables of main(): `stages` (what a rank of each stage reports) and
+        `deciding` (the object with which rank 0 chooses a change).
         """
         store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
         vote = Vote(
             store, "adapt", rank=rank, world=WORLD, stopped=threading.Event(), patience_s=PATIENCE_S
         )
-        # A StepBoundary remembers that this rank has agreed to change its plan at a later step. There,
-        # a real job looks up the verdict of the vote (by its number). No steps run here, so the
-        # function is never called.
+        # A StepBoundary stores a change of the plan that this rank has agreed to make at a later
+        # step. When a real job reaches this step, it calls verdict_of(number of the vote) to learn
+        # whether all ranks agreed. No steps run here, so verdict_of() is never called.
         boundary = StepBoundary(verdict_of=lambda vote_number: "")
         own_report = report(stages, rank)
         if store.add("ready", 1) == WORLD:

@@ -88,7 +88,7 @@ def two_clusters(world: int) -> Site:
 def priced(description: CommandLine) -> float:
     """Return the predicted seconds of a training step, or 0.0 if there is no prediction for it.
 
-    The planner's closed-form estimate is used, not its slower simulation. The command line does not
+    A closed-form estimate is used, not the planner's slower simulation. The command line does not
     say on how many GPUs it runs. Therefore the function tries one data-parallel size after another,
     from 1, until the job fills the nodes of two equal clusters and a prediction is possible.
 
@@ -109,8 +109,8 @@ def priced(description: CommandLine) -> float:
             continue
         try:
             complete = sizes.complete(world)
-            # The planning problem. The batch size stays that of the command line (0: not given
-            # here).
+            # What to plan: networks and model. The global batch size is only for a search over
+            # parallel sizes (0: not given). Here the model has the number of micro-batches.
             problem = SearchResult(
                 Network(two_clusters(world)),
                 description.model,

@@ -77,7 +77,12 @@ def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
+    """Compare training losses with and without compressed activations between two clusters.
+
+    The training runs with each kind of compression in KINDS and each seed. The table of results is
+    printed and written to the results file. The kind "nudged" is the control: no compression, but a
+    slightly larger learning rate. It shows how much losses differ by chance.
+    """
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw the curves there (png)"
@@ -92,8 +97,8 @@ def main() -> int:
         # Each cluster is given as "name, kind of NIC, rate, nodes". Rates do not affect the losses.
         file.write_text(toml("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s"))
         with Lab(load_spec(file)) as lab:
-            # Trains with each value of --holmes-compress-activations ("nudged": the control) and
-            # each seed, and writes the results file after each seed.
+            # Trains with each kind and each seed, and writes the results file after each seed.
+            # losses: of each kind and seed, step by step. sent: bytes of a step over Ethernet.
             losses, sent = curves(
                 "compressed activations",
                 KINDS,
@@ -101,6 +106,7 @@ def main() -> int:
                 train=lambda kind, seed: train(lab, file, kind, args.steps, seed),
                 path=args.json,
             )
+    # In the titles, "narrowed" links carry compressed activations: fewer bits for each number.
     if args.picture:
         draw(losses, args.picture, "Stage links narrowed between the clusters")
     title = f"Narrower stage links between two clusters, {args.steps} steps, {args.seeds} seeds"

@@ -198,16 +198,20 @@ def _trainings(call: list[str]) -> Iterator[list[str]]:
         torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24         the script is a word
         srun bash -c "cd /work; python pretrain_gpt.py --num-layers 24"     it is inside of a word
 
-    Only the first script counts: a launcher starts one program.
+    Both yield ["--num-layers", "24"]. Only the first script counts: a launcher starts one program.
+    A script without arguments yields nothing.
 
     Args:
         call: Words of the launcher's command line, and then its input (a here-document).
     """
     for number, word in enumerate(call):
+        # The first form: the word itself is the path of a training script (TRAINS). Its arguments
+        # are the words after it. Words without text are dropped, such as an empty input at the end.
         if TRAINS.search(word.strip()):
             if any(call[number + 1 :]):
                 yield [text for text in call[number + 1 :] if text.strip()]
             return
+        # The second form: the word is a shell command that contains the path of a training script.
         if _names_training_script(word):
             arguments = _arguments_in_text(word)
             if arguments:

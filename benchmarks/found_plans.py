@@ -122,14 +122,20 @@ def run_holmes_plan(case: Case, folder: Path) -> dict:
 
 
 def command_of(case: Case, result: dict, folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    """Return the training script with its arguments, and the flags that `holmes plan` printed for it.
+    """Return the command that trains with the best plan of `holmes plan`.
+
+    The model is that of the case. The parallel sizes and micro-batches are those of the plan.
 
     Args:
         result: The output of `holmes plan --json`.
-        folder: The ds_config file is written there.
+        folder: The ds_config file (DeepSpeed's configuration) is written there.
+
+    Returns:
+        (script with its arguments, further flags that `holmes plan` printed for this engine).
     """
     launch = result["launch"][case.engine]
     best = result["candidates"][0]
+    # "lacks": properties of the plan that the engine does not support. There must be none.
     assert not launch["lacks"], launch["lacks"]
     size = [
         "--layers",
@@ -151,7 +157,9 @@ def command_of(case: Case, result: dict, folder: Path) -> tuple[list[str], tuple
             "--stages",
             str(best["pipeline"]),
         ], tuple(flags)
-    # The example has other names for the flags of Megatron-LM.
+    # The printed flags are Megatron-LM's own, then "--holmes" and the others of holmes. The example
+    # script has other names for Megatron-LM's. So only those from "--holmes" on are used, and the
+    # sizes are added by the example's names.
     flags = launch["flags"][launch["flags"].index("--holmes") :]
     size += [
         "--pipeline",

@@ -143,6 +143,9 @@ def operator() -> list[Row]:
 
     The operator is an addition of 16 numbers. operator_cost.py prints {"cpu": [...], "gpu": [...]}:
     for each device, microseconds of wall time and of CPU time of all threads.
+
+    The rows have emulated=False. They show real CPU work: that of launching an operator on the
+    emulated GPU. No row has a time for which the emulated GPU itself computes.
     """
     with Lab(THREE) as lab:
         result = lab.run(

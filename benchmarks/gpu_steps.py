@@ -442,7 +442,11 @@ def cluster_toml(slower: float) -> str:
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
+    """Measure training steps on emulated GPUs, print the table of results, and write the file.
+
+    A case is one training program (a key of ENGINES, such as "DeepSpeed"). It runs without holmes,
+    with holmes, and without holmes on a single fast cluster.
+    """
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=1)
     arguments.add_argument(
@@ -454,6 +458,7 @@ def main() -> int:
     for name in names:
         rows += case(name, args.repetitions, args.steps)
         write(rows, args.json)
+    # "their clock" is the time that an emulated GPU charges for a kernel, by its FLOP/s.
     return finish(rows, args.json, "Steps on emulated GPUs over NCCL, by their clock")
 
 

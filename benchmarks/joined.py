@@ -262,7 +262,9 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
 def compare_eight_jobs_with_two(rows: list[Row]) -> list[Row]:
     """Return a row that compares what joining costs eight jobs with what it costs two.
 
-    The value is the ratio of "joined / apart" of eight jobs to that of two jobs.
+    Joined jobs exchange weights during training. Each case has a row "joined / apart" (RATIO): the
+    tokens/s of joined jobs, divided by those of the same jobs without communication. The value here
+    is this ratio for eight jobs, divided by that for two jobs.
 
     Args:
         rows: All rows. The result is empty if the cases "2 jobs" and "8 jobs" are not among them.

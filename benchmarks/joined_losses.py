@@ -268,7 +268,7 @@ class OuterLoop:
         self.in_period = 0
 
     def finish_round(self, fragment: int) -> None:
-        """Take the outer step of a fragment, and update the weights of all jobs.
+        """Take the outer step of a fragment (a part of the weights), and update it in all jobs.
 
         The outer step moves the anchor (the weights after the last outer step, equal in all jobs)
         by the pseudo-gradient that was submitted since the last call. If there is none, the anchor
@@ -280,7 +280,9 @@ class OuterLoop:
         submitted = self.in_flight.pop(fragment, None)
         if submitted is not None:
             gradient = submitted.gradient
-            gap = 1.0  # divisor for an outdated pseudo-gradient (CO2); 1: it counts in full
+            # Divisor for an outdated pseudo-gradient; 1: it counts in full. CO2's gap grows with
+            # the distance that the anchor has moved since the pseudo-gradient was computed.
+            gap = 1.0
             if self.algorithm.needs_gap:
                 momentum_square = 0.0
                 if momentum is not None:
@@ -291,9 +293,11 @@ class OuterLoop:
                 anchor,
                 momentum,
                 gradient,
+                # The outer momentum: the user's setting, or computed from the jobs' shares of the
+                # tokens.
                 mu=self.algorithm.momentum_of(equal_shares),
                 gap=gap,
-                matrices=self.matrices[fragment],
+                matrices=self.matrices[fragment],  # positions of weight matrices, for Muon
             )
         for job, trainer in enumerate(self.trainers):
             local = trainer.flat[self.ranges[fragment]]

@@ -99,16 +99,17 @@ def _planned_reduction(spec: SiteSpec) -> dict[str, Any]:
     """Return how the plan of holmes reduces 10 MiB over all nodes.
 
     Returns:
-        {} for a flat ring. Otherwise the settings of a hierarchical all-reduce. "clusters": always
-        True, it means "hierarchical". "chunk_bytes": size of the chunks that are pipelined.
-        "across": the algorithm between clusters, as fields of CrossClusterAlgorithm, or None for
-        direct exchanges.
+        {} for a flat ring. Otherwise the settings of a hierarchical all-reduce:
+        "clusters": True. Each cluster is a group that first reduces on its own network.
+        "chunk_bytes": size of the chunks that are pipelined.
+        "across": the algorithm between clusters, as fields of CrossClusterAlgorithm. None: every
+            cluster sends directly to all others.
     """
     plan = build_plan(site_from_spec(spec), Sizes(pipeline=1), Workload(gradient_bytes=BYTES))
     # A plan has traffic for gloo (SOCKETS) and for NCCL. The lab uses gloo.
     planned = plan.traffic_of(SOCKETS).reductions[0]
     tell(f"the plan: {planned}")
-    if not planned.clusters:
+    if not planned.clusters:  # (): a flat ring; else the clusters that are groups of it
         return {}
     across = asdict(planned.across) if planned.across else None
     return {"clusters": True, "chunk_bytes": planned.chunk_bytes, "across": across}

@@ -310,8 +310,9 @@ def check(row: Row, python: Path, record: dict[str, Any]) -> list[Figure]:
     """Count the features of holmes that are on and off with the versions of a row.
 
     `holmes patches` prints for each patch whether it can be applied to the installed framework. A
-    feature is off if one of its patches cannot. `holmes doctor` should then name the versions with
-    which it is on; the third result counts the features for which it does not.
+    feature is off if one of its patches cannot be applied. For such a feature, `holmes doctor`
+    should name framework versions that support it. The third result counts the features that are
+    off without such advice.
 
     Args:
         row: The combination of versions.
@@ -331,12 +332,15 @@ def check(row: Row, python: Path, record: dict[str, Any]) -> list[Figure]:
         if patch["state"] not in ("fits", "other version")
     }
     features_on = len({patch["feature"] for patch in patches}) - len(off)
+    # A finding of the doctor: "what" names the problem (here the features that are off), and "mend"
+    # is the remedy.
     findings = holmes(row, python, "doctor")["findings"]
-    advice = " ".join(f"{finding['what']} {finding['mend']}" for finding in findings)  # the remedy
+    advice = " ".join(f"{finding['what']} {finding['mend']}" for finding in findings)
     record["off"] = off
     for feature, reason in off.items():
         tell(f"{row.name}: {feature} is off: {reason}")
-    # The doctor's remedy ends with "VERSIONS have them: pip install 'VERSIONS'; or train without".
+    # The advice: "features that are off: FEATURE, ...: REASON VERSIONS have them: pip install ...".
+    # A feature has got advice if its name comes before "have them: pip install".
     silent = [
         feature
         for feature in off
@@ -430,7 +434,9 @@ def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
                 busy=seconds["busy"],
             )
         )
-        # Buckets of another size let a ring of four add in another order, and the log has seven digits.
+        # holmes uses gradient buckets of another size than Megatron-DeepSpeed. So a ring of four
+        # ranks adds the gradients in another order, with other rounding errors. The log has seven
+        # digits, which shows them.
         limit = "<= 1e-5" if case == "Megatron-DeepSpeed" else "<= 1e-6"
         figures.append(
             figure(row, f"{case}, largest loss difference", seconds["difference"], "nats", limit)

@@ -491,7 +491,13 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
+    """Measure the chosen cases, print the table of results, and write the results file.
+
+    Cases in CASES ("4+4", ...) compare Megatron-DeepSpeed without holmes ("stock"), with holmes,
+    and without holmes on a single fast cluster ("all-RDMA"). "all-RDMA" is a bound: no job can be
+    faster. Two cases compare details: TIED_CASE two ways to reduce the gradient of tied embeddings,
+    and LINK_CASE two pipeline schedules over a slow link between stages.
+    """
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=12)

@@ -78,7 +78,9 @@ class Warm(DiLoCo):
     ) -> None:
         """Update the anchor weights (those after the last outer step) of a fragment in place.
 
-        The momentum grows linearly from 0 to mu in the first rounds of a fragment.
+        The momentum grows linearly from 0 to mu in the first rounds of a fragment. The number of
+        these warm-up rounds is the setting `clip` (`self.clip`). Its name says something else: this
+        experiment cannot add a setting, and DiLoCo does not use `clip`.
 
         Args:
             momentum: Momentum of the fragment, which is updated in place.
@@ -89,7 +91,7 @@ class Warm(DiLoCo):
         """
         address = anchor.data_ptr()  # identifies the fragment
         self.rounds[address] += 1
-        # The setting `clip` of --holmes-outer is free here: DiLoCo does not use it.
+        # `clip` is used for the number of rounds here, not for clipping (see above).
         warm_up_rounds = max(1.0, self.clip)
         share = min(1.0, self.rounds[address] / warm_up_rounds)
         super().step(anchor, momentum, gradient, mu=mu * share, gap=gap, matrices=matrices)

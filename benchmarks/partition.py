@@ -156,6 +156,7 @@ def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> PartitionP
     """Return a plan with 2 pipeline stages, for one method of dividing the layers among them.
 
     Args:
+        case: `overlap`: whether gradient reductions overlap with the backward pass.
         method: "uniform": equally many layers. "speed": layers in proportion to the speed of each
             stage. "balanced": the division with the shortest predicted step.
     """
@@ -166,7 +167,7 @@ def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> PartitionP
         model=model,
         overlap=case.overlap,
     )
-    # A plan without layers of the stages divides the layers evenly.
+    # plan.stage_layers is () if the stages have equally many layers: half of them each.
     return PartitionPlan(plan, plan.stage_layers or (model.layers // 2,) * 2)
 
 
@@ -288,6 +289,8 @@ def run_case(case: Case, wanted: list[tuple[str, int]], steps: int, skip: int) -
         runs = [profile_run(case, name, spec, directory) for name in names]
         for configuration in configurations:
             runs += configuration.variants.values()
+            # A second run of the first variant shows the noise. Only the configuration with the
+            # middle number of micro-batches has it (None: not measured).
             if configuration.again is not None:
                 runs.append(configuration.again)
         series = measure(case, runs, steps, skip)
@@ -439,10 +442,11 @@ def simulate_with_cpu_time(case: Case, model: Model, plan: Plan, split: tuple[in
         parameter_s=parameter_s,
         step_s=step_s,
         cores=CORES,  # which all nodes of the lab share
-        # A send ends when the kernel has the message, of which TCP keeps so many bytes.
+        # A send ends when the kernel has taken the whole message. TCP's send buffer holds the last
+        # BUFFER_BYTES of it.
         buffer_bytes=BUFFER_BYTES,
-        # With gloo, a receiver tells the sender that it is ready. This small message waits behind
-        # the receiver's own last message on the connection.
+        # With gloo, a receiver sends a small message (a notice) when it is ready to receive. On the
+        # connection, the notice waits until the receiver's earlier data have been sent.
         notices=True,
     )
     return simulate(case_site(case), plan.nodes, plan.sizes, model, run, costs=costs).step_s
@@ -625,7 +629,12 @@ def _comparisons(title: str, case: Case, of: dict[str, Series]) -> list[Row]:
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
+    """Measure step times with each method of dividing layers among stages, and print the table.
+
+    A configuration is CASE/MODEL/mN: clusters, model and N micro-batches. --cells chooses
+    configurations by the beginning of this name. With --predict nothing is measured. The
+    predictions in the results file (--json) are then computed again.
+    """
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
         "--cells",
@@ -639,7 +648,7 @@ def main() -> int:
         metavar="FILE",
         help="rows of an earlier part, kept where this one has none",
     )
-    arguments.add_argument(
+    arguments.add_argument(  # FILE is that of --json
         "--predict", action="store_true", help="measure nothing: predict FILE's rows anew"
     )
     arguments.add_argument("--steps", type=int, default=5)

@@ -351,7 +351,12 @@ def measure(case: str, args: Any, runs: Runs) -> list[Row]:
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
+    """Measure the chosen cases, print the table of results, and write the results file.
+
+    A way is a library that joins two training jobs, with its settings: a key of WAYS, such as
+    "holmes, default" or "torchft, streaming". Each step of a job sleeps for --pace seconds, as long
+    as an accelerator would compute.
+    """
     arguments = parser(__doc__.splitlines()[0])
     add = arguments.add_argument
     add("--torchft", default="", metavar="PYTHON", help="of an environment with torchft")
@@ -361,6 +366,8 @@ def main() -> int:
     add("--seeds", default="1,2")
     add("--after", type=float, default=60.0, help="seconds that are looked at after the kill")
     add("--ways", default=";".join(WAYS), metavar="NAME;...", help="only these")
+    # --runs FILE keeps the result of each run, so that an interrupted benchmark can go on.
+    # --minutes M: no run begins after M minutes.
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
     unknown = [name for name in args.ways.split(";") if name not in WAYS]

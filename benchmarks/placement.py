@@ -160,8 +160,9 @@ class Matrix:
         after the other, to reduce them and again to gather them. The slowest GPU decides the time.
 
         Args:
-            stage: For each GPU of a pipeline stage, which are one group, the index of its place (a
-                group of GPUs with the same links), ascending.
+            stage: The GPUs of a pipeline stage, which are one data-parallel group. For each GPU,
+                the index of its place (a node or cluster, whose GPUs have the same links),
+                ascending. Such as (0, 0, 1): two GPUs of place 0 and one of place 1.
         """
         if stage not in self._memo:
             # Seconds of both exchanges between GPUs of two places. A GPU's part of the gradients is
@@ -239,11 +240,11 @@ class Matrix:
     def least(self) -> float:
         """Return a lower bound on the cost of every placement, in seconds.
 
-        The cost has two parts: the slowest data-parallel group, and twice the sum of the links
-        between stages. Fast links join stages that are spread over the same fast components of the
-        network, and such stages have slow groups. So few slow links between stages force a slow
-        group, and vice versa. The function tries each possible time of the slowest group, computes
-        the smallest sum of links that goes with it, and returns the smallest cost.
+        The cost has two parts: the time of the slowest data-parallel group (one for each stage),
+        and twice the sum of the links between stages. Both cannot be small at once. Fast links
+        between stages need stages that are spread over the network in the same way, which makes
+        their groups slow. The function tries each possible time of the slowest group, computes the
+        smallest sum of links that goes with it, and returns the smallest cost.
         """
         gpus_of_stage = sum(self.units) // STAGES
         places = range(len(self.units))
@@ -260,15 +261,18 @@ class Matrix:
         )
         # Possible times of a link between stages.
         link_times = sorted({self.pair[u][v] for u in places for v in places})
+        # For each time of a link (`limit`), a list of pairs (slow_links, group_s). If so many links
+        # between stages take more than `limit`, some group takes at least group_s seconds.
         bounds_of = [self.slow_link_bounds(limit, fillings, group_s) for limit in link_times[:-1]]
         candidates = {least_group_s}
         for bounds in bounds_of:
             candidates |= {bound.group_s for bound in bounds if bound.group_s > least_group_s}
         best = inf
         for slowest_group_s in sorted(candidates):
-            # All links take at least the shortest time. Then the possible times of a link are
-            # passed in ascending order: each link that takes more than one of them (`limit`) takes
-            # at least the next one (`longer`).
+            # The sum over all links: each of the STAGES - 1 links takes at least the shortest time.
+            # Each link that takes more than `limit` takes at least the next possible time
+            # (`longer`), which adds longer - limit to the sum. Example: times 1, 3 and 7, with two
+            # links above 1 and one of these above 3: (STAGES - 1) * 1 + 2 * 2 + 1 * 4.
             links_s = link_times[0] * (STAGES - 1)
             for limit, longer, bounds in zip(link_times, link_times[1:], bounds_of):
                 # The smallest number of links above the limit with which no group need be slower

@@ -26,9 +26,10 @@ DTFM_TRIALS = 4900  # as in DT-FM's scheduler.py
 def main() -> None:
     """Search, or compute the cost of given groups, and print the result as JSON.
 
-    The command line is FOLDER CASE SEED [TRIALS] for a search. With "check" in place of SEED, the
-    groups are read from stdin. `config` and `scheduler` are modules of DT-FM, whose functions and
-    arguments are named by it (`trails` are trials).
+    DT-FM is a published planner. It assigns GPUs to pipeline stages. The command line is FOLDER
+    CASE SEED [TRIALS] for a search. With "check" in place of SEED, no search is made, and the
+    groups (GPUs of each stage) are read from stdin. `config` and `scheduler` are modules of DT-FM
+    in FOLDER. DT-FM chose the names of their functions and parameters (`trails` means trials).
     """
     folder, case = sys.argv[1], int(sys.argv[2])
     sys.path.insert(0, folder)
@@ -36,13 +37,15 @@ def main() -> None:
     import numpy
     import scheduler
 
+    # config has one function simulate_CASE_NAME() for each case, which makes the case's network.
     simulate = [
         value
         for name, value in sorted(vars(config).items())
         if name.startswith(f"simulate_{case}_")
     ]
     with contextlib.redirect_stdout(io.StringIO()):
-        # The function prints, and returns the links and the region of each GPU of the case.
+        # The function returns the latencies and rates between GPUs, and the region of each GPU. It
+        # also prints, which is suppressed here.
         scheduler.peer_delay, scheduler.peer_bandwidth, scheduler.regions = simulate[0]()
     if sys.argv[3] == "check":
         groups, answer = json.loads(sys.stdin.read()), {}

@@ -78,13 +78,15 @@ class FoundPlans(NamedTuple):
 
 
 def plans_of(case: Case, planner: str, args) -> FoundPlans:
-    """Return the best plan of a planner for a case that fits the memory, with its simulated step.
+    """Return the plan of a planner for a case, with its simulated step.
 
-    Most planners run now. Two need no search: TYPED is the plan that a careful person would choose
-    by the advice of Megatron and DeepSpeed, and RANDOM are RANDOM_PLANS random plans (those that
-    fit).
+    It is the planner's best plan that the engine can run ("starts") and that fits the GPU memory.
+    Most planners run a search now. Two need none. TYPED is the plan that a careful person would
+    choose by the advice of Megatron and DeepSpeed. RANDOM makes RANDOM_PLANS random plans: then the
+    result has all of them that fit.
 
     Args:
+        case: The planning problem: clusters, model and batch size.
         planner: One of PLANNERS.
         args: Options of this program.
 
@@ -103,7 +105,7 @@ def plans_of(case: Case, planner: str, args) -> FoundPlans:
         answer = dtfm.ask(case, args.dtfm, args.python, args.limit)
     else:
         answer = sailor.ask(case, planner, args.sailor, args.python, args.limit)
-    reasons = []  # why the better plans do not start or fit
+    reasons = []  # why the better plans do not start or fit; their number is `misfits`
     for plan in answer.plans:  # the best first
         try:
             # The engine needs equal parallel sizes on all stages, and whole nodes.

@@ -198,14 +198,15 @@ def _calibration() -> tuple[Case, ...]:
             name="",  # each changed case below gets a name
             engine=engine,
             file="one_cluster",
-            way="rdma",
+            way="rdma",  # without holmes, all nodes in a single fast cluster
             stages=stages,
             flops=2.3e9,  # as in the cases on 4 + 4 nodes
             overlap="off",
             flags=("--no-overlap",) if engine == "plain" else (),
         )
-        # A run in which the engine's own code takes much CPU time: more processes wait for the two
-        # cores with four stages. A plain loop has no stages, and gets twice the layers instead.
+        # A run in which the engine's own code takes much CPU time. With four stages there are more
+        # processes, and they wait for this machine's two cores. A plain loop has no stages: it gets
+        # twice the layers instead.
         more_cpu_time = (
             dict(micro_batches=4, layers=12)
             if engine == "plain"
@@ -443,9 +444,10 @@ def overheads(cases: Sequence[Case], seconds: Sequence[float], links: Links = Li
     """Fit the CPU times of an engine's own code to measured steps, and return them.
 
     They are three numbers, none below 0: seconds for each pass of a transformer block, for each
-    parameter in a step, and for each step. The sum of the squared relative errors is minimized by
-    the Gauss-Newton method: predictions are not linear in the numbers, so each of ROUNDS rounds
-    replaces them by a linear function, whose best numbers the next round starts from.
+    parameter in a step, and for each step. The fit minimizes the sum of the squared relative errors
+    of the predicted steps. Predictions are not linear in the numbers, so the Gauss-Newton method is
+    used. Each of ROUNDS rounds linearizes the predictions around the current numbers. The best
+    numbers of this linear problem are the current ones of the next round.
 
     Args:
         cases: The calibration runs.
@@ -454,12 +456,14 @@ def overheads(cases: Sequence[Case], seconds: Sequence[float], links: Links = Li
     """
     from scipy.optimize import nnls
 
-    units = (1e-4, 1e-9, 1e-3)  # of the three numbers, in seconds; steps of the numeric derivatives
+    # A typical size of each number, in seconds. It has two uses: a derivative is computed from a
+    # change by one unit, and the linear problem is solved for costs / units, which are all about 1.
+    units = (1e-4, 1e-9, 1e-3)
     costs = Overheads(0.0, 0.0, 0.0)
     for _ in range(ROUNDS):
-        # The linear function: step(new costs) = predicted + slopes * (new costs - costs) / units.
-        # It should be the measured step, which gives an equation of each case for the new costs:
-        # slopes * new costs / units = measured - predicted + slopes * costs / units.
+        # The linearized step: predicted + slopes * (new costs - costs) / units. It should equal the
+        # measured step. So each case gives an equation, in the unknowns new costs / units:
+        #   slopes * (new costs / units) = measured - predicted + slopes * (costs / units)
         left_sides = []
         right_sides = []
         for case, measured in zip(cases, seconds):
@@ -483,7 +487,10 @@ def overheads(cases: Sequence[Case], seconds: Sequence[float], links: Links = Li
 def measure_missing(
     cases: Sequence[Case], measured: Measured, store: Path, until: float = inf, runs: int = 1
 ) -> None:
-    """Measure what the store does not have, each case `runs` times, in turns.
+    """Measure what the store does not have: networks, CPU time of sent bytes, and steps.
+
+    The networks and the CPU time of each sent byte ("hosts") are measured once for each cluster
+    file. The steps of each case are measured in `runs` runs. The cases take turns.
 
     Args:
         measured: The measurements in the store; new ones are added.

@@ -98,7 +98,7 @@ def measure_optimizer(spec: SiteSpec) -> float:
 def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
     """Run a measurement on all nodes of emulated clusters, and return the result of rank 0.
 
-    Every node runs this program as one rank.
+    Every node runs this program as one rank. Rank 0 prints the result as JSON.
 
     Args:
         spec: The clusters to emulate.
@@ -112,6 +112,7 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
         )
         if result.returncode:
             rank = result.first_failed or 0  # None, e.g. after a time-out: show rank 0
+            # "a sum" stands for any of the three measurements.
             raise SystemExit(f"prediction_hosts.py: a sum failed: {result.outputs[rank]}")
         return json.loads(result.stdout[0])
 

@@ -421,7 +421,10 @@ def _time_reductions(
     counted: Sequence[str],
     repetitions: int,
 ) -> TimedReductions:
-    """Reduce 10 MiB of gradients by several methods in turn, and return their seconds and bytes.
+    """Reduce 10 MiB of gradients by several methods in turn, and return their times and traffic.
+
+    Times are in seconds. The traffic is what the counted nodes sent over Ethernet in a reduction.
+    It is given as a multiple of the 10 MiB: bytes / RING_BYTES.
 
     Args:
         lab: The running emulated nodes.
@@ -447,6 +450,7 @@ def _time_reductions(
             seconds[name].append(float(printed_by_rank_0[-1]))
             # Counters of a NIC are (received, sent).
             sent_bytes = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in counted)
+            # Of one reduction (the first, untimed one counts, too), in multiples of 10 MiB.
             sent[name].append(sent_bytes / (times + 1) / RING_BYTES)
     return TimedReductions(seconds, sent)
 

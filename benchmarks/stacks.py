@@ -125,7 +125,8 @@ def data_parallel(stack: str, args) -> list[Row]:
     """Compare a training library without and with holmes, and with a plain loop.
 
     The plain loop uses GradientReducer of holmes. The job also runs without holmes on a single fast
-    cluster: its step shows the CPU time of the library's own code, for the predictions.
+    cluster. There communication takes little time, so the step shows the CPU time of the library's
+    own code. Predictions of the other steps need this time.
 
     Args:
         stack: The library: "trainer" (of transformers) or "lightning".
@@ -257,7 +258,8 @@ def sharded(args) -> list[Row]:
         ),
         loss_row(case, series, "hybrid"),
         loss_row(case, series, "holmes"),
-        *predicted_collective_rows(case, series),  # by holmes, in its messages at the start
+        # Seconds of the collectives that holmes predicts. It prints them when a job starts.
+        *predicted_collective_rows(case, series),
         *predicted_step_rows(
             case,
             series,
@@ -467,11 +469,21 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
+    """Measure scripts with and without holmes on two emulated clusters, and print the table.
+
+    The cases:
+
+        networks              CPU time of communication on this machine, for the predictions
+        trainer, lightning    data-parallel training by transformers' Trainer, or by Lightning
+        one cluster           the same in a single cluster, where holmes can only cost time
+        fsdp2, hsdp           FSDP2, with shards over all ranks or inside replicas
+        breadth first         reductions of torch.distributed.pipelining with several schedules
+    """
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=11)
     args = arguments.parse_args()
+    # Modules that are imported once in a process from which all ranks are forked. run() reads it.
     args.preload = PRELOAD
     makers = {
         "networks": networks,

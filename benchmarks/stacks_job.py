@@ -66,11 +66,15 @@ def loop(by_reducer: bool) -> None:
 
 
 def main() -> None:
-    """Run one training library's script, or a plain data-parallel loop, on the same model.
+    """Train the same model by one of several stacks: a training library, or a plain loop.
 
-    The option --stack names it: "trainer" or "lightning" runs their script. "reducer" runs the loop
-    with GradientReducer of holmes, and "ddp" with DistributedDataParallel. All other arguments are
-    those of the script.
+    The option --stack chooses the stack:
+
+        trainer, lightning    the example script of transformers' Trainer, or of Lightning
+        reducer               the plain loop, with GradientReducer of holmes
+        ddp                   the plain loop, with DistributedDataParallel
+
+    All other arguments of the command line are passed to the script or the loop.
     """
     position = sys.argv.index("--stack")
     stack = sys.argv[position + 1]

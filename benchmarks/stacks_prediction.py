@@ -55,9 +55,10 @@ COSTS = {
 
 @dataclass
 class Networks:
-    """Measurements of the networks of a cluster file, and of its nodes on a single fast network.
+    """Measurements of two networks, from which the steps of benchmarks/stacks.py are predicted.
 
-    The second has the name ONE_NETWORK.
+    One is that of the clusters in a cluster file. In the other, named ONE_NETWORK, the same nodes
+    are in a single cluster on the fast network.
     """
 
     #: Name of a network -> cluster file with the networks as `holmes probe` measured them.
@@ -74,7 +75,11 @@ class Networks:
         return cls(**json.loads(STORE.read_text())) if STORE.exists() else cls()
 
     def links(self, name: str) -> Links:
-        """Return the probed links of a network, with the medians of the measured CPU costs.
+        """Return the measured links of a network, with the CPU costs of communication on it.
+
+        Rates and latencies are those that `holmes probe` measured (`self.probes`: network ->
+        cluster file). CPU costs are medians over the repetitions (`self.turns`: for each
+        repetition, network -> cost -> CPU time).
 
         Args:
             name: Name of the cluster file, or ONE_NETWORK.
@@ -95,14 +100,16 @@ class Networks:
     def measure(self, file: Path, turns: int = 3) -> None:
         """Measure networks and CPU times on emulated clusters, if they are not stored already.
 
-        Rates and latencies are stored in `self.probes`, and the CPU time of an optimizer step, for
-        each parameter, in `self.parameter_s`.
+        Two networks are measured: the clusters of `file`, and the same nodes in a single fast
+        cluster. Rates and latencies are stored in `self.probes`, and the CPU time of an optimizer
+        step, for each parameter, in `self.parameter_s`. The store is for a single cluster file:
+        CPU times in it are not measured again for another file.
 
         Args:
-            file: The cluster file. Measured are its clusters, and the same nodes in a single fast
-                cluster.
-            turns: Measurements of the CPU time of communication on both networks, in turn, because
-                the speed of this machine changes. Each is an entry of `self.turns`.
+            file: The cluster file.
+            turns: How often the CPU time of communication is measured. Each repetition (turn)
+                measures both networks, because the speed of this machine changes with time. It is
+                an entry of `self.turns`.
         """
         spec = load_spec(file)
         with tempfile.TemporaryDirectory() as directory:
@@ -127,8 +134,8 @@ class Networks:
     def rows(self) -> list[Row]:
         """Return rows with the measured CPU times, and their spread over the repetitions.
 
-        The first is that of the optimizer for each parameter. The others are those of sent bytes
-        and messages on each network.
+        The first row is the CPU time of the optimizer for each parameter. The others are the CPU
+        times of sent bytes and of messages on each network.
         """
         table = [
             Row.of(
@@ -140,6 +147,9 @@ class Networks:
                 emulated=True,
             )
         ]
+        # self.turns has an entry for each repetition: network -> key -> CPU time. A key of COSTS is
+        # the cost of a message or collective. Any other key is a fabric ("ethernet" or a cluster),
+        # with the CPU seconds to send a byte over it.
         for network, key in (
             (network, key) for network, costs in self.turns[0].items() for key in costs
         ):
@@ -199,8 +209,8 @@ def data_parallel(stack_site: StackSite, way: str, flops: float, parameter_s: fl
         way: "stock" (one ring over Ethernet), "holmes" (hierarchical all-reduce) or "one cluster".
         flops: FLOP/s of an emulated GPU.
         parameter_s: CPU seconds of a step for each parameter, mainly for the gradient norm and the
-            optimizer. The CPU time of DDP's own code in the passes of a block needs no number: the
-            emulated GPU sleeps for the rest of a pass.
+            optimizer. (There is no such argument for DDP's code in the passes of a block. That code
+            does not lengthen a pass: an emulated GPU sleeps until the time of the pass is over.)
     """
     run = Execution(
         DDP,

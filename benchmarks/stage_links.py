@@ -127,12 +127,16 @@ def two(ethernet: str) -> str:
 
 
 def _cases() -> dict[str, Case]:
-    """Return the jobs by name: pipelines over a slow and a fast ("free") link between the stages.
+    """Return the pipeline jobs by name. Most of them run over a slow and a fast link.
 
-    Names begin with the engine. In "ENGINE 8" and "ENGINE 16", with 8 and 16 micro-batches, the
-    slow link has a low rate: an activation takes half as long as the compute of a stage for a
-    micro-batch. In "ENGINE unequal" (stages of unequal size) and "deepspeed latency", it has a
-    latency of 20 ms. "ENGINE one cluster" has only a fast link.
+    The link connects pipeline stages. The fast one is called "free": messages take next to no time.
+    ENGINE is "deepspeed" or "megatron":
+
+        ENGINE 8, ENGINE 16    8 or 16 micro-batches. The slow link has a low rate: an activation
+                               takes half of the time that a stage computes for a micro-batch.
+        ENGINE unequal         stages of unequal size. The slow link has a latency of 20 ms.
+        deepspeed latency      stages of equal size. The slow link has a latency of 20 ms.
+        ENGINE one cluster     only a fast link
     """
     # Name of a link -> cluster.toml with its rate, or with its latency (LINK is such a table).
     links_of_two_rates = {"free": two("1Gb/s"), "slow": two("7.4Mb/s")}
@@ -143,7 +147,8 @@ def _cases() -> dict[str, Case]:
     cases = {}
     for engine in ENGINES:
         # Megatron's syntax for stages of 2, 2, 1 and 1 transformer layers (t), with the embedding
-        # (E) and the output layer (L). DeepSpeed divides six layers so by itself.
+        # (E) and the output layer (L). DeepSpeed needs no flag: it divides six layers among four
+        # stages in the same way.
         layout = ("--layout", "Ett|tt|t|tL") if engine == "megatron" else ()
         cases[f"{engine} unequal"] = Case(
             engine,
@@ -190,9 +195,10 @@ def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
     For each link between stages there are these runs:
 
         holmes    as many micro-batches in flight as hide the link
-        engine    the engine's own schedule, whose sends block
+        engine    without holmes's schedule: that of the engine, whose sends block
         again     "engine" again, which shows the noise; only in cases with a single link
-        own       1F1B with sends that do not block; only in cases with more than two stages
+        own       holmes's schedule with the micro-batches in flight of 1F1B, and sends that do not
+                  block; only in cases with more than two stages
 
     Args:
         folder: For the model's file and the cluster files.
@@ -518,7 +524,11 @@ def prediction_rows(
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
+    """Measure pipeline jobs over slow and fast links, and print and write the table of results.
+
+    With --predict nothing is measured: the predictions in the results file (--json FILE) are
+    computed again. Rows of other cases in this file are kept.
+    """
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument(

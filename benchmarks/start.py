@@ -145,6 +145,7 @@ class RankProcess:
         out_read, out_write = os.pipe()
         in_read, in_write = os.pipe()
         if os.fork() == 0:
+            # The child process. run_ranks() ends it by os._exit() and never returns.
             commands = open(in_read)  # noqa: SIM115 - until the process ends
             results = open(out_write, "w")  # noqa: SIM115
             run_ranks(first, last, world, port, commands, results)

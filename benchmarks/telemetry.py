@@ -229,7 +229,14 @@ def operation(repetitions: int) -> list[Row]:
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
+    """Measure what telemetry and watchdog cost, and print and write the table of results.
+
+    The cases:
+
+        operation    a small all-reduce in one process, with and without the patched methods
+        2+2          steps of a job on two clusters of two nodes, with and without both
+        turns        steps of a single run, of which every second one is recorded
+    """
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=14)

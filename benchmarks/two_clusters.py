@@ -144,7 +144,15 @@ def loss_row(case: str, difference: float, target: str = "<= 1e-6") -> Row:
 
 
 def step_rows(case: str, by_variant: dict[str, Series]) -> list[Row]:
-    """Return rows with the step times, and the bytes that every NIC of every node sent for each step."""
+    """Return rows with the step times and the sent bytes of each variant of a job.
+
+    There are bytes of each NIC of each node in a step. There are also MB of Ethernet, and of the
+    fast NICs together, as the mean of all nodes.
+
+    Args:
+        case: Name of the case in the results.
+        by_variant: Name of a variant, such as "stock" or "holmes" -> its measurements.
+    """
     rows = [
         Row.of(
             case,
@@ -165,7 +173,7 @@ def step_rows(case: str, by_variant: dict[str, Series]) -> list[Row]:
                 )
                 for nic, sent in nics.items()
             ]
-        slow, fast = series.megabytes
+        slow, fast = series.megabytes  # MB that a node sends in a step, as the mean of the nodes
         rows.append(
             Row.median(case, f"Ethernet {name}", [slow], unit="MB/step/node", emulated=False)
         )

@@ -28,7 +28,11 @@ HOW = "git clone https://github.com/DS3Lab/DT-FM; then --dtfm DIR, and --python 
 
 
 def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
-    """Run DT-FM's search, and return its plan.
+    """Run the search of DT-FM (a published planner), and return its plan.
+
+    DT-FM runs in a process of its own: the program dtfm_process.py (PROCESS). This function passes
+    it a JSON file with the numbers of GPUs and stages, message sizes and links, and reads its
+    answer. HOW is a hint for the user how to install DT-FM.
 
     Args:
         case: The planning problem.
@@ -37,7 +41,8 @@ def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
         limit: CPU seconds.
 
     Raises:
-        HolmesError: There is no plan. The message has the reason.
+        HolmesError: DT-FM is not in `repository`, or its process failed or found no plan within the
+            limit. The message has the reason.
     """
     folder = repository / FOLDER
     if not (folder / "scheduler.py").exists():
@@ -49,8 +54,9 @@ def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
             write_json(root / "request.json", request_of(case) | {"limit": limit}),
         )
         command = [python, PROCESS, folder.resolve(), request, answer]
+        # Raises HolmesError if the process fails, or uses all of its CPU seconds.
         run(command, limit, root, root / "log.txt")
-        reply = json.loads(answer.read_text())
+        reply = json.loads(answer.read_text())  # "stages": numbers of the GPUs of each stage
     return Answer((read(case, reply["stages"]),), reply["seconds"])
 
 

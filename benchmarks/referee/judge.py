@@ -71,13 +71,16 @@ def planning_problem(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
         "recompute": (case.model.recompute,),
     }
     limits = limited(Limits({**allowed, **tensor}), engine, case.framework)
-    # The lab uses gloo, whose hierarchical all-reduce exchanges directly inside clusters. Else it
-    # is NCCL.
+    # rules: which ways to reduce gradients, schedules and compression a plan may use.
+    # Options(): the user sets no option of holmes.
+    # direct: the lab uses gloo, whose hierarchical all-reduce exchanges directly inside clusters.
+    # Otherwise the job uses NCCL's rings.
     rules = rules_of(engine, Options(), direct=case.run == LAB, overlap=True)
     if engine.hierarchical_zero is not None:
-        # This engine can reduce hierarchically by its own flags. rules_of() then allows flat rings
-        # only, because holmes must not do it, too. Here both (REDUCTIONS) are allowed: the plan may
-        # set those flags.
+        # This engine can reduce hierarchically by its own flags. rules_of() then allows only flat
+        # rings, so that holmes does not add a second hierarchical reduction. Here flat and
+        # hierarchical reductions (REDUCTIONS) are allowed, because a plan may set the engine's
+        # flags.
         rules = replace(rules, reductions=REDUCTIONS)
     network = Network(site_from_spec(spec), Links.of_spec(spec))
     return SearchResult(

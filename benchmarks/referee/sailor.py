@@ -148,6 +148,13 @@ def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[st
 def profile(view: files.View, planner: str, folder: Path) -> Path:
     """Write the profile of the model in the form of one planner, and return its path.
 
+    A profile has the seconds and bytes of each layer. Each planner reads it from other files:
+
+        one file                 Varuna, Piper, FlashFlex, DTFM, Atlas
+        several files            Galvatron
+        a folder for each GPU    SAILOR (one file), AMP (one for each tensor-parallel size), Metis
+                                 (one for each tensor-parallel size and micro-batch)
+
     Args:
         view: The case as the planner sees it.
         planner: One of PLANNERS.
@@ -162,7 +169,9 @@ def profile(view: files.View, planner: str, folder: Path) -> Path:
             write_json(folder / name, content)
         return folder
     if planner in ("DTFM", "Atlas"):
+        # files.seconds() is Sailor's profile of a GPU type: seconds of each layer's passes.
         return write_json(file, {files.MODEL: {gpu: files.seconds(view, gpu) for gpu in view.gpus}})
+    # SAILOR, AMP and Metis: for each type of GPU, a folder with the files of this planner.
     for gpu in files.GPUS if planner == "Metis" else view.gpus:
         gpu_folder = folder / gpu
         if planner == "SAILOR":
@@ -228,7 +237,9 @@ def _even_stages(view: files.View, plan: Mapping[str, Any]) -> tuple[Stage, ...]
     for low, high in zip(borders, borders[1:]):
         replicas = []
         for _ in range(plan["D"]):
+            # take_next() uses the next free GPU, and returns the name of its cluster.
             replicas.append(tuple(free_gpus.take_next(all_gpus) for _ in range(plan["T"])))
+        # _blocks() counts the layers of the stage without the embedding and the output layer.
         stages.append(Stage(_blocks(view, range(low, high)), tuple(replicas)))
     return tuple(stages)
 
@@ -242,10 +253,11 @@ def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage
 
     Args:
         view: The case as the planner sees it.
-        pipelines: One pipeline whose stages have replicas. Or several pipelines (FlashFlex): their
-            stages are replicas of each other, and the first pipeline has the layers of the stages.
-            If another pipeline has another number of stages, each of its stages becomes a replica
-            of the first pipeline's stage at the same relative position.
+        pipelines: Usually one pipeline with replicas of each stage. FlashFlex has several pipelines
+            that are replicas of each other. The result then has the stages and layers of the first
+            pipeline. A stage of another pipeline is a replica of the first one's stage at the same
+            relative position. (With 4 and 2 stages, numbered from 0: stage 1 of the 2 is a replica
+            of stage 2 of the 4.)
     """
     first = pipelines[0]
     free_gpus = _FreeGpus(view)
@@ -263,6 +275,7 @@ def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage
                 for rank in range(tensor):
                     # The tensor-parallel ranks are divided evenly among the nodes.
                     node = min(rank * len(node_keys) // tensor, len(node_keys) - 1)
+                    # Uses the next free GPU of this type and zone, and returns its cluster.
                     clusters.append(free_gpus.take_next(node_keys[node]))
                 replicas_of_stage.append(tuple(clusters))
     blocks = [_blocks(view, layers) for layers in first["layers_per_stage"]]

@@ -66,11 +66,14 @@ class View:
 
     @classmethod
     def of(cls, case: Case, planner: str) -> View:
-        """Return the case as a planner sees it.
+        """Return the case as a planner sees it: with the GPU types and zones that it knows.
 
-        Planners in FLAT know a single type of GPU: the slowest one stands for all. Planners in
-        KINDS know at most two types of nodes in one zone: with two clusters they are the clusters,
-        else the types of GPUs. Planners in BY_ZONE know GPU types, and a zone for each cluster.
+            planner      GPU types                             zones
+            in FLAT      one: the slowest stands for all       one
+            in KINDS     of two clusters: one for each;        one
+                         otherwise: those of the case
+            in BY_ZONE   those of the case                     one for each cluster
+
         Types and zones have names that Sailor's code accepts (GPUS, ZONES).
 
         Args:
@@ -82,8 +85,9 @@ class View:
             slowest = gpu_types[-1]
             all_nodes = GroupKey(GPUS[0], ZONES[0])
             return cls(case, gpus={GPUS[0]: slowest}, groups={all_nodes: tuple(clusters)})
-        # Cluster -> index of its GPU type. GPUs with the same speed and memory are one type,
-        # whatever the links between the GPUs of a node: gpu_kinds has no links.
+        # Cluster -> index of its GPU type. GPUs with the same speed and memory are one type, even
+        # if the links between the GPUs of a node differ. gpu_kinds has link_bps=0 everywhere, so
+        # the GPU is looked up with link_bps=0, too.
         type_of = {
             name: gpu_types.index(replace(case.gpu(name), link_bps=0.0)) for name in clusters
         }
@@ -192,19 +196,25 @@ def polynomial(rate: float, latency: float, least: float, most: float) -> list[f
 
 
 def network(view: View) -> Json:
-    """Return the content of providers/multizone_bandwidths_het.json.
+    """Return Sailor's table of network links (providers/multizone_bandwidths_het.json).
 
-    It has a link for every two kinds of nodes. Its six levels of keys are the sender's zone, GPU
-    type and number of GPUs in a node, and then the same of the receiver. A value is [coefficients,
-    rate in bytes/s]. The coefficients are of a polynomial, by which Sailor computes the rate of a
-    message from log2 of its size.
+    The table has a link for every two kinds of nodes. It is a nested dict:
+
+        table[zone][GPU type][GPUs of a node][zone][GPU type][GPUs of a node] = value
+
+    The first three keys are of the sender, and the others of the receiver. A value is
+    [coefficients, rate in bytes/s]. The coefficients are of a polynomial, by which Sailor computes
+    the rate of a message from log2 of its size.
     """
+    # A block's "sent": bytes of the activation that goes to the next layer.
     _embedding, block, *_ = view.layers(GPUS[0], tensor=1, micro_batch=1)
     # The smallest and the largest message in bytes, between which the polynomial must be right: an
     # activation that is divided among up to 64 ranks, and the gradients of the whole model or two
     # activations.
     smallest = block["sent"] / 64
     largest = max(PARAMETER_BYTES * view.case.model.parameters, 2 * block["sent"])
+    # Numbers of GPUs of a node that Sailor may look up: all of the node's, or only as many as a
+    # tensor-parallel group needs.
     counts = [str(count) for count in sorted({*view.tensors, view.case.site.processes})]
     table: Json = {}
     # Zone -> its first group. Reversed, because a later entry of a dict replaces an earlier one.
@@ -304,10 +314,18 @@ def varuna(view: View) -> Json:
 
     Varuna knows no tensor parallelism, and one type of GPU. Times are in seconds.
     """
-    state_bytes = view.case.model.state_bytes  # of a parameter: weight, gradient and optimizer
+    # Bytes of a parameter in GPU memory: weight, gradient and optimizer state. (PARAMETER_BYTES are
+    # those of the weight alone, as it is sent.)
+    state_bytes = view.case.model.state_bytes
 
     def entry(layer: Json) -> Json:
-        """Return Varuna's entry for a row of View.layers()."""
+        """Return Varuna's entry for a row of View.layers().
+
+        Args:
+            layer: "forward", "backward": seconds. "parameters": their number. "kept": bytes of
+                activations that are kept for the backward pass. "sent": bytes of the activation
+                that goes to the next layer.
+        """
         return {
             "forward": layer["forward"],
             "backward": layer["backward"],

@@ -106,12 +106,17 @@ class Table:
         emulated: bool = False,
         busy: float | None = None,
     ):
-        """Add the median of some values as a row, in place of an earlier row with the same metric.
+        """Add the median of some values as a row for a planner and a metric on a case.
 
-        The other arguments are those of Row.median().
+        An earlier row with the same case, planner and metric is removed.
 
         Args:
-            metric: Name of the metric, without the planner.
+            case: Name of the planning problem.
+            planner: Name of the planner.
+            metric: Name of the metric, without the planner. The row's metric is "PLANNER: METRIC".
+            values: The row has their median and their spread.
+            emulated: Whether the values were measured on emulated GPUs.
+            busy: How busy this machine's cores were during the measurement; None: not measured.
         """
         name = f"{planner}: {metric}"
         self.rows = [row for row in self.rows if (row.case, row.metric) != (case, name)]
@@ -164,8 +169,9 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
                 rows.append(
                     Row.median("all", f"{planner}: {metric}", known, unit=unit, emulated=False)
                 )
-        # Metric with the predicted step, metric with the step that it is compared with, name of the
-        # error.
+        # (metric with a predicted step, metric with the step that it is compared with, name of the
+        # error). STEP is the simulated step of the planner's plan. It is compared with the
+        # planner's own prediction (PREDICTED), and with a run in the lab (MEASURED).
         for predicted, actual, what in ((PREDICTED, STEP, ERROR), (STEP, MEASURED, LAB_ERROR)):
             pairs = [
                 (table.value(case, planner, predicted), table.value(case, planner, actual))
@@ -182,6 +188,7 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
                     emulated=actual == MEASURED,
                 )
                 rows.append(row)
+    # targets() returns the rows that compare `holmes plan` with its targets.
     return rows + targets(table, cases)
 
 
@@ -284,5 +291,6 @@ def _search_time_ratio(table: Table, cases: list[str], field: set[str]) -> Row:
         table.value(case, OURS, SEARCH) / _searched_s(table, case, best_other)
         for case in planned[best_other]
     ]
+    # In words: search time of holmes / that of `best_other`, the next best by median regret.
     metric = f"{OURS}: seconds of search, times those of {best_other}, next by its median regret"
     return Row.median("all", metric, ratios, unit="x", emulated=False, target="<= 0.2")
