@@ -257,7 +257,7 @@ def steps_of(name: str, by_variant: dict[str, Series]) -> list[Row]:
 
 
 def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
-    """Measure what --holmes-adapt adds to a step of a job whose plan cannot be improved.
+    """Measure the seconds that --holmes-adapt adds to a step if the plan is already the best.
 
     The network is so fast that no other plan is better. Each repetition runs the job with
     --holmes-adapt off, on, and off again ("again"). The difference of the two runs without it is

@@ -197,7 +197,7 @@ class DataParallelJob(SimulatedJob):
         super().__init__(hour.site(part.rate), Sizes(), stage_of, patient=True)
 
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
-        """Simulate the next step, and return its seconds and what each rank is told of it.
+        """Simulate the next step, and return its seconds and the function that measures it.
 
         The base class SimulatedJob calls this once for each step. The ranks reduce gradients by
         their current plan.

@@ -86,7 +86,7 @@ def pipeline_of(
     options = Options()
     # How the engine communicates. direct: gloo's ranks send directly to each other, not in a ring.
     rules = rules_of(TRAITS[engine], options, direct=True)
-    # What each rank holds and sends, as far as the profile has measured it.
+    # The layers, bytes and messages of each rank, as far as the profile has measured them.
     job = RankModel.of_workload(profile.workload(), profile.sizes)
     # First the network on which the profile was measured, then that of the prediction.
     networks = [Network(site_from_spec(load_spec(files[rate]))) for rate in (SEEN.rate, other.rate)]

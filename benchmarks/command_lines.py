@@ -109,7 +109,7 @@ def priced(description: CommandLine) -> float:
             continue
         try:
             complete = sizes.complete(world)
-            # What to plan: networks and model. The global batch size is only for a search over
+            # The planning problem: networks and model. The global batch size is only for a search over
             # parallel sizes (0: not given). Here the model has the number of micro-batches.
             problem = SearchResult(
                 Network(two_clusters(world)),
@@ -163,7 +163,7 @@ def measure(case: str) -> list[Row]:
     steps = [seconds for seconds in step_seconds if seconds]
     effect = [flag for flag in flags if flag in SETTING_OF_FLAG]
     named = [flag for flag in flags if flag in REASON_NOT_COUNTED]
-    # The script FROM_ITS_CALLER has no sizes of its own, so that no model can be read from it.
+    # The script FROM_ITS_CALLER contains no sizes, so no model can be read from it.
     wanted = len([name for name, _ in lines if Path(name).name != FROM_ITS_CALLER])
     counts = {
         "command lines found": (len(lines), ""),

@@ -38,7 +38,7 @@ def forward_s(hidden: int, tokens: int, flops: float, parameters: float = 0) -> 
     all_parameters = 12 * hidden**2 + 13 * hidden
     pacer = Pacer(Config(flops, classes=("Block",)))  # type: ignore[arg-type]
     # The third argument says how the FLOP are counted. "classes": as for a transformer block (a
-    # class named in Config.classes), whose attention is counted beside its parameters.
+    # class named in Config.classes). Its attention is counted in addition to its parameters.
     input_shape = (1, tokens, hidden)  # batch, sequence, width
     return pacer.seconds(parameters or all_parameters, input_shape, "classes")
 

@@ -72,7 +72,7 @@ def random_token_counts(rng: random.Random, ranks: int, experts: int) -> Counts:
         row = []
         for expert in range(experts):
             factor = 1 + preference * (expert in preferred[rank])
-            # 1000: about so many tokens go from a rank to an expert. Only ratios matter.
+            # About 1000 tokens go from each rank to each expert. Only their ratios matter.
             row.append(1000 * load[expert] * rng.uniform(0.5, 1.5) * factor)
         rows_of_counts.append(tuple(row))
     return Counts(RANK, tuple(rows_of_counts))  # RANK: a row of the table is a sending rank

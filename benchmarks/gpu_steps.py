@@ -338,8 +338,8 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
     """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
     difference = max_loss_difference(stock, ours)
-    # Megatron-LM trains with its distributed optimizer. Its steps are not predicted, and it has
-    # targets of its own.
+    # Megatron-LM trains with its distributed optimizer. Its steps are not predicted, and its
+    # targets differ from those of the other programs.
     is_megatron_lm = name == "Megatron-LM"
     stock_target = ">= 1.6" if is_megatron_lm else ">= 1.67"
     bound_target = "" if is_megatron_lm else ">= 0.97"

@@ -137,7 +137,7 @@ class Row:
 
     @property
     def machine_was_busy(self) -> bool:
-        """Whether this machine was so busy that the value may show the machine's limit.
+        """Return whether the machine was so busy that the value may show the machine's limit.
 
         Such a value neither meets nor misses its target.
         """

@@ -75,7 +75,7 @@ class Case:
     outer: str  # value of --holmes-outer: how often and how the jobs exchange weights
     skip: int  # first steps of a job that are not measured
     steps: int  # steps of a job that are measured
-    #: Of the single synchronous job, whose steps take longer; None: the case has no such job.
+    #: Steps of the single synchronous job, which take longer; None: the case has no such job.
     synchronous: MeasuredSteps | None = None
     batch: tuple[str, ...] = ()  # flags of the script for the batch size
     tokens: int = TOKENS  # that a rank reads in a step

@@ -92,7 +92,7 @@ class Comparison(NamedTuple):
 
     way: str  # method: a key of WAYS, "synchronous" (one job) or "alone" (jobs do not join)
     baseline: str  # another method
-    noise_of: str  # method from whose seeds the noise is computed
+    noise_of: str  # the noise is computed from the seeds of this method
     sign: str  # "<=": the difference must be at most the noise; ">=": at least the noise
 
 

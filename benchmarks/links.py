@@ -37,7 +37,7 @@ SITE = {("a", "b"): (500, 10), ("a", "c"): (200, 40), ("b", "c"): (100, 2)}
 FOUR = {**SITE, ("a", "d"): (150, 20), ("b", "d"): (80, 5), ("c", "d"): (120, 80)}
 
 
-LIMITED_MBPS = 500  # rate of the link whose delay costs CPU time in the case "delay line"
+LIMITED_MBPS = 500  # rate of the delayed link in the case "delay line", which measures CPU time
 
 
 def cluster_toml(

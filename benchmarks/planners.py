@@ -215,7 +215,7 @@ def judge_again(table: Table, case: Case) -> None:
 
 
 def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]]:
-    """Yield pairs (case, planners whose plans run now on emulated clusters).
+    """Yield pairs (case, planners). The planners' plans run next on emulated clusters.
 
     The plans run in four turns over all cases, so that the important ones run first if the time is short:
     holmes, the best of the other planners, the plan that a person would type, and then all others.

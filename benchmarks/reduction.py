@@ -111,8 +111,8 @@ def overlap(repetitions: int) -> list[Row]:
                 records = run_plain_torch(
                     lab, nodes, [*flags, "--holmes"], flops=OVERLAP_FLOPS / SLOWER["overlap"]
                 )
-                # Of a step: seconds for which the rank only waits for its reduction (exposed), and
-                # seconds from the first bucket's start to the last bucket's end.
+                # Exposed seconds of a step, for which the rank only waits for its reduction, and
+                # the seconds from the first bucket's start to the last bucket's end.
                 exposed.setdefault(name, []).append(
                     statistics.median(record["exposed_s"] for record in records)
                 )
@@ -450,7 +450,7 @@ def _time_reductions(
             seconds[name].append(float(printed_by_rank_0[-1]))
             # Counters of a NIC are (received, sent).
             sent_bytes = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in counted)
-            # Of one reduction (the first, untimed one counts, too), in multiples of 10 MiB.
+            # Bytes of one reduction, in multiples of 10 MiB. The untimed first one is counted, too.
             sent[name].append(sent_bytes / (times + 1) / RING_BYTES)
     return TimedReductions(seconds, sent)
 

@@ -73,7 +73,7 @@ def planning_problem(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
     limits = limited(Limits({**allowed, **tensor}), engine, case.framework)
     # rules: which ways to reduce gradients, schedules and compression a plan may use.
     # Options(): the user sets no option of holmes.
-    # direct: the lab uses gloo, whose hierarchical all-reduce exchanges directly inside clusters.
+    # direct: the lab uses gloo. Its hierarchical all-reduce exchanges directly inside clusters.
     # Otherwise the job uses NCCL's rings.
     rules = rules_of(engine, Options(), direct=case.run == LAB, overlap=True)
     if engine.hierarchical_zero is not None:

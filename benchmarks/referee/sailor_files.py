@@ -48,7 +48,7 @@ Json = dict[str, Any]
 
 
 class GroupKey(NamedTuple):
-    """Nodes that a planner cannot tell apart: of one GPU type, in one zone (Sailor's names)."""
+    """Key of a group of nodes with the same GPU type and zone, which a planner treats as equal."""
 
     gpu: str
     zone: str

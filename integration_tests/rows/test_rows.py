@@ -28,9 +28,9 @@ CLUSTER_OF = {"a": "ib", "b": "roce"}
 TORCHRUN_JOB = next(job for job in JOBS if job.launcher == "torchrun")
 
 
-#: Entries of README's table with checkpoints that every run of the tests exchanges: holmes changes the stages
-#: of these jobs, and so what a checkpoint contains. The checkpoints of the others are exchanged by `make
-#: nightly`.
+#: Entries of README's table with checkpoints that every run of the tests exchanges. These are the jobs with
+#: pipeline stages, which holmes changes, and DDP as the simplest job. `make nightly` exchanges the
+#: checkpoints of all jobs.
 EXCHANGED = {
     "Megatron-DeepSpeed's pretrain_gpt.py",
     "Megatron-LM's pretrain_gpt.py",

@@ -55,7 +55,7 @@ class Priced:
     step_s: float
     #: Lower bound on the step time of every plan on the subset.
     bound_s: float
-    #: Whatever the price was computed from.
+    #: Plan (or other object) from which the step time was computed; the search only passes it on.
     plan: Any = None
 
 
