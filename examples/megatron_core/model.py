@@ -67,8 +67,9 @@ def transformer_config(args) -> TransformerConfig:
         # Megatron-LM requires them, too.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        # This frees an output that is being sent. That is safe on a CUDA stream, not while gloo reads it.
-        deallocate_pipeline_outputs=on_gpu(),
+        # True would free an output while it is being sent. Neither gloo nor torch 2.15's NCCL backend
+        # keeps its memory until then.
+        deallocate_pipeline_outputs=False,
         # Most fused kernels need Apex or CUDA. This example must run without both.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,

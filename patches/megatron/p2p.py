@@ -193,15 +193,17 @@ def _start_each_in_pair_group(
     """Start each send and receive in the process group of its pair of pipeline stages.
 
     This wrapper runs in place of megatron-core's _p2p_ops, which starts the same messages in the same order
-    over the pipeline group.
+    over the pipeline group. Tensors to send are replaced by views of them: see _view_to_send.
 
     Returns:
         The requests, by names like "send_next".
     """
+    tensor_send_prev = _view_to_send(tensor_send_prev)
+    tensor_send_next = _view_to_send(tensor_send_next)
     groups = neighbour_groups_of(group)
     pipeline_group_suffices = not groups.by_peer and groups.second_group is None
     if pipeline_group_suffices:  # it uses the fastest network
-        return call()
+        return call(tensor_send_prev=tensor_send_prev, tensor_send_next=tensor_send_next)
     # This raises if a later megatron-core passes arguments that this wrapper does not have.
     call.refuse_unread_arguments()
     import torch.distributed as dist
@@ -228,6 +230,20 @@ def _start_each_in_pair_group(
         else:
             requests[name] = dist.irecv(tensor, peer, group=message_group)
     return requests
+
+
+def _view_to_send(tensor: Any) -> Any:
+    """Return a view of a tensor, which keeps its memory from being used again while it is sent.
+
+    megatron-core frees an output after it has started to send it, by `output.data = ...`
+    (deallocate_pipeline_outputs). torch's newer NCCL backend, which is the default since torch 2.15, keeps
+    the tensor object until the message has been sent, but this object has no longer the memory that NCCL
+    reads. A view is another tensor object, and keeps the memory.
+
+    Args:
+        tensor: The activation or gradient; None if there is nothing to send.
+    """
+    return None if tensor is None else tensor.detach()
 
 
 def _group_of_message(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import random_sites
+import torch
 
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import p2p
@@ -136,3 +137,35 @@ def test_one_group_for_all_where_no_pair_has_anything_faster(used):
     ethernet = SimpleNamespace(name="ethernet")
     plan = SimpleNamespace(fabric_of=lambda ranks, network_api: ethernet, world_size=4)
     assert used(site, plan, 1, (0, 1, 2, 3), False) == [(0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("second_group", [None, "second group"])
+def test_an_output_keeps_its_memory_while_it_is_sent(monkeypatch, second_group):
+    """megatron-core may free an output by `.data = ...` after it has started to send it.
+
+    Args:
+        second_group: Group of the two stages that holmes made for one direction; None if megatron-core's
+            own function starts the messages in the pipeline group.
+    """
+    groups = p2p._NeighbourGroups(second_group=second_group)
+    monkeypatch.setattr(p2p, "neighbour_groups_of", lambda group: groups)
+    sent = []  # tensors that torch, or megatron-core's function, was given to send
+    monkeypatch.setattr("torch.distributed.isend", lambda tensor, *_, **__: sent.append(tensor))
+
+    def megatrons_p2p_ops(*, tensor_send_next, **other_arguments):
+        sent.append(tensor_send_next)
+
+    output = torch.tensor([1.0, 2.0])
+    arguments = {
+        "tensor_send_prev": None,
+        "tensor_recv_prev": None,
+        "tensor_send_next": output,
+        "tensor_recv_next": None,
+        "group": Group((0, 1), 0),
+        "prev_pipeline_rank": 1,
+        "next_pipeline_rank": 1,
+    }
+    p2p._start_each_in_pair_group(megatrons_p2p_ops, None, (), arguments)
+
+    output.data = torch.empty(1)  # as megatron-core frees an output
+    assert [tensor.tolist() for tensor in sent] == [[1.0, 2.0]]
