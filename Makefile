@@ -59,7 +59,8 @@ NEXT_VENV := .venv-gpu$(subst .,,$(basename $(NEXT_TORCH)))
 GPU_NEXT ?= $(NEXT_VENV)
 NEXT_ENGINES := tests/patches/torch/test_ddp.py $(addprefix integration_tests/,stacks/test_fsdp2.py \
    deepspeed/test_two_clusters.py deepspeed/test_zero.py megatron/test_core.py stacks/test_pipelining.py)
-ON_NEXT := $(NEXT_ENGINES) integration_tests/gpu/test_networks.py integration_tests/backends/test_backends.py
+ON_NEXT := $(NEXT_ENGINES) $(addprefix integration_tests/,gpu/test_networks.py gpu/test_freed_output.py \
+   backends/test_backends.py)
 
 # Each run of pytest writes what became of its tests to RESULTS/PART.xml (JUnit XML). tests/summary.py makes a table of them.
 RESULTS := build/results
