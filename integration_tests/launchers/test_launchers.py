@@ -50,6 +50,16 @@ EXHAUSTIVE = {
     "srun_on_some_nodes_of_the_file",
     "time_limit",
 }
+#: Cases of which one in four runs before every merge: further ways of launchers that other cases start.
+SAMPLED = {
+    "torchrun_in_srun",
+    "scontrol_requeue",
+    "mpirun_in_sbatch",
+    "mpirun_sigterm",
+    "holmes_lab_shell",
+    "holmes_doctor_over_an_allocation",
+    "holmes_probe_in_srun",
+}
 PROGRAMS = ("srun", "slurmctld", "slurmd", "munged", "mpirun", "sshd", "pdsh")
 MISSING = [
     name
@@ -98,6 +108,8 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
         marks.append(pytest.mark.row(launcher))
     if name in EXHAUSTIVE:
         marks.append(full)
+    elif name in SAMPLED:
+        marks.append(full(share=4))
     return marks
 
 
