@@ -149,8 +149,7 @@ def _describe_stage_links(current: Session) -> str:
     # such format at most.
     compression = {stage_link.compression for stage_link in traffic.stage_links} - {"off"}
     if compression:
-        # Here, "cross" is the user's word for sending between clusters.
-        parts.append(f"stage links that cross in {compression.pop()}")
+        parts.append(f"activations between clusters compressed to {compression.pop()}")
     if traffic.tied and active_features & _TIED_FEATURES:
         parts.append("tied weights summed hierarchically")
     return "; ".join(parts)

@@ -66,4 +66,4 @@ def test_slices_in_int8(stock, clusters, tmp_path):
     share, said = compared(
         stock, clusters, tmp_path, "--holmes-compress-activations", "int8", tolerance=0.02
     )
-    assert share <= 0.2 and "stage links that cross in int8" in said, share
+    assert share <= 0.2 and "activations between clusters compressed to int8" in said, share

@@ -161,7 +161,8 @@ class Feature:
             status = f"is newer than {newest_tried}, the newest that was tried"
         else:
             return ""
-        return f"{self.requirement.name} {version} {status}: patches that fit are on"
+        # The patches whose targets have the expected signature are used all the same.
+        return f"{self.requirement.name} {version} {status}; holmes patches what looks as expected"
 
 
 @dataclass(frozen=True)

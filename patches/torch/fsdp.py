@@ -388,7 +388,7 @@ def _print_cost_of_program_mesh(current: Session, mesh: Any, sent: ShardedWeight
 
     The message has the seconds of a step. It also says with which sizes the dimension would not
     span clusters: the common divisors of the clusters' numbers of ranks. For example, clusters of 8
-    and 12 ranks give "size 4, or a part of it, would not". If 1 is the only common divisor, the
+    and 12 ranks give "size 4, or a divisor of it, would not". If 1 is the only common divisor, the
     message says that any size does.
 
     Args:
@@ -414,7 +414,7 @@ def _print_cost_of_program_mesh(current: Session, mesh: Any, sent: ShardedWeight
     largest_fitting_size = gcd(*cluster_sizes)
     # `advice` follows the words "dimension ... crosses clusters": "size 4 would not" cross them.
     if largest_fitting_size > 1:
-        advice = f"size {largest_fitting_size}, or a part of it, would not"
+        advice = f"size {largest_fitting_size}, or a divisor of it, would not"
     else:  # any size of at least 2 "does" cross them
         counts = ", ".join(f"{cluster} {len(members)}" for cluster, members in clusters.items())
         advice = f"any size does (ranks of clusters: {counts})"

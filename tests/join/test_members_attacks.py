@@ -209,7 +209,7 @@ def test_the_log_of_a_crowd_from_many_addresses_is_short():
         assert len(server.told) <= 5
         for number in range(2000):
             server._complain(f"10.0.{number // 250}.{number % 250}", "it does not know the token")
-        assert len(server.told) <= 60 and "no more are told" in server.told[-1]
+        assert len(server.told) <= 60 and "are not listed" in server.told[-1]
         assert len(server._complaints) <= 60
 
 

@@ -422,12 +422,11 @@ def _validated_ranges(maps: Table, position: str, ranks: int) -> tuple[int, ...]
     starts, stops, owner_ranks = flat[::3], flat[1::3], flat[2::3]
     for start, stop, rank in zip(starts, stops, owner_ranks):
         # Each range must begin where the previous one ends (no holes, no overlaps), must not be
-        # empty, and its rank must exist. The message shows the range and its rank, then the element
-        # at which the range should begin, and the number of ranks.
+        # empty, and its rank must exist.
         if not (start == expected_start < stop <= MOST and 0 <= rank < ranks):
             raise HolmesError(
-                f"{maps.at(position)}: elements {start} to {stop} of rank {rank} follow element "
-                f"{expected_start} of {ranks} ranks' share"
+                f"{maps.at(position)}: the range from {start} to {stop} of rank {rank} is invalid; it must "
+                f"start at {expected_start}, must not be empty, and its rank must be below {ranks}"
             )
         expected_start = stop
     return flat

@@ -276,7 +276,7 @@ class CoordinatorServer:
         line = f"a caller from {host} was turned away: {printable(reason)}"
         # The limit is reached with this line, so the log must say why further callers are missing.
         if is_last:
-            line += "; so many are that no more are told for a minute"
+            line += "; further callers that are turned away within a minute are not listed"
         self._tell(line)
 
     def _receive_heartbeats(self, channel: Channel, identity: JobIdentity) -> None:

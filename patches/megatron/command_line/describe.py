@@ -258,7 +258,7 @@ def _zero_stage(settings: Mapping[str, Any], assumed: list[str]) -> int:
         zero_stage = settings.get("zero", 0)
     has_pipeline = settings.get("pipeline", 1) > 1
     if zero_stage > 1 and has_pipeline:
-        assumed.append(f"ZeRO 1: stage {zero_stage} goes with no pipeline")
+        assumed.append(f"ZeRO 1, because ZeRO {zero_stage} does not work with a pipeline")
         return 1
     return min(int(zero_stage), MAX_ZERO_STAGE)  # a larger number, a typing error, counts as 3
 

@@ -26,11 +26,15 @@ def test_a_version_is_the_release_that_it_will_be():
         (
             NIGHTLY,
             None,
-            f"torch {NIGHTLY} is newer than 2.15.0, the newest that was tried: "
-            "patches that fit are on",
+            f"torch {NIGHTLY} is newer than 2.15.0, the newest that was tried; "
+            "holmes patches what looks as expected",
         ),
         *(
-            (version, None, f"torch {version} names no release: patches that fit are on")
+            (
+                version,
+                None,
+                f"torch {version} names no release; holmes patches what looks as expected",
+            )
             for version in SILENT
         ),
     ],

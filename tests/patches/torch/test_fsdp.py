@@ -212,7 +212,7 @@ def crossing(rank, sizes, *clusters):
             (1, 4),
             ("a ib 2Gb/s a[0-1]", "b roce 1.6Gb/s b[0-1]"),
             "ranks 0, 1, 2, 3 lie in clusters a, b",
-            "size 2, or a part of it, would not",
+            "size 2, or a divisor of it, would not",
         ),
     ],
 )
