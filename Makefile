@@ -90,14 +90,17 @@ test: tools .venv torchtitan
 	$(call SUMMARY,$(TESTS)); exit $$status
 
 # The runtime's tests are in `make test`. Those of operators run on an emulated GPU themselves, so they are a run of their own;
-# after them, beside the others, what runs on both carriers.
+# after them, beside the others, what runs on both carriers. The others wait for networks and processes most of their time,
+# so GPU_WORKERS of them run at once; each needs up to 5 GB of memory.
+GPU_WORKERS ?= 2
+
 gpu: gpu-libraries torchtitan
 	@mkdir -p $(RESULTS); status=0; \
 	{ code=0; $(call PYTEST,$(GPU_BIN)/python,gpu-operators) integration_tests/gpu/operators $(PYTEST_ARGS) || code=1; \
 	  export HOLMES_TEST_CARRIER=nccl; $(call PYTEST,$(GPU_BIN)/python,over-nccl) $(ON_BOTH) $(PYTEST_ARGS) || code=1; \
 	  exit $$code; } >build/gpu-both.log 2>&1 & both=$$!; \
-	$(call PYTEST,$(GPU_BIN)/python,gpu) -rs integration_tests/gpu --ignore integration_tests/gpu/operators $(PYTEST_ARGS) \
-	   || status=1; \
+	$(call PYTEST,$(GPU_BIN)/python,gpu) -rs -n $(GPU_WORKERS) --dist loadfile integration_tests/gpu \
+	   --ignore integration_tests/gpu/operators $(PYTEST_ARGS) || status=1; \
 	wait $$both || status=1; cat build/gpu-both.log; exit $$status
 
 # Builds the emulated GPU: some minutes, once for each version of holmes, torch and NCCL.
