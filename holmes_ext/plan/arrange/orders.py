@@ -21,7 +21,7 @@ from itertools import chain, islice
 from holmes_ext.plan.across import best_order
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.placement import Placement, merge_neighbours
+from holmes_ext.plan.placement import Content, Placement, merge_neighbours
 from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
 
 #: Node types that share stages, in the order of the stages.
@@ -49,7 +49,8 @@ class Orders:
         """Find the node types that can be exchanged without changing any cost.
 
         Two node types are interchangeable if all of these are equal: the number of their nodes,
-        their GPUs, their fabrics, and the rate and latency of their links to all other clusters.
+        the ranks of a node, their GPUs, their fabrics, and the rate and latency of their links to all
+        other clusters.
         The class describes the arguments.
         """
         self.network = network
@@ -59,11 +60,11 @@ class Orders:
         fabrics_of = [fabrics for _, fabrics in network.node_types]
         # Fabric -> number of node types on it. _fabric_signature needs it.
         self._types_on = Counter(name for fabrics in fabrics_of for name in fabrics)
-        # By node type: a value that is equal for node types with equal fabrics, numbers of nodes
-        # and GPUs.
+        # By node type: a value that is equal for node types with equal fabrics, numbers of nodes,
+        # ranks of a node and GPUs.
         self._signatures = [
-            (tuple(map(self._fabric_signature, fabrics)), nodes, gpu)
-            for fabrics, nodes, gpu in zip(fabrics_of, self.nodes, self.gpus)
+            (tuple(map(self._fabric_signature, fabrics)), nodes, ranks, gpu)
+            for fabrics, nodes, ranks, gpu in zip(fabrics_of, self.nodes, network.widths, self.gpus)
         ]
         #: By node type: the first node type that it is interchangeable with.
         self.first_equal_type = tuple(self._first_equal(node_type) for node_type in self.node_types)
@@ -170,7 +171,11 @@ class Orders:
             return self._placements_with_shared_stages(sizes, groups)
         # One type in each group: its nodes follow each other. (node type, number of nodes)
         node_runs = tuple((node_type, self.nodes[node_type]) for (node_type,) in groups)
-        return [Placement(sizes, self.network.processes, node_runs)]
+        return [self._placement(sizes, node_runs)]
+
+    def _placement(self, sizes: Sizes, node_runs: Content) -> Placement:
+        """Return the placement on these nodes, given as (node type, number of nodes) in rank order."""
+        return Placement(sizes, self.network.processes, node_runs, widths=self.network.widths)
 
     def _chained(self, group_size: int) -> Iterator[Groups]:
         """Yield a few orders of the node types in which clusters with good links are neighbours.
@@ -277,33 +282,34 @@ class Orders:
         Returns:
             One placement, or [] if the nodes do not divide evenly among the stages.
         """
-        processes = self.network.processes
+        widths = self.network.widths  # node type -> ranks of a node
         stage_ranks = self.network.world // sizes.pipeline
         replica_ranks = sizes.tensor * sizes.context
         node_runs = []  # (node type, nodes), in the order of the ranks
         has_whole_nodes = True  # whether a type's part of each stage consists of whole nodes
         for group in groups:
-            ranks_of = {node_type: self.nodes[node_type] * processes for node_type in group}
+            ranks_of = {node_type: self.nodes[node_type] * widths[node_type] for node_type in group}
             group_ranks = sum(ranks_of.values())
             stages = group_ranks // stage_ranks
             if group_ranks % stage_ranks:
                 return []  # the group does not hold whole stages
             if any(ranks % (stages * replica_ranks) for ranks in ranks_of.values()):
                 return []  # a type's part of a stage has incomplete tensor or context groups
-            if any(ranks // stages % processes for ranks in ranks_of.values()):
+            if any(ranks // stages % widths[each] for each, ranks in ranks_of.items()):
                 has_whole_nodes = False
             # (node type, nodes) of a stage; not used if a part is not a whole number of nodes
             stage = [
-                (node_type, ranks // stages // processes) for node_type, ranks in ranks_of.items()
+                (node_type, ranks // stages // widths[node_type])
+                for node_type, ranks in ranks_of.items()
             ]
             node_runs += stage * stages
         if has_whole_nodes:
             # merge_neighbours: (a, 2), (a, 1) -> (a, 3)
-            return [Placement(sizes, processes, merge_neighbours(node_runs))]
+            return [self._placement(sizes, merge_neighbours(node_runs))]
         if len(groups) > 1:
             return []  # every node would hold all stages, also those of other groups
         node_runs = [(node_type, self.nodes[node_type]) for node_type in groups[0]]
-        return [Placement(replace(sizes, order=PIPELINES_FIRST), processes, tuple(node_runs))]
+        return [self._placement(replace(sizes, order=PIPELINES_FIRST), tuple(node_runs))]
 
 
 def launched(network: Network, sizes: Sizes) -> Placement:

@@ -90,8 +90,8 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
     which the traffic between clusters takes least time.
 
     Returns:
-        None if stages do not hold whole nodes, no arrangement has less traffic, or the memory is
-        too small.
+        None if stages do not hold whole nodes, nodes have different numbers of ranks, no
+        arrangement has less traffic, or the memory is too small.
     """
     network = result.network
     shape = candidate.shape
@@ -103,7 +103,10 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
     has_whole_nodes = stage_ranks % processes == 0 and stages_per_component <= 1
     # Tensor and context parallel groups must lie inside nodes, or their traffic would cross, too.
     has_groups_inside = processes % (shape.tensor * shape.context) == 0
-    if not has_whole_nodes or not has_groups_inside:
+    has_equal_nodes = (
+        network.site.has_equal_nodes
+    )  # an exchange of nodes keeps the ranks of a stage
+    if not has_whole_nodes or not has_groups_inside or not has_equal_nodes:
         return None
     # Activations that a node sends to the next stage in a step. The tensor parallel ranks share out
     # an activation, so each of the node's `processes` ranks sends 1 / tensor of it.
