@@ -156,6 +156,7 @@ def shapes(network: Network, model: Model, global_batch: int, limits: Limits) ->
     A shape is what plans differ in besides the nodes: parallel sizes, micro-batch, chunks,
     recomputation and ZeRO stage. Groups of ranks must fill nodes: a tensor parallel group, also
     with its context parallel ranks, and a stage. Each is a divisor or a multiple of a node's ranks.
+    If nodes have different numbers of ranks, a tensor parallel group fits into each of them.
 
     Args:
         network: Nodes and networks.
@@ -169,6 +170,8 @@ def shapes(network: Network, model: Model, global_batch: int, limits: Limits) ->
     for tensor in limits.of("tensor", divisors(world)):
         if not _tensor_fits(model, tensor) or not _fill_nodes(widths, tensor):
             continue
+        if len(widths) > 1 and tensor > min(widths):
+            continue  # some tensor groups would lie inside a node, and others would span nodes
         for context in limits.of("context", divisors(world // tensor)):
             if not _context_fits(model, context, limits):
                 continue
