@@ -124,6 +124,23 @@ class Plan:
             return self.nodes[rank // self.processes]
         return self.nodes[bisect_right(list(self.first_ranks.values()), rank) - 1]
 
+    def misaligned_node(self) -> str:
+        """Return the first node whose first rank is no multiple of its processes; "" if there is none.
+
+        On that node, rank % processes is not the local rank. A framework that chooses its GPU so fails.
+        """
+        for node, rank in self.first_ranks.items():
+            if rank % self.processes_on(node):
+                return node
+        return ""
+
+    def widths_text(self) -> str:
+        """Return the different numbers of processes, each with its first node: "4 on a0, 8 on b0"."""
+        first_of: dict[int, str] = {}
+        for node in self.nodes:
+            first_of.setdefault(self.processes_on(node), node)
+        return ", ".join(f"{count} on {node}" for count, node in sorted(first_of.items()))
+
     @cached_property
     def first_ranks(self) -> dict[str, int]:
         """Return node -> rank of its first process, in the order of the nodes."""
@@ -296,15 +313,20 @@ def check_plan(plan: Plan, site: Site) -> Plan:
             problems.append(f"node {surplus[0]!r} reported but is not in the plan")
         way_out = "make the plan for these nodes with `holmes plan`"
         raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(problems)}; {way_out}")
+    world_sizes = f"(world size {plan.world_size} in the plan, {site.world_size} here)"
     for node in site.nodes:
         planned_processes = plan.processes_on(node.name)
-        if node.processes != planned_processes:
-            key = "processes_of" if plan.processes_of else "processes"
+        if node.processes == planned_processes:
+            continue
+        if plan.processes_of or not site.has_equal_nodes:
             raise HolmesError(
-                f"{plan.source}: key {key!r} has {planned_processes} for node {node.name!r}, which "
-                f"started {node.processes} (world size {plan.world_size} in the plan, {site.world_size} "
-                "here)"
+                f"{plan.source}: node {node.name!r} has {planned_processes} processes in the plan, but "
+                f"{node.processes} were started on it {world_sizes}"
             )
+        raise HolmesError(
+            f"{plan.source}: key 'processes' is {plan.processes}, but {site.processes} were started on each "
+            f"node {world_sizes}"
+        )
     if plan.site_digest != site.digest:
         made_for = (
             f"made for other clusters or rates than {site.source}; make it again with `holmes plan`"

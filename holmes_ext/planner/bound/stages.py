@@ -257,7 +257,7 @@ class StageBounds:
             up = messages[stage - 1]  # a gradient to the stage before is as large as its activation
             down = messages[stage]
             if up.fabric == down.fabric:
-                result[stage] = up.nic_s + down.nic_s
+                result[stage] = up.receiver_nic_s + down.sender_nic_s
         return result
 
     # ------------------------------------------------------------------- reductions
