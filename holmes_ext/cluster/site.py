@@ -140,7 +140,7 @@ class Site:
         """Return the site of nodes that reported, without a cluster.toml.
 
         If nodes of one cluster have different numbers of processes, each number gets a cluster of its
-        own: "ib0" becomes "ib0-4" and "ib0-8".
+        own: "ib" becomes "ib-4" and "ib-8".
         """
         counts_in: dict[str, set[int]] = {}  # cluster -> numbers of processes of its nodes
         for node in nodes:

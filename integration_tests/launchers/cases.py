@@ -385,7 +385,7 @@ def deepspeed_hostfile(folder):
 
 @case
 def deepspeed_nodes_of_different_width(folder):
-    """The slots of the hostfile differ, as the processes of the clusters' nodes do."""
+    """Start with slots in the hostfile that differ as the clusters' nodes do."""
     with Bench(folder, ("ssh",), processes=None, order=("b0", "a0"), toml=UNEQUAL) as bench:
         bench.run(*deepspeed(bench))
         bench.check()

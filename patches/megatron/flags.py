@@ -10,8 +10,6 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-import torch
-
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, choices_of, flag, help_of, names
 from holmes_ext.patches.engine.patch import Patch
@@ -108,6 +106,8 @@ def _add_flags_to_megatron_deepspeed(
     Raises:
         HolmesError: Megatron-DeepSpeed would choose other GPUs than the local ranks.
     """
+    import torch
+
     refusal = refused_first_rank(current.plan)
     if refusal and torch.cuda.is_available():
         raise told_once(HolmesError(refusal))

@@ -4,7 +4,7 @@
     planned:  a0 a1 b0 b1     stages: [a0 a1] [b0 b1]     groups use their own fabric, a stage link Ethernet
 
 Nodes on the same fast fabrics, with equally many ranks, are interchangeable and form a class. (If
-classes differ in the ranks of a node, a node below stands for a block of nodes, classes.py.) Stages
+classes differ in the ranks of a node, a node below stands for a block of nodes, orders.py.) Stages
 that share nodes form a component. If all nodes of each component share a fabric, no group has to use
 Ethernet because its nodes are on different networks (it "spans networks"). pack() finds such
 components if they exist.
@@ -25,7 +25,7 @@ from itertools import islice, permutations
 from typing import NamedTuple, TypeVar
 
 from holmes_ext.plan.across import best_order, distinct_orders, order_count, swap_pairs
-from holmes_ext.plan.arrange.classes import Blocks, best_order_of_classes, classes_of
+from holmes_ext.plan.arrange.orders import Blocks, best_order_of_classes, classes_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.engine import FLAT, HIERARCHICAL

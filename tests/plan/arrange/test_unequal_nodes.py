@@ -5,8 +5,7 @@ import itertools
 import clusters
 import pytest
 
-from holmes_ext.plan.arrange import classes
-from holmes_ext.plan.arrange.orders import Orders, launched
+from holmes_ext.plan.arrange.orders import Blocks, Orders, classes_of, launched
 from holmes_ext.plan.arrange.place import fastest_first, place
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.cost.network import Network
@@ -65,8 +64,8 @@ def test_nodes_that_do_not_fill_blocks_stay_together_by_class():
     """Three nodes of 2 ranks and one of 4: six ranks are no multiple of four."""
     here = site("a[0-2]", "b0")
     network = Network(here)
-    class_of = classes.classes_of(network)
-    assert not classes.Blocks(network, class_of).hold_all_nodes
+    class_of = classes_of(network)
+    assert not Blocks(network, class_of).hold_all_nodes
     sizes = Sizes(5, 2).complete(here.world_size)
     planned = place(prices_of(network, sizes), sizes)
     assert planned.names in (("a0", "a1", "a2", "b0"), ("b0", "a0", "a1", "a2"))
@@ -74,20 +73,20 @@ def test_nodes_that_do_not_fill_blocks_stay_together_by_class():
 
 def test_blocks_have_equally_many_ranks():
     here = site()
-    class_of = classes.classes_of(Network(here))
-    blocks = classes.Blocks(Network(here), class_of)
+    class_of = classes_of(Network(here))
+    blocks = Blocks(Network(here), class_of)
     assert blocks.ranks == 4
     assert blocks.nodes == {0: 2, 1: 1}
     assert blocks.in_launchers_order() == (0, 0, 1, 1)
     mixed = {name: class_of[name] for name in ("a0", "b0", "a1", "b1", "a2", "a3")}
-    assert classes.Blocks(Network(here), mixed).in_launchers_order() == (1, 0, 1, 0)
+    assert Blocks(Network(here), mixed).in_launchers_order() == (1, 0, 1, 0)
 
 
 def test_nodes_of_different_width_on_one_fabric_are_not_interchangeable():
     here = clusters.site(
         "a ib 2Gb/s a[0-1] processes=2 fabric=f", "b ib 2Gb/s b[0-1] processes=4 fabric=f"
     )
-    assert classes.classes_of(Network(here)) == {"a0": 0, "a1": 0, "b0": 1, "b1": 1}
+    assert classes_of(Network(here)) == {"a0": 0, "a1": 0, "b0": 1, "b1": 1}
     orders = Orders(Network(here), [Gpu(1e12)] * 2)
     assert orders.first_equal_type == (0, 1)
 

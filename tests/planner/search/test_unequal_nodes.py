@@ -50,7 +50,7 @@ def steps_of_all_plans(result):
         LINES,
         ("a ib 100Gb/s a[0-1] processes=2", "b roce 50Gb/s b0 processes=4"),
         ("a ib 50Gb/s a[0-2] processes=2", "b roce 50Gb/s b0 processes=4"),  # 6 and 4 GPUs
-        ("a ib 50Gb/s a0 processes=4", "b ib 50Gb/s b0 processes=8", "c ethernet - c0 processes=4"),
+        ("a ib 50Gb/s a0 processes=2", "b ib 50Gb/s b0 processes=4", "c ethernet - c0 processes=2"),
     ],
 )
 def test_the_best_plan_is_as_good_as_every_other(lines):
