@@ -8,13 +8,14 @@ from test_docs import ROOT
 
 from holmes_ext.cli.main import main
 from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.partition import uniform
 from holmes_ext.plan.plan import check_plan, load_plan
 from holmes_ext.planner.search import search as searching
+from holmes_ext.planner.search import spreading
 from holmes_ext.planner.search.evaluate import Evaluator
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.simulated import job_of
@@ -59,6 +60,34 @@ def test_the_best_plan_is_as_good_as_every_other(lines):
     least_s = min(steps_of_all_plans(result))
     assert best.best.step_s <= least_s * 1.01
     assert best.optimality_gap.bound_s <= least_s * (1 + 1e-9)
+
+
+def test_nodes_are_spread_over_stages_in_blocks():
+    """Over slow links between clusters, the two narrow nodes of a block stay together."""
+    between = "".join(
+        f'[[between]]\nclusters = ["{one}", "{other}"]\nrate = "{rate}Mb/s"\n'
+        for one, other, rate in (("a", "b", 100), ("b", "c", 900), ("a", "c", 90))
+    )
+    text = clusters.toml(
+        "a ib 50Gb/s a[0-3] processes=2",
+        "b ib 50Gb/s b[0-1] processes=4",
+        "c ib 50Gb/s c[0-1] processes=4",
+        ethernet="5Gb/s",
+    )
+    site = site_from_spec(parse_spec(text + between))
+    limits = Limits({**LIMITS.allowed, "pipeline": (3,), "tensor": (1,), "virtual": (1,)})
+    result = SearchResult(Network(site), MODEL, 64, limits, Rules())
+    shape = next(iter(shapes(result.network, MODEL, 64, limits)))
+    mixed = result.network.placement(
+        ["a0", "a1", "b0", "a2", "a3", "c0", "b1", "c1"], shape.sizes().complete(24)
+    )
+    variant = spreading._spread_nodes(result, result.candidate(shape, mixed, (3, 3, 2)))
+    assert variant is not None
+    assert sorted(variant.placement.parts) == [((0, 4),), ((1, 2),), ((2, 2),)]
+    assert variant.placement.widths == (2, 4, 4)
+    assert folded_s(job_of(result, variant)) < folded_s(
+        job_of(result, result.candidate(shape, mixed, (3, 3, 2)))
+    )
 
 
 def test_groups_of_a_shape_fill_the_nodes_of_both_widths():
