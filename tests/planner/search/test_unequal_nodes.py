@@ -14,8 +14,8 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.partition import uniform
 from holmes_ext.plan.plan import check_plan, load_plan
+from holmes_ext.planner.search import changed, spreading
 from holmes_ext.planner.search import search as searching
-from holmes_ext.planner.search import spreading
 from holmes_ext.planner.search.evaluate import Evaluator
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.simulated import job_of
@@ -88,6 +88,13 @@ def test_nodes_are_spread_over_stages_in_blocks():
     assert folded_s(job_of(result, variant)) < folded_s(
         job_of(result, result.candidate(shape, mixed, (3, 3, 2)))
     )
+
+
+def test_nodes_are_moved_only_between_clusters_of_one_width():
+    """What `--explain` tries: a node of 8 GPUs cannot join a cluster of nodes with 4."""
+    result = result_on(*LINES, "c ib 100Gb/s c[0-1] processes=4")
+    moves = [description for description, _ in changed._moved_nodes(result)]
+    assert moves == ["one node moved from a to c", "one node moved from c to a"]
 
 
 def test_groups_of_a_shape_fill_the_nodes_of_both_widths():
