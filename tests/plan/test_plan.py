@@ -75,6 +75,7 @@ def test_ranks_of_unequal_nodes(tmp_path):
     made = unequal_plan()
     assert made.world_size == 8
     assert made.first_ranks == {"a0": 0, "b0": 2, "a1": 6}
+    assert [made.first_rank(node) for node in made.nodes] == [0, 2, 6]
     assert [made.node_of(rank) for rank in range(8)] == ["a0"] * 2 + ["b0"] * 4 + ["a1"] * 2
     assert [made.processes_on(node) for node in made.nodes] == [2, 4, 2]
     assert made.by_cluster(range(8)) == {"a": [0, 1, 6, 7], "b": [2, 3, 4, 5]}

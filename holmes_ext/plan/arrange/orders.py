@@ -378,7 +378,7 @@ class Blocks:
         self.nodes = {each: self.ranks // network.widths[each] for each in class_of.values()}
 
     @property
-    def hold_all_nodes(self) -> bool:
+    def has_only_whole_blocks(self) -> bool:
         """Return whether the nodes of each class fill whole blocks."""
         counts = Counter(self.class_of.values())
         return all(count % self.nodes[each] == 0 for each, count in counts.items())

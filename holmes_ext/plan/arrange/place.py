@@ -187,7 +187,7 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """
     class_of = classes_of(prices.network)
     blocks = Blocks(prices.network, class_of)
-    if blocks.hold_all_nodes:
+    if blocks.has_only_whole_blocks:
         search = _Search(prices, sizes, blocks)
         search.run(budget)
         # Class of each node, in rank order: the search used classes in place of node types.

@@ -105,7 +105,7 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
     has_whole_blocks = stage_ranks % blocks.ranks == 0 and stages_per_component <= 1
     # Tensor and context parallel groups must lie inside nodes, or their traffic would cross, too.
     has_groups_inside = network.processes % (shape.tensor * shape.context) == 0
-    if not has_whole_blocks or not has_groups_inside or not blocks.hold_all_nodes:
+    if not has_whole_blocks or not has_groups_inside or not blocks.has_only_whole_blocks:
         return None
     # Activations that a block sends to the next stage in a step. The tensor parallel ranks share out
     # an activation, so each of the block's ranks sends 1 / tensor of it.

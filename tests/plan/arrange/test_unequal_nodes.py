@@ -65,7 +65,7 @@ def test_nodes_that_do_not_fill_blocks_stay_together_by_class():
     here = site("a[0-2]", "b0")
     network = Network(here)
     class_of = classes_of(network)
-    assert not Blocks(network, class_of).hold_all_nodes
+    assert not Blocks(network, class_of).has_only_whole_blocks
     sizes = Sizes(5, 2).complete(here.world_size)
     planned = place(prices_of(network, sizes), sizes)
     assert planned.names in (("a0", "a1", "a2", "b0"), ("b0", "a0", "a1", "a2"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from holmes_ext.plan.placement import Fold, Placement
+from holmes_ext.plan.placement import Fold, Placement, family_of
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups
 
 WIDTHS = (4, 8)  # ranks of a node of type 0 and of type 1
@@ -143,6 +143,14 @@ def test_messages_between_stages_are_counted_at_the_nics_of_their_nodes():
         assert sum(link.count for link in links) == placement.stage_ranks
         most = max((link.leaving for link in links if not link.local), default=0)
         assert most == max(leaving.values(), default=0), placement
+
+
+def test_groups_like_a_given_one_fill_its_nodes():
+    """Of a wide node's eight ranks, a group with two leaves six: three more groups share its NIC."""
+    placement = placed((0, 1), Sizes(data=12))
+    family = family_of(placement, (0, 1, 4, 5))
+    parts = {part.node_type: (part.ranks_per_node, part.groups) for part in family.parts}
+    assert parts == {0: (2, 2), 1: (2, 4)}
 
 
 def test_random_orders_of_nodes():

@@ -14,6 +14,7 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.partition import uniform
 from holmes_ext.plan.plan import check_plan, load_plan
+from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search import changed, spreading
 from holmes_ext.planner.search import search as searching
 from holmes_ext.planner.search.evaluate import Evaluator
@@ -98,12 +99,25 @@ def test_nodes_are_moved_only_between_clusters_of_one_width():
 
 
 def test_groups_of_a_shape_fill_the_nodes_of_both_widths():
-    result = result_on("a ib 50Gb/s a[0-2] processes=4", "b ib 50Gb/s b[0-1] processes=6")
+    result = result_on("a ib 50Gb/s a[0-3] processes=2", "b ib 50Gb/s b[0-1] processes=4")
+    tensors = set()
     for shape in shapes(result.network, MODEL, result.global_batch, Limits()):
-        stage_ranks = 24 // shape.pipeline
+        stage_ranks = 16 // shape.pipeline
         for ranks in (shape.tensor, stage_ranks):
-            assert all(width % ranks == 0 or ranks % width == 0 for width in (4, 6)), shape
-        assert shape.tensor <= 4, "a wider group would span nodes in one cluster only"
+            assert all(width % ranks == 0 or ranks % width == 0 for width in (2, 4)), shape
+        tensors.add(shape.tensor)
+    assert tensors == {1, 2}, "a wider group would span nodes in one cluster only"
+
+
+def test_a_message_takes_at_least_as_long_as_on_the_narrowest_node():
+    """The lower bound on a stage link counts the ranks of the node that sends the fewest messages."""
+    result = result_on("a ib 50Gb/s a[0-3] processes=2", "b ib 50Gb/s b[0-1] processes=4")
+    limits = Limits({**LIMITS.allowed, "pipeline": (2,), "tensor": (1,), "virtual": (1,)})
+    (shape,) = shapes(result.network, MODEL, result.global_batch, limits)
+    prices = result.prices(shape)
+    bits = 8 * 2 * prices.job.block.activation_bytes
+    bound = ShapeBound(result.network, prices, shape)
+    assert bound.stage_link_s(latency=False) == pytest.approx(bits / 50e9)
 
 
 def test_clusters_of_equally_many_gpus_are_equal():
