@@ -106,12 +106,10 @@ class Placement:
         # of them fills whole nodes in a round.)
         round_ranks = stride * sizes.pipeline // len(parts)  # of each component
         rounds_of_parts = [_rounds(part, round_ranks, processes, widths) for part in parts]
-        node_types = [
-            node_type
-            for one_round in zip(*rounds_of_parts)
-            for nodes_of_component in one_round
-            for node_type in nodes_of_component
-        ]
+        node_types: list[int] = []
+        for one_round in zip(*rounds_of_parts):
+            for nodes_of_component in one_round:
+                node_types += nodes_of_component
         return cls.of(sizes, processes, node_types, widths)
 
     def width(self, node_type: int) -> int:

@@ -8,7 +8,6 @@ its ports and its options (derive_traffic() of plan/decide.py).
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -72,9 +71,8 @@ class Plan:
     partition: str = "uniform"
     predicted: dict[str, float] = field(default_factory=dict)  # name -> seconds
     source: str = "computed at start-up"  # file of the plan, for messages
-    processes_of: dict[str, int] = field(
-        default_factory=dict
-    )  # node -> its processes; {}: all equal
+    #: Node -> its processes, if nodes differ; {}: every node has `processes`.
+    processes_of: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise HolmesError if a field contradicts the nodes or the sizes."""
@@ -122,7 +120,7 @@ class Plan:
         """Return the node of a rank, as holmes numbers the ranks."""
         if not self.processes_of:
             return self.nodes[rank // self.processes]
-        return self.nodes[bisect_right(list(self.first_ranks.values()), rank) - 1]
+        return self._node_of_ranks[rank]
 
     def misaligned_node(self) -> str:
         """Return the first node whose first rank is no multiple of its processes; "" if there is none.
@@ -140,6 +138,11 @@ class Plan:
         for node in self.nodes:
             first_of.setdefault(self.processes_on(node), node)
         return ", ".join(f"{count} on {node}" for count, node in sorted(first_of.items()))
+
+    @cached_property
+    def _node_of_ranks(self) -> list[str]:
+        """Return the node of each rank."""
+        return [node for node in self.nodes for _ in range(self.processes_on(node))]
 
     @cached_property
     def first_ranks(self) -> dict[str, int]:
