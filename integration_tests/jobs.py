@@ -97,8 +97,12 @@ class LabOf:
             return follows_plan(self._with(self.lab.run, *command, timeout=timeout, **more))
         job = self.start(*command, timeout=3 * timeout, **more)  # emulated GPUs are slow
         # Names of the ranks in messages, such as "a0:1" for the second process of node a0.
-        processes_of_a_node = more.get("processes") or 1
-        labels = [f"{node}:{local}" for node in self.order for local in range(processes_of_a_node)]
+        processes = more.get("processes")
+        labels = [
+            f"{node}:{local}"
+            for node in self.order
+            for local in range(processes or self.spec.cluster_of(node).processes)
+        ]
         # The watcher reads what each emulated GPU executes. It ends a job that hangs, and reports the reason.
         watcher = Watcher(job.watch)
         watched = wait_watched(

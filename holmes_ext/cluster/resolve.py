@@ -380,7 +380,7 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
         cluster = "+".join(port.fabric for port in ports) or ETHERNET
         nodes.append(Node(report.name, cluster, report.processes, (*ports, ethernet)))
     common = Fabric(ETHERNET, "ethernet", min(ethernet_rates), KINDS["ethernet"].latency_s)
-    return Site(tuple(nodes), (common, *fast_fabrics.fabrics))
+    return Site.of_reports(nodes, (common, *fast_fabrics.fabrics))
 
 
 def _subnet_of(report: NodeReport, nic: Nic) -> _Subnet:

@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
@@ -111,8 +112,11 @@ class Node:
 class Site:
     """All nodes of a job with their fabrics and the network between the clusters.
 
+    The nodes of a cluster have equally many processes. Nodes of two clusters may differ: 4 GPUs on
+    each node of one cluster, 8 on each node of another.
+
     Raises:
-        HolmesError: two nodes have different numbers of processes.
+        HolmesError: two nodes of one cluster have different numbers of processes.
     """
 
     nodes: tuple[Node, ...]  # in the launcher's order
@@ -121,15 +125,32 @@ class Site:
     wan: Wan = Wan()
 
     def __post_init__(self) -> None:
-        counts = [node.processes for node in self.nodes]
-        if len(set(counts)) <= 1:
-            return
-        fewest = self.nodes[counts.index(min(counts))]
-        most = self.nodes[counts.index(max(counts))]
-        raise HolmesError(
-            f"{self.source}: node {fewest.name!r} has {fewest.processes} processes and node {most.name!r} "
-            f"has {most.processes}; start the same number on every node"
-        )
+        first_of: dict[str, Node] = {}  # cluster -> its first node
+        for node in self.nodes:
+            first = first_of.setdefault(node.cluster, node)
+            if node.processes != first.processes:
+                raise HolmesError(
+                    f"{self.source}: node {first.name!r} has {first.processes} processes and node "
+                    f"{node.name!r} has {node.processes}, both in cluster {node.cluster!r}; start the "
+                    "same number on every node of a cluster, or make two clusters of them"
+                )
+
+    @classmethod
+    def of_reports(cls, nodes: Sequence[Node], fabrics: tuple[Fabric, ...]) -> Site:
+        """Return the site of nodes that reported, without a cluster.toml.
+
+        If nodes of one cluster have different numbers of processes, each number gets a cluster of its
+        own: "ib" becomes "ib-4" and "ib-8".
+        """
+        counts_in: dict[str, set[int]] = {}  # cluster -> numbers of processes of its nodes
+        for node in nodes:
+            counts_in.setdefault(node.cluster, set()).add(node.processes)
+        named = []
+        for node in nodes:
+            if len(counts_in[node.cluster]) > 1:
+                node = replace(node, cluster=f"{node.cluster}-{node.processes}")
+            named.append(node)
+        return cls(tuple(named), fabrics)
 
     @cached_property
     def node_by_name(self) -> dict[str, Node]:
@@ -146,15 +167,45 @@ class Site:
         """Cluster names in the order of their first nodes."""
         return tuple(dict.fromkeys(node.cluster for node in self.nodes))
 
-    @property
+    @cached_property
     def processes(self) -> int:
-        """Number of processes on each node."""
-        return self.nodes[0].processes
+        """Number of processes on each node.
+
+        If the clusters' nodes differ, it is the greatest number that divides those of all nodes:
+        every node then consists of whole sets of so many ranks that follow each other.
+        """
+        return gcd(*(node.processes for node in self.nodes))
+
+    @cached_property
+    def has_equal_nodes(self) -> bool:
+        """Whether all nodes have equally many processes."""
+        return all(node.processes == self.processes for node in self.nodes)
+
+    @property
+    def ranks_of_every_node(self) -> int:
+        """Number of processes on each node if all have equally many, else 1 (for advice on sizes)."""
+        return self.processes if self.has_equal_nodes else 1
+
+    @cached_property
+    def processes_of(self) -> dict[str, int]:
+        """Number of processes by the name of the node; {} if all nodes have equally many."""
+        if self.has_equal_nodes:
+            return {}
+        return {node.name: node.processes for node in self.nodes}
+
+    @cached_property
+    def aligned_ranks(self) -> int:
+        """Least number of ranks that fills whole nodes, of whatever cluster: 8 for 4 and 8."""
+        return lcm(*(node.processes for node in self.nodes))
+
+    def processes_in(self, cluster: str) -> int:
+        """Return the number of processes on each node of a cluster."""
+        return next(node.processes for node in self.nodes if node.cluster == cluster)
 
     @property
     def world_size(self) -> int:
         """Number of ranks of the job."""
-        return len(self.nodes) * self.processes
+        return sum(node.processes for node in self.nodes)
 
     def shared_fabric(self, names: Iterable[str]) -> Fabric:
         """Return the fastest fabric of several nodes: Ethernet if they share no other.

@@ -21,7 +21,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, Options, misspelt_flag, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron.command_line.describe import describe, sizes_from_arguments
-from holmes_ext.patches.megatron.command_line.refusals import refusals
+from holmes_ext.patches.megatron.command_line.refusals import refusals, refused_first_rank
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.plan import Plan, check_plan, load_plan
 from holmes_ext.plan.shape import shape_of
@@ -181,6 +181,14 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
         partitioned: Whether holmes assigns the layers to pipeline stages, instead of the framework.
     """
     described = describe(rest)
+    first_rank = refused_first_rank(plan)
+    if first_rank and described.framework == "megatron-deepspeed":
+        yield problem(
+            "the command",
+            what=first_rank,
+            why="the framework ends with an error",
+            mend="change the nodes as the line says",
+        )
     for word in described.unknown:  # flags in none of holmes's tables of flags
         similar = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
         if similar:
@@ -239,7 +247,9 @@ def _check_launcher(command: Command, site: Site) -> Iterator[Finding]:
     if not processes.isdecimal():
         return
     wrong = [node for node in site.nodes if node.processes != int(processes)]
-    if wrong:
+    # Nodes with different numbers of GPUs have a torchrun command of their own each.
+    is_of_some_node = "--nproc-per-node" in options and len(wrong) < len(site.nodes)
+    if wrong and not (is_of_some_node and not site.has_equal_nodes):
         yield problem(
             "--nproc-per-node",
             what=f"is {processes}, but node {wrong[0].name} has {wrong[0].processes} processes in "

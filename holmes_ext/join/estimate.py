@@ -97,7 +97,7 @@ def nodes_of(site: Site) -> Counter[str]:
 
 
 def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
-    """Divide a batch among one job in each cluster, in proportion to their nodes.
+    """Divide a batch among one job in each cluster, in proportion to their ranks.
 
     Each share is rounded to a multiple of the micro-batch times the cluster's ranks. If it is
     smaller than that, it is rounded to a multiple of one micro-batch. So the sum may differ a
@@ -113,9 +113,10 @@ def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
     """
     result = {}
     for name, nodes in nodes_of(site).items():
-        share = samples * nodes / len(site.nodes)
+        ranks = nodes * site.processes_in(name)
+        share = samples * ranks / site.world_size
         # A micro-batch on every rank, if the share is large enough; otherwise one micro-batch.
-        unit_on_all_ranks = unit * nodes * site.processes
+        unit_on_all_ranks = unit * ranks
         multiple = unit_on_all_ranks if share >= unit_on_all_ranks else unit
         result[name] = max(1, round(share / multiple)) * multiple
     return result

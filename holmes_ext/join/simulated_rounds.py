@@ -150,7 +150,8 @@ class _Network:
         # The nodes of a job do the same at the same time, so one of them stands for all.
         self.capacities[job, "out"] = self.nic_bps
         self.capacities[job, "in"] = self.nic_bps
-        processes = self.site.processes  # of a node, which share its NIC
+        # Processes of a node, which share its NIC.
+        processes = self.site.processes_in(self.joined[job].cluster)
         # `uses` of a transfer: pairs of a capacity and the number of equal flows that share it. One
         # process is simulated, and the others of its node send as much at the same time.
         nics = tuple(((job, direction), processes) for direction in ("out", "in"))
@@ -180,7 +181,9 @@ class _Network:
         receiver = self.joined[other].cluster
         # Ranks with the same elements exchange them. So the job with more ranks divides the
         # elements more finely, and there is one stream for each of its ranks.
-        streams = max(self.nodes[sender], self.nodes[receiver]) * self.site.processes
+        streams = max(
+            self.nodes[cluster] * self.site.processes_in(cluster) for cluster in (sender, receiver)
+        )
         streams_of_sending_node = streams / self.nodes[sender]
         streams_of_receiving_node = streams / self.nodes[receiver]
         hops = self.site.wan.hops(sender, receiver)

@@ -75,7 +75,8 @@ def build_plan(
     if stage_layers or partition != "uniform":
         _check_partition(partition, sizes, model or profile, stage_layers)
     network = Network(site, links)
-    plan = Plan(site.digest, tuple(node.name for node in site.nodes), site.processes)
+    nodes = tuple(node.name for node in site.nodes)
+    plan = Plan(site.digest, nodes, site.processes, processes_of=site.processes_of)
     if sizes is None:
         plan = replace(
             plan,
@@ -84,7 +85,7 @@ def build_plan(
             partition=partition,
         )
         return derive_traffic(plan, site, options, links, workload, basis or NOMINAL, engine)
-    sizes = sizes.complete(site.world_size, site.processes)
+    sizes = sizes.complete(site.world_size, site.ranks_of_every_node)
     if workload is None and model is not None:
         workload = model.workload(sizes)
         basis = model.source

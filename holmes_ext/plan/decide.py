@@ -480,7 +480,7 @@ def spanning_groups_of(prices: Prices, placement: Placement) -> tuple[SpanningGr
         spanning: list[set[str]] = []  # of each group that spans: its first node of each node type
         for ranks in groups(placement.sizes, role):
             first_node: dict[int, str] = {}  # node type -> the group's first node of this type
-            for index in sorted({rank // placement.processes for rank in ranks}):
+            for index in sorted(set(map(placement.node_of, ranks))):
                 first_node.setdefault(node_types[index], names[index])
             if network.spans_networks(frozenset(first_node)):
                 spanning.append(set(first_node.values()))

@@ -96,7 +96,7 @@ class PlanRequest:
         links = Links.of_spec(spec) if spec is not None else Links()
         sizes = None
         if self.sizes is not None:
-            sizes = self.sizes.complete(site.world_size, site.processes)
+            sizes = self.sizes.complete(site.world_size, site.ranks_of_every_node)
         if self.plan is not None:  # --holmes-plan
             plan = check_plan(self.plan, site)
             self._compare(plan, sizes)

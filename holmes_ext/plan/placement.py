@@ -1,6 +1,6 @@
 """Nodes of each pipeline stage, and the groups of ranks on them.
 
-    rank         0 1 | 2 3 | 4 5 | 6 7    two ranks a node: rank r runs on node r // 2
+    rank         0 1 | 2 3 | 4 5 | 6 7    two ranks a node: ranks 2n and 2n + 1 run on node n
     node index    0     1     2     3     number of a node in the order of the ranks
     node_runs    (a, 2), (b, 2)           two nodes of type a, then two of type b
     stages       ((a, 4),), ((b, 4),)     with 2 stages: four ranks on type a, four ranks on type b
@@ -30,7 +30,7 @@ from itertools import accumulate, groupby
 from math import gcd, lcm
 from typing import NamedTuple, TypeVar
 
-from holmes_ext.plan.sizes import AXES, KINDS, Sizes, expert_grid
+from holmes_ext.plan.sizes import AXES, KINDS, Sizes, divisors, expert_grid
 
 #: (node type, number of nodes or ranks)
 Run = tuple[int, int]
@@ -57,50 +57,81 @@ def merge_neighbours(parts: Iterable[Run]) -> Content:
 class Placement:
     """Assignment of a job's ranks to nodes: the type of each node, in the order of the ranks.
 
-    Rank r runs on node r // processes. A node type stands for equal nodes: of one cluster, on the
-    same fabrics. Costs depend only on types, so placements with equal types cost the same.
+    Each node holds ranks that follow each other. A node type stands for equal nodes: of one cluster,
+    on the same fabrics. Costs depend only on types, so placements with equal types cost the same.
     """
 
     sizes: Sizes  # parallel sizes, with the data size
-    processes: int  # ranks of each node
+    processes: int  # ranks of each node; if node types differ, the greatest common divisor of them
     node_runs: Content  # (node type, number of nodes that follow each other), in rank order
     #: Names of the nodes in the order of the ranks, if a user chose them. Otherwise the nodes of
     #: each type stand in the launcher's order.
     names: tuple[str, ...] = field(default=(), compare=False)
+    #: Node type -> ranks of each node of this type. Empty: every node has `processes` ranks.
+    widths: tuple[int, ...] = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, sizes: Sizes, processes: int, node_types: Iterable[int]) -> Placement:
+    def of(
+        cls, sizes: Sizes, processes: int, node_types: Iterable[int], widths: tuple[int, ...] = ()
+    ) -> Placement:
         """Return the placement on nodes of these types, given in the order of the ranks."""
-        return cls(sizes, processes, runs(node_types))  # runs: types 0 0 1 -> (0, 2), (1, 1)
+        node_runs = runs(node_types)  # types 0 0 1 -> (0, 2), (1, 1)
+        return cls(sizes, processes, node_runs, widths=widths)
 
     @classmethod
-    def of_parts(cls, sizes: Sizes, processes: int, parts: Sequence[Sequence[int]]) -> Placement:
+    def of_parts(
+        cls,
+        sizes: Sizes,
+        processes: int,
+        parts: Sequence[Sequence[int]],
+        widths: tuple[int, ...] = (),
+    ) -> Placement:
         """Return the placement whose components have the given nodes.
 
         A component is a set of neighbouring stages that share nodes.
 
         Args:
             sizes: Parallel sizes, with the data size.
-            processes: Ranks of each node.
+            processes: Ranks of each node; their greatest common divisor if node types differ.
             parts: For each component in stage order, the type of each of its nodes. All components
-                have equally many nodes.
+                have equally many ranks, and whole nodes in each round.
+            widths: Node type -> ranks of each node of this type. Empty: `processes` for all.
         """
         if len(parts) == 1:
-            return cls.of(sizes, processes, parts[0])
-        ranks = sum(map(len, parts)) * processes
-        nodes = len(parts[0])  # of each component
+            return cls.of(sizes, processes, parts[0], widths)
         # Global ranks are numbered in rounds. In each round, every stage in turn gets `stride`
         # ranks. With stride 2 and 2 stages: stage 0 has ranks 0 1 4 5, stage 1 has ranks 2 3 6 7.
         stride = sizes.strides()["pp"]  # distance from a rank to its counterpart in the next stage
-        rounds = ranks // (stride * sizes.pipeline)
         # So the nodes of the components alternate in the same rounds. (With several components, each
         # of them fills whole nodes in a round.)
-        nodes_per_round = nodes // rounds  # of each component
+        round_ranks = stride * sizes.pipeline // len(parts)  # of each component
+        rounds_of_parts = [_rounds(part, round_ranks, processes, widths) for part in parts]
         node_types: list[int] = []
-        for start in range(0, nodes, nodes_per_round):
-            for part in parts:
-                node_types += part[start : start + nodes_per_round]
-        return cls.of(sizes, processes, node_types)
+        for one_round in zip(*rounds_of_parts):
+            for nodes_of_component in one_round:
+                node_types += nodes_of_component
+        return cls.of(sizes, processes, node_types, widths)
+
+    def width(self, node_type: int) -> int:
+        """Return the number of ranks of each node of a type."""
+        return self.widths[node_type] if self.widths else self.processes
+
+    @cached_property
+    def has_equal_nodes(self) -> bool:
+        """Return whether every node has `processes` ranks."""
+        return all(width == self.processes for width in self.widths)
+
+    @cached_property
+    def _first_ranks(self) -> list[int]:
+        """Return the first rank of each node, and last the number of all ranks."""
+        widths = (self.width(node_type) for node_type in self.node_types())
+        return [0, *accumulate(widths)]
+
+    def node_of(self, rank: int) -> int:
+        """Return the index of the node that holds a rank."""
+        if self.has_equal_nodes:
+            return rank // self.processes
+        return bisect_right(self._first_ranks, rank) - 1
 
     @cached_property
     def nodes(self) -> int:
@@ -110,7 +141,8 @@ class Placement:
     @cached_property
     def stage_ranks(self) -> int:
         """Return the number of ranks of a stage."""
-        return self.nodes * self.processes // self.sizes.pipeline
+        ranks = sum(count * self.width(node_type) for node_type, count in self.node_runs)
+        return ranks // self.sizes.pipeline
 
     @cached_property
     def stride(self) -> int:
@@ -139,7 +171,7 @@ class Placement:
         runs_of: list[list[Run]] = [[] for _ in range(self.sizes.pipeline)]  # by stage
         rank = 0
         for node_type, nodes in self.node_runs:
-            end = rank + nodes * self.processes  # first rank after these equal nodes
+            end = rank + nodes * self.width(node_type)  # first rank after these equal nodes
             while rank < end:
                 stage, offset = divmod(rank % round_ranks, self.stride)
                 is_at_round_start = rank % round_ranks == 0
@@ -177,9 +209,22 @@ class Placement:
         All components have equally many stages. Only stage links connect them. If no such division
         exists, all stages are one component.
         """
-        # Number of stages after which a stage begins on a new node.
-        count = self.processes // gcd(self.stride, self.processes)
-        return count if self.sizes.pipeline % count == 0 else self.sizes.pipeline
+        if self.has_equal_nodes:
+            # Number of stages after which a stage begins on a new node.
+            count = self.processes // gcd(self.stride, self.processes)
+            return count if self.sizes.pipeline % count == 0 else self.sizes.pipeline
+        first_ranks = set(self._first_ranks)
+        ranks = self._first_ranks[-1]
+        for count in divisors(self.sizes.pipeline):
+            # In every round, each set of so many stages begins on a new node.
+            if first_ranks.issuperset(range(0, ranks, count * self.stride)):
+                return count
+        return self.sizes.pipeline
+
+    @cached_property
+    def aligned_ranks(self) -> int:
+        """Return the least number of ranks that fills whole nodes of every type in the placement."""
+        return lcm(*(self.width(node_type) for node_type, _ in self.node_runs))
 
     @cached_property
     def components(self) -> tuple[tuple[int, ...], ...]:
@@ -188,9 +233,9 @@ class Placement:
         A component is a set of neighbouring stages that share nodes. Components are in stage order.
         """
         node_indices_of: dict[int, list[int]] = {}
-        for node_index in range(self.nodes):
+        for node_index, first_rank in enumerate(self._first_ranks[:-1]):
             # Stage of the node's first rank. Every `stride` ranks, the next stage begins.
-            stage = node_index * self.processes // self.stride % self.sizes.pipeline
+            stage = first_rank // self.stride % self.sizes.pipeline
             node_indices_of.setdefault(stage // self.stages_per_component, []).append(node_index)
         return tuple(tuple(node_indices_of[index]) for index in sorted(node_indices_of))
 
@@ -211,7 +256,7 @@ class Placement:
             )
         # Each stage has its own nodes. `stages` counts ranks, so divide by those of a node.
         return tuple(
-            tuple((node_type, ranks // self.processes) for node_type, ranks in content)
+            tuple((node_type, ranks // self.width(node_type)) for node_type, ranks in content)
             for content in self.stages
         )
 
@@ -229,7 +274,31 @@ class Placement:
             [node_type for node_type, count in self.parts[component] for _ in range(count)]
             for component in components
         ]
-        return Placement.of_parts(sizes, self.processes, node_types)
+        return Placement.of_parts(sizes, self.processes, node_types, self.widths)
+
+
+def _rounds(
+    part: Sequence[int], round_ranks: int, processes: int, widths: tuple[int, ...]
+) -> list[list[int]]:
+    """Divide the nodes of a component into the rounds in which its ranks are numbered.
+
+    Args:
+        part: Type of each node of the component, in the order of the ranks.
+        round_ranks: Ranks of the component in each round; they fill whole nodes.
+        processes: Ranks of each node, if `widths` is empty.
+        widths: Node type -> ranks of each node of this type.
+
+    Returns:
+        For each round, the types of its nodes.
+    """
+    rounds: list[list[int]] = []
+    ranks = 0
+    for node_type in part:
+        if ranks % round_ranks == 0:
+            rounds.append([])
+        rounds[-1].append(node_type)
+        ranks += widths[node_type] if widths else processes
+    return rounds
 
 
 @dataclass(frozen=True)
@@ -313,13 +382,13 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
         ranks: Global ranks of the group.
     """
     node_types = placement.node_types()  # type of each node, in the order of the ranks
-    ranks_on = Counter(rank // placement.processes for rank in ranks)  # node index -> ranks on it
+    ranks_on = Counter(map(placement.node_of, ranks))  # node index -> ranks on it
     # (node type, ranks of the group on it) -> number of such nodes
     equal_nodes = Counter((node_types[index], count) for index, count in ranks_on.items())
     parts = []
     for node_class, ((node_type, ranks_per_node), nodes) in enumerate(equal_nodes.items()):
         # Groups like this one fill the node, and all of them use its NIC at the same time.
-        groups = max(1, placement.processes // ranks_per_node)
+        groups = max(1, placement.width(node_type) // ranks_per_node)
         part = GroupPart(
             node_class=node_class,
             node_type=node_type,
@@ -385,12 +454,16 @@ class Fold:
         self.full_placement = placement
         #: Tensor-parallel ranks of a node that one folded rank represents.
         self.folded_tensor_ranks = _count_folded_tensor_ranks(placement)
-        processes = placement.processes // self.folded_tensor_ranks
         sizes = placement.sizes
         if self.folded_tensor_ranks > 1:
             sizes = replace(sizes, tensor=sizes.tensor // self.folded_tensor_ranks)
         #: The placement without the dropped tensor-parallel ranks: each node has fewer ranks.
-        self.placement = Placement(sizes, processes, placement.node_runs)
+        self.placement = replace(
+            placement,
+            sizes=sizes,
+            processes=placement.processes // self.folded_tensor_ranks,
+            widths=tuple(width // self.folded_tensor_ranks for width in placement.widths),
+        )
         self.stages = range(sizes.pipeline)
         #: Axis -> distance between neighbours along it, among the ranks of a stage.
         self._strides = _strides(self.placement)
@@ -401,7 +474,8 @@ class Fold:
         #: Rank in stage -> index of the node that holds this rank, for each stage.
         self._node_indices = {
             rank_in_stage: tuple(
-                self.placement.rank(rank_in_stage, stage) // processes for stage in self.stages
+                self.placement.node_of(self.placement.rank(rank_in_stage, stage))
+                for stage in self.stages
             )
             for rank_in_stage in self._multiplicity
         }
@@ -865,7 +939,7 @@ def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> 
         strides: Axis -> distance between neighbours along it, among the ranks of a stage.
     """
     sizes = placement.sizes
-    processes = placement.processes
+    node_ranks = placement.aligned_ranks  # the ranks of each node, if all have equally many
     stage_ranks = placement.stage_ranks
     # Period so far, in ranks of the stage: if data is the outermost axis, whole tensor and context
     # groups lie in it. (strides: distances among the ranks of a stage.)
@@ -883,14 +957,14 @@ def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> 
     # Not one of `strides`: so many ranks of a stage have following global ranks; then those of the
     # next stage follow.
     stride = placement.stride
-    if stride % processes == 0:  # each stage has whole nodes
-        length = lcm(length, processes)
+    if stride % node_ranks == 0:  # each stage has whole nodes
+        length = lcm(length, node_ranks)
     elif stride < stage_ranks:
         # Stages begin in the middle of a node. Global ranks number all stages in rounds: `stride`
         # ranks of each stage. After the least number of rounds that fills whole nodes, ranks lie on
         # their nodes as in the first round.
         round_ranks = stride * sizes.pipeline
-        rounds = lcm(round_ranks, processes) // round_ranks
+        rounds = lcm(round_ranks, node_ranks) // round_ranks
         length = lcm(length, stride * rounds)
     else:  # all ranks of the stage follow each other, and do not fill whole nodes
         return stage_ranks

@@ -1,9 +1,9 @@
 """The Plan of a job: order of the nodes, networks, reductions and stages, in a file that all ranks follow.
 
-Rank r of the job runs on nodes[r // processes], so the framework's own layout of ranks produces the planned
-placement. A running job looks up `fabrics` and `traffic`. The other fields contain reasons and predictions.
-plan.json does not contain `traffic`: a job derives it from the other fields, its ports and its options
-(derive_traffic() of plan/decide.py).
+The ranks are numbered node by node, in the order of `nodes`, so the framework's own layout of ranks
+produces the planned placement. A running job looks up `fabrics` and `traffic`. The other fields contain
+reasons and predictions. plan.json does not contain `traffic`: a job derives it from the other fields,
+its ports and its options (derive_traffic() of plan/decide.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Plan:
 
     site_digest: str
     nodes: tuple[str, ...]  # in the order of the ranks
-    processes: int  # of each node
+    processes: int  # of each node; if nodes differ, the greatest common divisor of all
     sizes: Sizes | None = None  # parallel sizes; None: not known before the framework starts
     fabrics: tuple[PlannedFabric, ...] = ()  # the preferred one first; () until derive_traffic()
     clusters: dict[str, tuple[str, ...]] = field(default_factory=dict)  # cluster -> its nodes
@@ -70,6 +71,8 @@ class Plan:
     partition: str = "uniform"
     predicted: dict[str, float] = field(default_factory=dict)  # name -> seconds
     source: str = "computed at start-up"  # file of the plan, for messages
+    #: Node -> its processes, if nodes differ; {}: every node has `processes`.
+    processes_of: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise HolmesError if a field contradicts the nodes or the sizes."""
@@ -78,6 +81,12 @@ class Plan:
         if len(set(self.nodes)) != len(self.nodes):
             twice = next(node for node in self.nodes if self.nodes.count(node) > 1)
             raise HolmesError(f"key 'nodes': node {twice!r} is listed twice")
+        if self.processes_of and set(self.processes_of) != set(self.nodes):
+            raise HolmesError(
+                "key 'processes_of' must have every node of key 'nodes', and no other"
+            )
+        if min(self.processes_of.values(), default=1) < 1:
+            raise HolmesError("key 'processes_of': a node has fewer than 1 process")
         if self.sizes is None:
             return
         try:
@@ -97,11 +106,49 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return len(self.nodes) * self.processes
+        return sum(map(self.processes_on, self.nodes))
+
+    def processes_on(self, node: str) -> int:
+        """Return the number of processes of a node."""
+        return self.processes_of.get(node, self.processes)
+
+    def first_rank(self, node: str) -> int:
+        """Return the rank of a node's first process, as holmes numbers the ranks."""
+        return self.first_ranks[node]
 
     def node_of(self, rank: int) -> str:
         """Return the node of a rank, as holmes numbers the ranks."""
-        return self.nodes[rank // self.processes]
+        if not self.processes_of:
+            return self.nodes[rank // self.processes]
+        return self._node_of_ranks[rank]
+
+    def misaligned_node(self) -> str:
+        """Return the first node whose first rank is no multiple of its processes; "" if there is none.
+
+        On that node, rank % processes is not the local rank. A framework that chooses its GPU so fails.
+        """
+        for node, rank in self.first_ranks.items():
+            if rank % self.processes_on(node):
+                return node
+        return ""
+
+    def widths_text(self) -> str:
+        """Return the different numbers of processes, each with its first node: "4 on a0, 8 on b0"."""
+        first_of: dict[int, str] = {}
+        for node in self.nodes:
+            first_of.setdefault(self.processes_on(node), node)
+        return ", ".join(f"{count} on {node}" for count, node in sorted(first_of.items()))
+
+    @cached_property
+    def _node_of_ranks(self) -> list[str]:
+        """Return the node of each rank."""
+        return [node for node in self.nodes for _ in range(self.processes_on(node))]
+
+    @cached_property
+    def first_ranks(self) -> dict[str, int]:
+        """Return node -> rank of its first process, in the order of the nodes."""
+        ends = accumulate(map(self.processes_on, self.nodes))
+        return dict(zip(self.nodes, [0, *ends]))
 
     @cached_property
     def reach(self) -> dict[str, dict[str, frozenset[str]]]:
@@ -269,10 +316,19 @@ def check_plan(plan: Plan, site: Site) -> Plan:
             problems.append(f"node {surplus[0]!r} reported but is not in the plan")
         way_out = "make the plan for these nodes with `holmes plan`"
         raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(problems)}; {way_out}")
-    if plan.processes != site.processes:
+    world_sizes = f"(world size {plan.world_size} in the plan, {site.world_size} here)"
+    for node in site.nodes:
+        planned_processes = plan.processes_on(node.name)
+        if node.processes == planned_processes:
+            continue
+        if plan.processes_of or not site.has_equal_nodes:
+            raise HolmesError(
+                f"{plan.source}: node {node.name!r} has {planned_processes} processes in the plan, but "
+                f"{node.processes} were started on it {world_sizes}"
+            )
         raise HolmesError(
             f"{plan.source}: key 'processes' is {plan.processes}, but {site.processes} were started on each "
-            f"node (world size {plan.world_size} in the plan, {site.world_size} here)"
+            f"node {world_sizes}"
         )
     if plan.site_digest != site.digest:
         made_for = (
@@ -293,7 +349,8 @@ def site_of(plan: Plan, network_api: str = VERBS) -> Site:
         """Return a node with the ports that the network API reaches; all nodes are on Ethernet."""
         reachable = plan.reach[network_api][name]
         fast_ports = (Port(fabric) for fabric in fast if fabric in reachable)
-        return Node(name, plan.cluster_of[name], plan.processes, (*fast_ports, Port(ETHERNET)))
+        ports = (*fast_ports, Port(ETHERNET))
+        return Node(name, plan.cluster_of[name], plan.processes_on(name), ports)
 
     return Site(tuple(map(node, plan.nodes)), plan.fabrics, wan=plan.wan)
 

@@ -91,7 +91,7 @@ class Sizes:
 
         Args:
             world_size: Number of ranks.
-            processes: Ranks of each node, for the error message.
+            processes: Ranks of each node, for the error message; 1 if the nodes differ.
 
         Raises:
             HolmesError: The sizes do not multiply to the world size. The message names sizes and numbers of

@@ -26,6 +26,7 @@ from holmes_lab.gpu.libraries import libraries
 from holmes_lab.gpu.races import missing_waits
 from holmes_lab.gpu.watcher import END_S, WatchedRun, Watcher, wait_watched
 from holmes_lab.process.job import RunResult
+from holmes_lab.process.ranks import nodes_of_ranks
 
 from holmes_ext.cluster.spec import parse_spec
 
@@ -129,7 +130,9 @@ class GpuLab:
         if job.watch:
             node_of = {node.name: node for node in self.lab.nodes}
             nodes = [node_of[name] for name in names]
-            groups = group_networks(communicators.read(job.watch), nodes, processes)
+            groups = group_networks(
+                communicators.read(job.watch), nodes, nodes_of_ranks([processes] * len(nodes))
+            )
             races = missing_waits(job.watch)
         return Ran(watched.result, watched.hang, reports, groups, sent, races)
 

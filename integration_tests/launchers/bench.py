@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Bench:
 
     folder: Path  # shared by all nodes
     needs: tuple[str, ...] = ()  # daemons: "slurm", "ssh"
-    processes: int = 1  # of each node
+    processes: int | None = 1  # of each node; None: the numbers in `toml`
     order: tuple[str, ...] = ("a0", "b0", "a1", "b1")  # names of the nodes
     toml: str = ""  # cluster.toml with the nodes of `order`, instead of the two clusters
 
@@ -108,6 +109,10 @@ class Bench:
             assert abs(first_loss - loss) < 1e-6
         return loss_of
 
+    def processes_on(self, host: str) -> int:
+        """Return the number of processes of a node."""
+        return self.processes or self.lab.spec.cluster_of(host).processes
+
     @property
     def all(self) -> tuple[str, str]:
         """Return srun's options for a job of all nodes and processes."""
@@ -121,23 +126,23 @@ class Bench:
         Args:
             steps: Number of steps of the job.
             hosts: Hosts of the job; by default all.
-            each: Number of ranks of a host; by default the processes of a node.
+            each: Number of ranks of each host; by default the processes of the node.
         """
         ranks = self.ranks
         hosts = hosts or self.order
-        each = each or self.processes
-        world = len(hosts) * each
+        count_of = {host: each or self.processes_on(host) for host in hosts}
+        world = sum(count_of.values())
         assert len(ranks) == world
         assert {rank["WORLD_SIZE"] for rank in ranks} == {str(world)}
         hosts_by_rank = [rank["host"] for rank in ranks]
         assert hosts_by_rank == [rank["HOLMES_LAB_NODE"] for rank in ranks]
-        assert sorted(hosts_by_rank) == sorted(hosts * each)
+        assert Counter(hosts_by_rank) == count_of
         clusters_by_rank = [host[0] for host in hosts_by_rank]
         assert _equal_names_are_consecutive(hosts_by_rank), hosts_by_rank
         assert _equal_names_are_consecutive(clusters_by_rank), hosts_by_rank
         for host in hosts:
             local = [int(rank["LOCAL_RANK"]) for rank in ranks if rank["host"] == host]
-            assert local == list(range(each)), (host, local)
+            assert local == list(range(count_of[host])), (host, local)
         assert len({(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks}) == 1
         expected = train.expected(world, steps)
         assert list(self.losses) == list(range(1, steps + 1))

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import clusters
 from waiting import await_
 
 from integration_tests.launchers.bench import PAIR, Bench
@@ -120,6 +121,27 @@ def srun_arbitrary(folder):
             *bench.job,
         )
         bench.check()
+
+
+#: Two nodes of one process, and one of two.
+UNEQUAL = clusters.toml(
+    "a ib 2Gb/s a0,a1 processes=1", "b roce 1Gb/s b0 processes=2", ethernet="400Mb/s"
+)
+
+
+@case
+def srun_nodes_of_different_width(folder):
+    """Start a component for each cluster, and in it as many tasks on a node as the node has GPUs.
+
+    Slurm tells all tasks the number of tasks of the first component's nodes.
+    """
+    with Bench(folder, ("slurm",), processes=None, order=("a0", "a1", "b0"), toml=UNEQUAL) as bench:
+        narrow = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--partition=a")
+        wide = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--partition=b")
+        bench.run("srun", *wide, *bench.job, ":", *narrow, *bench.job)
+        bench.check()
+        sizes = {(rank["host"], rank["LOCAL_WORLD_SIZE"]) for rank in bench.ranks}
+        assert sizes == {("a0", "1"), ("a1", "1"), ("b0", "2")}
 
 
 @case
@@ -278,7 +300,8 @@ def mpirun(bench: Bench, *flags: str) -> list[str]:
 def hostfile(bench: Bench, *lines: str) -> str:
     path = bench.folder / "hostfile"
     path.write_text(
-        "\n".join(lines or [f"{host} slots={bench.processes}" for host in bench.order]) + "\n"
+        "\n".join(lines or [f"{host} slots={bench.processes_on(host)}" for host in bench.order])
+        + "\n"
     )
     return str(path)
 
@@ -286,6 +309,13 @@ def hostfile(bench: Bench, *lines: str) -> str:
 @case
 def mpirun_hostfile(folder):
     with Bench(folder, ("ssh",), processes=2, order=PAIR) as bench:
+        bench.run(*mpirun(bench, "--hostfile", hostfile(bench)))
+        bench.check()
+
+
+@case
+def mpirun_nodes_of_different_width(folder):
+    with Bench(folder, ("ssh",), processes=None, order=("a0", "b0"), toml=UNEQUAL) as bench:
         bench.run(*mpirun(bench, "--hostfile", hostfile(bench)))
         bench.check()
 
@@ -349,6 +379,14 @@ def deepspeed(bench: Bench, *flags: str) -> list[str]:
 @case
 def deepspeed_hostfile(folder):
     with Bench(folder, ("ssh",), processes=2, order=PAIR[::-1]) as bench:
+        bench.run(*deepspeed(bench))
+        bench.check()
+
+
+@case
+def deepspeed_nodes_of_different_width(folder):
+    """Start with slots in the hostfile that differ as the clusters' nodes do."""
+    with Bench(folder, ("ssh",), processes=None, order=("b0", "a0"), toml=UNEQUAL) as bench:
         bench.run(*deepspeed(bench))
         bench.check()
 

@@ -38,6 +38,7 @@ RECORDED = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
     "SLURM_PROCID",

@@ -148,11 +148,11 @@ class Lab:
         """
         nodes = list(self.nodes) if order is None else [self._node(name) for name in order]
         ranks.check_order(nodes)
-        count = ranks.processes_for_each(nodes, processes, self.spec.source)
+        counts = ranks.processes_of_nodes(nodes, processes)
         common, emulated = ranks.common_environment(env or {}, accelerator)
         port, directory, watch = next(self._ports), str(cwd or os.getcwd()), None
         if gpus is not None:
-            total = gpus.check(count, len(nodes) * count, common)
+            total = gpus.check(max(counts), sum(counts), common)
             holmes = ranks.asks_for_holmes(command, common)
             watch = self.directory / "gpu" / str(port)
             watch.mkdir(parents=True)
@@ -169,15 +169,15 @@ class Lab:
             argv = script[1]
             server_control = self._fork_server(script[0], tuple(preload), common, directory)
         messages: list[dict[str, Any]] = []
-        for rank in range(len(nodes) * count):
-            node = nodes[rank // count]
+        for rank, position in enumerate(ranks.nodes_of_ranks(counts)):
+            node = nodes[position]
             env = {
                 **common,
-                **ranks.rank_environment(nodes, rank, count, port),
+                **ranks.rank_environment(nodes, counts, rank, port),
                 **self.variables(node.name),
                 "HOLMES_LAB_RANK": str(rank),
             }
-            env |= gpus.clock.variables(node.cluster) if gpus else {}
+            env |= gpus.variables_of_node(node.cluster, counts[position]) if gpus else {}
             messages.append(self._message(rank, node.name, argv, env, directory))
         return self._job(
             messages,

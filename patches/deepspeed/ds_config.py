@@ -55,7 +55,7 @@ def from_arguments(argv: list[str]) -> DsConfig | None:
 def checked(config: DsConfig, current: Session) -> list[str]:
     """Compare a ds_config file with plan and --holmes-overlap; only rank 0 prints an error.
 
-    Compared are pipeline.stages, pipeline.partition and zero_optimization.overlap_comm (see
+    Compared are pipeline.stages, pipeline.partition and some keys of zero_optimization (see
     check()). The file and the plan are the same on all ranks. Therefore all ranks find the same
     error.
 
@@ -79,8 +79,8 @@ def checked(config: DsConfig, current: Session) -> list[str]:
 def check(config: DsConfig, plan: Plan, overlap: str = "auto") -> list[str]:
     """Compare a ds_config file with the plan's stages and layers, and with --holmes-overlap.
 
-    The compared settings are pipeline.stages, pipeline.partition and
-    zero_optimization.overlap_comm.
+    The compared settings are pipeline.stages, pipeline.partition, and of zero_optimization
+    overlap_comm and zero_quantized_gradients.
 
     Args:
         plan: holmes's decisions for the job, such as the parallel sizes and the layers of each
@@ -106,6 +106,14 @@ def check(config: DsConfig, plan: Plan, overlap: str = "auto") -> list[str]:
         layers = "+".join(map(str, plan.stage_layers))
         way_out = f"the plan splits the layers {layers}; remove it, or plan without layers"
         raise _contradiction(config, "pipeline.partition", partition, way_out)
+    key = "zero_quantized_gradients"
+    if plan.processes_of and _table_of(config, "zero_optimization").get(key):
+        # deepspeed.utils.groups divides the ranks into nodes of equally many GPUs.
+        way_out = (
+            f"nodes have different numbers of GPUs ({plan.widths_text()}), which DeepSpeed's quantized "
+            "all-to-all does not support; remove it"
+        )
+        raise _contradiction(config, f"zero_optimization.{key}", True, way_out)
 
     # True or false; None if the file does not set it.
     overlap_comm = _table_of(config, "zero_optimization").get("overlap_comm")

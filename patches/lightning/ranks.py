@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.lightning.features import RANKS
+from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.session import Session
 
 
@@ -27,13 +29,23 @@ def _planned_node(current: Session, call: Call, instance: Any) -> int:
 
     Without a launcher, the plan's world size is 1, because Lightning starts the other processes later. Then
     Lightning's own number is returned.
+
+    Raises:
+        HolmesError: Nodes have different numbers of processes.
     """
     if current.plan.world_size == 1:
         return call()
     # Raises an error if a later Lightning passes an argument: this wrapper reads none.
     call.refuse_unread_arguments()
-    processes_per_node = current.plan.processes
-    return current.rank // processes_per_node
+    if current.plan.processes_of:
+        # All ranks get here, and told_once() prints the error on one of them.
+        raise told_once(
+            HolmesError(
+                f"Lightning needs equally many processes on every node ({current.plan.widths_text()}): it "
+                "divides ranks by their number; start a job on nodes of one width"
+            )
+        )
+    return current.rank // current.plan.processes
 
 
 PATCHES = (

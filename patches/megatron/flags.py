@@ -10,10 +10,13 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
+from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, choices_of, flag, help_of, names
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Call, by_name, with_session
+from holmes_ext.patches.megatron.command_line.refusals import refused_first_rank
 from holmes_ext.patches.megatron.features import LM, MEGATRON_DEEPSPEED_FLAGS
+from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.session import Session
 from holmes_ext.words import nearest
 
@@ -99,7 +102,15 @@ def _add_flags_to_megatron_deepspeed(
     This wrapper runs in place of parse_args, which call() runs. parse_args calls its argument
     extra_args_provider with the parser. Here it gets a provider that first calls the program's own, and then
     adds the flags.
+
+    Raises:
+        HolmesError: Megatron-DeepSpeed would choose other GPUs than the local ranks.
     """
+    import torch
+
+    refusal = refused_first_rank(current.plan)
+    if refusal and torch.cuda.is_available():
+        raise told_once(HolmesError(refusal))
 
     def provider(parser, *args, **kwargs):
         """Add the program's arguments to the parser, then the --holmes flags."""

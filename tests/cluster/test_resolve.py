@@ -91,6 +91,28 @@ def test_clusters_of_the_file():
     assert a0.ports[-1].interface == "eth0"
 
 
+def test_nodes_of_two_clusters_may_start_different_numbers_of_processes():
+    reports = [replace(each, processes=4 if each.name == "b0" else 2) for each in GOOD]
+    text = clusters.toml(
+        "a ib 200Gb/s a[0-1] processes=2", "b roce 100Gb/s b0 processes=4", ethernet="25Gb/s"
+    )
+    with_file = resolve_site(reports, parse_spec(text))
+    assert with_file.processes_of == {"a0": 2, "a1": 2, "b0": 4}
+    without_file = resolve_site(reports, None)
+    assert without_file.processes_of == with_file.processes_of
+    assert without_file.clusters == ("ib", "roce"), "the networks tell these clusters apart"
+
+
+def test_nodes_of_different_width_on_one_network_are_two_clusters_without_a_file():
+    reports = [replace(GOOD[0], processes=4), replace(GOOD[1], processes=8)]
+    site = resolve_site(reports, None)
+    assert site.clusters == ("ib-4", "ib-8")
+    assert site.shared_fabric(("a0", "a1")).name == "ib"
+    # A file with one cluster says how many processes its nodes have.
+    with pytest.raises(HolmesError, match="'a1' started 8"):
+        resolve_site(reports, parse_spec(clusters.toml("a ib 200Gb/s a[0-1] processes=4")))
+
+
 def test_the_site_has_the_digest_of_the_file_alone():
     assert resolve_site(GOOD, spec()).digest == site_from_spec(spec()).digest
 

@@ -49,11 +49,31 @@ def test_clusters_on_one_fabric():
     assert here.shared_fabric(["a0", "b0"]) == Fabric("a", "ib", 1_600_000_000, 9e-6)
 
 
-def test_unequal_processes():
+def test_clusters_may_differ_in_the_processes_of_a_node():
+    here = clusters.site("a ib 2Gb/s a[0-1] processes=4", "b roce 1.6Gb/s b0 processes=8")
+    assert not here.has_equal_nodes
+    assert (here.world_size, here.processes, here.aligned_ranks) == (16, 4, 8)
+    assert here.processes_of == {"a0": 4, "a1": 4, "b0": 8}
+    assert (here.processes_in("a"), here.processes_in("b")) == (4, 8)
+    assert here.ranks_of_every_node == 1, "no number of nodes says how many ranks they have"
+    equal = site()
+    assert equal.has_equal_nodes and equal.processes_of == {}
+    assert equal.ranks_of_every_node == equal.processes == equal.aligned_ranks
+
+
+def test_nodes_of_a_cluster_have_equally_many_processes():
+    ports = (Port(ETHERNET),)
+    nodes = (Node("n0", "n", 8, ports), Node("n1", "n", 4, ports))
+    fabrics = (Fabric(ETHERNET, "ethernet", 100, 0.0),)
     with pytest.raises(
-        HolmesError, match="cluster.toml: node 'b0' has 1 processes and node 'a0' has 2"
+        HolmesError, match="node 'n0' has 8 processes and node 'n1' has 4, both in cluster 'n'"
     ):
-        clusters.site("a ib 2Gb/s a[0-1] processes=2", "b roce 1.6Gb/s b0")
+        Site(nodes, fabrics)
+    # Without a cluster.toml, each number of processes gets a cluster of its own.
+    here = Site.of_reports(nodes, fabrics)
+    assert [node.cluster for node in here.nodes] == ["n-8", "n-4"]
+    alike = Site.of_reports(nodes[:1], fabrics)
+    assert [node.cluster for node in alike.nodes] == ["n"]
 
 
 def test_json_round_trip():

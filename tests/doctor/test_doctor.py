@@ -7,13 +7,14 @@ import sys
 import types
 from pathlib import Path
 
+import clusters
 import nics
 import pytest
 import ranks
 from sysfs_builder import dgx_a100, ports_down
 
 from holmes_ext.cli.main import main
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.doctor import frameworks as health
 from holmes_ext.doctor.command import check_command, split_command
 from holmes_ext.doctor.nics import check_machine
@@ -113,6 +114,20 @@ def findings(tmp_path, *arguments, launcher_words=(sys.executable,), text="impor
             [*launcher_words, script(tmp_path, text), *arguments], load_spec(CLUSTER), {}
         )
     ]
+
+
+def test_the_number_of_processes_on_nodes_of_different_width(tmp_path):
+    """Each node has a torchrun of its own, so the number must be that of some node."""
+    text = clusters.toml("a ib 2Gb/s a[0-1] processes=4", "b roce 1.6Gb/s b0 processes=8")
+    spec = parse_spec(text)
+
+    def problems(*launcher_words):
+        command = [*launcher_words, script(tmp_path, "import torch\n"), "--holmes"]
+        return [f.what for f in check_command(command, spec, {}) if "a0 has 4" in f.what]
+
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
+    assert not problems(*torchrun, "8") and not problems(*torchrun, "4")
+    assert problems(*torchrun, "2")
 
 
 def test_a_good_command_has_no_findings(tmp_path):

@@ -3,6 +3,7 @@
 import json
 from itertools import combinations
 
+import clusters
 import pytest
 from clusters import toml
 
@@ -158,6 +159,8 @@ def test_what_comes_of_each_every():
 def test_samples_go_by_ranks_in_whole_micro_batches():
     assert joined.shares(site(0, 2), 64, 2) == {"a": 16, "b": 48}
     assert joined.shares(site(0, 2), 2, 2) == {"a": 2, "b": 2}
+    wide = clusters.site("a ib 100Gb/s a0 processes=2", "b ib 100Gb/s b0 processes=6")
+    assert joined.shares(wide, 64, 2) == {"a": 16, "b": 48}, "by ranks, not by nodes"
     assert {node.cluster for node in joined.site_of_cluster(site(0, 2), "b").nodes} == {"b"}
 
 

@@ -25,8 +25,8 @@ SPEC = parse_spec(clusters.toml("a ib 2Gb/s a0,a1", "b roce 1Gb/s b0", ethernet=
 JOB = ["python", "train.py", "--holmes"]
 
 
-def line(launcher, command, tmp_path, count=2):
-    return command_line(launcher, ["b0", "a0"], count, command, tmp_path)
+def line(launcher, command, tmp_path, counts=(2, 2), position=0):
+    return command_line(launcher, ["b0", "a0"], counts, command, tmp_path, position)
 
 
 def test_a_job_of_each_launcher(tmp_path):
@@ -59,6 +59,19 @@ def test_a_job_of_each_launcher(tmp_path):
     assert found[:3] == ["python", "-m", "deepspeed.launcher.runner"] and found[-2:] == JOB[1:]
 
 
+def test_a_job_on_nodes_with_different_numbers_of_processes(tmp_path):
+    """torchrun's number differs between nodes; srun starts a heterogeneous job."""
+    assert "--nproc-per-node=4" in line("torchrun", JOB, tmp_path, (4, 2), position=0)
+    assert "--nproc-per-node=2" in line("torchrun", JOB, tmp_path, (4, 2), position=1)
+    found = line("srun", JOB, tmp_path, (4, 2))
+    first, second = " ".join(found[1:-3]).split(" : ")
+    assert "--nodes=1 --nodelist=b0 --ntasks-per-node=4 --gpus-per-node=4" in first
+    assert "--nodes=1 --nodelist=a0 --ntasks-per-node=2 --gpus-per-node=2" in second
+    found = line("mpirun", JOB, tmp_path, (4, 2))
+    assert found[found.index("-np") + 1] == "6"
+    assert (tmp_path / "hostfile").read_text() == "b0 slots=4\na0 slots=2\n"
+
+
 @pytest.mark.parametrize(
     "launcher, command",
     [
@@ -81,7 +94,10 @@ def test_deepspeed_starts_scripts(tmp_path, command):
 
 
 def test_slurm_knows_the_clusters(tmp_path):
-    slurm.configure(tmp_path, SPEC, ["b0", "a1", "a0"], 8, {"a0": {"HOLMES_LAB_NODE": "a0"}})
+    processes = {"b0": 8, "a1": 4, "a0": 4}
+    slurm.configure(
+        tmp_path, SPEC, ["b0", "a1", "a0"], processes, {"a0": {"HOLMES_LAB_NODE": "a0"}}
+    )
     conf = (tmp_path / "slurm.conf").read_text().splitlines()
     nodes = [text.split()[0] for text in conf if text.startswith("NodeName=")]
     assert nodes == ["NodeName=b0", "NodeName=a1", "NodeName=a0"]
@@ -90,7 +106,9 @@ def test_slurm_knows_the_clusters(tmp_path):
         "PartitionName=a Nodes=a0,a1 State=UP" in conf
         and os.stat(tmp_path / "munge.key").st_mode & 0o077 == 0
     )
-    assert len((tmp_path / "gres.conf").read_text().splitlines()) == 8
+    assert any("NodeName=a0 " in text and "Gres=gpu:4 " in text for text in conf)
+    gpus = [text.split()[0] for text in (tmp_path / "gres.conf").read_text().splitlines()]
+    assert (gpus.count("NodeName=b0"), gpus.count("NodeName=a0")) == (8, 4)
     assert "SwitchName=spine Switches=leaf_a,leaf_b" in (tmp_path / "topology.conf").read_text()
     assert "a0) echo export HOLMES_LAB_NODE=a0;;" in (tmp_path / "task_prolog").read_text()
 

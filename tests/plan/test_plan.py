@@ -62,6 +62,61 @@ def test_an_algorithm_across_clusters_is_told_to_other_ranks():
     assert parse_plan(made.to_json(), made.source) == made
 
 
+#: Two nodes of 2 processes and one of 4.
+UNEQUAL = clusters.site("a ib 2Gb/s a[0-1] processes=2", "b roce 1.6Gb/s b0 processes=4")
+
+
+def unequal_plan(nodes=("a0", "b0", "a1")):
+    made = Plan(UNEQUAL.digest, nodes, 2, processes_of=UNEQUAL.processes_of)
+    return derive_traffic(made, UNEQUAL)
+
+
+def test_ranks_of_unequal_nodes(tmp_path):
+    made = unequal_plan()
+    assert made.world_size == 8
+    assert made.first_ranks == {"a0": 0, "b0": 2, "a1": 6}
+    assert [made.first_rank(node) for node in made.nodes] == [0, 2, 6]
+    assert [made.node_of(rank) for rank in range(8)] == ["a0"] * 2 + ["b0"] * 4 + ["a1"] * 2
+    assert [made.processes_on(node) for node in made.nodes] == [2, 4, 2]
+    assert made.by_cluster(range(8)) == {"a": [0, 1, 6, 7], "b": [2, 3, 4, 5]}
+    made.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert check_plan(loaded, UNEQUAL).first_ranks == made.first_ranks
+    assert made.widths_text() == "2 on a0, 4 on b0"
+
+
+def test_a_node_that_begins_at_no_multiple_of_its_processes():
+    assert unequal_plan(("a0", "b0", "a1")).misaligned_node() == "b0"
+    assert unequal_plan(("a0", "a1", "b0")).misaligned_node() == ""
+    assert unequal_plan(("b0", "a0", "a1")).misaligned_node() == ""
+
+
+@pytest.mark.parametrize(
+    "processes_of, message",
+    [
+        ({"a0": 2}, "key 'processes_of' must have every node of key 'nodes', and no other"),
+        ({"a0": 2, "a1": 2, "b0": 4, "x": 4}, "key 'processes_of' must have every node"),
+        ({"a0": 2, "a1": 0, "b0": 4}, "key 'processes_of': a node has fewer than 1 process"),
+    ],
+)
+def test_wrong_numbers_of_processes(processes_of, message):
+    with pytest.raises(HolmesError, match=message):
+        Plan(UNEQUAL.digest, ("a0", "a1", "b0"), 2, processes_of=processes_of)
+
+
+def test_a_plan_for_other_processes_of_a_node():
+    wider = clusters.site("a ib 2Gb/s a[0-1] processes=2", "b roce 1.6Gb/s b0 processes=8")
+    with pytest.raises(
+        HolmesError,
+        match="node 'b0' has 4 processes in the plan, but 8 were started on it .world size 8 in the "
+        "plan, 12 here",
+    ):
+        check_plan(unequal_plan(), wider)
+    equal = clusters.site("a ib 2Gb/s a[0-1]", "b roce 1.6Gb/s b0", processes=2)
+    with pytest.raises(HolmesError, match="node 'b0' has 4 processes in the plan, but 2 were"):
+        check_plan(unequal_plan(), equal)
+
+
 def test_where_ranks_are():
     assert [plan().node_of(rank) for rank in range(8)] == [
         "a0",

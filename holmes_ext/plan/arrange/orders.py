@@ -9,19 +9,28 @@ Nodes of one cluster on the same fabrics form a node type. An order divides the 
 groups of equal size, and puts the groups into a sequence. The types of a group share stages: each
 holds a part of each of them. Types with equal nodes, GPUs, fabrics and links to other clusters are
 interchangeable, so only distinct orders are listed.
+
+If node types differ in the ranks of a node, an order of single nodes is one of blocks: nodes of one
+type that follow each other and together have as many ranks as a block of any other type.
+
+    type a: nodes of 4 ranks     block of 8 ranks: a0 a1
+    type b: nodes of 8 ranks     block of 8 ranks: b0
+
+If all nodes have equally many ranks, a block is a node.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, permutations
 
 from holmes_ext.plan.across import best_order
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.placement import Placement, merge_neighbours
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.placement import Content, Placement, merge_neighbours
 from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
 
 #: Node types that share stages, in the order of the stages.
@@ -33,6 +42,8 @@ MAX_ORDERS = 9600
 _LEAST_ORDERS = 8
 #: Largest number of orders if there is a WAN, where all orders differ: chains over good links come first.
 MOST_CHAINED = 9
+#: Largest number of orders of whole classes (interchangeable nodes) that are priced.
+MOST_CLASS_ORDERS = 120
 
 
 class Orders:
@@ -49,7 +60,8 @@ class Orders:
         """Find the node types that can be exchanged without changing any cost.
 
         Two node types are interchangeable if all of these are equal: the number of their nodes,
-        their GPUs, their fabrics, and the rate and latency of their links to all other clusters.
+        the ranks of a node, their GPUs, their fabrics, and the rate and latency of their links to all
+        other clusters.
         The class describes the arguments.
         """
         self.network = network
@@ -59,11 +71,11 @@ class Orders:
         fabrics_of = [fabrics for _, fabrics in network.node_types]
         # Fabric -> number of node types on it. _fabric_signature needs it.
         self._types_on = Counter(name for fabrics in fabrics_of for name in fabrics)
-        # By node type: a value that is equal for node types with equal fabrics, numbers of nodes
-        # and GPUs.
+        # By node type: a value that is equal for node types with equal fabrics, numbers of nodes,
+        # ranks of a node and GPUs.
         self._signatures = [
-            (tuple(map(self._fabric_signature, fabrics)), nodes, gpu)
-            for fabrics, nodes, gpu in zip(fabrics_of, self.nodes, self.gpus)
+            (tuple(map(self._fabric_signature, fabrics)), nodes, ranks, gpu)
+            for fabrics, nodes, ranks, gpu in zip(fabrics_of, self.nodes, network.widths, self.gpus)
         ]
         #: By node type: the first node type that it is interchangeable with.
         self.first_equal_type = tuple(self._first_equal(node_type) for node_type in self.node_types)
@@ -170,7 +182,11 @@ class Orders:
             return self._placements_with_shared_stages(sizes, groups)
         # One type in each group: its nodes follow each other. (node type, number of nodes)
         node_runs = tuple((node_type, self.nodes[node_type]) for (node_type,) in groups)
-        return [Placement(sizes, self.network.processes, node_runs)]
+        return [self._placement(sizes, node_runs)]
+
+    def _placement(self, sizes: Sizes, node_runs: Content) -> Placement:
+        """Return the placement on these nodes, given as (node type, number of nodes) in rank order."""
+        return Placement(sizes, self.network.processes, node_runs, widths=self.network.widths)
 
     def _chained(self, group_size: int) -> Iterator[Groups]:
         """Yield a few orders of the node types in which clusters with good links are neighbours.
@@ -277,33 +293,34 @@ class Orders:
         Returns:
             One placement, or [] if the nodes do not divide evenly among the stages.
         """
-        processes = self.network.processes
+        widths = self.network.widths  # node type -> ranks of a node
         stage_ranks = self.network.world // sizes.pipeline
         replica_ranks = sizes.tensor * sizes.context
         node_runs = []  # (node type, nodes), in the order of the ranks
         has_whole_nodes = True  # whether a type's part of each stage consists of whole nodes
         for group in groups:
-            ranks_of = {node_type: self.nodes[node_type] * processes for node_type in group}
+            ranks_of = {node_type: self.nodes[node_type] * widths[node_type] for node_type in group}
             group_ranks = sum(ranks_of.values())
             stages = group_ranks // stage_ranks
             if group_ranks % stage_ranks:
                 return []  # the group does not hold whole stages
             if any(ranks % (stages * replica_ranks) for ranks in ranks_of.values()):
                 return []  # a type's part of a stage has incomplete tensor or context groups
-            if any(ranks // stages % processes for ranks in ranks_of.values()):
+            if any(ranks // stages % widths[each] for each, ranks in ranks_of.items()):
                 has_whole_nodes = False
             # (node type, nodes) of a stage; not used if a part is not a whole number of nodes
             stage = [
-                (node_type, ranks // stages // processes) for node_type, ranks in ranks_of.items()
+                (node_type, ranks // stages // widths[node_type])
+                for node_type, ranks in ranks_of.items()
             ]
             node_runs += stage * stages
         if has_whole_nodes:
             # merge_neighbours: (a, 2), (a, 1) -> (a, 3)
-            return [Placement(sizes, processes, merge_neighbours(node_runs))]
+            return [self._placement(sizes, merge_neighbours(node_runs))]
         if len(groups) > 1:
             return []  # every node would hold all stages, also those of other groups
         node_runs = [(node_type, self.nodes[node_type]) for node_type in groups[0]]
-        return [Placement(replace(sizes, order=PIPELINES_FIRST), processes, tuple(node_runs))]
+        return [self._placement(replace(sizes, order=PIPELINES_FIRST), tuple(node_runs))]
 
 
 def launched(network: Network, sizes: Sizes) -> Placement:
@@ -326,3 +343,97 @@ def described(network: Network, placement: Placement) -> str:
     for cluster, stages in stages_of.items():
         groups.setdefault(tuple(stages), []).append(cluster)
     return " -> ".join(" + ".join(clusters) for clusters in groups.values())
+
+
+def classes_of(network: Network) -> dict[str, int]:
+    """Return the class of each node, by name: the first node type with equal fabrics and ranks."""
+    first_type: dict[object, int] = {}
+    result = {}
+    for name, node_type in network.node_type_of.items():
+        cluster = network.cluster(node_type) if network.wan else ""
+        # Equal for interchangeable types.
+        signature = (
+            tuple(network.usable_fabrics(node_type)),
+            cluster,
+            network.widths[node_type],
+        )
+        result[name] = first_type.setdefault(signature, node_type)
+    return result
+
+
+class Blocks:
+    """Nodes of a site in blocks of equally many ranks, each of nodes of one class."""
+
+    def __init__(self, network: Network, class_of: Mapping[str, int]):
+        """Count the nodes of a block of each class.
+
+        Args:
+            network: Nodes and their numbers of ranks.
+            class_of: Name of a node -> its class, in the launcher's order of the nodes.
+        """
+        self.network = network
+        self.class_of = class_of
+        self.ranks = network.site.aligned_ranks  # of each block
+        #: Class -> nodes of each of its blocks.
+        self.nodes = {each: self.ranks // network.widths[each] for each in class_of.values()}
+
+    @property
+    def has_only_whole_blocks(self) -> bool:
+        """Return whether the nodes of each class fill whole blocks."""
+        counts = Counter(self.class_of.values())
+        return all(count % self.nodes[each] == 0 for each, count in counts.items())
+
+    def in_launchers_order(self) -> tuple[int, ...]:
+        """Return the class of each block, in the order in which the launcher's list completes blocks."""
+        blocks = []
+        open_nodes: Counter[int] = Counter()  # class -> nodes of its block that is not complete yet
+        for node_class in self.class_of.values():
+            open_nodes[node_class] += 1
+            if open_nodes[node_class] == self.nodes[node_class]:
+                blocks.append(node_class)
+                open_nodes[node_class] = 0
+        return tuple(blocks)
+
+    def placement(self, sizes: Sizes, parts: Sequence[Sequence[int]]) -> Placement:
+        """Return the placement of components (nodes with the same stages) that consist of blocks.
+
+        Args:
+            sizes: Parallel sizes, with the data size.
+            parts: For each component in stage order, the class of each of its blocks.
+        """
+        nodes_of_parts = [self._nodes_of(part) for part in parts]
+        network = self.network
+        return Placement.of_parts(sizes, network.processes, nodes_of_parts, network.widths)
+
+    def _nodes_of(self, blocks: Iterable[int]) -> list[int]:
+        """Return the class of each node of some blocks."""
+        return [node_class for node_class in blocks for _ in range(self.nodes[node_class])]
+
+
+def best_order_of_classes(
+    prices: Prices, sizes: Sizes, class_of: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Return the class of each node in the best order that keeps the nodes of a class together.
+
+    It is for nodes that do not fill blocks. The launcher's order is a candidate, too. An order in
+    which no group spans networks is better than one in which some group does; otherwise the shorter
+    predicted step is better.
+
+    Args:
+        prices: Costs of the job on the site.
+        sizes: Parallel sizes, with the data size.
+        class_of: Name of a node -> its class, in the launcher's order.
+    """
+    network = prices.network
+    launcher = tuple(class_of.values())
+    counts = Counter(launcher)
+    orders = [launcher]
+    for classes in islice(permutations(counts), MOST_CLASS_ORDERS):
+        orders.append(tuple(each for each in classes for _ in range(counts[each])))
+
+    def score(order: tuple[int, ...]) -> tuple[bool, float]:
+        """Return whether a group spans networks, and the predicted step in seconds."""
+        placement = Placement.of(sizes, network.processes, order, network.widths)
+        return prices.spans_networks(placement), prices.step_s(placement)
+
+    return min(orders, key=score)

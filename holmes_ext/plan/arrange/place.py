@@ -3,9 +3,11 @@
     launcher: a0 b0 a1 b1     stages: [a0 b0] [a1 b1]     every data-parallel group uses Ethernet
     planned:  a0 a1 b0 b1     stages: [a0 a1] [b0 b1]     groups use their own fabric, a stage link Ethernet
 
-Nodes on the same fast fabrics are interchangeable and form a class. Stages that share nodes form a
-component. If all nodes of each component share a fabric, no group has to use Ethernet because its
-nodes are on different networks (it "spans networks"). pack() finds such components if they exist.
+Nodes on the same fast fabrics, with equally many ranks, are interchangeable and form a class. (If
+classes differ in the ranks of a node, a node below stands for a block of nodes, orders.py.) Stages
+that share nodes form a component. If all nodes of each component share a fabric, no group has to use
+Ethernet because its nodes are on different networks (it "spans networks"). pack() finds such
+components if they exist.
 
 An order in which no group spans networks is better than one in which some group does. Otherwise the
 shorter predicted step is better. If steps are equal, the launcher's order stays. If there are few
@@ -23,6 +25,7 @@ from itertools import islice, permutations
 from typing import NamedTuple, TypeVar
 
 from holmes_ext.plan.across import best_order, distinct_orders, order_count, swap_pairs
+from holmes_ext.plan.arrange.orders import Blocks, best_order_of_classes, classes_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.engine import FLAT, HIERARCHICAL
@@ -182,13 +185,18 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
         sizes: Parallel sizes, with the data size.
         budget: Number of orders to try; by default as many as take about half a second.
     """
-    search = _Search(prices, sizes)
-    search.run(budget)
+    class_of = classes_of(prices.network)
+    blocks = Blocks(prices.network, class_of)
+    if blocks.has_only_whole_blocks:
+        search = _Search(prices, sizes, blocks)
+        search.run(budget)
+        # Class of each node, in rank order: the search used classes in place of node types.
+        order = search.placement(search.best).node_types()
+    else:
+        order = list(best_order_of_classes(prices, sizes, class_of))
     unused: dict[int, list[str]] = {}  # class of equal nodes -> names, reversed for pop()
-    for name, node_class in reversed(search.class_of.items()):
+    for name, node_class in reversed(class_of.items()):
         unused.setdefault(node_class, []).append(name)
-    # Class of each node, in rank order: the search used classes in place of node types.
-    order = search.placement(search.best).node_types()
     return prices.network.placement([unused[node_class].pop() for node_class in order], sizes)
 
 
@@ -213,18 +221,6 @@ def fastest_first(network: Network) -> tuple[str, ...]:
         for node in network.site.nodes
         if node.cluster == cluster
     )
-
-
-def classes_of(network: Network) -> dict[str, int]:
-    """Return the class of each node, by name: the first node type with the same fast fabrics."""
-    first_type: dict[object, int] = {}
-    result = {}
-    for name, node_type in network.node_type_of.items():
-        cluster = network.cluster(node_type) if network.wan else ""
-        # Equal for interchangeable types.
-        signature = (tuple(network.usable_fabrics(node_type)), cluster)
-        result[name] = first_type.setdefault(signature, node_type)
-    return result
 
 
 def _chain(network: Network, clusters: Sequence[str]) -> list[str]:
@@ -252,17 +248,17 @@ class _Search:
     `best` has the node classes of each component (nodes with the same stages), `score` its score.
     """
 
-    def __init__(self, prices: Prices, sizes: Sizes):
+    def __init__(self, prices: Prices, sizes: Sizes, blocks: Blocks):
         """Begin with the order in which the launcher lists the nodes, as the best one so far."""
         self.prices = prices
         self.sizes = sizes
         self.network = prices.network
         flat_rules = replace(prices.rules, reductions=(FLAT,))  # flat rings only
         self.flat_prices = Prices(prices.network, prices.job, flat_rules)
-        self.class_of = classes_of(prices.network)  # name of a node -> its class
-        launcher = tuple(self.class_of.values())
+        self.blocks = blocks
+        launcher = blocks.in_launchers_order()
         self.counts = Counter(launcher)  # class (nodes on the same fabrics) -> number of nodes
-        placement = Placement.of(sizes, self.network.processes, launcher)
+        placement = Placement.of(sizes, blocks.ranks, launcher)
         # Node indices of each component. Stages that share nodes form a component.
         self.nodes_of_components = placement.components
         component_ranks = placement.stage_ranks * placement.stages_per_component  # of each one
@@ -284,7 +280,7 @@ class _Search:
             sizes = replace(
                 sizes, pipeline=len(components) * sizes.pipeline // len(self.nodes_of_components)
             )
-        return Placement.of_parts(sizes, self.network.processes, components)
+        return self.blocks.placement(sizes, components)
 
     def _score_of(self, components: Sequence[Component]) -> _Score:
         """Return the score of an order: whether groups span networks, and the predicted step.
@@ -380,7 +376,7 @@ class _Search:
         for components in mixtures:
             self.try_orders_of(components, orders_per_mixture)
         swap_pairs(  # keeps each swap for which the function returns True: it saves SWAP_GAIN
-            self.placement(self.best).node_types(),
+            Placement.of_parts(self.sizes, self.blocks.ranks, self.best).node_types(),
             lambda order: self.accept_worthwhile_swap(self.components_of(order)),
             limit=new_orders,
         )

@@ -140,7 +140,7 @@ class Network:
         self.single_fabric = single_fabric
         self.uneven = uneven
         self.on_best_fabrics = on_best_fabrics
-        self.processes = site.processes  # ranks of each node
+        self.processes = site.processes  # of each node, or the greatest common divisor of all nodes
         self.world = site.world_size
         #: The site with measured rates, which decide what fabric is the fastest. `site` keeps the
         #: rates of cluster.toml.
@@ -151,6 +151,8 @@ class Network:
         numbers = {node_type: number for number, node_type in enumerate(self.node_types)}
         #: Name of a node -> its type.
         self.node_type_of = {name: numbers[each] for name, each in type_of_node.items()}
+        #: Node type -> ranks of each of its nodes.
+        self.widths = tuple(site.node_by_name[names[0]].processes for names in self.names)
         self._known: dict[Hashable, Any] = {}  # results of `remember`
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -187,7 +189,8 @@ class Network:
         """Return the placement of a job on these nodes, given in the order of the ranks."""
         node_types = [self.node_type_of[name] for name in names]
         # Placement.of takes the type of each node, in the order of the ranks.
-        return replace(Placement.of(sizes, self.processes, node_types), names=tuple(names))
+        placement = Placement.of(sizes, self.processes, node_types, self.widths)
+        return replace(placement, names=tuple(names))
 
     def nodes(self, placement: Placement) -> tuple[str, ...]:
         """Return the names of a placement's nodes, in the order of the ranks.

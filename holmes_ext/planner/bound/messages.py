@@ -18,14 +18,23 @@ class Message(NamedTuple):
     sender_blocked_s: float
     #: Between the ends of two messages that follow each other on the stage link.
     interval_s: float
-    #: While the sender's NIC is busy.
-    nic_s: float
+    #: While the sender's NIC is busy, with this and the other messages that leave its node.
+    sender_nic_s: float
+    #: While the receiver's NIC is busy. A node with fewer ranks has fewer messages on its NIC.
+    receiver_nic_s: float
     #: Name of the fabric that carries the message; "" inside one node.
     fabric: str
 
 
 #: The message from a stage to itself (pipelines of one stage).
-NO_MESSAGE = Message(total_s=0.0, sender_blocked_s=0.0, interval_s=0.0, nic_s=0.0, fabric="")
+NO_MESSAGE = Message(
+    total_s=0.0,
+    sender_blocked_s=0.0,
+    interval_s=0.0,
+    sender_nic_s=0.0,
+    receiver_nic_s=0.0,
+    fabric="",
+)
 
 
 class SlowestPipeline(NamedTuple):
@@ -121,9 +130,7 @@ def _priced_message(
     load = network.message(stage_link, prices.link_bps(stage_link.node_types))
     if load.fabric is None:  # both stages are on one node
         seconds = load.price.seconds(message_bytes)
-        return Message(
-            total_s=seconds, sender_blocked_s=seconds, interval_s=0.0, nic_s=0.0, fabric=""
-        )
+        return NO_MESSAGE._replace(total_s=seconds, sender_blocked_s=seconds)
     if load.fabric.name == ETHERNET:
         # Over Ethernet, tensor parallel ranks send a slice of the message each (`slices`: how many
         # differ), and it may be compressed.
@@ -132,15 +139,16 @@ def _priced_message(
     # Seconds for the bytes at the rate that one message reaches (`load.price`: latency, and seconds
     # for each byte). This rate may be below the NIC's own.
     interval_s = message_bytes * load.price.byte_s
-    # load.nics: pairs of a NIC and the number of such messages that share it.
-    flows_per_nic = max(flows for _, flows in load.nics)
+    # Seconds for which one message occupies a NIC. The NIC's own rate counts here, as it may carry
+    # several messages at once.
+    message_nic_s = 8 * message_bytes / load.fabric.rate_bps
     return Message(
         total_s=load.price.seconds(message_bytes),
         # A blocked sender waits for all bytes to leave. Only the fabric's own latency counts: the
         # latency between clusters comes after that.
         sender_blocked_s=interval_s + load.fabric.latency_s,
         interval_s=interval_s,
-        # The NIC's own rate counts here, as it may carry several messages at once.
-        nic_s=8 * message_bytes * flows_per_nic / load.fabric.rate_bps,
+        sender_nic_s=stage_link.leaving * message_nic_s,
+        receiver_nic_s=stage_link.reaching * message_nic_s,
         fabric=load.fabric.name,
     )

@@ -19,6 +19,7 @@ from dataclasses import replace
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site, fabrics_of_spec, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
 
@@ -61,7 +62,8 @@ def first_equal_cluster(spec: SiteSpec, model: Model, alone: bool = False) -> li
         )  # then its rates differ from those of its kind of NIC
         if has_equal_links and not is_measured:
             gpu = model.gpu_of(cluster.name)
-            properties.append((cluster.kind, cluster.rate_bps, cluster.latency_s, gpu))
+            network = (cluster.kind, cluster.rate_bps, cluster.latency_s)
+            properties.append((*network, gpu, cluster.processes))
         else:
             properties.append(cluster.name)  # equal to no other cluster
     return [properties.index(values) for values in properties]
@@ -100,7 +102,17 @@ def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Mod
         count: Nodes of the ideal cluster.
         model: Model with the GPUs of the site's clusters.
         links: Measured links.
+
+    Raises:
+        HolmesError: Nodes have different numbers of processes, so subsets of `count` nodes have
+            different numbers of ranks, and cannot be compared.
     """
+    if not site.has_equal_nodes:
+        counts = " or ".join(map(str, sorted({node.processes for node in site.nodes})))
+        raise HolmesError(
+            f"--nodes: the nodes of {site.source} have {counts} processes, so equally many nodes are not "
+            "equally many GPUs; give a file whose clusters have equal nodes, or plan without --nodes"
+        )
     clusters = {node.name: "best" for node in site.nodes[:count]}
     best = _best_gpu([model.gpu_of(name) for name in site.clusters])
     return _on_one_fabric(site, clusters, links), replace(model, gpus={"best": best})

@@ -142,7 +142,8 @@ class OrderBounds:
         """
         if not orders.network.wan or sizes.pipeline == 1 or len(orders.node_types) < MIN_CLUSTERS:
             return False
-        ranks_of_clusters = {nodes * orders.network.processes for nodes in orders.nodes}
+        widths = orders.network.widths  # ranks of a node
+        ranks_of_clusters = {nodes * width for nodes, width in zip(orders.nodes, widths)}
         if len(ranks_of_clusters) > 1:
             return False
         (cluster_ranks,) = ranks_of_clusters

@@ -55,7 +55,7 @@ class ShapeBound:
         self.stage_ranks = network.world // shape.pipeline
         self.sizes = shape.sizes().complete(network.world)
         #: Ranks of each node type.
-        self.ranks = [len(names) * network.processes for names in network.names]
+        self.ranks = [len(names) * width for names, width in zip(network.names, network.widths)]
 
     @property
     def seconds(self) -> float:
@@ -244,7 +244,7 @@ class ShapeBound:
             are priced on the smallest placement with a stage of `stage_ranks` ranks in the cluster
             `node_type`: this stage alone, or the stages that share its node.
             """
-            processes = self.network.processes
+            processes = self.network.widths[node_type]
             stages = max(1, processes // self.stage_ranks)
             nodes = max(1, self.stage_ranks // processes)
             sizes = replace(self.sizes, pipeline=stages)
@@ -299,28 +299,32 @@ class ShapeBound:
             latency: Count the latency, not only the bytes.
         """
         shape = self.shape
-        processes = self.network.processes
+        widths = self.network.widths  # ranks of a node, by node type
         pipeline_ranks = shape.pipeline * shape.tensor * shape.context
         # Stages may share a node in two cases:
         #   the ranks of a stage do not fill nodes
         #   each cluster can hold whole pipelines (whole_pipelines), and a stage's ranks in some
         #   cluster do not fill nodes (splits_nodes)
         whole_pipelines = all(ranks % pipeline_ranks == 0 for ranks in self.ranks)
-        splits_nodes = any(ranks // shape.pipeline % processes for ranks in self.ranks)
-        may_share_node = (whole_pipelines and splits_nodes) or self.stage_ranks % processes
+        splits_nodes = any(
+            ranks // shape.pipeline % width for ranks, width in zip(self.ranks, widths)
+        )
+        may_share_node = (whole_pipelines and splits_nodes) or any(
+            self.stage_ranks % width for width in widths
+        )
         if shape.pipeline == 1 or may_share_node:
             return 0.0
         message_bytes = self.job.block.activation_bytes
         # Over Ethernet, tensor parallel ranks send a slice of the message each, and it may be
         # compressed. `slices` depends on the parallel sizes only, so the placement needs no nodes.
-        slices = self.prices.slices(Placement(self.sizes, processes, node_runs=()))
+        slices = self.prices.slices(Placement(self.sizes, self.network.processes, node_runs=()))
         share = self.job.compressed_share(self.prices.rules.compression) / slices
         node_types = range(len(self.ranks))
 
         def least_s() -> float:
             """Return the seconds in which a node's ranks send an activation, on the best network.
 
-            Uses the enclosing method's node_types (all clusters), processes (ranks of a node) and
+            Uses the enclosing method's node_types (all clusters), widths (ranks of their nodes) and
             latency (whether it counts). Over Ethernet each rank sends only the part `share` of
             `message_bytes`, over other networks all of it.
             """
@@ -334,8 +338,8 @@ class ShapeBound:
                 sent_bytes = message_bytes * share if fabric.name == ETHERNET else message_bytes
                 line = self.network.line(fabric)  # the fabric with its measured rate and latency
                 latency_s = line.latency_s if latency else 0.0
-                # All ranks of a node send at once through its NIC.
-                node_bits = 8 * processes * sent_bytes
+                # All ranks of a node send at once through its NIC; the narrowest has the fewest.
+                node_bits = 8 * min(widths) * sent_bytes
                 seconds.append(node_bits / line.rate_bps + latency_s)
             return min(seconds)
 
@@ -354,12 +358,13 @@ class ShapeBound:
         """
         shape = self.shape
         network = self.network
-        processes = network.processes
+        processes = network.widths[node_type]
         if shape.zero > 1:  # ZeRO 2 and 3 sum the gradients of each micro-batch, not once a step
             return 0.0
         # Stages that do not fill nodes share them, and may have groups inside a node, which cost
         # nothing here. With a WAN, crossing_s() has the bound.
-        if self.stage_ranks % processes or network.wan:
+        shares_nodes = any(self.stage_ranks % width for width in network.widths)
+        if shares_nodes or network.wan:
             return 0.0
         node_types = range(len(self.ranks))
         shards = shape.data * shape.context  # ranks of a data parallel group

@@ -157,7 +157,7 @@ class StageBounds:
         #: and 3 sum them for every micro-batch instead.
         self.all_reduce_share = (1.0, scatter_share, 0.0, 0.0)[run.zero]  # of ZeRO 0, 1, 2 and 3
         self.after_backward = [self._after_backward(stage) for stage in range(count)]
-        # The stride is the distance in ranks from one stage to the next.
+        # The stride is the distance in ranks from one stage to the next. Wider nodes have more stages.
         stages_per_node = max(1, self.prices.network.processes // self.placement.stride)
         first_stages = range(0, count, stages_per_node) if stages_per_node > 1 else ()
         #: Stages that share a node, node by node; empty if a node holds one stage only.
@@ -249,7 +249,7 @@ class StageBounds:
         result = [0.0] * self.stage_count
         network = self.prices.network
         # The stride is the number of neighbouring ranks of one stage.
-        shares_nodes = self.placement.stride % network.processes != 0
+        shares_nodes = self.placement.stride % network.site.aligned_ranks != 0
         if network.links.measured or shares_nodes:
             return result
         # The first and the last stage send in one direction only, so they never limit the step.
@@ -257,7 +257,7 @@ class StageBounds:
             up = messages[stage - 1]  # a gradient to the stage before is as large as its activation
             down = messages[stage]
             if up.fabric == down.fabric:
-                result[stage] = up.nic_s + down.nic_s
+                result[stage] = up.receiver_nic_s + down.sender_nic_s
         return result
 
     # ------------------------------------------------------------------- reductions
@@ -464,10 +464,11 @@ class StageBounds:
         prices = self.prices
         tied_bytes = prices.job.tied_bytes
         last_stage = self.stage_count - 1
-        # Ranks are numbered through the nodes, so ranks less than `processes` apart may share one.
+        # Ranks are numbered through the nodes, so ranks may share one if they are less apart than the
+        # widest node has ranks.
         # The distance of a pipeline's first and last rank; stride: from one stage to the next.
         distance = last_stage * self.placement.stride
-        if distance < prices.network.processes:
+        if distance < max(prices.network.widths):
             return 0.0
         # fold(): the nodes of both stages, with equal ranks together. A pipeline class is all
         # pipelines on equal nodes; the one at slowest_rank_index has the slowest messages.

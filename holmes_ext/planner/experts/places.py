@@ -115,9 +115,9 @@ def _rate_bps(plan: Plan, source: str, target: str) -> float:
 
 def _first_rank(plan: Plan, cluster: str) -> int:
     """Return the first rank on a cluster's nodes."""
-    for index, node in enumerate(plan.nodes):
+    for node in plan.nodes:
         if node in plan.clusters[cluster]:
-            return index * plan.processes
+            return plan.first_rank(node)
     raise AssertionError(f"the plan has no node of cluster {cluster}")
 
 

@@ -49,7 +49,9 @@ def draw_clusters(result: SearchResult) -> Any:
         axis.scatter(x, y, s=2600, color=CLUSTERS[index % len(CLUSTERS)], zorder=2)
         axis.text(x, y, text, ha="center", va="center", fontsize=8, color="#111111", zorder=3)
     nic_rate = format_rate(site.fabric_by_name[ETHERNET].rate_bps)
-    title = f"{site.processes} GPU{'s' * (site.processes > 1)} a node, {nic_rate} a NIC"
+    counts = sorted({node.processes for node in site.nodes})  # GPUs of a node
+    plural = "s" * (counts[-1] > 1)
+    title = f"{' or '.join(map(str, counts))} GPU{plural} a node, {nic_rate} a NIC"
     if not site.wan:
         title += ": flat, only NICs limit it"
     axis.set_title(title, loc="left", fontsize=10)

@@ -103,7 +103,7 @@ def _nodes_of(result: SearchResult, stage: int) -> str:
     placement = result.best.placement
     names = result.network.nodes(placement)
     ranks = [placement.rank(position, stage) for position in range(placement.stage_ranks)]
-    listed = " ".join(runs(names[rank // placement.processes] for rank in ranks))
+    listed = " ".join(runs(names[placement.node_of(rank)] for rank in ranks))
     return shorten(listed, MAX_NAMES_WIDTH, placeholder=" ...")
 
 

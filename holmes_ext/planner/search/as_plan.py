@@ -45,6 +45,7 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
         site_digest=network.site.digest,
         nodes=network.nodes(candidate.placement),
         processes=network.processes,
+        processes_of=network.site.processes_of,
         sizes=sizes,
         stage_layers=() if is_even else candidate.split,
         partition="uniform" if is_even else "balanced",

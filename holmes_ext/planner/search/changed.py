@@ -261,15 +261,15 @@ def _moved_nodes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
     """Yield sites with one node moved to another cluster: (description, search request).
 
     A request is a SearchResult without plans, which search() fills. With more than MAX_CLUSTERS
-    clusters there are none.
+    clusters there are none. Nodes are moved between clusters with equal numbers of GPUs in a node.
     """
     site = result.network.site
     if len(site.clusters) > MAX_CLUSTERS:
         return
     for source, target in permutations(site.clusters, 2):
-        if (
-            sum(node.cluster == source for node in site.nodes) > 1
-        ):  # a cluster keeps at least one node
+        # A cluster keeps at least one node, and its nodes have equally many GPUs.
+        nodes_left = sum(node.cluster == source for node in site.nodes) - 1
+        if nodes_left and site.processes_in(source) == site.processes_in(target):
             moved = Network(_with_moved_node(site, source, target), result.network.links)
             yield f"one node moved from {source} to {target}", result.on(moved)
 

@@ -265,8 +265,9 @@ class Sketch:
         """Return the error message for a job without any possible parallel sizes."""
         result = self.result
         network = result.network
+        gpus_of_nodes = " or ".join(map(str, sorted(set(network.widths))))
         job = (
-            f"{network.world} GPUs ({network.processes} on a node), global batch "
+            f"{network.world} GPUs ({gpus_of_nodes} on a node), global batch "
             f"{result.global_batch}, {result.model.heads} heads, {result.model.layers} layers"
         )
         advice = "give a global batch that is a multiple of the data size, or other limits"

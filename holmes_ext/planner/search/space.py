@@ -156,6 +156,7 @@ def shapes(network: Network, model: Model, global_batch: int, limits: Limits) ->
     A shape is what plans differ in besides the nodes: parallel sizes, micro-batch, chunks,
     recomputation and ZeRO stage. Groups of ranks must fill nodes: a tensor parallel group, also
     with its context parallel ranks, and a stage. Each is a divisor or a multiple of a node's ranks.
+    If nodes have different numbers of ranks, a tensor parallel group fits into each of them.
 
     Args:
         network: Nodes and networks.
@@ -164,19 +165,21 @@ def shapes(network: Network, model: Model, global_batch: int, limits: Limits) ->
         limits: Values that the user allows.
     """
     world = network.world
-    processes = network.processes  # ranks on a node
+    widths = set(network.widths)  # ranks on a node, of each type of node
     clusters = equal_clusters(network)  # their number; 1 if they differ in size
     for tensor in limits.of("tensor", divisors(world)):
-        if not _tensor_fits(model, tensor) or not _fill_nodes(processes, tensor):
+        if not _tensor_fits(model, tensor) or not _fill_nodes(widths, tensor):
             continue
+        if len(widths) > 1 and tensor > min(widths):
+            continue  # some tensor groups would lie inside a node, and others would span nodes
         for context in limits.of("context", divisors(world // tensor)):
             if not _context_fits(model, context, limits):
                 continue
-            if not _fill_nodes(processes, tensor * context):
+            if not _fill_nodes(widths, tensor * context):
                 continue
             for pipeline in limits.of("pipeline", divisors(world // (tensor * context))):
                 data = world // (tensor * context * pipeline)
-                fits = pipeline <= model.layers and _fill_nodes(processes, world // pipeline)
+                fits = pipeline <= model.layers and _fill_nodes(widths, world // pipeline)
                 if fits and global_batch % data == 0 and limits.of("data", [data]):
                     sizes = pipeline, tensor, context
                     sequences = global_batch // data
@@ -202,9 +205,11 @@ def _context_fits(model: Model, context: int, limits: Limits) -> bool:
 
 
 def equal_clusters(network: Network) -> int:
-    """Return the number of clusters if all have equally many nodes, else 1."""
-    nodes = Counter(node.cluster for node in network.site.nodes)
-    return len(nodes) if len(set(nodes.values())) == 1 else 1
+    """Return the number of clusters if all have equally many ranks, else 1."""
+    ranks: Counter[str] = Counter()
+    for node in network.site.nodes:
+        ranks[node.cluster] += node.processes
+    return len(ranks) if len(set(ranks.values())) == 1 else 1
 
 
 def _inner_shapes(
@@ -226,7 +231,7 @@ def _inner_shapes(
         limits: Values that the user allows.
         sizes: (pipeline, tensor, context)
         data: Data parallel size.
-        clusters: Number of clusters if all have equally many nodes: ZeRO 3 may then keep a replica
+        clusters: Number of clusters if all have equally many ranks: ZeRO 3 may then keep a replica
             of the model in each. Otherwise 1, as replicas would differ in size.
     """
     pipeline, _, context = sizes
@@ -251,6 +256,6 @@ def _inner_shapes(
                 yield replace(shape, replicas=replicas)
 
 
-def _fill_nodes(processes: int, ranks: int) -> bool:
-    """Return whether groups of `ranks` ranks fill nodes of `processes` ranks evenly."""
-    return processes % ranks == 0 or ranks % processes == 0
+def _fill_nodes(widths: Iterable[int], ranks: int) -> bool:
+    """Return whether groups of `ranks` ranks fill all nodes evenly, whose ranks are `widths`."""
+    return all(width % ranks == 0 or ranks % width == 0 for width in widths)

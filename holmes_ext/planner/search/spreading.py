@@ -14,6 +14,7 @@ from itertools import islice, permutations
 from math import inf
 from typing import NamedTuple
 
+from holmes_ext.plan.arrange.orders import Blocks
 from holmes_ext.plan.arrange.spread import Stages, spread
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import estimate
@@ -87,45 +88,54 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
     """Return a candidate with its nodes spread over the stages so that less traffic crosses clusters.
 
     A stage may then have nodes of several clusters. A local search looks for the arrangement in
-    which the traffic between clusters takes least time.
+    which the traffic between clusters takes least time. If clusters differ in the ranks of a node,
+    it moves blocks: nodes of one cluster with as many ranks as a block of any other cluster.
 
     Returns:
-        None if stages do not hold whole nodes, no arrangement has less traffic, or the memory is
+        None if stages do not hold whole blocks, no arrangement has less traffic, or the memory is
         too small.
     """
     network = result.network
     shape = candidate.shape
     job = result.prices(shape).job
-    processes = network.processes
+    blocks = Blocks(network, network.node_type_of)
     stage_ranks = network.world // shape.pipeline
     # Number of neighbouring stages that share nodes.
     stages_per_component = candidate.placement.stages_per_component
-    has_whole_nodes = stage_ranks % processes == 0 and stages_per_component <= 1
+    has_whole_blocks = stage_ranks % blocks.ranks == 0 and stages_per_component <= 1
     # Tensor and context parallel groups must lie inside nodes, or their traffic would cross, too.
-    has_groups_inside = processes % (shape.tensor * shape.context) == 0
-    if not has_whole_nodes or not has_groups_inside:
+    has_groups_inside = network.processes % (shape.tensor * shape.context) == 0
+    if not has_whole_blocks or not has_groups_inside or not blocks.has_only_whole_blocks:
         return None
-    # Activations that a node sends to the next stage in a step. The tensor parallel ranks share out
-    # an activation, so each of the node's `processes` ranks sends 1 / tensor of it.
-    sent_bytes = shape.micro_batches * job.block.activation_bytes * processes / shape.tensor
+    # Activations that a block sends to the next stage in a step. The tensor parallel ranks share out
+    # an activation, so each of the block's ranks sends 1 / tensor of it.
+    sent_bytes = shape.micro_batches * job.block.activation_bytes * blocks.ranks / shape.tensor
     scatter_share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
     # Gradients of a stage: total_bytes are those of one tensor parallel rank over all stages.
     reduced_bytes = shape.tensor * scatter_share * job.total_bytes / shape.pipeline
     # crossing.seconds(arrangement): seconds that the traffic between clusters takes in a step
     crossing = Crossing(network, sent_bytes, reduced_bytes)
 
-    parts = candidate.placement.parts  # for each stage: (cluster, nodes)
+    # For each stage: (cluster, blocks).
+    parts = [
+        [(cluster, nodes // blocks.nodes[cluster]) for cluster, nodes in part]
+        for part in candidate.placement.parts
+    ]
     current = tuple(tuple(sorted(_cluster_of_nodes(part))) for part in parts)
     # Clusters in the order in which the pipeline visits them.
     chain = tuple(dict.fromkeys(cluster for part in parts for cluster, _ in part))
-    nodes_of_clusters = list(map(len, network.names))
-    # The best arrangement (for each stage, the cluster of every node) and its crossing.seconds,
+    blocks_of_clusters = [
+        len(names) // blocks.nodes[cluster] for cluster, names in enumerate(network.names)
+    ]
+    # The best arrangement (for each stage, the cluster of every block) and its crossing.seconds,
     # by a local search that begins with the clusters in the order `chain`.
-    stages, seconds = spread(nodes_of_clusters, shape.pipeline, crossing.seconds, MAX_TRIES, chain)
+    stages, seconds = spread(blocks_of_clusters, shape.pipeline, crossing.seconds, MAX_TRIES, chain)
     if seconds >= crossing.seconds(current) * (1 - EQUAL):  # no less traffic than the candidate
         return None
-    # laid(): the placement with this arrangement; most nodes send inside their cluster.
-    placement = laid(stages, candidate.placement.sizes, processes)
+    # laid(): the placement of blocks with this arrangement; most blocks send inside their cluster.
+    sizes = candidate.placement.sizes
+    clusters_of_stages = map(_cluster_of_nodes, laid(stages, sizes, blocks.ranks).parts)
+    placement = blocks.placement(sizes, list(clusters_of_stages))
     variant = result.candidate(shape, placement, candidate.split)
     fits = estimate(result.costs(variant), candidate.split).fits
     return variant if all(fits) else None

@@ -366,7 +366,9 @@ def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Tr
         return search_result, job
     try:
         # complete(): computes the sizes that the user left out from the number of ranks.
-        sizes = job.sizes.complete(search_result.network.world, search_result.network.processes)
+        sizes = job.sizes.complete(
+            search_result.network.world, search_result.network.site.ranks_of_every_node
+        )
         layout = timed(search_result, _candidate_of_layout(search_result, job, sizes))
     except HolmesError as error:
         return search_result, replace(
@@ -439,7 +441,7 @@ def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
     # `command_line` is what the script's command line states. If it names the model, job.known_model has
     # the micro-batches of the command line.
     if job.command_line.model is not None and job.sizes is not None:
-        sizes = job.sizes.complete(site.world_size, site.processes)
+        sizes = job.sizes.complete(site.world_size, site.ranks_of_every_node)
         return model.micro_batches * model.micro_batch * sizes.data
     needed = "a search needs it, or --global-batch N (sequences of a step)"
     raise HolmesError(f"{model.source}: key 'global_batch' is missing; {needed}")

@@ -284,7 +284,7 @@ def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) ->
     limits = limits_of(args, job)
     shapes: tuple[Shape, ...] = ()  # all
     if job.sizes is not None:
-        sizes = job.sizes.complete(ideal_site.world_size, ideal_site.processes)
+        sizes = job.sizes.complete(ideal_site.world_size, ideal_site.ranks_of_every_node)
         shapes = (shape_of(model, sizes, *job.zero_and_chunks),)  # one: that of the given sizes
     ideal_result = in_closed_form(
         Network(ideal_site),

@@ -186,7 +186,7 @@ def measure(
     site = session.site
     plan = session.plan
     rank = dist.get_rank()
-    first_ranks = {name: index * plan.processes for index, name in enumerate(plan.nodes)}
+    first_ranks = plan.first_ranks
     clusters: list[_Cluster] = []
     for cluster in site.clusters:
         nodes = [name for name in plan.nodes if site.node_by_name[name].cluster == cluster]
@@ -194,7 +194,7 @@ def measure(
     if len(clusters) < 2:  # noqa: PLR2004 - a pair
         return ()
 
-    own_node = site.node_by_name[plan.nodes[rank // plan.processes]]
+    own_node = site.node_by_name[plan.node_of(rank)]
     server = socket.create_server((own_node.port(ETHERNET).address, 0), backlog=2 * STREAMS)
     server.settimeout(PATIENCE_S)
     addresses: list[Any] = [None] * dist.get_world_size()

@@ -90,7 +90,7 @@ def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
             is_better = site.node_by_name[first].cluster == site.node_by_name[second].cluster
         if fabric not in nodes_of or is_better:
             nodes_of[fabric] = (source, target)
-    first_ranks = {node: index * plan.processes for index, node in enumerate(plan.nodes)}
+    first_ranks = plan.first_ranks
     return {
         fabric: (first_ranks[source], first_ranks[target])
         for fabric, (source, target) in nodes_of.items()
@@ -116,7 +116,7 @@ def ring_members(session: Session, flat: bool = True) -> dict[str, tuple[int, ..
     plan = session.plan
     ranks_of: dict[str, list[int]] = {}
     ethernet_cluster = None  # the first cluster that has no faster network
-    for index, node in enumerate(plan.nodes):
+    for node in plan.nodes:
         fabric = site.shared_fabric((node,)).name
         cluster = site.node_by_name[node].cluster
         if fabric == ETHERNET and not flat:
@@ -125,12 +125,12 @@ def ring_members(session: Session, flat: bool = True) -> dict[str, tuple[int, ..
                 ethernet_cluster = cluster
             if cluster != ethernet_cluster:
                 continue
-        ranks_of.setdefault(fabric, []).append(index * plan.processes)
+        ranks_of.setdefault(fabric, []).append(plan.first_rank(node))
     if flat:
         # The network that all nodes share, mostly Ethernet, is measured among all nodes, also among those
         # that have a faster one.
         common_fabric = site.shared_fabric(plan.nodes).name
-        ranks_of[common_fabric] = [index * plan.processes for index in range(len(plan.nodes))]
+        ranks_of[common_fabric] = list(plan.first_ranks.values())
     return {fabric: tuple(ranks) for fabric, ranks in ranks_of.items() if len(ranks) > 1}
 
 

@@ -209,6 +209,9 @@ def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: _Variables)
         default_port = _FIRST_SLURM_PORT + int(job_id) % _SLURM_PORT_COUNT
     # Slurm may append the number of nodes, as in "8(x4)".
     local_size_text = re.sub(r"\(x\d+\)$", "", environ.get(names.local_world_size, "0"))
+    if launcher == _SRUN and _number(environ, "SLURM_HET_SIZE", launcher, default=0) > 1:
+        # In a heterogeneous job, all tasks have the number of the first component.
+        local_size_text = "0"
     local_size = _number(
         {names.local_world_size: local_size_text}, names.local_world_size, launcher
     )

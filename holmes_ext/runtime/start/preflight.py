@@ -345,7 +345,7 @@ def _collect_results(store: Any, prefix: str, plan: Plan, deadline: Deadline) ->
     # A node that has not even stored its ports delays its neighbours: it is the cause, so it is named.
     without_ports = [node for node in missing if not store.check([f"{prefix}/ports/{node}"])]
     node = without_ports[0] if without_ports else missing[0]
-    rank = plan.nodes.index(node) * plan.processes  # the first one of the node
+    rank = plan.first_rank(node)
     raise HolmesError(
         f"preflight: node {node} (rank {rank}) did not finish it within {FINDINGS_S:g} s; "
         "is its process alive? (--holmes-preflight off skips it)"

@@ -5,8 +5,7 @@
     3. Neighbours test their connections (preflight.py); the plan avoids ports that fail.
     4. This rank takes its planned rank: environment variables such as RANK change.
 
-The new rank is the position of the rank's node in plan.nodes, times the processes of a node, plus the
-local rank.
+The new rank is the first rank of its node, as plan.nodes orders the nodes, plus the local rank.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ def start(
         )
         lines += preflight_lines
 
-    rank = plan.nodes.index(node) * plan.processes + process.local_rank
-    _set_rank(environ, process, rank, site.processes)
+    rank = plan.first_rank(node) + process.local_rank
+    _set_rank(environ, process, rank, plan.processes_on(node))
     current = session.Session(
         options,
         process,

@@ -222,7 +222,7 @@ def _make_watchdog(
     # The launcher's rank 0, on the site's first node, hosts the store. The plan may have another order of
     # nodes, and holmes then gives that process another rank.
     first_node = current.site.nodes[0].name
-    host: int | None = plan.nodes.index(first_node) * plan.processes
+    host: int | None = plan.first_rank(first_node)
     if process.agent_store:
         host = None  # torchrun's agent hosts the store
     # The lab (holmes_lab) emulates a cluster's networks on one machine. They carry this multiple of their

@@ -267,11 +267,12 @@ def run_watched(
             result = replace(result, returncode=NOT_EMULATED)
     by_name = {node.name: node for node in lab.nodes}
     nodes = [by_name[node] for node in options["order"] or by_name]
-    ranks_per_node = len(labels) // len(nodes)
+    names = [node.name for node in nodes]
+    node_of_rank = [names.index(label.split(":")[0]) for label in labels]  # labels: "a0:1"
     return GpuRun(
         name,
         result,
-        groups=group_networks(communicators.read(job.watch), nodes, ranks_per_node),
+        groups=group_networks(communicators.read(job.watch), nodes, node_of_rank),
         nics=nic_bytes(bytes_before, lab.counters(), nodes),
         hang=run.hang,
         races=tuple(missing_waits(job.watch)),

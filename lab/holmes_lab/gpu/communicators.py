@@ -131,7 +131,7 @@ class _GroupKey(NamedTuple):
 
 
 def group_networks(
-    communicators: Sequence[Communicator], nodes: Sequence[LabNode], processes: int
+    communicators: Sequence[Communicator], nodes: Sequence[LabNode], node_of_rank: Sequence[int]
 ) -> list[GroupNetwork]:
     """Merge a job's communicators that are alike into one GroupNetwork each, for a report.
 
@@ -145,7 +145,7 @@ def group_networks(
     Args:
         communicators: The communicators of the job.
         nodes: Nodes of the job, in the launcher's order.
-        processes: Processes on each node.
+        node_of_rank: Position of the node of each rank in `nodes`.
     """
     ranks_by_key: dict[_GroupKey, list[tuple[int, ...]]] = defaultdict(list)
     for communicator in communicators:
@@ -153,7 +153,7 @@ def group_networks(
         if members <= 1:
             continue
         ranks = tuple(rank for rank in communicator.ranks if rank is not None)
-        node_numbers = sorted({rank // processes for rank in ranks})
+        node_numbers = sorted({node_of_rank[rank] for rank in ranks})
         network = INSIDE
         nics: tuple[str, ...] = ()
         if len(node_numbers) > 1:

@@ -100,7 +100,7 @@ class Gpus:
         """Return the number of GPUs of each node, after a check that a job can run on them.
 
         Args:
-            processes: Processes of each node.
+            processes: Processes of each node, or of the one with most.
             ranks: Ranks of the job.
             environ: Environment of the ranks.
 
@@ -126,6 +126,18 @@ class Gpus:
                 f" machine has {available_mb} MB left; run fewer (--order, --processes)"
             )
         return count
+
+    def variables_of_node(self, cluster: str, processes: int) -> dict[str, str]:
+        """Return the environment variables that differ between the nodes of a job.
+
+        Args:
+            cluster: Cluster of the node.
+            processes: Processes of the node, which has as many GPUs unless --gpu names a number.
+        """
+        variables = self.clock.variables(cluster)
+        if self.count is None:
+            variables[GPU_COUNT_VARIABLE] = str(processes)
+        return variables
 
     def environment(
         self,

@@ -12,6 +12,7 @@ run on the login host, except that torchrun runs on every node.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def start_with_launcher(
     else:
         nodes = [node for node in lab.nodes if node.name in order]
         nodes.sort(key=lambda node: order.index(node.name))
-    processes_per_node = ranks.processes_for_each(nodes, processes, lab.spec.source)
+    counts = ranks.processes_of_nodes(nodes, processes)
     if launcher in PACKAGES and not starts_itself(launcher, command):
         program(launcher)  # raises a HolmesError that names the package to install
     node_names = [node.name for node in nodes]
@@ -88,13 +89,15 @@ def start_with_launcher(
         lab,
         NEEDS[launcher],
         order=node_names,
-        processes=processes_per_node,
+        processes=processes,
         env=env,
         accelerator=accelerator,
     )
-    argv = command_line(launcher, node_names, processes_per_node, command, daemons.directory)
     hosts = node_names if launcher == "torchrun" else [LOGIN]
-    programs = [daemons.program(argv, host) for host in hosts]  # each runs the launcher on one host
+    programs = []  # each runs the launcher on one host
+    for position, host in enumerate(hosts):
+        argv = command_line(launcher, node_names, counts, command, daemons.directory, position)
+        programs.append(daemons.program(argv, host))
     return lab.start_programs(programs, **options), hosts
 
 
@@ -110,18 +113,20 @@ def starts_itself(launcher: str, command: Sequence[str]) -> bool:
 def command_line(
     launcher: str,
     nodes: Sequence[str],
-    processes_per_node: int,
+    counts: Sequence[int],
     command: Sequence[str],
     directory: Path,
+    position: int = 0,
 ) -> list[str]:
     """Return the command line with which a launcher starts `command` on the nodes.
 
     Args:
         launcher: "torchrun", "srun", "mpirun" or "deepspeed".
         nodes: Names of the nodes in the order of their ranks.
-        processes_per_node: Number of processes on each node.
+        counts: Number of processes on each node.
         command: The user's command. It is returned unchanged if it already begins with the launcher.
         directory: Directory for the hostfile that mpirun and deepspeed read.
+        position: Position of the node on which the line runs (torchrun, which runs on every node).
 
     Raises:
         HolmesError: The launcher cannot start this command.
@@ -132,7 +137,7 @@ def command_line(
         return [
             *_launcher_of_python(command, "torchrun", module="torch.distributed.run"),
             f"--nnodes={len(nodes)}",
-            f"--nproc-per-node={processes_per_node}",
+            f"--nproc-per-node={counts[position]}",
             "--rdzv-backend=c10d",
             "--rdzv-id=lab",
             f"--rdzv-endpoint={nodes[0]}:{_RENDEZVOUS_PORT}",
@@ -140,24 +145,39 @@ def command_line(
             *command,
         ]
     if launcher == "srun":
-        return [
-            "srun",
-            f"--nodes={len(nodes)}",
-            f"--nodelist={','.join(nodes)}",
-            f"--ntasks-per-node={processes_per_node}",
-            f"--gpus-per-node={processes_per_node}",
-            "--kill-on-bad-exit=1",
-            *command,
-        ]
+        return _srun_command_line(nodes, counts, command)
     hostfile = directory / "hostfile"
-    hostfile.write_text("".join(f"{name} slots={processes_per_node}\n" for name in nodes))
+    hostfile.write_text("".join(f"{name} slots={count}\n" for name, count in zip(nodes, counts)))
     if launcher == "mpirun":
-        return _mpirun_command_line(nodes, processes_per_node, command, hostfile)
+        return _mpirun_command_line(nodes, sum(counts), command, hostfile)
     return _deepspeed_command_line(command, hostfile)
 
 
+def _srun_command_line(
+    nodes: Sequence[str], counts: Sequence[int], command: Sequence[str]
+) -> list[str]:
+    """Return the command line of srun: one component of a heterogeneous job for each number of tasks.
+
+    Neighbouring nodes with equally many processes are one component. With a single component it is an
+    ordinary job.
+    """
+    words = ["srun"]
+    for count, components_nodes in groupby(zip(nodes, counts), key=lambda pair: pair[1]):
+        names = [name for name, _ in components_nodes]
+        if len(words) > 1:
+            words.append(":")
+        words += [
+            f"--nodes={len(names)}",
+            f"--nodelist={','.join(names)}",
+            f"--ntasks-per-node={count}",
+            f"--gpus-per-node={count}",
+            "--kill-on-bad-exit=1",
+        ]
+    return [*words, *command]
+
+
 def _mpirun_command_line(
-    nodes: Sequence[str], processes_per_node: int, command: Sequence[str], hostfile: Path
+    nodes: Sequence[str], processes: int, command: Sequence[str], hostfile: Path
 ) -> list[str]:
     return [
         "mpirun",
@@ -165,7 +185,7 @@ def _mpirun_command_line(
         "--hostfile",
         str(hostfile),
         "-np",
-        str(len(nodes) * processes_per_node),
+        str(processes),
         "--bind-to",
         "none",
         "-x",  # exports a variable to all processes

@@ -64,8 +64,8 @@ class Daemons:
             lab: The emulated cluster, with a login host.
             needs: Services to start: "slurm", "ssh", both or none.
             order: Names of the nodes to use, in the order of the scheduler. None: all nodes.
-            processes: Most processes of a node. Slurm gives a node that number of GPUs. None: the
-                largest number of processes of a node in the cluster file.
+            processes: Processes of each node. Slurm gives a node that number of GPUs. None: the
+                numbers in the cluster file.
             env: Variables that every process of a job gets in addition to this process's variables.
             accelerator: Settings of the emulated accelerator. None: without one.
 
@@ -80,7 +80,8 @@ class Daemons:
             )
         self.lab = lab
         self.order = tuple(order or (node.name for node in lab.nodes))
-        self.processes = processes or max(node.processes for node in lab.nodes)
+        #: Node -> its processes.
+        self.processes = {node.name: processes or node.processes for node in lab.nodes}
         common, self.emulated = ranks.common_environment(env or {}, accelerator)
         self.directory = lab.directory / "launchers"
         self.directory.mkdir()

@@ -33,7 +33,7 @@ def configure(
     directory: Path,
     spec: SiteSpec,
     order: Sequence[str],
-    processes: int,
+    processes: Mapping[str, int],
     variables: Mapping[str, Mapping[str, str]],
 ) -> None:
     """Write the configuration files of Slurm and the key of munge.
@@ -42,17 +42,21 @@ def configure(
         directory: Directory into which the files are written.
         spec: The clusters and their nodes.
         order: Names of the nodes, in the order of slurm.conf.
-        processes: Processes of each node. A node has as many GPUs.
+        processes: Node -> its processes. A node has as many GPUs.
         variables: For each node, environment variables that every task there gets.
     """
     # Slurm requires a device file for each GPU; /dev/null serves.
-    gpu_files = [directory / f"gpu{number}" for number in range(processes)]
+    gpu_files = [directory / f"gpu{number}" for number in range(max(processes.values()))]
     for gpu_file in gpu_files:
         gpu_file.symlink_to(os.devnull)
     contents = {
         "slurm.conf": _slurm_conf(directory, spec, order, processes),
         "topology.conf": _topology_conf(spec),
-        "gres.conf": "".join(f"Name=gpu File={gpu_file}\n" for gpu_file in gpu_files),
+        "gres.conf": "".join(
+            f"NodeName={node} Name=gpu File={gpu_file}\n"
+            for node in order
+            for gpu_file in gpu_files[: processes[node]]
+        ),
         # The nodes have no cgroups. The v1 plugin fails only when a cgroup is used.
         "cgroup.conf": "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n",
         "task_prolog": _task_prolog(variables),
@@ -65,7 +69,9 @@ def configure(
     key.write_bytes(os.urandom(_KEY_BYTES))
 
 
-def _slurm_conf(directory: Path, spec: SiteSpec, order: Sequence[str], processes: int) -> str:
+def _slurm_conf(
+    directory: Path, spec: SiteSpec, order: Sequence[str], processes: Mapping[str, int]
+) -> str:
     """Return slurm.conf: settings, a line for each node, and a partition for each cluster."""
     settings = {
         "ClusterName": "lab",
@@ -109,7 +115,7 @@ def _slurm_conf(directory: Path, spec: SiteSpec, order: Sequence[str], processes
             features.append(cluster.gpu)
         distinct_features = ",".join(dict.fromkeys(features))
         lines.append(
-            f"NodeName={name} CPUs={_CPUS} RealMemory=1000000 Gres=gpu:{processes}"
+            f"NodeName={name} CPUs={_CPUS} RealMemory=1000000 Gres=gpu:{processes[name]}"
             f" Feature={distinct_features} State=UNKNOWN"
         )
     for cluster in spec.clusters:

@@ -43,33 +43,27 @@ def check_order(nodes: Sequence[LabNode]) -> None:
         raise HolmesError("--order: name at least one node")
 
 
-def processes_for_each(nodes: Sequence[LabNode], processes: int | None, source: str) -> int:
-    """Return the number of processes on each node.
+def processes_of_nodes(nodes: Sequence[LabNode], processes: int | None) -> list[int]:
+    """Return the number of processes of each node, in the order of the nodes.
 
     Args:
         nodes: The nodes of the job.
-        processes: Value of --processes; None for the number in cluster.toml.
-        source: Path of the cluster.toml.
+        processes: Value of --processes, for all nodes; None for the numbers in cluster.toml, which may
+            differ between clusters.
 
     Raises:
-        HolmesError: cluster.toml has different numbers for the nodes, or the number is not 1 or
-            more.
+        HolmesError: The number is not 1 or more.
     """
     if processes is None:
-        # Number of processes -> name of a node with this number, for the message.
-        node_with = {node.processes: node.name for node in nodes}
-        fewest, most = min(node_with), max(node_with)
-        if fewest != most:
-            raise HolmesError(
-                f"{source}: node {node_with[fewest]!r} has {fewest} processes and node "
-                f"{node_with[most]!r} has {most}; make them equal or give --processes"
-            )
-        count = fewest
-    else:
-        count = processes
-    if count < 1:
-        raise HolmesError(f"--processes: {count} is not 1 or more")
-    return count
+        return [node.processes for node in nodes]
+    if processes < 1:
+        raise HolmesError(f"--processes: {processes} is not 1 or more")
+    return [processes] * len(nodes)
+
+
+def nodes_of_ranks(counts: Sequence[int]) -> list[int]:
+    """Return the position of the node of each rank, given the number of processes of each node."""
+    return [position for position, count in enumerate(counts) for _ in range(count)]
 
 
 def common_environment(
@@ -111,22 +105,25 @@ def asks_for_holmes(command: Sequence[str], env: Mapping[str, str]) -> bool:
     return any(word in names or word.endswith("/bin/holmes") for word in words)
 
 
-def rank_environment(nodes: Sequence[LabNode], rank: int, count: int, port: int) -> dict[str, str]:
+def rank_environment(
+    nodes: Sequence[LabNode], counts: Sequence[int], rank: int, port: int
+) -> dict[str, str]:
     """Return the environment variables of a rank.
 
     They are those of torchrun (torch/distributed/run.py), and LOCAL_SIZE for DeepSpeed.
 
     Args:
         nodes: The nodes of the job in order.
+        counts: Number of ranks on each node.
         rank: The rank.
-        count: Number of ranks on each node.
         port: Value of MASTER_PORT.
     """
-    position, local = divmod(rank, count)
+    position = nodes_of_ranks(counts)[rank]
+    count = counts[position]
     numbers = {
         "RANK": rank,
-        "LOCAL_RANK": local,
-        "WORLD_SIZE": len(nodes) * count,
+        "LOCAL_RANK": rank - sum(counts[:position]),
+        "WORLD_SIZE": sum(counts),
         "LOCAL_WORLD_SIZE": count,
         "LOCAL_SIZE": count,
         "GROUP_RANK": position,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holmes_ext.patches.megatron.command_line.describe import CommandLine
+from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes, divisors
 
 
@@ -49,6 +50,23 @@ def refusals(
     )
     for line in lines:
         yield f"{line}; or --holmes-partition balanced gives stages unequal ones"
+
+
+def refused_first_rank(plan: Plan) -> str:
+    """Return why Megatron-DeepSpeed refuses the order of the nodes; "" if it does not.
+
+    It uses the GPU number rank % GPUs of the node, and asserts that this is the local rank. It is not,
+    where a node's first rank is no multiple of its GPUs. This happens only if nodes differ in their GPUs.
+    """
+    node = plan.misaligned_node()
+    if not node:
+        return ""
+    count = plan.processes_on(node)
+    return (
+        f"Megatron-DeepSpeed refuses that node {node} with {count} GPUs begins at rank "
+        f"{plan.first_rank(node)}, no multiple of {count}; use so many of the narrower nodes that together "
+        f"they have a multiple of {count} GPUs"
+    )
 
 
 def _line_if_indivisible(

@@ -27,6 +27,7 @@ def test_the_file_is_found_in_both_spellings(tmp_path):
 
 
 def test_what_agrees_passes():
+    assert check(config(zero_optimization={"zero_quantized_gradients": True}), PLAN) == []
     assert check(config(), PLAN) == []
     assert (
         check(
@@ -41,6 +42,13 @@ def test_what_agrees_passes():
 @pytest.mark.parametrize(
     "content, plan, overlap, parts",
     [
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+            Plan("digest", ("a0", "b0"), 2, processes_of={"a0": 2, "b0": 4}),
+            "auto",
+            "key 'zero_optimization.zero_quantized_gradients' is true, but nodes have different numbers "
+            "of GPUs .2 on a0, 4 on b0.",
+        ),
         (
             {"pipeline": {"stages": 4}},
             PLAN,

@@ -1,12 +1,16 @@
 import argparse
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import features, flags
+from holmes_ext.patches.megatron.command_line.refusals import refused_first_rank
 from holmes_ext.plan.plan import Plan
+from holmes_ext.runtime import session
 
 #: Python 3.14 refuses a bare one as the argument is added: there these programs do not start.
 PERCENT = "%" if sys.version_info < (3, 14) else "%%"
@@ -22,6 +26,26 @@ def parser():
 def test_help_names_the_flags_though_a_text_has_a_bare_percent():
     text = parser().format_help()
     assert "--holmes-cluster" in text and "--holmes-plan" in text and "default 100%" in text
+
+
+def test_a_wide_node_must_begin_at_a_multiple_of_its_gpus(monkeypatch):
+    """Megatron-DeepSpeed asserts that the local rank is rank % GPUs of the node."""
+    widths = {"a0": 4, "a1": 4, "b0": 8}
+    plan = Plan("digest", ("a0", "b0", "a1"), 4, processes_of=widths)
+    line = refused_first_rank(plan)
+    assert "node b0 with 8 GPUs begins at rank 4, no multiple of 8" in line
+    assert refused_first_rank(replace(plan, nodes=("a0", "a1", "b0"))) == ""
+    monkeypatch.setattr(session, "_active", SimpleNamespace(plan=plan, store=None))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(HolmesError, match="begins at rank 4"):
+        flags._add_flags_to_megatron_deepspeed(parse_args, None, (), {})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # then it chooses no GPU
+    assert flags._add_flags_to_megatron_deepspeed(parse_args, None, (), {}) == "parsed"
+
+
+def parse_args(extra_args_provider=None):
+    """Stands for megatron.arguments.parse_args."""
+    return "parsed"
 
 
 def test_args_hold_what_was_given():

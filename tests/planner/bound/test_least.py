@@ -29,8 +29,12 @@ from holmes_ext.planner.simulate.repeat import folded_s
 #: In 35, messages and reductions of a model chunk leave through different NICs.
 SEEDS = some(range(200), *range(14), 35)
 
+#: The same for sites whose clusters differ in the GPUs of a node. In 230, the messages of a narrow node
+#: occupy its NIC for a shorter time than that of the wide node which receives them.
+UNEQUAL_SEEDS = some(range(200, 400), *range(200, 206), 230)
 
-def case(pick):
+
+def case(pick, unequal=False):
     """A random search, nothing found: two or three clusters, flat or with links between, GPUs that differ."""
     names = "abc"[: pick.choice((2, 2, 3))]
     rates = [pick.choice(("20Gb/s", "100Gb/s", "400Gb/s")) for _ in names]
@@ -42,6 +46,12 @@ def case(pick):
     site = clusters.site(
         *lines, ethernet=pick.choice(("1Gb/s", "5Gb/s", "25Gb/s")), processes=pick.choice((1, 2, 4))
     )
+    if unequal:
+        narrow, wide = pick.choice(((1, 2), (2, 4), (1, 4)))
+        nodes = [
+            replace(node, processes=wide if node.cluster == "b" else narrow) for node in site.nodes
+        ]
+        site = replace(site, nodes=tuple(nodes))
     if pick.random() < 0.4:
         pairs = [(one, two) for one in names for two in names if one < two]
         between = [
@@ -75,7 +85,18 @@ def case(pick):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_simulated_step_is_below_the_bound(seed):
     pick = random.Random(seed)
-    result = case(pick)
+    compare(case(pick), pick)
+
+
+@pytest.mark.parametrize("seed", UNEQUAL_SEEDS)
+def test_no_simulated_step_is_below_the_bound_on_unequal_nodes(seed):
+    """The nodes of one cluster have more GPUs than those of the other clusters."""
+    pick = random.Random(seed)
+    compare(case(pick, unequal=True), pick)
+
+
+def compare(result, pick):
+    """Compare the bounds of some placements with simulated steps."""
     evaluator, layers = Evaluator(result), result.model.layers
     every = list(shapes(result.network, result.model, result.global_batch, result.limits))
     pipelines = [shape for shape in every if shape.virtual == 1 and shape.pipeline > 1]

@@ -77,6 +77,15 @@ def test_rank_0_of_a_heterogeneous_step(kind, nodelist, first):
     assert detect(environ).master_addr == first
 
 
+def test_tasks_of_a_node_in_a_heterogeneous_job():
+    """Every task has SLURM_NTASKS_PER_NODE of the first component, so the number is not known (0)."""
+    assert detect({**SRUN, "SLURM_NTASKS_PER_NODE": "2"}).local_world_size == 2
+    assert detect({**SRUN, "SLURM_NTASKS_PER_NODE": "4(x2)"}).local_world_size == 4
+    for components, count in (("1", 2), ("2", 0)):
+        environ = {**SRUN, "SLURM_NTASKS_PER_NODE": "2", "SLURM_HET_SIZE": components}
+        assert detect(environ).local_world_size == count
+
+
 def test_rank_0_of_an_arbitrary_distribution(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("\nb1\na0\n")
