@@ -341,8 +341,7 @@ def _collect_results(store: Any, prefix: str, plan: Plan, deadline: Deadline) ->
     missing = [node for node in plan.nodes if node not in results]
     if not missing:
         return [results[node] for node in plan.nodes]
-
-    # A node that has not even stored its ports delays its neighbours: it is the cause, so it is named.
+    # A node that has not even stored its ports delays its neighbours, so it is named.
     without_ports = [node for node in missing if not store.check([f"{prefix}/ports/{node}"])]
     node = without_ports[0] if without_ports else missing[0]
     rank = plan.nodes.index(node) * plan.processes  # the first one of the node
@@ -382,7 +381,6 @@ def decide(
     failures = [attempt for attempt in attempts if attempt.error]
     if not failures:
         return {"faults": [], "lines": lines}
-
     pair_of = {(pair.fabric, pair.first, pair.second): pair for pair in pairs}
     descriptions = {}  # failure -> its description
     for failure in failures:
@@ -493,8 +491,10 @@ def _untested_fabrics(site: Site, pairs: Iterable[NeighbourPair]) -> list[str]:
         others = ""
         if more:
             others = f", and {more} more {'nodes have' if more > 1 else 'node has'} none"
+        net = site.fabric_by_name[fabric].net
+        known = f"NCCL's plugin for {net!r} is on its nodes" if net else "no more is known"
         lines.append(
             f"preflight: not tried on {fabric}: {node} ({port_name}) has no IP address there{others}; "
-            "the ports are up, no more is known"
+            f"the ports are up, {known}"
         )
     return lines

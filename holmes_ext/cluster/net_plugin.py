@@ -1,0 +1,246 @@
+"""Finds the network plugin that NCCL would load on this node, and the name of its network.
+
+NCCL itself moves data over "IB" (verbs) and "Socket". Other networks, such as AWS EFA, come from a plugin: a
+library libnccl-net*.so with a table ncclNetPlugin_vN, whose first field is the network's name:
+
+    plugin                        name                             NICs
+    aws-ofi-nccl                  Libfabric (to 1.11: AWS Libfabric)    EFA, Slingshot, Omni-Path
+    GPUDirect-TCPX, -TCPXO        GPUDirectTCPX_v7, FasTrak             gVNIC of Google Cloud
+    gIB                           gIB                                   RoCE of Google Cloud
+    nccl-rdma-sharp-plugins       IBext_vN or UCX, decided when it starts     InfiniBand, RoCE
+
+The name is read from the file (elf.py), so no code of the plugin runs. Which libraries the plugin needs and
+the loader does not find is answered by the loader itself, as for ldd(1), which does not run it either.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from holmes_ext.cluster.elf import Library
+from holmes_ext.cluster.nic import KINDS
+from holmes_ext.words import some_of
+
+#: Networks that NCCL has without a plugin, in lower case.
+BUILT_IN_NETWORKS = ("ib", "socket")
+#: Names, in lower case, under which releases of one plugin (aws-ofi-nccl) provide the same network. The
+#: plugin takes the name in NCCL_NET if it is one of them, else its first.
+_SAME_NETWORK = frozenset({"libfabric", "aws libfabric", "ofi"})
+#: Pattern of a network's name in lower case -> kinds of NICs that the network uses.
+_KINDS_OF_NETWORK = {
+    "libfabric": ("efa", "slingshot", "opa"),
+    "aws libfabric": ("efa", "slingshot", "opa"),
+    "ofi": ("efa", "slingshot", "opa"),
+    "fastrak": ("gvnic",),
+    "gpudirecttcpx*": ("gvnic",),
+    "gib": ("roce",),
+    "ibext*": ("ib", "roce"),
+    "ucx*": ("ib", "roce"),
+    "psm*": ("opa",),
+}
+#: Table of a plugin. NCCL takes the highest version that it knows.
+_TABLE = re.compile("ncclNetPlugin_v([0-9]{1,2})")
+#: Beginning of the name in the table of nccl-rdma-sharp-plugins, which changes it when it starts.
+_PROVISIONAL_NAME = "NCCL RDMA Plugin"
+#: Folders that the loader searches after LD_LIBRARY_PATH and the folders in /etc/ld.so.conf.d.
+_FOLDERS = (
+    "/lib64",
+    "/usr/lib64",
+    "/lib/x86_64-linux-gnu",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/local/lib",
+    "/usr/lib",
+)
+_DEFAULT = "libnccl-net.so"
+#: Seconds for the loader to list the libraries of a plugin.
+_LIST_S = 10.0
+#: A line of the loader about a library that is missing.
+_NOT_FOUND = re.compile(r"^\s*(\S+) => not found", re.MULTILINE)
+#: Message of the loader about a library that is too old.
+_TOO_OLD = re.compile(r"(\S+): version [`']?([^'`\s]+)'? not found \(required by")
+#: Beginnings of the names of libraries that torch has loaded before NCCL loads a plugin.
+_LOADED_BY_TORCH = ("libcu", "libnv", "libnccl")
+
+
+@dataclass(frozen=True)
+class NetPlugin:
+    """Network plugin of NCCL on a node."""
+
+    path: str = ""  # file of the plugin, "" if NCCL would find none
+    network: str = (
+        ""  # NCCL's name of its network, "" without a plugin or if the name cannot be read
+    )
+    problem: str = ""  # reason why NCCL cannot use a plugin here, "" if it can
+
+    @property
+    def is_ready(self) -> bool:
+        """True if NCCL can load the plugin."""
+        return bool(self.path) and not self.problem
+
+
+def is_built_in(network: str) -> bool:
+    """Return whether NCCL has a network without a plugin: "IB" and "Socket"."""
+    return network.lower() in BUILT_IN_NETWORKS
+
+
+def is_same_network(name: str, other: str) -> bool:
+    """Return whether two names mean the same network. NCCL compares names without case.
+
+    "Libfabric", "AWS Libfabric" and "OFI" are names of one network in releases of aws-ofi-nccl.
+    """
+    names = {name.lower(), other.lower()}
+    return len(names) == 1 or names <= _SAME_NETWORK
+
+
+def kinds_of_network(network: str) -> tuple[str, ...]:
+    """Return the kinds of NICs that the network of a plugin uses, () if its name is not known."""
+    for pattern, kinds in _KINDS_OF_NETWORK.items():
+        if fnmatchcase(network.lower(), pattern):
+            return kinds
+    return ()
+
+
+def may_carry(network: str, kind: str) -> bool:
+    """Return whether the network of a plugin may use NICs of a kind, as far as its name shows.
+
+    A network whose name is not known may use any kind that needs a plugin, except gVNIC: all of
+    Google's machines have gVNIC, and most have no plugin for it.
+    """
+    if kind == "plugin":
+        return True
+    kinds = kinds_of_network(network)
+    if kinds:
+        return kind in kinds
+    return KINDS[kind].plugin and kind != "gvnic"
+
+
+def find_net_plugin(environ: Mapping[str, str], requested: str | None) -> NetPlugin:
+    """Return the first network plugin that NCCL would find on this node.
+
+    Args:
+        environ: Environment of the process that uses NCCL, for LD_LIBRARY_PATH.
+        requested: NCCL_NET_PLUGIN: names that are tried in order. Each is a path, a library, or a
+            suffix: "aws-ofi" stands for libnccl-net-aws-ofi.so. "none" ends the list. None if the
+            variable is not set.
+    """
+    path = _plugin_path(environ, _DEFAULT if requested is None else requested)
+    if path:
+        return NetPlugin(path, network_of(path), problem=_missing_libraries(path, environ))
+    if requested is None:
+        searched = (
+            f"no {_DEFAULT} is on LD_LIBRARY_PATH or in the loader's folders "
+            "(name the plugin's file with NCCL_NET_PLUGIN)"
+        )
+    else:
+        searched = f"NCCL_NET_PLUGIN={requested} names no library that exists"
+    return NetPlugin(problem=searched)
+
+
+def network_of(path: str) -> str:
+    """Return NCCL's name of the network that a plugin provides, "" if the file does not show it.
+
+    The name is unknown if the plugin decides on it only when it starts (nccl-rdma-sharp-plugins).
+
+    Args:
+        path: File of the plugin, which is read and not loaded.
+    """
+    try:
+        library = Library(path)
+    except (OSError, ValueError):
+        return ""
+    tables = {}  # version -> address of the table
+    for symbol in library.symbols:
+        match = _TABLE.fullmatch(symbol.name)
+        if match and symbol.address:
+            tables[int(match[1])] = symbol.address
+    for version in sorted(tables, reverse=True):
+        name = library.text_pointed_to(tables[version])
+        if name and name.isprintable():
+            return "" if name.startswith(_PROVISIONAL_NAME) else name
+    return ""
+
+
+def _plugin_path(environ: Mapping[str, str], requested: str) -> str:
+    """Return the path of the first plugin of a list (NCCL_NET_PLUGIN), "" if no folder has one."""
+    for name in filter(None, requested.split(",")):
+        if name.lower() == "none":
+            return ""
+        path = _find_plugin(name, environ)
+        if path:
+            return path
+    return ""
+
+
+def _find_plugin(name: str, environ: Mapping[str, str]) -> str:
+    """Return the path of the network plugin that NCCL_NET_PLUGIN names, "" if no folder has it.
+
+    Args:
+        name: A path, the file name of a library, or "ucx" for "libnccl-net-ucx.so".
+        environ: Environment of the process that uses NCCL, for LD_LIBRARY_PATH.
+    """
+    if "/" in name:
+        return name if os.path.isfile(name) else ""
+    candidates = [name]
+    if not name.endswith(".so"):
+        candidates.append(f"libnccl-net-{name}.so")
+    for folder in _library_folders(environ):
+        for candidate in candidates:
+            path = os.path.join(folder, candidate)
+            if os.path.isfile(path):
+                return path
+    return ""
+
+
+def _library_folders(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the folders in which the loader searches for libraries, in its order."""
+    if os.path.isdir(os.path.join(sys.prefix, "conda-meta")):
+        yield os.path.join(sys.prefix, "lib")  # the python of conda has it as its DT_RPATH
+    yield from filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))
+    for file in [Path("/etc/ld.so.conf"), *sorted(Path("/etc/ld.so.conf.d").glob("*.conf"))]:
+        if not file.is_file():
+            continue
+        for line in file.read_text(errors="replace").splitlines():
+            if line.startswith("/"):
+                yield line.strip()
+    yield from _FOLDERS
+
+
+def _missing_libraries(path: str, environ: Mapping[str, str]) -> str:
+    """Return that a plugin needs libraries, or versions, which the loader does not find, or "".
+
+    Args:
+        path: File of the plugin.
+        environ: Environment of the process that uses NCCL, for LD_LIBRARY_PATH.
+    """
+    # As ldd(1) does: with this variable, the loader lists the libraries and runs none of them.
+    tracing = {**environ, "LD_TRACE_LOADED_OBJECTS": "1"}
+    tracing.pop("LD_PRELOAD", None)
+    try:
+        loader = Library(sys.executable).interpreter
+        listed = subprocess.run(
+            [loader, path],
+            env=tracing,
+            capture_output=True,
+            text=True,
+            timeout=_LIST_S,
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return ""  # it is not known what the plugin needs
+    missing = [
+        name for name in _NOT_FOUND.findall(listed.stdout) if not name.startswith(_LOADED_BY_TORCH)
+    ]
+    if not missing:
+        too_old = _TOO_OLD.search(listed.stdout + listed.stderr)
+        return f"{path} needs version {too_old[2]} of {too_old[1]}" if too_old else ""
+    return (
+        f"{path} needs {some_of(missing)}, which the loader does not find (add the folder of the library "
+        "to LD_LIBRARY_PATH)"
+    )
