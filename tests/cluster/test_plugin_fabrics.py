@@ -1,4 +1,4 @@
-"""Fabrics of NCCL's network plugins: their description in cluster.toml, and the network that groups request."""
+"""Fabrics of NCCL's network plugins: their keys in cluster.toml, and the network that groups request."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 
 INPUTS = Path(__file__).parents[1] / "inputs" / "plugin_networks"
+TOML = clusters.toml("a efa 400Gb/s a[0-1]")
 OFI = NcclOfNode(plugin="/opt/lib/libnccl-net.so", network="Libfabric")
 OLD_OFI = replace(OFI, network="AWS Libfabric")
 NONE = NcclOfNode(plugin_problem="no libnccl-net.so is on LD_LIBRARY_PATH")
@@ -26,14 +27,14 @@ FASTRAK = replace(OFI, network="FasTrak")
 UNNAMED = replace(OFI, network="")
 
 
-def netdev(device, address, driver):
+def netdev(device, address, driver, rate_bps=200 * 10**9):
     return Nic(
         kind="ethernet",
         device=device,
         netdevs=(device,),
         state="up",
         state_text="up",
-        rate_bps=200 * 10**9,
+        rate_bps=rate_bps,
         addresses=(address,) if address else (),
         driver=driver,
     )
@@ -64,9 +65,8 @@ NICS = {
 
 
 def report(name, nics, nccl=OFI, address="10.0.0.1/16", driver="ena"):
-    return NodeReport(
-        name, f"id-{name}", "eth0", (*nics, netdev("eth0", address, driver)), processes=1, nccl=nccl
-    )
+    host = netdev("eth0", address, driver, rate_bps=25 * 10**9)
+    return NodeReport(name, f"id-{name}", "eth0", (*nics, host), processes=1, nccl=nccl)
 
 
 def spec(kind, *more, nodes="a0,a1"):
@@ -206,13 +206,10 @@ def test_a_plugin_that_ethernet_groups_bypass_is_named():
 
 
 @pytest.mark.parametrize(
-    "net, nccl", [("AWS_Libfabric", OFI), ("OFI", OFI), ("Libfabric", OLD_OFI)]
+    "net, nccl", [("AWS Libfabric", OFI), ("OFI", OFI), ("Libfabric", OLD_OFI)]
 )
 def test_each_name_of_aws_ofi_nccl_means_the_installed_one(net, nccl):
-    described = spec("efa", f"net={net}".replace("_", "\u00a0"))
-    described = replace(
-        described, clusters=(replace(described.clusters[0], net=net.replace("_", " ")),)
-    )
+    described = parse_spec(TOML.replace('kind = "efa"', f'kind = "efa"\nnet = "{net}"'), "c.toml")
     site = resolve_site([report("a0", EFA, nccl), report("a1", EFA, nccl)], described)
     assert networks_of(site)["a"] == nccl.network
 
