@@ -31,7 +31,7 @@ from holmes_ext.cluster.addresses import (
     interface_addresses,
     read_limits,
 )
-from holmes_ext.cluster.nccl import nccl_of_node
+from holmes_ext.cluster.net_plugin import nccl_of_node
 from holmes_ext.cluster.node_report import (
     NodeReport,
     lab_remark,

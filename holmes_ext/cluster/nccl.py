@@ -15,20 +15,16 @@ The rules come from NCCL's source, versions 2.18 to 2.30:
 from __future__ import annotations
 
 import ctypes
-import glob
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET
-from holmes_ext.cluster.net_plugin import NetPlugin, find_net_plugin
-from holmes_ext.cluster.nic import KINDS
 
 if TYPE_CHECKING:
     from holmes_ext.cluster.fabric import Fabric
-    from holmes_ext.cluster.nic import Nic
     from holmes_ext.cluster.site import Node
 
 
@@ -36,13 +32,13 @@ if TYPE_CHECKING:
 AUTO = "auto"
 #: Variable that is "1" if communicators share the resources, and so the network, of their parent.
 SHARED = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
+#: Networks that NCCL has without a plugin, in lower case.
+BUILT_IN_NETWORKS = ("ib", "socket")
+#: Names, in lower case, under which releases of one plugin (aws-ofi-nccl) provide the same network. The
+#: plugin takes the name in NCCL_NET if it is one of them, else its first.
+_SAME_NETWORK = frozenset({"libfabric", "aws libfabric", "ofi"})
 #: Network plugin of `holmes lab` (lab/gpu), which provides the "IB" network there.
 LAB_PLUGIN = "libnccl-net-holmes.so"
-#: Kind of NIC -> files by which a network plugin opens the NICs.
-DEVICE_FILES = {
-    "efa": "/dev/infiniband/uverbs*",
-    "slingshot": "/dev/cxi*",
-}
 
 
 @dataclass(frozen=True)
@@ -70,21 +66,33 @@ class FileSetting(NamedTuple):
     file: str
 
 
+def is_built_in(network: str) -> bool:
+    """Return whether NCCL has a network without a plugin: "IB" and "Socket"."""
+    return network.lower() in BUILT_IN_NETWORKS
+
+
+def is_same_network(name: str, other: str) -> bool:
+    """Return whether two names mean the same network. NCCL compares names without case.
+
+    "Libfabric", "AWS Libfabric" and "OFI" are names of one network in releases of aws-ofi-nccl.
+    """
+    names = {name.lower(), other.lower()}
+    return len(names) == 1 or names <= _SAME_NETWORK
+
+
 def network_name(fabric: Fabric) -> str:
     """Return the network that a communicator on a fabric requests from NCCL (config.net_name).
 
     An empty name lets NCCL choose. NCCL then prefers the network of a plugin.
 
     Args:
-        fabric: The fabric. Its `net` is the user's choice in cluster.toml, "" without one.
+        fabric: The fabric. Its `net` is that of a plugin, the user's choice in cluster.toml, or "".
     """
     if fabric.net == AUTO:
         return ""
     if fabric.net:
         return fabric.net
-    if fabric.kind == "ethernet":
-        return "Socket"
-    return "IB" if KINDS[fabric.kind].verbs else ""
+    return "Socket" if fabric.kind == "ethernet" else "IB"
 
 
 def variables_of(node: Node) -> dict[str, str]:
@@ -110,55 +118,6 @@ def variables_of(node: Node) -> dict[str, str]:
         "NCCL_IB_HCA": "=" + ",".join(hcas) if hcas else "",
         "NCCL_IB_GID_INDEX": "" if gid_index is None else str(gid_index),
     }
-
-
-def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
-    """Return the NCCL settings and libraries of this node.
-
-    Args:
-        environ: Environment of the process that uses NCCL.
-        nics: All NICs of the node.
-    """
-    # holmes unsets NCCL_NET in each job. NCCL then takes its value from a configuration file, if
-    # one has it.
-    without_net = {name: value for name, value in environ.items() if name != "NCCL_NET"}
-    forced = file_settings(without_net).get("NCCL_NET", FileSetting("", ""))
-    has_rdma_nic = any(KINDS[nic.kind].verbs and nic.usable for nic in nics)
-    plugin_setting = file_settings(environ).get("NCCL_NET_PLUGIN")
-    requested_plugin = environ.get("NCCL_NET_PLUGIN")
-    if requested_plugin is None and plugin_setting is not None:
-        requested_plugin = plugin_setting.value
-    plugin = find_net_plugin(environ, requested_plugin)
-    # A plugin is reported because NCCL may prefer its network to the built-in "IB". Not so the
-    # plugin of `holmes lab`, which emulates NICs on machines that have none: its network is called
-    # "IB".
-    is_labs = os.path.basename(plugin.path) == LAB_PLUGIN
-    if is_labs:
-        plugin = NetPlugin(problem="the plugin of holmes lab provides no network but IB")
-    return NcclOfNode(
-        no_verbs=why_no_verbs(environ) if has_rdma_nic else "",
-        forced_net=forced.value,
-        forced_in=forced.file,
-        plugin=plugin.path,
-        network=plugin.network,
-        plugin_problem=plugin.problem or _why_no_device_file(environ, nics),
-        requested_net=environ.get("NCCL_NET", ""),
-    )
-
-
-def _why_no_device_file(environ: Mapping[str, str], nics: Sequence[Nic]) -> str:
-    """Return the reason why a network plugin cannot open the NICs that need it, "" if it can.
-
-    The NICs of a captured tree (HOLMES_SYSFS) are those of another machine: "".
-    """
-    if environ.get("HOLMES_SYSFS"):
-        return ""
-    for nic in nics:
-        pattern = DEVICE_FILES.get(nic.plugin_kind or nic.kind, "")
-        if pattern and nic.usable and not glob.glob(pattern):
-            folder = os.path.dirname(pattern)
-            return f"{nic.name} has no device file {pattern} (give a container --device={folder})"
-    return ""
 
 
 def file_settings(

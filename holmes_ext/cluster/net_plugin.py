@@ -3,11 +3,11 @@
 NCCL itself moves data over "IB" (verbs) and "Socket". Other networks, such as AWS EFA, come from a plugin: a
 library libnccl-net*.so with a table ncclNetPlugin_vN, whose first field is the network's name:
 
-    plugin                        name                             NICs
-    aws-ofi-nccl                  Libfabric (to 1.11: AWS Libfabric)    EFA, Slingshot, Omni-Path
-    GPUDirect-TCPX, -TCPXO        GPUDirectTCPX_v7, FasTrak             gVNIC of Google Cloud
-    gIB                           gIB                                   RoCE of Google Cloud
-    nccl-rdma-sharp-plugins       IBext_vN or UCX, decided when it starts     InfiniBand, RoCE
+    plugin                     name                                 NICs
+    aws-ofi-nccl               Libfabric (to 1.11: AWS Libfabric)   EFA, Slingshot, Omni-Path
+    GPUDirect-TCPX, -TCPXO     GPUDirectTCPX_v7, FasTrak            gVNIC of Google Cloud
+    gIB                        gIB                                  RoCE of Google Cloud
+    nccl-rdma-sharp-plugins    IBext_vN or UCX, set when it starts  InfiniBand, RoCE
 
 The name is read from the file (elf.py), so no code of the plugin runs. Which libraries the plugin needs and
 the loader does not find is answered by the loader itself, as for ldd(1), which does not run it either.
@@ -15,24 +15,27 @@ the loader does not find is answered by the loader itself, as for ldd(1), which 
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from holmes_ext.cluster.elf import Library
-from holmes_ext.cluster.nic import KINDS
+from holmes_ext.cluster.nccl import (
+    LAB_PLUGIN,
+    FileSetting,
+    NcclOfNode,
+    file_settings,
+    why_no_verbs,
+)
+from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.words import some_of
 
-#: Networks that NCCL has without a plugin, in lower case.
-BUILT_IN_NETWORKS = ("ib", "socket")
-#: Names, in lower case, under which releases of one plugin (aws-ofi-nccl) provide the same network. The
-#: plugin takes the name in NCCL_NET if it is one of them, else its first.
-_SAME_NETWORK = frozenset({"libfabric", "aws libfabric", "ofi"})
 #: Pattern of a network's name in lower case -> kinds of NICs that the network uses.
 _KINDS_OF_NETWORK = {
     "libfabric": ("efa", "slingshot", "opa"),
@@ -59,6 +62,11 @@ _FOLDERS = (
     "/usr/local/lib",
     "/usr/lib",
 )
+#: Kind of NIC -> files by which a network plugin opens the NICs.
+DEVICE_FILES = {
+    "efa": "/dev/infiniband/uverbs*",
+    "slingshot": "/dev/cxi*",
+}
 _DEFAULT = "libnccl-net.so"
 #: Seconds for the loader to list the libraries of a plugin.
 _LIST_S = 10.0
@@ -75,9 +83,7 @@ class NetPlugin:
     """Network plugin of NCCL on a node."""
 
     path: str = ""  # file of the plugin, "" if NCCL would find none
-    network: str = (
-        ""  # NCCL's name of its network, "" without a plugin or if the name cannot be read
-    )
+    network: str = ""  # NCCL's name of its network, "" without a plugin or if it cannot be read
     problem: str = ""  # reason why NCCL cannot use a plugin here, "" if it can
 
     @property
@@ -86,18 +92,53 @@ class NetPlugin:
         return bool(self.path) and not self.problem
 
 
-def is_built_in(network: str) -> bool:
-    """Return whether NCCL has a network without a plugin: "IB" and "Socket"."""
-    return network.lower() in BUILT_IN_NETWORKS
+def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
+    """Return the NCCL settings and libraries of this node.
 
-
-def is_same_network(name: str, other: str) -> bool:
-    """Return whether two names mean the same network. NCCL compares names without case.
-
-    "Libfabric", "AWS Libfabric" and "OFI" are names of one network in releases of aws-ofi-nccl.
+    Args:
+        environ: Environment of the process that uses NCCL.
+        nics: All NICs of the node.
     """
-    names = {name.lower(), other.lower()}
-    return len(names) == 1 or names <= _SAME_NETWORK
+    # holmes unsets NCCL_NET in each job. NCCL then takes its value from a configuration file, if
+    # one has it.
+    without_net = {name: value for name, value in environ.items() if name != "NCCL_NET"}
+    forced = file_settings(without_net).get("NCCL_NET", FileSetting("", ""))
+    has_rdma_nic = any(KINDS[nic.kind].verbs and nic.usable for nic in nics)
+    plugin_setting = file_settings(environ).get("NCCL_NET_PLUGIN")
+    requested_plugin = environ.get("NCCL_NET_PLUGIN")
+    if requested_plugin is None and plugin_setting is not None:
+        requested_plugin = plugin_setting.value
+    plugin = find_net_plugin(environ, requested_plugin)
+    # A plugin is reported because NCCL may prefer its network to the built-in "IB". Not so the
+    # plugin of `holmes lab`, which emulates NICs on machines that have none: its network is called
+    # "IB".
+    is_labs = os.path.basename(plugin.path) == LAB_PLUGIN
+    if is_labs:
+        plugin = NetPlugin(problem="the plugin of holmes lab provides no network but IB")
+    return NcclOfNode(
+        no_verbs=why_no_verbs(environ) if has_rdma_nic else "",
+        forced_net=forced.value,
+        forced_in=forced.file,
+        plugin=plugin.path,
+        network=plugin.network,
+        plugin_problem=plugin.problem or _why_no_device_file(environ, nics),
+        requested_net=environ.get("NCCL_NET", ""),
+    )
+
+
+def _why_no_device_file(environ: Mapping[str, str], nics: Sequence[Nic]) -> str:
+    """Return the reason why a network plugin cannot open the NICs that need it, "" if it can.
+
+    The NICs of a captured tree (HOLMES_SYSFS) are those of another machine: "".
+    """
+    if environ.get("HOLMES_SYSFS"):
+        return ""
+    for nic in nics:
+        pattern = DEVICE_FILES.get(nic.plugin_kind or nic.kind, "")
+        if pattern and nic.usable and not glob.glob(pattern):
+            folder = os.path.dirname(pattern)
+            return f"{nic.name} has no device file {pattern} (give a container --device={folder})"
+    return ""
 
 
 def kinds_of_network(network: str) -> tuple[str, ...]:

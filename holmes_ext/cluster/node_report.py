@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from holmes_ext.cluster.addresses import egress_interface, interface_addresses
 from holmes_ext.cluster.fabric import ETHERNET
-from holmes_ext.cluster.nccl import NcclOfNode, nccl_of_node, network_name
+from holmes_ext.cluster.nccl import NcclOfNode, network_name
+from holmes_ext.cluster.net_plugin import nccl_of_node
 from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.document import Table

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
-from holmes_ext.cluster.nccl import AUTO, NcclOfNode
-from holmes_ext.cluster.net_plugin import is_built_in, is_same_network, may_carry
+from holmes_ext.cluster.nccl import AUTO, NcclOfNode, is_built_in, is_same_network
+from holmes_ext.cluster.net_plugin import may_carry
 from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.site import Node, Site
@@ -202,6 +202,17 @@ def _why_no_plugin(nccl: NcclOfNode, net: str, kind: str) -> str:
             return ""
         return f"{provides}, which does not use NICs of kind {kind}"
     return "" if is_same_network(nccl.network, net) else f"{provides}, not {net!r}"
+
+
+def evidence_of_plugin(fabric: Fabric) -> str:
+    """Return what is known of a fabric whose NICs have no IP address to try, "" for nothing.
+
+    Args:
+        fabric: A fabric of with_plugins(), so that a plugin's network was found on the nodes that use it.
+    """
+    if not fabric.net or fabric.net == AUTO or is_built_in(fabric.net):
+        return ""
+    return f"the plugin of NCCL's network {fabric.net!r} was found on its nodes"
 
 
 def without_plugin(site: Site) -> list[str]:

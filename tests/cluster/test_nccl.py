@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from holmes_ext.cluster import nccl
+from holmes_ext.cluster import net_plugin
 from holmes_ext.cluster.nccl import (
     file_settings,
-    nccl_of_node,
     why_no_verbs,
 )
+from holmes_ext.cluster.net_plugin import nccl_of_node
 from holmes_ext.cluster.nic import Nic
 
 IB = Nic(kind="ib", device="mlx5_0", port=1, state="up", state_text="ACTIVE")
@@ -71,7 +71,7 @@ def test_verbs_need_a_device_a_library_and_no_veto(files, tmp_path):
 
 
 def test_a_node_without_fast_nics_says_nothing_of_verbs(files, monkeypatch):
-    monkeypatch.setattr(nccl, "why_no_verbs", lambda environ: "none")
+    monkeypatch.setattr(net_plugin, "why_no_verbs", lambda environ: "none")
     environ = files("etc", "")
     assert (
         nccl_of_node(environ, ()).no_verbs == "" and nccl_of_node(environ, (IB,)).no_verbs == "none"

@@ -4,12 +4,12 @@ import net_plugins
 import pytest
 
 from holmes_ext.cluster import net_plugin
-from holmes_ext.cluster.nccl import file_settings, nccl_of_node
+from holmes_ext.cluster.nccl import file_settings, is_same_network
 from holmes_ext.cluster.net_plugin import (
     find_net_plugin,
-    is_same_network,
     kinds_of_network,
     may_carry,
+    nccl_of_node,
     network_of,
 )
 from holmes_ext.cluster.nic import Nic
@@ -140,7 +140,9 @@ def test_a_file_of_nccl_names_the_plugin(tmp_path):
 def test_nics_without_their_device_file_cannot_be_used(tmp_path, monkeypatch):
     """A container may have the plugin and lack the devices: its NCCL would fail at the first group."""
     path = net_plugins.build_plugin(tmp_path / "libnccl-net.so", "Libfabric")
-    monkeypatch.setattr("holmes_ext.cluster.nccl.DEVICE_FILES", {"efa": f"{tmp_path}/uverbs*"})
+    monkeypatch.setattr(
+        "holmes_ext.cluster.net_plugin.DEVICE_FILES", {"efa": f"{tmp_path}/uverbs*"}
+    )
     environ = {"NCCL_NET_PLUGIN": str(path)}
     node = nccl_of_node(environ, [EFA])
     assert not node.has_plugin

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.addresses import read_limits, shortfalls, sockets
 from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.plugin_fabrics import evidence_of_plugin
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.traffic import NETWORK_APIS
 from holmes_ext.runtime.deadline import Deadline
@@ -491,8 +492,7 @@ def _untested_fabrics(site: Site, pairs: Iterable[NeighbourPair]) -> list[str]:
         others = ""
         if more:
             others = f", and {more} more {'nodes have' if more > 1 else 'node has'} none"
-        net = site.fabric_by_name[fabric].net
-        known = f"NCCL's plugin for {net!r} is on its nodes" if net else "no more is known"
+        known = evidence_of_plugin(site.fabric_by_name[fabric]) or "no more is known"
         lines.append(
             f"preflight: not tried on {fabric}: {node} ({port_name}) has no IP address there{others}; "
             f"the ports are up, {known}"
