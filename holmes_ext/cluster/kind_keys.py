@@ -71,6 +71,8 @@ def _check_ethernet(table: Table, fabric: str, net: str) -> None:
     """
     if net and not is_built_in(net):
         kinds = kinds_of_network(net) or ("plugin",)
+        if fabric in kinds:
+            kinds = (fabric,)
         advice = " or ".join(f'kind = "{name}"' for name in kinds)
         raise HolmesError(
             f"{table.at('net')}: a cluster of kind 'ethernet' has no fast NIC for the network {net!r} of an "

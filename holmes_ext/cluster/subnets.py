@@ -73,8 +73,11 @@ def check_subnets(by_subnet: Mapping[Subnet, NicsOfNodes]) -> None:
     Args:
         by_subnet: Subnet -> node -> NICs of the node on the subnet.
     """
-    # Separate InfiniBand fabrics often have the same default prefix.
-    _check_default_prefix(by_subnet.get(Subnet("ib", DEFAULT_SUBNET_PREFIX), {}))
+    # Separate InfiniBand fabrics often have the same default prefix, and so have those of Omni-Path.
+    for kind, nic_kind in KINDS.items():
+        if nic_kind.infiniband:
+            subnet = Subnet(kind, DEFAULT_SUBNET_PREFIX)
+            _check_default_prefix(by_subnet.get(subnet, {}), nic_kind.title or "InfiniBand")
     # With routed RoCE, each port of one fabric has a subnet of its own.
     _check_routed_roce(
         {subnet.prefix: set(nodes) for subnet, nodes in by_subnet.items() if subnet.kind == "roce"}
@@ -112,14 +115,15 @@ def _check_plugin_kind(kind: str, nodes_in: Mapping[str, set[str]]) -> None:
     )
 
 
-def _check_default_prefix(nics_of_nodes: NicsOfNodes) -> None:
-    """Raise HolmesError if several nodes have InfiniBand ports with the default subnet prefix.
+def _check_default_prefix(nics_of_nodes: NicsOfNodes, title: str) -> None:
+    """Raise HolmesError if several nodes have ports of one kind with the default subnet prefix.
 
     The prefix then does not show whether the nodes are on one fabric or on several. Two nodes with
     the same LID are on two fabrics, and the message says so: a fabric has each LID only once.
 
     Args:
         nics_of_nodes: Node -> its ports with the default prefix.
+        title: Name of the kind, such as "InfiniBand".
     """
     if len(nics_of_nodes) <= 1:
         return
@@ -136,7 +140,7 @@ def _check_default_prefix(nics_of_nodes: NicsOfNodes) -> None:
                     "so there are at least two"
                 )
     raise HolmesError(
-        f"the InfiniBand ports of {len(nics_of_nodes)} nodes ({some_of(nics_of_nodes, _MOST_NAMED)}) all "
+        f"the {title} ports of {len(nics_of_nodes)} nodes ({some_of(nics_of_nodes, _MOST_NAMED)}) all "
         f"have the default subnet prefix {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from "
         f"two{evidence}; say which nodes belong together with --holmes-cluster FILE"
     )

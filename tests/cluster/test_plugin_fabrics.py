@@ -95,7 +95,10 @@ def test_cluster_toml_can_name_each_kind(kind):
             "ethernet_net.toml",
             '\'Libfabric\' of an NCCL plugin; write kind = "efa" or kind = "slingshot"',
         ),
-        ("silently_ignored.toml", "'Libfabric' of an NCCL plugin; write kind = \"efa\""),
+        (
+            "silently_ignored.toml",
+            "'Libfabric' of an NCCL plugin; write kind = \"efa\" and the rate",
+        ),
     ],
 )
 def test_a_plugin_network_on_kind_ethernet_is_refused_with_what_to_write(file, advice):
@@ -317,3 +320,13 @@ def test_nodes_in_two_subnets_need_a_cluster_toml():
     assert (
         resolve_site([report("a0", EFA), far], spec("efa")).fabric_by_name["a"].net == "Libfabric"
     )
+
+
+def test_omni_path_with_the_default_subnet_prefix_needs_a_cluster_toml():
+    (nic,) = OPA
+    default = replace(nic, subnet_prefix="fe80:0000:0000:0000")
+    reports = [report("a0", (replace(default, lid=1),)), report("a1", (replace(default, lid=2),))]
+    with pytest.raises(
+        HolmesError, match="the Omni-Path ports of 2 nodes .* default subnet prefix"
+    ):
+        resolve_site(reports, None)
