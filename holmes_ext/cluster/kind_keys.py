@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from holmes_ext.cluster.nccl import is_built_in
-from holmes_ext.cluster.net_plugin import kinds_of_network
+from holmes_ext.cluster.fabric import is_built_in, kinds_of_network
 from holmes_ext.cluster.nic import CLUSTER_KINDS, KINDS
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError

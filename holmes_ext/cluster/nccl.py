@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 AUTO = "auto"
 #: Variable that is "1" if communicators share the resources, and so the network, of their parent.
 SHARED = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
-#: Networks that NCCL has without a plugin, in lower case.
-BUILT_IN_NETWORKS = ("ib", "socket")
-#: Names, in lower case, under which releases of one plugin (aws-ofi-nccl) provide the same network. The
-#: plugin takes the name in NCCL_NET if it is one of them, else its first.
-_SAME_NETWORK = frozenset({"libfabric", "aws libfabric", "ofi"})
 #: Network plugin of `holmes lab` (lab/gpu), which provides the "IB" network there.
 LAB_PLUGIN = "libnccl-net-holmes.so"
 
@@ -64,20 +59,6 @@ class FileSetting(NamedTuple):
 
     value: str
     file: str
-
-
-def is_built_in(network: str) -> bool:
-    """Return whether NCCL has a network without a plugin: "IB" and "Socket"."""
-    return network.lower() in BUILT_IN_NETWORKS
-
-
-def is_same_network(name: str, other: str) -> bool:
-    """Return whether two names mean the same network. NCCL compares names without case.
-
-    "Libfabric", "AWS Libfabric" and "OFI" are names of one network in releases of aws-ofi-nccl.
-    """
-    names = {name.lower(), other.lower()}
-    return len(names) == 1 or names <= _SAME_NETWORK
 
 
 def network_name(fabric: Fabric) -> str:

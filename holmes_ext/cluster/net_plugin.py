@@ -22,10 +22,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from holmes_ext.cluster.elf import Library
+from holmes_ext.cluster.fabric import kinds_of_network
 from holmes_ext.cluster.nccl import (
     LAB_PLUGIN,
     FileSetting,
@@ -36,18 +36,6 @@ from holmes_ext.cluster.nccl import (
 from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.words import some_of
 
-#: Pattern of a network's name in lower case -> kinds of NICs that the network uses.
-_KINDS_OF_NETWORK = {
-    "libfabric": ("efa", "slingshot", "opa"),
-    "aws libfabric": ("efa", "slingshot", "opa"),
-    "ofi": ("efa", "slingshot", "opa"),
-    "fastrak": ("gvnic",),
-    "gpudirecttcpx*": ("gvnic",),
-    "gib": ("roce",),
-    "ibext*": ("ib", "roce"),
-    "ucx*": ("ib", "roce"),
-    "psm*": ("opa",),
-}
 #: Table of a plugin. NCCL takes the highest version that it knows.
 _TABLE = re.compile("ncclNetPlugin_v([0-9]{1,2})")
 #: Beginning of the name in the table of nccl-rdma-sharp-plugins, which changes it when it starts.
@@ -139,14 +127,6 @@ def _why_no_device_file(environ: Mapping[str, str], nics: Sequence[Nic]) -> str:
             folder = os.path.dirname(pattern)
             return f"{nic.name} has no device file {pattern} (give a container --device={folder})"
     return ""
-
-
-def kinds_of_network(network: str) -> tuple[str, ...]:
-    """Return the kinds of NICs that the network of a plugin uses, () if its name is not known."""
-    for pattern, kinds in _KINDS_OF_NETWORK.items():
-        if fnmatchcase(network.lower(), pattern):
-            return kinds
-    return ()
 
 
 def may_carry(network: str, kind: str) -> bool:

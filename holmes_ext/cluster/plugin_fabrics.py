@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from holmes_ext.cluster.fabric import ETHERNET, Fabric
-from holmes_ext.cluster.nccl import AUTO, NcclOfNode, is_built_in, is_same_network
+from holmes_ext.cluster.fabric import ETHERNET, Fabric, is_built_in, is_same_network
+from holmes_ext.cluster.nccl import AUTO, NcclOfNode
 from holmes_ext.cluster.net_plugin import may_carry
 from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.cluster.node_report import NodeReport

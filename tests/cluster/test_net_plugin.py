@@ -4,10 +4,10 @@ import net_plugins
 import pytest
 
 from holmes_ext.cluster import net_plugin
-from holmes_ext.cluster.nccl import file_settings, is_same_network
+from holmes_ext.cluster.fabric import is_same_network, kinds_of_network
+from holmes_ext.cluster.nccl import file_settings
 from holmes_ext.cluster.net_plugin import (
     find_net_plugin,
-    kinds_of_network,
     may_carry,
     nccl_of_node,
     network_of,

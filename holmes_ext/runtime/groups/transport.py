@@ -19,13 +19,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from holmes_ext.cluster.nccl import (
-    SHARED,
-    file_settings,
-    is_same_network,
-    network_name,
-    variables_of,
-)
+from holmes_ext.cluster.fabric import is_same_network
+from holmes_ext.cluster.nccl import SHARED, file_settings, network_name, variables_of
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.runtime.backend import options_of, traits_of
