@@ -18,13 +18,14 @@ __attribute__((constructor)) static void loaded(void) { fclose(fopen("%(path)s.l
 """
 
 
-def build_plugin(path: Path, *names: str, needs: Path | None = None) -> Path:
+def build_plugin(path: Path, *names: str, needs: Path | None = None, option: str = "") -> Path:
     """Compile a network plugin, and return its path.
 
     Args:
         path: File of the plugin.
         names: Names of its network, in the tables of the versions 10, 9, 8, ...
         needs: A library that the plugin needs.
+        option: An option of the linker.
     """
     tables = [
         f'struct table ncclNetPlugin_v{10 - number} = {{"{name}"}};'
@@ -32,7 +33,7 @@ def build_plugin(path: Path, *names: str, needs: Path | None = None) -> Path:
     ]
     text = _SOURCE % {"tables": "\n".join(tables), "path": path}
     libraries = ["-Wl,--no-as-needed", str(needs)] if needs else []
-    return _compile(path, text, *libraries)
+    return _compile(path, text, *libraries, *([option] if option else []))
 
 
 #: A plugin that is another one under another name: it takes all functions of the other plugin's table.

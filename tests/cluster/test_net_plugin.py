@@ -4,6 +4,7 @@ import net_plugins
 import pytest
 
 from holmes_ext.cluster import net_plugin
+from holmes_ext.cluster.elf import Library
 from holmes_ext.cluster.fabric import is_same_network, kinds_of_network
 from holmes_ext.cluster.nccl import file_settings
 from holmes_ext.cluster.net_plugin import (
@@ -33,6 +34,25 @@ def test_the_name_is_read_and_the_plugin_is_not_loaded(tmp_path, name):
     found = find_net_plugin({"LD_LIBRARY_PATH": str(tmp_path)}, None)
     assert (found.path, found.network, found.problem) == (str(path), name, "")
     assert not (tmp_path / "libnccl-net.so.loaded").exists()
+
+
+def test_the_name_is_found_by_the_entry_for_the_loader_alone(tmp_path):
+    """Some linkers leave zeros in the table, where GNU's writes the same address as in the entry."""
+    path = net_plugins.build_plugin(tmp_path / "libnccl-net.so", "Libfabric")
+    library = Library(path)
+    (address,) = [symbol.address for symbol in library.symbols if "ncclNetPlugin" in symbol.name]
+    offset = library._offset_of(address)
+    content = bytearray(path.read_bytes())
+    content[offset : offset + 8] = bytes(8)
+    path.write_bytes(content)
+    assert network_of(str(path)) == "Libfabric"
+
+
+def test_the_name_is_found_in_a_library_with_compact_relocations(tmp_path):
+    """DT_RELR has no entry for each pointer: the address stands in the table itself."""
+    option = "-Wl,-z,pack-relative-relocs"
+    path = net_plugins.build_plugin(tmp_path / "libnccl-net.so", "Libfabric", option=option)
+    assert network_of(str(path)) == "Libfabric"
 
 
 def test_the_table_of_the_highest_version_counts(tmp_path):

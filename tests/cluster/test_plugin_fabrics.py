@@ -226,10 +226,12 @@ def test_kind_plugin_is_any_network():
     assert plan.fabric_of([0, 1], SOCKETS).name == "ethernet"
 
 
-def test_the_hosts_own_gvnic_is_not_one_of_the_plugins():
+@pytest.mark.parametrize("declared", [True, False])
+def test_the_hosts_own_gvnic_is_not_one_of_the_plugins(declared):
     host = netdev("eth0", "10.0.0.1/16", "gve")
     node = NodeReport("a0", "id", "eth0", (host, *GVNIC), 1, FASTRAK)
-    port = resolve_site([node], None).nodes[0].port("gvnic")
+    site = resolve_site([node], spec("gvnic", nodes="a0") if declared else None)
+    port = site.nodes[0].ports[0]
     assert port.hcas == ("eth1", "eth2") and port.rate_bps == 400 * 10**9
 
 
