@@ -44,14 +44,15 @@ class NcclOfNode:
     forced_net: str = ""  # NCCL_NET in a configuration file
     forced_in: str = ""  # path of that file
     plugin: str = ""  # path of the network plugin that NCCL would load
-    network: str = ""  # NCCL's name of the plugin's network, "" if the file does not show it
+    #: NCCL's name of the plugin's network, "" if the file does not show it. "IB" in `holmes lab`.
+    network: str = ""
     plugin_problem: str = ""  # reason why NCCL cannot use a network plugin, "" if it can
     requested_net: str = ""  # NCCL_NET in the user's environment
 
     @property
     def has_plugin(self) -> bool:
         """True if NCCL can load a network plugin."""
-        return bool(self.plugin) and not self.plugin_problem
+        return bool(self.plugin or self.network) and not self.plugin_problem
 
 
 class FileSetting(NamedTuple):

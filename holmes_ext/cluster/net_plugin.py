@@ -21,11 +21,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holmes_ext.cluster.elf import Library
-from holmes_ext.cluster.fabric import kinds_of_network
+from holmes_ext.cluster.fabric import is_built_in, kinds_of_network
 from holmes_ext.cluster.nccl import (
     LAB_PLUGIN,
     FileSetting,
@@ -97,12 +97,11 @@ def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
     if requested_plugin is None and plugin_setting is not None:
         requested_plugin = plugin_setting.value
     plugin = find_net_plugin(environ, requested_plugin)
-    # A plugin is reported because NCCL may prefer its network to the built-in "IB". Not so the
-    # plugin of `holmes lab`, which emulates NICs on machines that have none: its network is called
-    # "IB".
-    is_labs = os.path.basename(plugin.path) == LAB_PLUGIN
-    if is_labs:
-        plugin = NetPlugin(problem="the plugin of holmes lab provides no network but IB")
+    # A plugin is reported because NCCL may prefer its network to the built-in "IB". Not so the plugin of
+    # `holmes lab`, which emulates NICs of all kinds: its network is called "IB" and takes the place of
+    # the built-in one.
+    if os.path.basename(plugin.path) == LAB_PLUGIN:
+        plugin = replace(plugin, path="")
     return NcclOfNode(
         no_verbs=why_no_verbs(environ) if has_rdma_nic else "",
         forced_net=forced.value,
@@ -135,7 +134,7 @@ def may_carry(network: str, kind: str) -> bool:
     A network whose name is not known may use any kind that needs a plugin, except gVNIC: all of
     Google's machines have gVNIC, and most have no plugin for it.
     """
-    if kind == "plugin":
+    if kind == "plugin" or is_built_in(network):  # "IB": the plugin of `holmes lab`
         return True
     kinds = kinds_of_network(network)
     if kinds:

@@ -194,8 +194,8 @@ def _why_no_plugin(nccl: NcclOfNode, net: str, kind: str) -> str:
     """
     if not nccl.has_plugin:
         return nccl.plugin_problem or "no network plugin of NCCL is installed"
-    if not nccl.network:
-        return ""  # only NCCL can tell
+    if not nccl.network or is_built_in(nccl.network):
+        return ""  # only NCCL can tell, or the plugin of `holmes lab` takes the place of any other
     provides = f"{nccl.plugin} provides the network {nccl.network!r}"
     if net in ("", AUTO):
         if may_carry(nccl.network, kind):

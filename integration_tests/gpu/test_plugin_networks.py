@@ -50,6 +50,14 @@ def test_groups_go_over_the_plugins_network(efa_lab, plugin, described):
     assert f"groups on {name} request 'Libfabric' by name" in ran.said
 
 
+def test_the_labs_own_plugin_stands_in_for_any_other(efa_lab, gpus):
+    """A user of `holmes lab run --gpu` rehearses a job on EFA without the plugin of AWS."""
+    plugin = str(gpus.plugin if PHYSICAL else gpus.libraries.plugin)
+    ran = run(efa_lab, plugin, HOLMES_CLUSTER=str(efa_lab.file))
+    assert sorted(ran.json) == [[3.0], [3.0, 2.0], [3.0, 2.0]]
+    assert {(group.network, group.nics) for group in ran.groups} == {("IB", ("efa0",))}
+
+
 def test_groups_with_a_node_without_the_plugin_go_over_ethernet(efa_lab, plugin):
     ran = run(efa_lab, plugin, "a2", HOLMES_CLUSTER=str(efa_lab.file))
     assert sorted(ran.json) == [[3.0], [3.0, 2.0], [3.0, 2.0]]

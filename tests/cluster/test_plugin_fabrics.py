@@ -332,3 +332,14 @@ def test_omni_path_with_the_default_subnet_prefix_needs_a_cluster_toml():
         HolmesError, match="the Omni-Path ports of 2 nodes .* default subnet prefix"
     ):
         resolve_site(reports, None)
+
+
+@pytest.mark.parametrize("kind", ["efa", "slingshot", "gvnic", "plugin", "opa", "roce"])
+@pytest.mark.parametrize("net", ["", "Libfabric"])
+def test_in_the_lab_its_own_plugin_takes_the_place_of_any_other(kind, net):
+    """The lab's plugin emulates NICs of all kinds, and calls its network "IB"."""
+    nic = rdma(kind, "mlx5_0", addresses=("10.2.0.5/20",), netdevs=("fast0",))
+    reports = [report(name, (nic,), NcclOfNode(network="IB")) for name in ("a0", "a1")]
+    site = resolve_site(reports, spec(kind, *([f"net={net}"] if net else [])))
+    assert networks_of(site) == {"a": "IB", "ethernet": "Socket"}
+    assert nccl_remarks(site, reports) == []
