@@ -155,10 +155,11 @@ def find_net_plugin(environ: Mapping[str, str], requested: str | None) -> NetPlu
     if path:
         return NetPlugin(path, network_of(path), problem=_missing_libraries(path, environ))
     if requested is None:
-        searched = (
-            f"no {_DEFAULT} is on LD_LIBRARY_PATH or in the loader's folders "
-            "(name the plugin's file with NCCL_NET_PLUGIN)"
-        )
+        with_suffix = _plugins_with_suffix(environ)
+        advice = "name the plugin's file with NCCL_NET_PLUGIN"
+        if with_suffix:
+            advice = f"{with_suffix[0]} exists: export NCCL_NET_PLUGIN={with_suffix[0]}"
+        searched = f"no {_DEFAULT} is on LD_LIBRARY_PATH or in the loader's folders ({advice})"
     else:
         searched = f"NCCL_NET_PLUGIN={requested} names no library that exists"
     return NetPlugin(problem=searched)
@@ -231,6 +232,14 @@ def _library_folders(environ: Mapping[str, str]) -> Iterator[str]:
             if line.startswith("/"):
                 yield line.strip()
     yield from _FOLDERS
+
+
+def _plugins_with_suffix(environ: Mapping[str, str]) -> list[str]:
+    """Return the plugins that NCCL loads only if NCCL_NET_PLUGIN names them, such as libnccl-net-ofi.so."""
+    paths = []
+    for folder in _library_folders(environ):
+        paths += sorted(glob.glob(os.path.join(glob.escape(folder), "libnccl-net-*.so")))
+    return paths
 
 
 def _missing_libraries(path: str, environ: Mapping[str, str]) -> str:

@@ -52,6 +52,8 @@ class NicKind:
     #: Pattern of the kernel drivers of network devices that a network plugin of NCCL uses as NICs of
     #: this kind. They have no RDMA port in /sys.
     netdev_driver: str = ""
+    #: Pattern of the names of such network devices where the driver is not known, as in containers.
+    netdev_name: str = ""
     #: True if NCCL's built-in network "IB" can use the NICs (verbs).
     verbs: bool = True
     #: True if NCCL uses the NICs through a network plugin where one is installed.
@@ -107,7 +109,8 @@ KINDS: dict[str, NicKind] = {
         ("slingshot", "cassini"),
         "",
         "#bc6c25",
-        netdev_driver="cxi*",
+        netdev_driver="*cxi*",
+        netdev_name="hsn[0-9]*",
         verbs=False,
         plugin=True,
         title="Slingshot (HPE)",
@@ -318,10 +321,13 @@ class Nic:
     @property
     def plugin_kind(self) -> str:
         """Kind that this network device is for a network plugin of NCCL, "" for any other NIC."""
-        if self.kind == "ethernet":
-            for name, kind in KINDS.items():
-                if kind.netdev_driver and fnmatchcase(self.driver, kind.netdev_driver):
-                    return name
+        if self.kind != "ethernet":
+            return ""
+        has_driver = self.driver not in ("", "macvlan", "veth")
+        for name, kind in KINDS.items():
+            pattern = kind.netdev_driver if has_driver else kind.netdev_name
+            if pattern and fnmatchcase(self.driver if has_driver else self.device, pattern):
+                return name
         return ""
 
     @property

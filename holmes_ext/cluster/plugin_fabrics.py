@@ -71,22 +71,30 @@ def declared_nics(nics: Iterable[Nic], kind: str, ethernet: str = "") -> list[Ni
 
 
 def plugin_kinds(reports: Iterable[NodeReport]) -> list[str]:
-    """Return the kinds of NICs that the network plugins of some nodes use."""
+    """Return the kinds of NICs that the network plugins of some nodes certainly use.
+
+    The kind "plugin" is not among them: it is not known which plugin uses such NICs.
+    """
     networks = {report.nccl.network for report in reports if report.nccl.has_plugin}
     return [
         kind
         for kind, nic_kind in KINDS.items()
-        if nic_kind.plugin and any(may_carry(network, kind) for network in networks)
+        if nic_kind.plugin
+        and kind != "plugin"
+        and any(may_carry(network, kind) for network in networks)
     ]
 
 
 def kinds_to_write(nics: Iterable[Nic]) -> str:
-    """Return advice on the key `kind` for a node with NICs that a plugin uses, "" for another node."""
+    """Return advice on the key `kind` of cluster.toml for a node with these NICs, "" if there is none."""
+    nics = list(nics)
     kinds = dict.fromkeys(
         nic.plugin_kind or nic.kind
         for nic in nics
-        if not nic.skipped and (nic.plugin_kind or (nic.fast and not KINDS[nic.kind].verbs))
+        if not nic.skipped and (nic.plugin_kind or nic.fast)
     )
+    if not kinds and any(nic.kind == "iwarp" for nic in nics):
+        return ' (NCCL uses iWARP NICs by sockets only: write kind = "ethernet")'
     if not kinds:
         return ""
     return " (write " + " or ".join(f'kind = "{kind}"' for kind in kinds) + ")"
@@ -142,7 +150,9 @@ def _requested_net(settings: dict[str, NcclOfNode]) -> str:
             return ""
         if nccl.network and not is_same_network(nccl.network, nccl.requested_net):
             return ""
-    names = {nccl.network or nccl.requested_net for nccl in settings.values()}
+    # A plugin whose name is not known may have the requested name only after its start, when it is too
+    # late for NCCL (nccl-rdma-sharp-plugins). NCCL prefers a plugin if it may choose.
+    names = {nccl.network or AUTO for nccl in settings.values()}
     return names.pop() if len(names) == 1 else ""
 
 

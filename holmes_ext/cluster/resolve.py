@@ -301,7 +301,7 @@ def _fast_port(
         raise HolmesError(
             f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no "
             f"{cluster.kind} NIC that is up ({states or f'its NICs: {listed}'}); fix it, or set "
-            f"the cluster's kind or include to what it has{kinds_to_write(report.nics)}"
+            f"the cluster's kind or include to what it has{'' if nics else kinds_to_write(report.nics)}"
         )
     port = Port.of_nics(cluster.fabric, nics_up or nics, cluster.rate_bps, cluster.kind)
     if port.verbs and not cluster.net:  # verbs do not matter to an NCCL plugin

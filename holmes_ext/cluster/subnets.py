@@ -78,20 +78,15 @@ def check_subnets(by_subnet: Mapping[Subnet, NicsOfNodes]) -> None:
         if nic_kind.infiniband:
             subnet = Subnet(kind, DEFAULT_SUBNET_PREFIX)
             _check_default_prefix(by_subnet.get(subnet, {}), nic_kind.title or "InfiniBand")
-    # With routed RoCE, each port of one fabric has a subnet of its own.
-    _check_routed_roce(
-        {subnet.prefix: set(nodes) for subnet, nodes in by_subnet.items() if subnet.kind == "roce"}
-    )
     for kind, nic_kind in KINDS.items():
+        nodes_in = {
+            subnet.prefix: set(nodes) for subnet, nodes in by_subnet.items() if subnet.kind == kind
+        }
         if nic_kind.plugin and not nic_kind.verbs:
-            _check_plugin_kind(
-                kind,
-                {
-                    subnet.prefix: set(by_subnet[subnet])
-                    for subnet in by_subnet
-                    if subnet.kind == kind
-                },
-            )
+            _check_plugin_kind(kind, nodes_in)
+        elif not nic_kind.infiniband:
+            # With routed RoCE, each port of one fabric has a subnet of its own.
+            _check_routed_roce(nodes_in, title="RoCE" if kind == "roce" else kind)
 
 
 def _check_plugin_kind(kind: str, nodes_in: Mapping[str, set[str]]) -> None:
@@ -146,13 +141,14 @@ def _check_default_prefix(nics_of_nodes: NicsOfNodes, title: str) -> None:
     )
 
 
-def _check_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
+def _check_routed_roce(nodes_in: Mapping[str, set[str]], title: str) -> None:
     """Raise HolmesError if several nodes share no RoCE subnet with any other node.
 
     They may be on one fabric, which routes RoCE from subnet to subnet, or on several.
 
     Args:
         nodes_in: IP subnet -> names of the nodes that have RoCE ports in it.
+        title: Name of the kind: "RoCE", or another kind with IP addresses, such as "erdma".
     """
     nodes_with_neighbours: set[str] = set()
     for names in nodes_in.values():
@@ -165,7 +161,7 @@ def _check_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
         nodes = some_of(subnet_of_lone_node, _MOST_NAMED)
         subnets = some_of(subnet_of_lone_node.values(), _MOST_NAMED)
         raise HolmesError(
-            f"the RoCE ports of nodes {nodes} are each in an IP subnet of their "
-            f"own ({subnets}), which does not tell routed RoCE, one fabric, "
+            f"the {title} ports of nodes {nodes} are each in an IP subnet of their "
+            f"own ({subnets}), which does not tell routed {title}, one fabric, "
             "from several; say which nodes belong together with --holmes-cluster FILE"
         )

@@ -115,6 +115,13 @@ def test_a_plugin_is_found_as_nccl_would(tmp_path, requested, found):
         assert "NCCL_NET_PLUGIN=spcx names no library" in plugin.problem
 
 
+def test_a_plugin_that_only_lacks_its_setting_is_named(tmp_path):
+    """Newer releases of aws-ofi-nccl are libnccl-net-ofi.so, which NCCL does not load by itself."""
+    path = net_plugins.build_plugin(tmp_path / "libnccl-net-ofi.so", "Libfabric")
+    plugin = find_net_plugin({"LD_LIBRARY_PATH": str(tmp_path)}, None)
+    assert not plugin.path and f"export NCCL_NET_PLUGIN={path}" in plugin.problem
+
+
 def test_names_of_one_network():
     """NCCL compares names without case, and aws-ofi-nccl has had three names."""
     assert is_same_network("libfabric", "Libfabric")

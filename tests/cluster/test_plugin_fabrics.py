@@ -114,6 +114,22 @@ def test_kind_roce_on_a_node_with_efa_is_refused_with_what_to_write():
 
 
 @pytest.mark.parametrize(
+    "nics, advice",
+    [
+        (ERDMA, '(write kind = "erdma")'),
+        (SLINGSHOT, '(write kind = "slingshot")'),
+        (GVNIC, '(write kind = "gvnic")'),
+        ((rdma("iwarp", "iwp23s0f0", skipped="iWARP"),), 'write kind = "ethernet")'),
+        ((), "to what it has"),
+    ],
+)
+def test_a_node_without_nics_of_the_kind_is_refused_with_the_kind_that_it_has(nics, advice):
+    with pytest.raises(HolmesError) as caught:
+        resolve_site([report("a0", nics)], spec("roce", nodes="a0"))
+    assert str(caught.value).endswith(advice)
+
+
+@pytest.mark.parametrize(
     "cluster, message",
     [
         ("a ethernet - a0 net=FasTrak", "'FasTrak' of an NCCL plugin; write kind = \"gvnic\""),
@@ -185,6 +201,13 @@ def test_the_users_nccl_net_counts_for_the_network_of_the_plugin(requested, kind
     nccl = replace(nccl, requested_net=requested)
     site = resolve_site([report("a0", NICS[kind], nccl), report("a1", NICS[kind], nccl)], None)
     assert networks_of(site)[kind] == network
+
+
+def test_nccl_net_with_a_plugin_of_unknown_name_leaves_the_choice_to_nccl():
+    """nccl-rdma-sharp-plugins decides between UCX and IBext when it starts; NCCL compares names before."""
+    nccl = replace(UNNAMED, requested_net="UCX")
+    reports = [report("a0", ROCE, nccl), report("a1", ROCE, nccl)]
+    assert networks_of(resolve_site(reports, None)) == {"roce": "", "ethernet": "Socket"}
 
 
 def test_nccl_net_on_ethernet_names_the_plugin_of_all_groups():
@@ -343,3 +366,22 @@ def test_in_the_lab_its_own_plugin_takes_the_place_of_any_other(kind, net):
     site = resolve_site(reports, spec(kind, *([f"net={net}"] if net else [])))
     assert networks_of(site) == {"a": "IB", "ethernet": "Socket"}
     assert nccl_remarks(site, reports) == []
+
+
+def test_routed_erdma_needs_a_cluster_toml():
+    (nic,) = ERDMA
+    far = replace(nic, addresses=("10.3.0.5/20",))
+    with pytest.raises(
+        HolmesError, match="the erdma ports of nodes a0, a1 are each in an IP subnet"
+    ):
+        resolve_site([report("a0", ERDMA), report("a1", (far,))], None)
+
+
+def test_nics_of_an_unknown_kind_are_used_only_where_cluster_toml_says_so():
+    nic = rdma("plugin", "new0")
+    reports = [report("a0", (nic,), UNNAMED), report("a1", (nic,), UNNAMED)]
+    site = resolve_site(reports, None)
+    assert networks_of(site) == {"ethernet": "Socket"}
+    (line,) = nccl_remarks(site, reports)
+    assert 'kind = "plugin"' in line
+    assert networks_of(resolve_site(reports, spec("plugin")))["a"] == ""

@@ -305,10 +305,10 @@ def _unset_net_message(requested: str, node: Node, fabrics: Sequence[Fabric]) ->
         fabrics: Networks of the job.
     """
     message = f"NCCL_NET={requested} is unset: it would override the network chosen for each group"
-    fabrics_here = {port.fabric for port in node.ports if not port.no_verbs}
+    usable_fabrics = {port.fabric for port in node.ports if not port.no_verbs}
     matching = []
     for fabric in fabrics:
         name = network_name(fabric)
-        if fabric.name in fabrics_here and name and is_same_network(name, requested):
+        if fabric.name in usable_fabrics and name and is_same_network(name, requested):
             matching.append(f"groups on {fabric.name} request {name!r} by name")
     return f"{message}; {'; '.join(matching) or 'no group of this node uses it'}"

@@ -492,9 +492,9 @@ def _untested_fabrics(site: Site, pairs: Iterable[NeighbourPair]) -> list[str]:
         others = ""
         if more:
             others = f", and {more} more {'nodes have' if more > 1 else 'node has'} none"
-        known = evidence_of_plugin(site.fabric_by_name[fabric]) or "no more is known"
+        evidence = evidence_of_plugin(site.fabric_by_name[fabric]) or "no more is known"
         lines.append(
             f"preflight: not tried on {fabric}: {node} ({port_name}) has no IP address there{others}; "
-            f"the ports are up, {known}"
+            f"the ports are up, {evidence}"
         )
     return lines

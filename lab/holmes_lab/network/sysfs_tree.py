@@ -36,7 +36,7 @@ _PCI_IDENTIFIERS = {"vendor": "0x15b3", "device": "0x101b", "class": "0x020000"}
 _HCA_TYPE = "MT4123"  # part number of ConnectX-6 that its driver shows
 _FIRMWARE = "20.31.1014"  # a released firmware of it
 #: Pattern of kernel drivers in KINDS -> driver of an emulated NIC. Kinds without a driver have _DRIVER.
-_DRIVER_OF_PATTERN = {"hfi[12]": "hfi1", "cxi*": "cxi_ss1"}
+_DRIVER_OF_PATTERN = {"hfi[12]": "hfi1", "*cxi*": "cxi_ss1"}
 _DRIVER = "mlx5_core"
 #: Kind of NIC -> text of its node_type, if it is no channel adapter ("1: CA").
 _NODE_TYPES = {"efa": "7: unspecified", "erdma": "4: RNIC", "plugin": "7: unspecified"}

@@ -39,6 +39,13 @@ def test_slingshot(tree, driver):
     assert (hsn.kind, hsn.plugin_kind, hsn.usable) == ("ethernet", "slingshot", True)
 
 
+def test_slingshot_in_a_container_has_only_its_name(tree):
+    tree.virtual("hsn0", speed=200000, iflink=7, addresses=["10.150.0.7/16"])
+    tree.virtual("eth9", speed=200000, iflink=8, addresses=["10.151.0.7/16"])
+    nics = nics_of(tree)
+    assert (nics["hsn0"].plugin_kind, nics["eth9"].plugin_kind) == ("slingshot", "")
+
+
 def test_an_hsn_device_of_slingshot_10_is_roce(tree):
     """The first Slingshot clusters have ConnectX-5, which NCCL uses with verbs."""
     device = tree.pci("0000:01:00.0", "mlx5_core")
