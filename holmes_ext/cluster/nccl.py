@@ -47,7 +47,7 @@ class NcclOfNode:
     #: NCCL's name of the plugin's network, "" if the file does not show it. "IB" in `holmes lab`.
     network: str = ""
     plugin_problem: str = ""  # reason why NCCL cannot use a network plugin, "" if it can
-    requested_net: str = ""  # NCCL_NET in the user's environment
+    requested_net: str = ""  # NCCL_NET in the user's environment, or else in a configuration file
 
     @property
     def has_plugin(self) -> bool:

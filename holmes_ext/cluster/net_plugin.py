@@ -109,7 +109,7 @@ def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
         plugin=plugin.path,
         network=plugin.network,
         plugin_problem=plugin.problem or _why_no_device_file(environ, nics),
-        requested_net=environ.get("NCCL_NET", ""),
+        requested_net=environ.get("NCCL_NET") or forced.value,
     )
 
 

@@ -164,6 +164,12 @@ def test_a_file_of_nccl_names_the_plugin(tmp_path):
     assert not nccl_of_node({"NCCL_NET_PLUGIN": "none"}, []).has_plugin
 
 
+def test_a_file_of_nccl_names_the_network(tmp_path):
+    (tmp_path / "nccl.conf").write_text("NCCL_NET=FastSocket\n")
+    assert nccl_of_node({}, []).requested_net == "FastSocket"
+    assert nccl_of_node({"NCCL_NET": "gIB"}, []).requested_net == "gIB"
+
+
 def test_nics_without_their_device_file_cannot_be_used(tmp_path, monkeypatch):
     """A container may have the plugin and lack the devices: its NCCL would fail at the first group."""
     path = net_plugins.build_plugin(tmp_path / "libnccl-net.so", "Libfabric")
