@@ -15,6 +15,8 @@ BUILT_IN_NETWORKS = ("ib", "socket")
 #: Names, in lower case, under which releases of one plugin (aws-ofi-nccl) provide the same network. The
 #: plugin takes the name in NCCL_NET if it is one of them, else its first.
 _SAME_NETWORK = frozenset({"libfabric", "aws libfabric", "ofi"})
+#: Beginning of the name in the file of nccl-rdma-sharp-plugins, which changes it when it starts.
+_PROVISIONAL_NAME = "nccl rdma plugin"
 #: Pattern of a network's name in lower case -> kinds of NICs that the network uses.
 _KINDS_OF_NETWORK = {
     "libfabric": ("efa", "slingshot", "opa"),
@@ -24,6 +26,7 @@ _KINDS_OF_NETWORK = {
     "gpudirecttcpx*": ("gvnic",),
     "gib": ("roce",),
     "ibext*": ("ib", "roce"),
+    "nccl rdma plugin*": ("ib", "roce"),
     "ucx*": ("ib", "roce"),
     "psm*": ("opa",),
 }
@@ -70,3 +73,11 @@ def kinds_of_network(network: str) -> tuple[str, ...]:
         if fnmatchcase(network.lower(), pattern):
             return kinds
     return ()
+
+
+def is_provisional(network: str) -> bool:
+    """Return whether a plugin has this name in its file only, and another one as soon as it runs.
+
+    nccl-rdma-sharp-plugins is called "NCCL RDMA Plugin v10", and then "IBext_v10" or "UCX".
+    """
+    return network.lower().startswith(_PROVISIONAL_NAME)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.fabric import ETHERNET, is_provisional
 
 if TYPE_CHECKING:
     from holmes_ext.cluster.fabric import Fabric
@@ -48,6 +48,11 @@ class NcclOfNode:
     network: str = ""
     plugin_problem: str = ""  # reason why NCCL cannot use a network plugin, "" if it can
     requested_net: str = ""  # NCCL_NET in the user's environment, or else in a configuration file
+
+    @property
+    def request_name(self) -> str:
+        """Name by which groups can request the plugin's network, "" if it is not known."""
+        return "" if is_provisional(self.network) else self.network
 
     @property
     def has_plugin(self) -> bool:

@@ -38,8 +38,6 @@ from holmes_ext.words import some_of
 
 #: Table of a plugin. NCCL takes the highest version that it knows.
 _TABLE = re.compile("ncclNetPlugin_v([0-9]{1,2})")
-#: Beginning of the name in the table of nccl-rdma-sharp-plugins, which changes it when it starts.
-_PROVISIONAL_NAME = "NCCL RDMA Plugin"
 #: Folders that the loader searches after LD_LIBRARY_PATH and the folders in /etc/ld.so.conf.d.
 _FOLDERS = (
     "/lib64",
@@ -168,8 +166,6 @@ def find_net_plugin(environ: Mapping[str, str], requested: str | None) -> NetPlu
 def network_of(path: str) -> str:
     """Return NCCL's name of the network that a plugin provides, "" if the file does not show it.
 
-    The name is unknown if the plugin decides on it only when it starts (nccl-rdma-sharp-plugins).
-
     Args:
         path: File of the plugin, which is read and not loaded.
     """
@@ -185,7 +181,7 @@ def network_of(path: str) -> str:
     for version in sorted(tables, reverse=True):
         name = library.text_pointed_to(tables[version])
         if name and name.isprintable():
-            return "" if name.startswith(_PROVISIONAL_NAME) else name
+            return name
     return ""
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from holmes_ext.cluster.addresses import egress_interface, interface_addresses
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.nccl import NcclOfNode, network_name
-from holmes_ext.cluster.net_plugin import nccl_of_node
+from holmes_ext.cluster.net_plugin import may_carry, nccl_of_node
 from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.document import Table
@@ -160,15 +160,26 @@ def _remark_on_unused_nics(node: Node, report: NodeReport) -> str:
         report: Report of the node.
     """
     used = {name for port in node.ports for name in port.hcas}
-    nics = [nic for nic in report.nics if nic.usable and nic.name not in used]
-    without_plugin = [nic for nic in nics if nic.fast and not KINDS[nic.kind].verbs]
-    without_plugin += [nic for nic in nics if nic.plugin_kind == "slingshot"]
-    if not without_plugin or report.nccl.has_plugin:
+    names = []
+    titles = []
+    for nic in report.nics:
+        kind = nic.plugin_kind or nic.kind
+        # All machines of Google Cloud have gVNIC, and few have a plugin for it.
+        needs_plugin = KINDS[kind].plugin and not KINDS[kind].verbs and kind != "gvnic"
+        if not needs_plugin or not nic.usable or nic.name in used:
+            continue
+        if report.nccl.has_plugin and may_carry(report.nccl.network, kind):
+            continue
+        names.append(nic.name)
+        titles.append(KINDS[kind].title)
+    if not names:
         return ""
-    titles = dict.fromkeys(KINDS[nic.plugin_kind or nic.kind].title for nic in without_plugin)
+    problem = report.nccl.plugin_problem or "none is installed"
+    if report.nccl.has_plugin:
+        problem = f"{report.nccl.plugin} is for the network {report.nccl.network!r}"
     return (
-        f"NCCL needs a network plugin for {some_of(nic.name for nic in without_plugin)} ({some_of(titles)}), "
-        f"and {report.nccl.plugin_problem or 'none is installed'}; groups of the node go over sockets"
+        f"NCCL needs a network plugin for {some_of(names)} ({some_of(dict.fromkeys(titles))}), and {problem}; "
+        "groups of the node go over sockets"
     )
 
 
@@ -181,7 +192,7 @@ def _remark_on_plugin(fabric: Fabric, report: NodeReport) -> str:
     """
     if not report.nccl.plugin or fabric.net:
         return ""
-    network = report.nccl.network
+    network = report.nccl.request_name
     built_in = network_name(fabric)
     named = f" (network {network!r})" if network else ""
     if fabric.name == ETHERNET:

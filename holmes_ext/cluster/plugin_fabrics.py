@@ -148,11 +148,11 @@ def _requested_net(settings: dict[str, NcclOfNode]) -> str:
         is_plugins = nccl.has_plugin and not is_built_in(nccl.requested_net)
         if not nccl.requested_net or not is_plugins:
             return ""
-        if nccl.network and not is_same_network(nccl.network, nccl.requested_net):
+        if nccl.request_name and not is_same_network(nccl.request_name, nccl.requested_net):
             return ""
     # A plugin whose name is not known may have the requested name only after its start, when it is too
     # late for NCCL (nccl-rdma-sharp-plugins). NCCL prefers a plugin if it may choose.
-    names = {nccl.network or AUTO for nccl in settings.values()}
+    names = {nccl.request_name or AUTO for nccl in settings.values()}
     return names.pop() if len(names) == 1 else ""
 
 
@@ -180,7 +180,7 @@ def _choose(fabric: Fabric, settings: dict[str, NcclOfNode]) -> _Choice:
     if kind.verbs and fabric.net == AUTO and len(problems) == len(settings):
         return _Choice(AUTO, {})
     nodes_of_network = grouped(
-        (nccl.network, node) for node, nccl in settings.items() if node not in problems
+        (nccl.request_name, node) for node, nccl in settings.items() if node not in problems
     )
     networks = [network for network in nodes_of_network if network]
     if len(networks) > 1:
@@ -211,7 +211,9 @@ def _why_no_plugin(nccl: NcclOfNode, net: str, kind: str) -> str:
         if may_carry(nccl.network, kind):
             return ""
         return f"{provides}, which does not use NICs of kind {kind}"
-    return "" if is_same_network(nccl.network, net) else f"{provides}, not {net!r}"
+    if not nccl.request_name or is_same_network(nccl.request_name, net):
+        return ""
+    return f"{provides}, not {net!r}"
 
 
 def evidence_of_plugin(fabric: Fabric) -> str:

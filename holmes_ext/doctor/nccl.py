@@ -147,12 +147,14 @@ def _note_on_plugin(nccl_of_node: NcclOfNode, nics: Sequence[Nic]) -> Finding:
         nccl_of_node: NCCL's settings and libraries on the node.
         nics: The NICs of the node.
     """
-    network = nccl_of_node.network
+    network = nccl_of_node.request_name
     named = f" (network {network!r})" if network else ""
     what = f"NCCL would load this network plugin{named}"
     kinds = [nic.plugin_kind or nic.kind for nic in nics if nic.usable]
     users = [
-        kind for kind in dict.fromkeys(kinds) if KINDS[kind].plugin and may_carry(network, kind)
+        kind
+        for kind in dict.fromkeys(kinds)
+        if KINDS[kind].plugin and may_carry(nccl_of_node.network, kind)
     ]
     if users:
         return note(

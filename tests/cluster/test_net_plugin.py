@@ -60,9 +60,12 @@ def test_the_table_of_the_highest_version_counts(tmp_path):
     assert network_of(str(path)) == "Libfabric"
 
 
-def test_a_name_that_the_plugin_changes_when_it_starts_is_unknown(tmp_path):
+def test_a_name_that_the_plugin_changes_when_it_starts_is_not_requested(tmp_path):
+    """The plugin of NVIDIA's containers is for InfiniBand and RoCE, and then called UCX or IBext."""
     path = net_plugins.build_plugin(tmp_path / "libnccl-net.so", "NCCL RDMA Plugin v10")
-    assert network_of(str(path)) == ""
+    node = nccl_of_node({"NCCL_NET_PLUGIN": str(path)}, [])
+    assert (node.network, node.request_name) == ("NCCL RDMA Plugin v10", "")
+    assert may_carry(node.network, "roce") and not may_carry(node.network, "efa")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ NONE = NcclOfNode(plugin_problem="no libnccl-net.so is on LD_LIBRARY_PATH")
 GIB = replace(OFI, network="gIB")
 FASTRAK = replace(OFI, network="FasTrak")
 UNNAMED = replace(OFI, network="")
+SHARP = replace(OFI, network="NCCL RDMA Plugin v10")
 
 
 def netdev(device, address, driver, rate_bps=200 * 10**9):
@@ -169,6 +170,7 @@ def test_what_cannot_be_is_refused_with_what_to_write(cluster, message):
         ("opa", GIB, "IB"),
         ("erdma", OFI, "IB"),
         ("roce", GIB, "IB"),
+        ("roce", SHARP, "IB"),
     ],
 )
 @pytest.mark.parametrize("declared", [True, False])
@@ -205,7 +207,7 @@ def test_the_users_nccl_net_counts_for_the_network_of_the_plugin(requested, kind
 
 def test_nccl_net_with_a_plugin_of_unknown_name_leaves_the_choice_to_nccl():
     """nccl-rdma-sharp-plugins decides between UCX and IBext when it starts; NCCL compares names before."""
-    nccl = replace(UNNAMED, requested_net="UCX")
+    nccl = replace(SHARP, requested_net="UCX")
     reports = [report("a0", ROCE, nccl), report("a1", ROCE, nccl)]
     assert networks_of(resolve_site(reports, None)) == {"roce": "", "ethernet": "Socket"}
 
@@ -311,6 +313,14 @@ def test_a_job_without_any_plugin_goes_over_sockets_and_one_line_names_all_nodes
     assert line.startswith("nodes a0, a1: NCCL cannot use rdmap64s0:1, rdmap80s0:1 for fabric 'a'")
 
 
+def test_nics_whose_plugin_is_not_the_installed_one_are_named():
+    """NVIDIA's containers have a plugin for InfiniBand, which does nothing for EFA."""
+    reports = [report("a0", EFA, SHARP), report("a1", EFA, SHARP)]
+    lines = nccl_remarks(resolve_site(reports, None), reports)
+    assert "NCCL needs a network plugin for rdmap64s0:1, rdmap80s0:1 (EFA (AWS))" in lines[0]
+    assert "is for the network 'NCCL RDMA Plugin v10'" in lines[0]
+
+
 def test_gvnic_without_a_plugin_is_ethernet():
     reports = [report("a0", GVNIC, NONE), report("a1", GVNIC, NONE)]
     site = resolve_site(reports, None)
@@ -322,6 +332,7 @@ def test_gvnic_without_a_plugin_is_ethernet():
     [
         ("Libfabric", GIB, "provides the network 'gIB', not 'Libfabric'"),
         ("", GIB, "provides the network 'gIB', which does not use NICs of kind efa"),
+        ("", SHARP, "'NCCL RDMA Plugin v10', which does not use NICs of kind efa"),
     ],
 )
 def test_another_plugin_is_not_taken_for_the_right_one(net, nccl, reason):
