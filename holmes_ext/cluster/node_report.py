@@ -177,9 +177,9 @@ def _remark_on_unused_nics(node: Node, report: NodeReport) -> str:
     problem = report.nccl.plugin_problem or "none is installed"
     if report.nccl.has_plugin:
         problem = f"{report.nccl.plugin} is for the network {report.nccl.network!r}"
+    nics = f"{some_of(names)} ({some_of(dict.fromkeys(titles))})"
     return (
-        f"NCCL needs a network plugin for {some_of(names)} ({some_of(dict.fromkeys(titles))}), and {problem}; "
-        "groups of the node go over sockets"
+        f"NCCL needs a network plugin for {nics}, and {problem}; groups of the node go over sockets"
     )
 
 
