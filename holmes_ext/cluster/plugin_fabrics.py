@@ -216,15 +216,26 @@ def _why_no_plugin(nccl: NcclOfNode, net: str, kind: str) -> str:
     return f"{provides}, not {net!r}"
 
 
-def evidence_of_plugin(fabric: Fabric) -> str:
-    """Return what is known of a fabric whose NICs have no IP address to try, "" for nothing.
+def plugins_of(site: Site, fabrics: Iterable[str]) -> list[str]:
+    """Return one line for each fabric whose groups go over the network of a plugin.
 
     Args:
-        fabric: A fabric of with_plugins(), so that a plugin's network was found on the nodes that use it.
+        site: Site of with_plugins(): the plugin was found on each node whose port has no reason in
+            `no_verbs`.
+        fabrics: Names of the fabrics of planned groups.
     """
-    if not fabric.net or fabric.net == AUTO or is_built_in(fabric.net):
-        return ""
-    return f"the plugin of NCCL's network {fabric.net!r} was found on its nodes"
+    lines = []
+    for name in dict.fromkeys(fabrics):
+        net = site.fabric_by_name[name].net
+        if not net or net == AUTO or is_built_in(net):
+            continue
+        ports = [port for node in site.nodes for port in node.ports if port.fabric == name]
+        with_plugin = [port for port in ports if not port.no_verbs]
+        lines.append(
+            f"preflight: {name}: the plugin of NCCL's network {net!r} was found on {len(with_plugin)} of its "
+            f"{len(ports)} nodes"
+        )
+    return lines
 
 
 def without_plugin(site: Site) -> list[str]:

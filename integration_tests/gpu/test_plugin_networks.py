@@ -47,6 +47,9 @@ def test_groups_go_over_the_plugins_network(efa_lab, plugin, described):
     for nics in ran.sent.values():
         assert nics["efa0"] > 200_000 > nics["eth0"]
     name = "a" if described else "efa"
+    assert (
+        f"preflight: {name}: the plugin of NCCL's network 'Libfabric' was found on 3 of" in ran.said
+    )
     assert f"groups on {name} request 'Libfabric' by name" in ran.said
 
 
@@ -63,6 +66,7 @@ def test_groups_with_a_node_without_the_plugin_go_over_ethernet(efa_lab, plugin)
     assert sorted(ran.json) == [[3.0], [3.0, 2.0], [3.0, 2.0]]
     networks = {len(group.ranks[0]): group.network for group in ran.groups}
     assert networks == {3: "Socket", 2: "Libfabric"}
+    assert "was found on 2 of its 3 nodes" in ran.said
     lines = [line for line in ran.said.splitlines() if "NCCL cannot use" in line]
     assert len(lines) == 1 and "node a2: " in lines[0] and "NCCL_NET_PLUGIN=none" in lines[0]
 
