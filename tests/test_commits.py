@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITS = ROOT / "tests" / "commits"
-CLUSTER = clusters.toml("a opa 100Gb/s a[0-1]", "b ib 100Gb/s b[0-1]", ethernet="10Gb/s")
+CLUSTER = clusters.toml("a qib 100Gb/s a[0-1]", "b ib 100Gb/s b[0-1]", ethernet="10Gb/s")
 NIC_KIND = """
 from pathlib import Path
 import sysfs_builder
@@ -22,9 +22,9 @@ from holmes_ext.cli.main import main
 tree = sysfs_builder.dgx_a100(Path("tree"))
 hca = next(iter(sorted((tree / "class/infiniband").iterdir()))).name
 uevent = tree / "class/infiniband" / hca / "device" / "uevent"
-uevent.write_text(uevent.read_text().replace("DRIVER=mlx5_core", "DRIVER=hfi1"))
+uevent.write_text(uevent.read_text().replace("DRIVER=mlx5_core", "DRIVER=ib_qib"))
 kinds = {nic.device: nic.kind for nic in read_nics(tree)}
-assert kinds[hca] == "opa" and set(kinds.values()) == {"opa", "ib", "roce", "ethernet"}, kinds
+assert kinds[hca] == "qib" and set(kinds.values()) == {"qib", "ib", "roce", "ethernet"}, kinds
 assert main(["plan", "--cluster", "c.toml", "--pipeline", "2"]) == 0
 """
 OUTER = """

@@ -194,13 +194,13 @@ def run(environ, *argv, code=""):
 
 
 def test_the_example_adds_a_command_a_flag_and_a_nic_kind(example, tmp_path):
-    result = run(example, "omnipath")
-    assert (result.returncode, result.stdout) == (0, "opa: 1.0 us\n"), result.stderr
-    assert "omnipath" in run(example, "--help").stdout
+    result = run(example, "truescale")
+    assert (result.returncode, result.stdout) == (0, "qib: 1.0 us\n"), result.stderr
+    assert "truescale" in run(example, "--help").stdout
 
     script = tmp_path / "train.py"
     script.write_text("print('trains')")
-    flags = ["--holmes", "--holmes-omnipath-note", "hello"]
+    flags = ["--holmes", "--holmes-truescale-note", "hello"]
     job = subprocess.run(
         [sys.executable, "-m", "holmes_ext", script, *flags],
         env=example,
@@ -208,14 +208,14 @@ def test_the_example_adds_a_command_a_flag_and_a_nic_kind(example, tmp_path):
         text=True,
     )
     assert job.returncode == 0 and "trains" in job.stdout, job.stderr
-    assert "omnipath: hello" in job.stdout + job.stderr
+    assert "truescale: hello" in job.stdout + job.stderr
 
     tree = sysfs_builder.dgx_a100(tmp_path / "sys")
     hca = sorted((Path(tree) / "class/infiniband").iterdir())[0]
     uevent = hca / "device" / "uevent"
-    uevent.write_text(uevent.read_text().replace("DRIVER=mlx5_core", "DRIVER=hfi1"))
+    uevent.write_text(uevent.read_text().replace("DRIVER=mlx5_core", "DRIVER=ib_qib"))
     code = (
         f"from holmes_ext.cluster.sysfs.node import read_nics\n"
         f"print(sorted({{nic.kind for nic in read_nics({str(tree)!r})}}))"
     )
-    assert run(example, code=code).stdout.strip() == "['ethernet', 'ib', 'opa', 'roce']"
+    assert run(example, code=code).stdout.strip() == "['ethernet', 'ib', 'qib', 'roce']"

@@ -254,6 +254,9 @@ def _remarks_about(nic: Nic, findings: Sequence[Finding]) -> list[str]:
     if not problems and not nic.up:
         problems = [nic.state_text]
     remarks = [text for text in (nic.skipped, *problems) if text]
+    kind = KINDS[nic.plugin_kind or nic.kind]
+    if kind.plugin and not kind.verbs:
+        remarks.append(f"{kind.title}: NCCL needs a plugin")
     if nic.rdma:
         remarks.append(f"net device of {nic.rdma}")
     if nic.members:

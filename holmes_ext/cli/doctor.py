@@ -31,7 +31,7 @@ from holmes_ext.cluster.addresses import (
     interface_addresses,
     read_limits,
 )
-from holmes_ext.cluster.nccl import nccl_of_node
+from holmes_ext.cluster.net_plugin import nccl_of_node
 from holmes_ext.cluster.node_report import (
     NodeReport,
     lab_remark,
@@ -318,7 +318,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
         findings += check_command(words, spec, os.environ)
     for check in extensions.objects("doctor_checks").values():
         findings += check()
-    findings += nccl.check_nccl(node.nccl, environ)
+    findings += nccl.check_nccl(node.nccl, environ, nics)
     versions = {
         "Python": platform.python_version(),
         "holmes_ext": __version__,

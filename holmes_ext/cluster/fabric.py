@@ -1,10 +1,35 @@
-"""Defines a fabric: a network that connects some nodes, such as the InfiniBand of one cluster."""
+"""Defines a fabric, a network that connects some nodes, and what the names of NCCL's networks mean.
+
+A fabric is, for example, the InfiniBand of one cluster. NCCL's networks are its own, "IB" and "Socket", and
+those of network plugins, such as "Libfabric".
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 ETHERNET = "ethernet"
+#: Networks that NCCL has without a plugin, in lower case.
+BUILT_IN_NETWORKS = ("ib", "socket")
+#: Names, in lower case, under which releases of one plugin (aws-ofi-nccl) provide the same network. The
+#: plugin takes the name in NCCL_NET if it is one of them, else its first.
+_SAME_NETWORK = frozenset({"libfabric", "aws libfabric", "ofi"})
+#: Beginning of the name in the file of nccl-rdma-sharp-plugins, which changes it when it starts.
+_PROVISIONAL_NAME = "nccl rdma plugin"
+#: Pattern of a network's name in lower case -> kinds of NICs that the network uses.
+_KINDS_OF_NETWORK = {
+    "libfabric": ("efa", "slingshot", "opa"),
+    "aws libfabric": ("efa", "slingshot", "opa"),
+    "ofi": ("efa", "slingshot", "opa"),
+    "fastrak": ("gvnic",),
+    "gpudirecttcpx*": ("gvnic",),
+    "gib": ("roce",),
+    "ibext*": ("ib", "roce"),
+    "nccl rdma plugin*": ("ib", "roce"),
+    "ucx*": ("ib", "roce"),
+    "psm*": ("opa",),
+}
 
 
 @dataclass(frozen=True)
@@ -26,3 +51,33 @@ class Fabric:
         The faster fabric is preferred; at equal rates RDMA goes before Ethernet.
         """
         return self.rate_bps, self.name != ETHERNET, self.name
+
+
+def is_built_in(network: str) -> bool:
+    """Return whether NCCL has a network without a plugin: "IB" and "Socket"."""
+    return network.lower() in BUILT_IN_NETWORKS
+
+
+def is_same_network(name: str, other: str) -> bool:
+    """Return whether two names mean the same network. NCCL compares names without case.
+
+    "Libfabric", "AWS Libfabric" and "OFI" are names of one network in releases of aws-ofi-nccl.
+    """
+    names = {name.lower(), other.lower()}
+    return len(names) == 1 or names <= _SAME_NETWORK
+
+
+def kinds_of_network(network: str) -> tuple[str, ...]:
+    """Return the kinds of NICs that the network of a plugin uses, () if its name is not known."""
+    for pattern, kinds in _KINDS_OF_NETWORK.items():
+        if fnmatchcase(network.lower(), pattern):
+            return kinds
+    return ()
+
+
+def is_provisional(network: str) -> bool:
+    """Return whether a plugin has this name in its file only, and another one as soon as it runs.
+
+    nccl-rdma-sharp-plugins is called "NCCL RDMA Plugin v10", and then "IBext_v10" or "UCX".
+    """
+    return network.lower().startswith(_PROVISIONAL_NAME)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holmes_ext.cluster.nic import KINDS
+from holmes_ext.cluster.nic import CLUSTER_KINDS, KINDS
 from holmes_ext.cluster.spec import KNOWN_GPUS
 from holmes_ext.units import format_seconds
 
@@ -28,7 +28,7 @@ _RATE = 'a rate, `"25Gb/s"`'
 _TIME = 'a time, `"30us"`'
 _LIST = "a list of texts"
 _DEFAULT_LATENCIES = ", ".join(
-    f"{format_seconds(kind.latency_s)} for {name}" for name, kind in KINDS.items()
+    f"{format_seconds(KINDS[name].latency_s)} for {name}" for name in CLUSTER_KINDS
 )
 
 KEYS = (
@@ -61,7 +61,8 @@ KEYS = (
         "kind",
         "a text",
         "",
-        f"kind of the fast NICs: {', '.join(KINDS)} (ethernet: no fast NIC)",
+        f"kind of the fast NICs: {', '.join(CLUSTER_KINDS)} (plugin: any other NIC of an NCCL plugin; "
+        "ethernet: no fast NIC)",
     ),
     Key(
         "[[cluster]]",
@@ -111,9 +112,10 @@ KEYS = (
         "[[cluster]]",
         "net",
         "a text",
-        "NCCL's own IB",
-        "name of the network that an NCCL plugin provides for the fast NICs: "
-        '`"AWS Libfabric"` (NCCL_DEBUG=INFO prints `Using network NAME`), or `"auto"`: NCCL chooses',
+        "IB, or read from the plugin",
+        "NCCL's name of the network that a plugin provides for the fast NICs: "
+        '`"Libfabric"` (NCCL_DEBUG=INFO prints `Using network NAME`), or `"auto"`: NCCL chooses. '
+        "With the kinds efa, slingshot, gvnic, opa and plugin, the name is read from the installed plugin",
     ),
     Key(
         "[[cluster]]",

@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.fabric import ETHERNET, is_provisional
 
 if TYPE_CHECKING:
     from holmes_ext.cluster.fabric import Fabric
-    from holmes_ext.cluster.nic import Nic
     from holmes_ext.cluster.site import Node
 
 
@@ -35,16 +34,6 @@ AUTO = "auto"
 SHARED = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 #: Network plugin of `holmes lab` (lab/gpu), which provides the "IB" network there.
 LAB_PLUGIN = "libnccl-net-holmes.so"
-#: Folders that the loader searches after LD_LIBRARY_PATH and the folders in /etc/ld.so.conf.d.
-_FOLDERS = (
-    "/lib64",
-    "/usr/lib64",
-    "/lib/x86_64-linux-gnu",
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/local/lib",
-    "/usr/lib",
-)
 
 
 @dataclass(frozen=True)
@@ -55,6 +44,20 @@ class NcclOfNode:
     forced_net: str = ""  # NCCL_NET in a configuration file
     forced_in: str = ""  # path of that file
     plugin: str = ""  # path of the network plugin that NCCL would load
+    #: NCCL's name of the plugin's network, "" if the file does not show it. "IB" in `holmes lab`.
+    network: str = ""
+    plugin_problem: str = ""  # reason why NCCL cannot use a network plugin, "" if it can
+    requested_net: str = ""  # NCCL_NET in the user's environment, or else in a configuration file
+
+    @property
+    def request_name(self) -> str:
+        """Name by which groups can request the plugin's network, "" if it is not known."""
+        return "" if is_provisional(self.network) else self.network
+
+    @property
+    def has_plugin(self) -> bool:
+        """True if NCCL can load a network plugin."""
+        return bool(self.plugin or self.network) and not self.plugin_problem
 
 
 class FileSetting(NamedTuple):
@@ -67,10 +70,10 @@ class FileSetting(NamedTuple):
 def network_name(fabric: Fabric) -> str:
     """Return the network that a communicator on a fabric requests from NCCL (config.net_name).
 
-    An empty name lets NCCL choose.
+    An empty name lets NCCL choose. NCCL then prefers the network of a plugin.
 
     Args:
-        fabric: The fabric. Its `net` is the user's choice in cluster.toml, "" without one.
+        fabric: The fabric. Its `net` is that of a plugin, the user's choice in cluster.toml, or "".
     """
     if fabric.net == AUTO:
         return ""
@@ -84,7 +87,11 @@ def variables_of(node: Node) -> dict[str, str]:
 
     A variable with an empty value is to stay unset.
     """
-    rdma_ports = [port for port in node.ports if port.hcas and port.usable and not port.no_verbs]
+    rdma_ports = [
+        port
+        for port in node.ports
+        if port.hcas and port.verbs and port.usable and not port.no_verbs
+    ]
     hcas = [hca for port in rdma_ports for hca in port.hcas]
     gid_indices = {port.gid_index for port in rdma_ports}
     gid_index = None
@@ -98,32 +105,6 @@ def variables_of(node: Node) -> dict[str, str]:
         "NCCL_IB_HCA": "=" + ",".join(hcas) if hcas else "",
         "NCCL_IB_GID_INDEX": "" if gid_index is None else str(gid_index),
     }
-
-
-def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
-    """Return the NCCL settings and libraries of this node.
-
-    Args:
-        environ: Environment of the process that uses NCCL.
-        nics: All NICs of the node.
-    """
-    # holmes unsets NCCL_NET in each job. NCCL then takes its value from a configuration file, if
-    # one has it.
-    without_net = {name: value for name, value in environ.items() if name != "NCCL_NET"}
-    forced = file_settings(without_net).get("NCCL_NET", FileSetting("", ""))
-    has_fast_nic = any(nic.fast and nic.usable for nic in nics)
-    plugin = net_plugin(environ)
-    # A plugin is reported because NCCL may prefer its network to the built-in "IB". Not so the
-    # plugin of `holmes lab`, which emulates NICs on machines that have none: its network is called
-    # "IB".
-    if os.path.basename(plugin) == LAB_PLUGIN:
-        plugin = ""
-    return NcclOfNode(
-        no_verbs=why_no_verbs(environ) if has_fast_nic else "",
-        forced_net=forced.value,
-        forced_in=forced.file,
-        plugin=plugin,
-    )
 
 
 def file_settings(
@@ -184,53 +165,3 @@ def why_no_verbs(
     except OSError:
         return f"{library} cannot be loaded (install rdma-core's libibverbs)"
     return ""
-
-
-def net_plugin(environ: Mapping[str, str]) -> str:
-    """Return the path of the first network plugin that NCCL would find, "" if there is none.
-
-    NCCL_NET_PLUGIN lists names that are tried in order. Each is a path, a library, or a suffix:
-    "aws-ofi" stands for libnccl-net-aws-ofi.so. "none" ends the list.
-    """
-    if "NCCL_NET_PLUGIN" in environ:
-        requested = environ["NCCL_NET_PLUGIN"]
-    else:
-        default = FileSetting("libnccl-net.so", file="")
-        requested = file_settings(environ).get("NCCL_NET_PLUGIN", default).value
-    for name in filter(None, requested.split(",")):
-        if name.lower() == "none":
-            return ""
-        path = _find_plugin(name, environ)
-        if path:
-            return path
-    return ""
-
-
-def _find_plugin(name: str, environ: Mapping[str, str]) -> str:
-    """Return the path of the network plugin that NCCL_NET_PLUGIN names, "" if no folder has it.
-
-    Args:
-        name: A path, the file name of a library, or "ucx" for "libnccl-net-ucx.so".
-        environ: Environment of the process that uses NCCL, for LD_LIBRARY_PATH.
-    """
-    if "/" in name:
-        return name if os.path.isfile(name) else ""
-    candidates = [name]
-    if not name.endswith(".so"):
-        candidates.append(f"libnccl-net-{name}.so")
-    for folder in _library_folders(environ):
-        for candidate in candidates:
-            path = os.path.join(folder, candidate)
-            if os.path.isfile(path):
-                return path
-    return ""
-
-
-def _library_folders(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the folders in which the loader searches for libraries, in its order."""
-    yield from filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))
-    for file in sorted(Path("/etc/ld.so.conf.d").glob("*.conf")):
-        for line in file.read_text(errors="replace").splitlines():
-            if line.startswith("/"):
-                yield line.strip()
-    yield from _FOLDERS

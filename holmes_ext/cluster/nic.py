@@ -5,9 +5,18 @@ use:
 
     ib        an InfiniBand port (verbs; sockets through its IPoIB network device, if there is any)
     roce      an RDMA port on Ethernet (verbs with a RoCE v2 GID; sockets through its network device)
+    erdma     Elastic RDMA of Alibaba Cloud (verbs, as for RoCE)
+    opa       Omni-Path (a network plugin of NCCL where one is installed, else verbs)
+    efa       Elastic Fabric Adapter of AWS (a network plugin of NCCL)
+    plugin    any other NIC that only a network plugin of NCCL can use
     ethernet  a network device for sockets. The network device of a RoCE port is listed a second
               time with this kind, and its `rdma` names the port ("mlx5_1:1"), so that either use
               can be chosen
+    iwarp     RDMA over TCP. NCCL cannot connect over it, so jobs use its network device
+
+Two kinds are network devices that a network plugin of NCCL uses, too: HPE Slingshot ("slingshot")
+and Google's gVNIC ("gvnic"). Such a device is listed once, as "ethernet", because sockets can use it
+without the plugin; its `plugin_kind` is the other kind.
 
 Extensions may add other kinds.
 """
@@ -18,6 +27,7 @@ import ipaddress
 import re
 import socket
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 from holmes_ext import extensions
@@ -37,8 +47,23 @@ class NicKind:
     words: tuple[str, ...]
     layer: str  # link layer of the RDMA ports in /sys; "" without RDMA
     color: str  # in pictures
-    #: Kernel driver of the ports, if another kind has the same link layer.
+    #: Kernel driver of the ports, or a pattern of drivers, if another kind has the same link layer.
     driver: str = ""
+    #: Pattern of the kernel drivers of network devices that a network plugin of NCCL uses as NICs of
+    #: this kind. They have no RDMA port in /sys.
+    netdev_driver: str = ""
+    #: Pattern of the names of such network devices where the driver is not known, as in containers.
+    netdev_name: str = ""
+    #: True if NCCL's built-in network "IB" can use the NICs (verbs).
+    verbs: bool = True
+    #: True if NCCL uses the NICs through a network plugin where one is installed.
+    plugin: bool = False
+    title: str = ""  # name in messages, if it is not the kind's own
+
+    @property
+    def usable(self) -> bool:
+        """True if NCCL can use NICs of this kind in another way than by sockets."""
+        return self.verbs or self.plugin
 
     @property
     def infiniband(self) -> bool:
@@ -67,9 +92,58 @@ KINDS: dict[str, NicKind] = {
         "#2a6f97",
     ),
     "roce": NicKind(4e-6, ("roce", "rocev2", "spectrum", "spectrumx"), "Ethernet", "#2a9d8f"),
+    "erdma": NicKind(
+        8e-6, ("erdma",), "Ethernet", "#577590", driver="erdma", title="eRDMA (Alibaba Cloud)"
+    ),
+    "opa": NicKind(
+        2e-6,
+        ("opa", "omnipath"),
+        "InfiniBand",
+        "#6a4c93",
+        driver="hfi[12]",
+        plugin=True,
+        title="Omni-Path",
+    ),
+    "slingshot": NicKind(
+        3e-6,
+        ("slingshot", "cassini"),
+        "",
+        "#bc6c25",
+        netdev_driver="*cxi*",
+        netdev_name="hsn[0-9]*",
+        verbs=False,
+        plugin=True,
+        title="Slingshot (HPE)",
+    ),
+    "efa": NicKind(
+        15e-6,
+        ("efa",),
+        "Unspecified",
+        "#f4a261",
+        driver="efa",
+        verbs=False,
+        plugin=True,
+        title="EFA (AWS)",
+    ),
+    "gvnic": NicKind(
+        20e-6,
+        ("gvnic", "tcpx", "tcpxo", "fastrak"),
+        "",
+        "#8ab17d",
+        netdev_driver="gve",
+        verbs=False,
+        plugin=True,
+        title="gVNIC (Google Cloud)",
+    ),
     **extensions.objects("nic_kinds"),
-    "ethernet": NicKind(30e-6, ("ethernet", "eth", "tcp"), "", "#d62728"),
+    "plugin": NicKind(
+        10e-6, (), "", "#9d4edd", verbs=False, plugin=True, title="network plugin of NCCL"
+    ),
+    "iwarp": NicKind(30e-6, (), "", "#adb5bd", verbs=False, title="iWARP"),
+    "ethernet": NicKind(30e-6, ("ethernet", "eth", "tcp"), "", "#d62728", verbs=False),
 }
+#: Kinds that cluster.toml may name.
+CLUSTER_KINDS = tuple(name for name, kind in KINDS.items() if kind.usable or name == "ethernet")
 GID_TYPES = ("ib", "roce_v1", "roce_v2")
 #: InfiniBand subnet prefix that a subnet manager uses unless it is configured.
 DEFAULT_SUBNET_PREFIX = "fe80:0000:0000:0000"
@@ -155,7 +229,7 @@ class Nic:
         HolmesError: a field has a value that is not allowed.
     """
 
-    #: "ib", "roce", "ethernet" or a kind of an extension; see the module.
+    #: "ib", "roce", "ethernet" or another key of KINDS; see the module.
     kind: Annotated[str, OneOf(KINDS)]
     #: HCA ("mlx5_0") for RDMA kinds, network device ("eth0") for ethernet.
     device: Annotated[str, _DEVICE]
@@ -203,7 +277,7 @@ class Nic:
         nic = f"NIC {self.device!a:.80}"
         check_fields(self, nic)
         if (self.kind == "ethernet") != (self.port == 0):
-            wanted = "must be 0 for ethernet and 1 or more for ib and roce"
+            wanted = "must be 0 for ethernet and 1 or more for other kinds"
             raise HolmesError(f"{nic}: key 'port' {wanted}, not {self.port}")
         if self.kind == "ethernet" and self.netdevs != (self.device,):
             raise HolmesError(
@@ -241,8 +315,37 @@ class Nic:
 
     @property
     def fast(self) -> bool:
-        """True if the port can do RDMA."""
-        return self.kind != "ethernet"
+        """True if NCCL can use the port by RDMA: with verbs, or with a network plugin."""
+        return KINDS[self.kind].usable
+
+    @property
+    def plugin_kind(self) -> str:
+        """Kind that this network device is for a network plugin of NCCL, "" for any other NIC."""
+        if self.kind != "ethernet":
+            return ""
+        has_driver = self.driver not in ("", "macvlan", "veth")
+        for name, kind in KINDS.items():
+            pattern = kind.netdev_driver if has_driver else kind.netdev_name
+            if pattern and fnmatchcase(self.driver if has_driver else self.device, pattern):
+                return name
+        return ""
+
+    @property
+    def gid_index(self) -> int | None:
+        """Index of the GID for NCCL_IB_GID_INDEX, None if NCCL needs none or the port has none.
+
+        The GIDs of eRDMA have no RoCE version, by which NCCL would choose one: that of the port's
+        IPv4 address is the right one.
+        """
+        if self.kind == "roce":
+            return self.roce_v2_index
+        if self.kind == "erdma":
+            are_ipv4 = {
+                gid.index: isinstance(gid.address, ipaddress.IPv4Address) for gid in self.gids
+            }
+            indices = [index for index, is_ipv4 in are_ipv4.items() if is_ipv4]
+            return indices[0] if indices else None
+        return None
 
     @property
     def roce_v2_index(self) -> int | None:

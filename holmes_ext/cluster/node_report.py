@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -12,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from holmes_ext.cluster.addresses import egress_interface, interface_addresses
 from holmes_ext.cluster.fabric import ETHERNET
-from holmes_ext.cluster.nccl import NcclOfNode, nccl_of_node
-from holmes_ext.cluster.nic import Nic
+from holmes_ext.cluster.nccl import NcclOfNode, network_name
+from holmes_ext.cluster.net_plugin import may_carry, nccl_of_node
+from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.document import Table
 from holmes_ext.words import some_of
 
 if TYPE_CHECKING:
     from holmes_ext.cluster.fabric import Fabric
-    from holmes_ext.cluster.site import Port, Site
+    from holmes_ext.cluster.site import Node, Port, Site
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,75 @@ def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
     nodes_of_remark: dict[str, list[str]] = defaultdict(list)
     # Nodes with the same remark share a sentence.
     for node, report in zip(site.nodes, reports):
+        remarks = [_remark_on_unused_nics(node, report)]
+        if len(node.ports) == 1:
+            remarks.append(_remark_on_plugin(site.fabric_by_name[ETHERNET], report))
         for port in node.ports:
-            for remark in _nccl_remarks_of_port(port, site.fabric_by_name[port.fabric], report):
-                nodes_of_remark[remark].append(node.name)
+            remarks += _nccl_remarks_of_port(port, site.fabric_by_name[port.fabric], report)
+        for remark in filter(None, remarks):
+            nodes_of_remark[remark].append(node.name)
     sentences = []
     for remark, names in nodes_of_remark.items():
         subject = "nodes" if len(names) > 1 else "node"
         sentences.append(f"{subject} {some_of(names)}: {remark}")
     return sentences
+
+
+def _remark_on_unused_nics(node: Node, report: NodeReport) -> str:
+    """Return a sentence about NICs that need a network plugin where none is installed, or "".
+
+    Args:
+        node: The node.
+        report: Report of the node.
+    """
+    used = {name for port in node.ports for name in port.hcas}
+    names = []
+    titles = []
+    for nic in report.nics:
+        kind = nic.plugin_kind or nic.kind
+        # All machines of Google Cloud have gVNIC, and few have a plugin for it.
+        needs_plugin = KINDS[kind].plugin and not KINDS[kind].verbs and kind != "gvnic"
+        if not needs_plugin or not nic.usable or nic.name in used:
+            continue
+        if report.nccl.has_plugin and may_carry(report.nccl.network, kind):
+            continue
+        names.append(nic.name)
+        titles.append(KINDS[kind].title)
+    if not names:
+        return ""
+    problem = report.nccl.plugin_problem or "none is installed"
+    if report.nccl.has_plugin:
+        problem = f"{report.nccl.plugin} is for the network {report.nccl.network!r}"
+    nics = f"{some_of(names)} ({some_of(dict.fromkeys(titles))})"
+    return (
+        f"NCCL needs a network plugin for {nics}, and {problem}; groups of the node go over sockets"
+    )
+
+
+def _remark_on_plugin(fabric: Fabric, report: NodeReport) -> str:
+    """Return a sentence about an installed network plugin that a fabric's groups bypass, or "".
+
+    Args:
+        fabric: The fabric. Its `net` names NCCL's network if a plugin provides it.
+        report: Report of a node on the fabric.
+    """
+    if not report.nccl.plugin or fabric.net:
+        return ""
+    network = report.nccl.request_name
+    built_in = network_name(fabric)
+    named = f" (network {network!r})" if network else ""
+    if fabric.name == ETHERNET:
+        advice = 'give its NICs a cluster with kind = "plugin" in cluster.toml'
+        if network:
+            advice = f"export NCCL_NET={shlex.quote(network)} on all nodes, or {advice}"
+    else:
+        advice = f'write net = "{network or "NAME"}" in cluster.toml'
+        if not network:
+            advice += ' (NCCL_DEBUG=INFO prints "Using network NAME"), or "auto"'
+    return (
+        f'NCCL would load {report.nccl.plugin}{named}, but "{built_in}" is requested on fabric '
+        f"{fabric.name!r}; to use the plugin, {advice}"
+    )
 
 
 def _nccl_remarks_of_port(port: Port, fabric: Fabric, report: NodeReport) -> list[str]:
@@ -170,10 +233,6 @@ def _nccl_remarks_of_port(port: Port, fabric: Fabric, report: NodeReport) -> lis
         )
     # NCCL loads a network plugin that it finds installed (nccl.plugin). On a fast fabric, holmes
     # makes its groups use NCCL's built-in network "IB" instead, unless cluster.toml names a plugin.
-    if report.nccl.plugin and fabric.name != ETHERNET and not fabric.net:
-        remarks.append(
-            f'NCCL would load {report.nccl.plugin}, but "IB" is asked for on fabric {fabric.name!r}; '
-            'to use the plugin, say net = "NAME" in cluster.toml '
-            '(NCCL_DEBUG=INFO tells: Using network NAME), or "auto"'
-        )
+    if fabric.name != ETHERNET:
+        remarks.append(_remark_on_plugin(fabric, report))
     return remarks

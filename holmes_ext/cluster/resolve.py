@@ -7,6 +7,9 @@ Without cluster.toml, the fabrics follow from the NICs:
                  nothing: if several nodes have it, HolmesError requests a cluster.toml
     RoCE         ports in the same IP subnet are on one fabric. If several nodes have a subnet of
                  their own, as with routed RoCE, HolmesError requests a cluster.toml
+    plugins      NICs that only a network plugin of NCCL can use (EFA, Slingshot, ...) are on one
+                 fabric if the nodes' Ethernet addresses are in one IP subnet. If they are not,
+                 HolmesError requests a cluster.toml. Without a plugin, the NICs are left out
     Ethernet     one network reaches all nodes, over each node's interface towards the master
 
 A fabric is named after its kind, and after its first node too if there are several of the kind.
@@ -20,17 +23,24 @@ and uses sockets.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
-from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
+from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.cluster.node_report import NodeReport
+from holmes_ext.cluster.plugin_fabrics import (
+    declared_nics,
+    kinds_to_write,
+    nics_of_kind,
+    plugin_kinds,
+    with_plugins,
+)
 from holmes_ext.cluster.site import REPORTS, Node, Port, Site, fabrics_of_spec
 from holmes_ext.cluster.spec import ClusterSpec, NodeOverride, SiteSpec
+from holmes_ext.cluster.subnets import NicsOfNodes, Subnet, check_subnets, subnet_of
 from holmes_ext.cluster.sysfs.node import select
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
@@ -40,21 +50,6 @@ from holmes_ext.words import some_of
 UNKNOWN_ETHERNET_BPS = 10 * 10**9
 #: A rate counts as equal to one that is 5 % larger: nominal rates are rounded (56 for 54.5 Gb/s).
 EQUAL_RATE_SHARE = 0.95
-#: Items that an error message lists.
-_MOST_NAMED = 4
-#: Prefix length of an IPv4 address without a subnet.
-_HOST_PREFIX_LENGTH = 32
-
-
-class _Subnet(NamedTuple):
-    """Network segment whose ports certainly reach each other."""
-
-    kind: str  # of the NICs
-    prefix: str  # InfiniBand: subnet prefix; RoCE: IP subnet
-
-
-#: Node name -> its NICs on one subnet or fabric.
-_NicsOfNodes = dict[str, list[Nic]]
 
 
 class SlowNode(NamedTuple):
@@ -105,7 +100,8 @@ def resolve_site(
         _node_by_spec(report, spec, fallback, counted) for report in _match_names(reports, spec)
     )
     spec = spec.only({node.name for node in nodes})
-    return Site(nodes, fabrics_of_spec(spec), source=spec.source, wan=spec.wan)
+    site = Site(nodes, fabrics_of_spec(spec), source=spec.source, wan=spec.wan)
+    return with_plugins(site, reports)
 
 
 def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[SlowNode]:
@@ -120,8 +116,9 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[Slow
         for port in node.ports:
             names = port.hcas or (port.interface,)
             nics = [nic for nic in report.nics if nic.up and nic.name in names]
-            if not nics or not all(nic.rate_bps for nic in nics):
-                continue  # the rate of a NIC is unknown
+            # The rate of a NIC may be unknown. EFA states 100 Gb/s on Linux before 6.10.
+            if not nics or not port.verbs or not all(nic.rate_bps for nic in nics):
+                continue
             stated_bps = sum(nic.rate_bps for nic in nics)
             if stated_bps >= EQUAL_RATE_SHARE * port.rate_bps:
                 continue
@@ -294,7 +291,7 @@ def _fast_port(
         selected = select(report.nics, include, exclude)
     except HolmesError as error:
         raise HolmesError(f"{spec.source}: node {report.name!r}: {error}") from None
-    nics = [nic for nic in selected if nic.kind == cluster.kind and not nic.skipped]
+    nics = declared_nics(selected, cluster.kind, ethernet="" if include else report.ethernet)
     nics_up = [nic for nic in nics if nic.up]
     nics_down = [nic for nic in nics if not nic.up]
     states = ", ".join(f"{nic.name} is {nic.state_text}" for nic in nics_down)
@@ -304,10 +301,10 @@ def _fast_port(
         raise HolmesError(
             f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no "
             f"{cluster.kind} NIC that is up ({states or f'its NICs: {listed}'}); fix it, or set "
-            "the cluster's kind or include to what it has"
+            f"the cluster's kind or include to what it has{'' if nics else kinds_to_write(report.nics)}"
         )
-    port = Port.of_nics(cluster.fabric, nics_up or nics, cluster.rate_bps)
-    if not cluster.net:  # verbs do not matter to an NCCL plugin
+    port = Port.of_nics(cluster.fabric, nics_up or nics, cluster.rate_bps, cluster.kind)
+    if port.verbs and not cluster.net:  # verbs do not matter to an NCCL plugin
         port = replace(port, no_verbs=report.nccl.no_verbs)
     if not nics_down:
         return port
@@ -349,18 +346,17 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
     Raises:
         HolmesError: subnets do not show which nodes are on the same fabric.
     """
-    by_subnet: dict[_Subnet, _NicsOfNodes] = {}
+    by_subnet: dict[Subnet, NicsOfNodes] = {}
+    # Without a plugin, NICs that only a plugin can use are left out.
+    with_plugin = plugin_kinds(reports)
+    kinds = [name for name, kind in KINDS.items() if kind.verbs or name in with_plugin]
     for report in reports:
-        for nic in select(report.nics):
-            if nic.fast and nic.usable:
-                nics_of_nodes = by_subnet.setdefault(_subnet_of(report, nic), {})
+        nics = [nic for nic in select(report.nics) if nic.usable]
+        for kind in kinds:
+            for nic in nics_of_kind(nics, kind, report.ethernet):
+                nics_of_nodes = by_subnet.setdefault(subnet_of(report, nic, kind), {})
                 nics_of_nodes.setdefault(report.name, []).append(nic)
-    # Raise HolmesError where subnets tell nothing. Separate InfiniBand fabrics often have the same
-    # default prefix. With routed RoCE, each port of one fabric has a subnet of its own.
-    _check_default_prefix(by_subnet.get(_Subnet("ib", DEFAULT_SUBNET_PREFIX), {}))
-    _check_routed_roce(
-        {subnet.prefix: set(nodes) for subnet, nodes in by_subnet.items() if subnet.kind == "roce"}
-    )
+    check_subnets(by_subnet)  # raises HolmesError where subnets tell nothing
     # Nodes with several NICs often have a subnet for each NIC (rails). Together they are a fabric.
     fast_fabrics = _merge_rails(by_subnet)
     # Fabric -> number of its nodes.
@@ -369,96 +365,21 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
     ethernet_rates = []
     for report in reports:
         ports = sorted(fast_fabrics.ports.get(report.name, []), key=lambda port: -port.rate_bps)
+        rdma_ports = [port for port in ports if port.verbs]
         if report.nccl.no_verbs:  # NCCL here uses no RDMA at all: nothing to choose among ports
-            ports = [replace(port, no_verbs=report.nccl.no_verbs) for port in ports]
-        elif len(ports) > 1:
+            rdma_ports = [replace(port, no_verbs=report.nccl.no_verbs) for port in rdma_ports]
+        elif len(rdma_ports) > 1:
             # NCCL takes any RDMA NIC of a node for any group, so it may use only one fabric.
-            ports = _one_rdma_fabric(ports, nodes_on)
+            rdma_ports = _one_rdma_fabric(rdma_ports, nodes_on)
+        by_fabric = {port.fabric: port for port in rdma_ports}
+        ports = [by_fabric.get(port.fabric, port) for port in ports]
         ethernet = _ethernet_port(report)
         ethernet_rates.append(ethernet.rate_bps)
         # Nodes with the same fast fabrics form a cluster.
         cluster = "+".join(port.fabric for port in ports) or ETHERNET
         nodes.append(Node(report.name, cluster, report.processes, (*ports, ethernet)))
     common = Fabric(ETHERNET, "ethernet", min(ethernet_rates), KINDS["ethernet"].latency_s)
-    return Site.of_reports(nodes, (common, *fast_fabrics.fabrics))
-
-
-def _subnet_of(report: NodeReport, nic: Nic) -> _Subnet:
-    """Return the subnet of a fast NIC.
-
-    Args:
-        report: Report of the node, for the error message.
-        nic: An InfiniBand or RoCE NIC of the node.
-
-    Raises:
-        HolmesError: a RoCE NIC has no IPv4 address with a subnet.
-    """
-    if KINDS[nic.kind].infiniband:
-        return _Subnet(nic.kind, nic.subnet_prefix)
-    for address in nic.addresses:
-        network = ipaddress.ip_interface(address).network
-        is_ipv4 = isinstance(network, ipaddress.IPv4Network)
-        if is_ipv4 and network.prefixlen < _HOST_PREFIX_LENGTH:
-            return _Subnet(nic.kind, str(network))
-    raise HolmesError(
-        f"node {report.name!r}: RoCE NIC {nic.name} has no IPv4 address with a subnet, so its fabric is "
-        f"unknown; give it one, or name the clusters with --holmes-cluster FILE"
-    )
-
-
-def _check_default_prefix(nics_of_nodes: _NicsOfNodes) -> None:
-    """Raise HolmesError if several nodes have InfiniBand ports with the default subnet prefix.
-
-    The prefix then does not show whether the nodes are on one fabric or on several. Two nodes with
-    the same LID are on two fabrics, and the message says so: a fabric has each LID only once.
-
-    Args:
-        nics_of_nodes: Node -> its ports with the default prefix.
-    """
-    if len(nics_of_nodes) <= 1:
-        return
-    node_of_lid: dict[int, str] = {}
-    evidence = ""
-    for name, nics in nics_of_nodes.items():
-        for nic in nics:
-            if not nic.lid:
-                continue
-            first = node_of_lid.setdefault(nic.lid, name)
-            if first != name:
-                evidence = (
-                    f"; nodes {first!r} and {name!r} both have LID {nic.lid}, "
-                    "so there are at least two"
-                )
-    raise HolmesError(
-        f"the InfiniBand ports of {len(nics_of_nodes)} nodes ({some_of(nics_of_nodes, _MOST_NAMED)}) all "
-        f"have the default subnet prefix {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from "
-        f"two{evidence}; say which nodes belong together with --holmes-cluster FILE"
-    )
-
-
-def _check_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
-    """Raise HolmesError if several nodes share no RoCE subnet with any other node.
-
-    They may be on one fabric, which routes RoCE from subnet to subnet, or on several.
-
-    Args:
-        nodes_in: IP subnet -> names of the nodes that have RoCE ports in it.
-    """
-    nodes_with_neighbours: set[str] = set()
-    for names in nodes_in.values():
-        if len(names) > 1:
-            nodes_with_neighbours |= names
-    subnet_of_lone_node = {
-        name: subnet for subnet, names in nodes_in.items() for name in names - nodes_with_neighbours
-    }
-    if len(subnet_of_lone_node) > 1:
-        nodes = some_of(subnet_of_lone_node, _MOST_NAMED)
-        subnets = some_of(subnet_of_lone_node.values(), _MOST_NAMED)
-        raise HolmesError(
-            f"the RoCE ports of nodes {nodes} are each in an IP subnet of their "
-            f"own ({subnets}), which does not tell routed RoCE, one fabric, "
-            "from several; say which nodes belong together with --holmes-cluster FILE"
-        )
+    return with_plugins(Site.of_reports(nodes, (common, *fast_fabrics.fabrics)), reports)
 
 
 @dataclass
@@ -469,7 +390,7 @@ class _FastFabrics:
     ports: dict[str, list[Port]] = field(default_factory=dict)  # node -> its ports
 
 
-def _merge_rails(by_subnet: Mapping[_Subnet, _NicsOfNodes]) -> _FastFabrics:
+def _merge_rails(by_subnet: Mapping[Subnet, NicsOfNodes]) -> _FastFabrics:
     """Return the fast fabrics and the ports of the nodes on them.
 
     Subnets of one kind (InfiniBand or RoCE) with the same nodes form one fabric (its rails).
@@ -478,7 +399,7 @@ def _merge_rails(by_subnet: Mapping[_Subnet, _NicsOfNodes]) -> _FastFabrics:
         by_subnet: Subnet -> node -> NICs of the node on the subnet.
     """
     # (kind, names of the nodes) -> node -> its NICs
-    merged: dict[tuple[str, frozenset[str]], _NicsOfNodes] = {}
+    merged: dict[tuple[str, frozenset[str]], NicsOfNodes] = {}
     for subnet, nics_of_nodes in by_subnet.items():
         nics_on_fabric = merged.setdefault((subnet.kind, frozenset(nics_of_nodes)), {})
         for node, nics in nics_of_nodes.items():
@@ -491,8 +412,11 @@ def _merge_rails(by_subnet: Mapping[_Subnet, _NicsOfNodes]) -> _FastFabrics:
             # With "-", because "ib0" could be a network device.
             first_node = next(iter(nics_on_fabric))
             name = f"{kind}-{first_node}"
-        rates = {node: sum(nic.rate_bps for nic in nics) for node, nics in nics_on_fabric.items()}
+        rates = {
+            node: sum(nic.rate_bps for nic in nics) or UNKNOWN_ETHERNET_BPS
+            for node, nics in nics_on_fabric.items()
+        }
         result.fabrics.append(Fabric(name, kind, min(rates.values()), KINDS[kind].latency_s))
         for node, nics in nics_on_fabric.items():
-            result.ports.setdefault(node, []).append(Port.of_nics(name, nics, rates[node]))
+            result.ports.setdefault(node, []).append(Port.of_nics(name, nics, rates[node], kind))
     return result

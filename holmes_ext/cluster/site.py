@@ -19,6 +19,7 @@ from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.nic import KINDS
 from holmes_ext.cluster.wan import Hop, Wan
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
@@ -38,12 +39,15 @@ class Port:
     fabric: str
     interface: str = ""  # network device that sockets bind to
     address: str = ""  # IP address of the interface
-    hcas: tuple[str, ...] = ()  # ports that RDMA uses: "mlx5_0:1"
+    hcas: tuple[
+        str, ...
+    ] = ()  # NICs that verbs or a network plugin of NCCL use: "mlx5_0:1", "hsn0"
     gid_index: int | None = None  # RoCE: value for NCCL_IB_GID_INDEX
     rate_bps: int = 0  # all NICs together, bits/s
     fault: str = ""  # problem with the port, "" if none is known
     usable: bool = True  # groups may use the port
     no_verbs: str = ""  # reason why NCCL cannot use the HCAs, "" if it can
+    verbs: bool = True  # NCCL's built-in network "IB" can use the HCAs; False: only a plugin can
 
     @property
     def name(self) -> str:
@@ -54,7 +58,7 @@ class Port:
         return self.interface or hcas or "its NIC"
 
     @classmethod
-    def of_nics(cls, fabric: str, nics: Sequence[Nic], rate_bps: int) -> Port:
+    def of_nics(cls, fabric: str, nics: Sequence[Nic], rate_bps: int, kind: str = "") -> Port:
         """Return the port that all NICs of a node on one fabric form.
 
         Sockets bind to the first NIC that has an address. RDMA uses all NICs.
@@ -63,15 +67,21 @@ class Port:
             fabric: Name of the fabric.
             nics: NICs of the same kind, at least one.
             rate_bps: Rate of all NICs together, in bits/s.
+            kind: Kind of the fabric, "" for that of the NICs. It differs for network devices that a
+                network plugin of NCCL uses: NICs of kind "ethernet", on a fabric of kind "gvnic".
         """
+        kind = kind or nics[0].kind
         gid_index = None
         # NCCL takes one GID index for all NICs, so they must have their GIDs at the same index.
-        if nics[0].kind == "roce":
-            indices = {nic.roce_v2_index for nic in nics}
-            if len(indices) == 1:
-                (gid_index,) = indices
-        hcas = tuple(nic.name for nic in nics if nic.fast)
-        port = cls(fabric, hcas=hcas, gid_index=gid_index, rate_bps=rate_bps)
+        indices = {nic.gid_index for nic in nics}
+        if len(indices) == 1:
+            (gid_index,) = indices
+        hcas = tuple(nic.name for nic in nics if KINDS[kind].usable)
+        port = cls(
+            fabric, hcas=hcas, gid_index=gid_index, rate_bps=rate_bps, verbs=KINDS[kind].verbs
+        )
+        if kind == "plugin":  # which of the NICs carry it, and whether they carry IP, is not known
+            return port
         for nic in nics:
             if nic.ifname and nic.addresses:
                 return replace(port, interface=nic.ifname, address=nic.address)

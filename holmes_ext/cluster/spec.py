@@ -7,7 +7,7 @@
 
     [[cluster]]
     name = "a"
-    kind = "ib"                    # its fast NICs: ib, roce or ethernet (no fast NIC)
+    kind = "ib"                    # its fast NICs: ib, roce, efa, ... or ethernet (no fast NIC)
     rate = "200Gb/s"               # of one node, all its fast NICs together, each way
     nodes = ["a[0-3]"]             # host names
     processes = 8                  # on each node, one for each GPU
@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Annotated
 
 from holmes_ext.checks import InRange, check_fields
+from holmes_ext.cluster.kind_keys import check_kind, check_network
 from holmes_ext.cluster.nic import KINDS
 from holmes_ext.cluster.sources.hostlist import expand
 from holmes_ext.cluster.wan import (
@@ -106,8 +107,6 @@ _UPGRADE = (
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 #: Largest number of fast NICs of an emulated node.
 MAX_RAILS = 8
-#: Largest number of characters of NCCL's name of a network.
-_LONGEST_NET = 64
 #: Upper limit of FLOP/s and bytes, which only keeps nonsense out.
 _LARGEST_NUMBER = 1e30
 
@@ -353,15 +352,13 @@ def _read_cluster(table: Table) -> ClusterSpec:
     name = _read_name(table, "name")
     table.path = f"cluster.{name}"  # messages name the table by its path
     kind = table.take("kind", str)
-    if kind not in KINDS:
-        raise HolmesError(f"{table.at('kind')}: {kind!r} is not one of {', '.join(KINDS)}")
+    check_kind(table, kind)
     nodes = _read_nodes(table, name)
     fabric = _read_name(table, "fabric", "ethernet" if kind == "ethernet" else name)
     gpu_flops = _read_positive(table, "gpu_flops")
     gpu_memory_bytes = _read_positive(table, "gpu_memory_bytes")
-    if kind != "ethernet" and fabric == "ethernet":
-        advice = f"name the {kind} fabric otherwise"
-        raise HolmesError(f"{table.at('fabric')}: 'ethernet' is the network of all nodes; {advice}")
+    net = table.take("net", str, "")
+    check_network(table, kind, fabric, net)
     # into() reads the keys that are not given here, and raises for unknown ones.
     cluster = table.into(
         ClusterSpec,
@@ -369,6 +366,7 @@ def _read_cluster(table: Table) -> ClusterSpec:
         kind=kind,
         nodes=nodes,
         fabric=fabric,
+        net=net,
         rate_bps=table.rate("rate", required=fabric != "ethernet"),
         latency_s=latency_of(table, KINDS[kind].latency_s),
         uplink_bps=table.rate("uplink", required=False),
@@ -378,31 +376,11 @@ def _read_cluster(table: Table) -> ClusterSpec:
             link_bps=table.rate("nvlink", required=False),
         ),
     )
-    _check_cluster(cluster, table)
-    return cluster
-
-
-def _check_cluster(cluster: ClusterSpec, table: Table) -> None:
-    """Raise HolmesError if the keys `rails` and `net` of a `[[cluster]]` do not fit its NICs.
-
-    `rails` is the number of fast NICs that `holmes lab` emulates on each node, `net` NCCL's name of
-    their network ("AWS Libfabric"). `table` is the table itself, which shows if a key was given.
-    """
-    if cluster.kind == "ethernet" and "rails" in table.values:
+    if kind == "ethernet" and "rails" in table.values:
         raise HolmesError(
             f"{table.at('rails')}: nodes of kind 'ethernet' have no fast NIC; remove it"
         )
-    if "net" not in table.values:
-        return
-    if cluster.net and cluster.fabric == "ethernet":
-        raise HolmesError(
-            f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it"
-        )
-    # NCCL and its plugins choose such names freely, so only nonsense is rejected.
-    if not cluster.net.isprintable() or not 0 < len(cluster.net) <= _LONGEST_NET:
-        raise HolmesError(
-            f'{table.at("net")}: {cluster.net!r:.80} is not a network of NCCL\'s ("AWS Libfabric")'
-        )
+    return cluster
 
 
 def _read_name(table: Table, key: str, *default: str) -> str:

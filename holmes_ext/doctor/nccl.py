@@ -7,7 +7,8 @@ NICs by environment variables. This module finds what would contradict these set
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,12 +24,15 @@ from holmes_ext.cluster.nccl import (
     network_name,
     variables_of,
 )
+from holmes_ext.cluster.net_plugin import may_carry
+from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.cluster.node_report import NodeReport, nccl_remarks
 from holmes_ext.cluster.resolve import resolve_site
 from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import grouped, some_of
 
 #: Versions that cannot load a network plugin again after their last communicator was closed ("Failed to
 #: initialize any NET plugin"; seen with 2.29.7).
@@ -38,6 +42,19 @@ KEEP_PLUGIN = "NCCL_NET_PLUGIN_REF_COUNT"
 #: Versions that free memory twice if a plugin of API version 10 or older finds no device and NCCL's "IB"
 #: finds none either (src/plugin/net.cc; seen with 2.28.9).
 FREES_TWICE = SpecifierSet(">=2.28,<2.29")
+#: Kind of NIC -> how to get the network plugin of NCCL for it.
+_PLUGIN_ADVICE = {
+    "efa": "install aws-ofi-nccl (AWS's deep learning images have it in /opt/amazon/ofi-nccl), and add the "
+    "folder of its libnccl-net*.so to LD_LIBRARY_PATH or its path to NCCL_NET_PLUGIN",
+    "slingshot": "load the site's module of aws-ofi-nccl, or build it against HPE's libfabric (cxi), and "
+    "add the folder of its libnccl-net*.so to LD_LIBRARY_PATH or its path to NCCL_NET_PLUGIN",
+    "gvnic": "on A3 High and A3 Mega machines, install GPUDirect-TCPX or -TCPXO and add its lib64 folder to "
+    "LD_LIBRARY_PATH; on other machines nothing is wrong",
+}
+_ANY_PLUGIN_ADVICE = (
+    "install the plugin of the NIC's vendor, and add the folder of its libnccl-net*.so to LD_LIBRARY_PATH or "
+    "its path to NCCL_NET_PLUGIN"
+)
 #: Versions whose source was checked: from the first to before the second.
 _FIRST_CHECKED = Version("2.18")
 _FIRST_UNCHECKED = Version("2.31.dev0")
@@ -64,13 +81,20 @@ def installed_nccl() -> InstalledNccl:
     return InstalledNccl("", None)
 
 
-def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_nccl(
+    nccl_of_node: NcclOfNode, environ: Mapping[str, str], nics: Sequence[Nic] = ()
+) -> Iterator[Finding]:
     """Yield findings about the configuration files and network plugins of NCCL on a node.
 
     Args:
         nccl_of_node: NCCL's settings and libraries on the node.
         environ: Environment variables of the node.
+        nics: The NICs of the node.
     """
+    # NICs of a captured /sys belong to another machine, whose plugins are not known here.
+    is_captured = bool(environ.get("HOLMES_SYSFS")) and not environ.get("HOLMES_LAB_NODE")
+    yield from _check_plugin_nics(nccl_of_node, nics, is_captured)
+    yield from _check_iwarp(nics)
     if nccl_of_node.forced_net:
         yield problem(
             nccl_of_node.forced_in,
@@ -96,14 +120,7 @@ def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator
                 mend="take the line out of the file unless it is meant so",
             )
     if nccl_of_node.plugin:
-        yield note(
-            nccl_of_node.plugin,
-            what="NCCL would load this network plugin",
-            why='holmes asks for "IB" and "Socket" by name, which bypasses it',
-            mend='to use it give its fabric a net = "NAME" in cluster.toml (NCCL_DEBUG=INFO tells: '
-            'Using network NAME), or net = "auto"; a SHARP (CollNet) of the plugin is then used '
-            "again, too",
-        )
+        yield _note_on_plugin(nccl_of_node, nics)
         _, version = installed_nccl()
         is_kept = environ.get(KEEP_PLUGIN, "0") != "0"
         if version is not None and version in FORGETS_PLUGINS and not is_kept:
@@ -121,6 +138,92 @@ def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator
                 why='free(): double free, in a job without holmes or with net = "auto"',
                 mend="export NCCL_NET_PLUGIN=none on nodes without RDMA, or take another NCCL",
             )
+
+
+def _note_on_plugin(nccl_of_node: NcclOfNode, nics: Sequence[Nic]) -> Finding:
+    """Return a note about the network plugin that NCCL would load.
+
+    Args:
+        nccl_of_node: NCCL's settings and libraries on the node.
+        nics: The NICs of the node.
+    """
+    network = nccl_of_node.request_name
+    named = f" (network {network!r})" if network else ""
+    what = f"NCCL would load this network plugin{named}"
+    kinds = [nic.plugin_kind or nic.kind for nic in nics if nic.usable]
+    users = [
+        kind
+        for kind in dict.fromkeys(kinds)
+        if KINDS[kind].plugin and may_carry(nccl_of_node.network, kind)
+    ]
+    if users:
+        return note(
+            nccl_of_node.plugin,
+            what=what,
+            why=f"groups on a fabric of kind {' or '.join(users)} request this network by name, all others "
+            '"IB" or "Socket"',
+            mend="nothing to do; the plugin must be the same on all nodes of the fabric",
+        )
+    name = network or "NAME"
+    find_name = "" if network else " (NCCL_DEBUG=INFO prints: Using network NAME)"
+    return note(
+        nccl_of_node.plugin,
+        what=what,
+        why='holmes requests "IB" and "Socket" by name, which bypasses it',
+        mend=f'to use it, write net = "{name}"{find_name} into the cluster of its NICs in cluster.toml, with '
+        f'kind = "plugin" if they are neither ib nor roce, or export NCCL_NET={shlex.quote(name)} on all '
+        "nodes; a SHARP (CollNet) of the plugin is then used again, too",
+    )
+
+
+def _check_plugin_nics(
+    nccl_of_node: NcclOfNode, nics: Sequence[Nic], is_captured: bool
+) -> Iterator[Finding]:
+    """Yield a finding for each kind of NIC that needs a network plugin of NCCL, if it is missing.
+
+    Args:
+        nccl_of_node: NCCL's settings and libraries on the node.
+        nics: The NICs of the node.
+        is_captured: Whether the NICs are those of another machine than this one.
+    """
+    nics_of_kind = grouped((nic.plugin_kind or nic.kind, nic) for nic in nics if nic.usable)
+    for kind, group in nics_of_kind.items():
+        if KINDS[kind].verbs or not KINDS[kind].plugin:
+            continue
+        reason = nccl_of_node.plugin_problem or "no network plugin of NCCL is installed"
+        if nccl_of_node.has_plugin:
+            if may_carry(nccl_of_node.network, kind):
+                continue
+            reason = (
+                f"{nccl_of_node.plugin} provides {nccl_of_node.network!r}, which does not use them"
+            )
+        advice = _PLUGIN_ADVICE.get(kind, _ANY_PLUGIN_ADVICE)
+        if is_captured:
+            advice = f"run `holmes doctor` on the node itself; if it says the same there, {advice}"
+        # The NICs of every virtual machine of Google Cloud are gVNIC; few machines have the plugin.
+        make = note if kind == "gvnic" or is_captured else problem
+        yield make(
+            some_of(nic.name for nic in group),
+            what=f"{KINDS[kind].title}: NCCL needs a network plugin for these NICs, and {reason}",
+            why="all NCCL groups of this node go over TCP sockets",
+            mend=advice,
+        )
+
+
+def _check_iwarp(nics: Sequence[Nic]) -> Iterator[Finding]:
+    """Yield a note about iWARP ports, which NCCL finds and cannot use."""
+    names = [nic.name for nic in nics if nic.kind == "iwarp"]
+    if not names:
+        return
+    devices = ",".join(name.partition(":")[0] for name in names)
+    yield note(
+        some_of(names),
+        what='iWARP: NCCL lists these ports as devices of its "IB" network and cannot connect over them',
+        why="NCCL connects queue pairs itself (ibv_modify_qp), and iWARP needs librdmacm for that; holmes "
+        "requests sockets for these NICs",
+        mend=f"nothing to do under holmes; for a job without it: export NCCL_IB_HCA=^{devices}, or switch "
+        "the NIC to RoCE v2 if it can (irdma: devlink's enable_roce, or the module option roce_ena=1)",
+    )
 
 
 def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, str]) -> list[str]:
@@ -153,7 +256,7 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
     for port in site_node.ports:
         fabric = site.fabric_by_name[port.fabric]
         if port.fabric != ETHERNET and (not port.hcas or port.no_verbs or not port.usable):
-            continue  # NCCL cannot use RDMA on this fabric, so its groups go over Ethernet
+            continue  # NCCL cannot use the NICs of this fabric, so its groups go over Ethernet
         network = network_name(fabric)  # NCCL's network, such as "IB" or "Socket"; "" for any
         choice = f"network {network!r}" if network else "NCCL chooses"
         lines.append(f"groups on {fabric.name} ({fabric.kind}): {choice}")

@@ -90,10 +90,11 @@ def check_machine(nics: Sequence[Nic], kind: str = "", live: bool = True) -> Ite
             why="a job here would train on the CPU",
             mend="look at the nodes that train; on a login node or a laptop nothing is wrong",
         )
-    if kind != "ethernet" and not any(nic.fast for nic in nics):
+    if kind != "ethernet" and not any(nic.fast or nic.plugin_kind for nic in nics):
         yield note(
             "NICs",
-            what="none is InfiniBand or RoCE",
+            what="none is InfiniBand or RoCE, and none is of a kind that a network plugin of NCCL uses (EFA, "
+            "Slingshot, gVNIC, Omni-Path)",
             why="every process group of this node would go over Ethernet",
             mend="right for a cluster of kind ethernet; else `lspci | grep -i mell` and `holmes discover` "
             "say what is there, and whether its RDMA driver is loaded",
@@ -216,10 +217,10 @@ def _check_gid_indices(nics: Sequence[Nic]) -> Iterator[Finding]:
 def _check_modules(nics: Sequence[Nic]) -> Iterator[Finding]:
     """Yield findings about NICs that can do RDMA and whose kernel module for it is not loaded.
 
-    A node that has an InfiniBand or RoCE port is not checked: its other NICs may be meant for
-    Ethernet only.
+    A node that has an RDMA port of any kind is not checked: its other NICs may be meant for Ethernet
+    only.
     """
-    if any(nic.fast for nic in nics):
+    if any(nic.kind != "ethernet" for nic in nics):
         return
     # Kernel module -> names of the NICs that need it. `rdma` of an Ethernet NIC names the RoCE port
     # of the same hardware; "" if the kernel shows none.
@@ -293,6 +294,8 @@ def rdma_limits(nics: Iterable[Nic]) -> Iterator[Finding]:
             why="RDMA registers its buffers as locked memory: ibv_reg_mr fails with ENOMEM",
             mend="`ulimit -l unlimited` (docker: --ulimit memlock=-1) for the job's user",
         )
+    if not any(KINDS[nic.kind].verbs and nic.up for nic in nics):
+        return
     # check_variables() has a finding of its own about NCCL_IB_DISABLE.
     environ = {name: value for name, value in os.environ.items() if name != "NCCL_IB_DISABLE"}
     reason = why_no_verbs(environ)

@@ -175,6 +175,12 @@ _FACTS = (
         make=problem,
     ),
     _Fact(
+        what="network of NCCL's plugin",
+        value_of=lambda check: check.node.nccl.network if check.node.nccl.has_plugin else "",
+        why="groups with a node that lacks the plugin go over Ethernet, and two networks cannot connect",
+        mend="install the same plugin on all nodes (libnccl-net*.so on LD_LIBRARY_PATH, NCCL_NET_PLUGIN)",
+    ),
+    _Fact(
         what="names of the fast NICs",
         value_of=lambda check: " ".join(nic.name for nic in _fast_nics(check)),
         why="holmes handles this; an NCCL_IB_HCA of your own would fit only some nodes (NVIDIA/nccl#1277)",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from holmes_ext.cluster.nccl import SHARED
-from holmes_ext.cluster.nic import Nic
+from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.options import names, variables
 from holmes_ext.options import variable as variable_of_flag
@@ -63,7 +63,8 @@ def check_variables(environ: Mapping[str, str], nics: Sequence[Nic]) -> Iterator
     roce_nics = [nic for nic in nics if nic.kind == "roce" and nic.usable]
     yield from _check_hcas(environ.get("NCCL_IB_HCA", ""), fast_nics)
     yield from _check_gid_index(environ.get("NCCL_IB_GID_INDEX", ""), roce_nics)
-    yield from _check_switches(environ, [nic.name for nic in fast_nics if nic.usable])
+    verbs_nics = [nic.name for nic in fast_nics if nic.usable and KINDS[nic.kind].verbs]
+    yield from _check_switches(environ, verbs_nics)
     yield from _check_names(environ)
 
 
@@ -217,8 +218,9 @@ def _check_switches(environ: Mapping[str, str], rdma_nics: Sequence[str]) -> Ite
         yield note(
             "NCCL_NET",
             what=f"{environ['NCCL_NET']!r} is set",
-            why="it overrides the network of every group; holmes unsets it with a warning",
-            mend="unset NCCL_NET",
+            why="it overrides the network of every group, so holmes unsets it with a warning; if it names "
+            "the installed plugin's network, groups on the plugin's NICs request that network by name",
+            mend="nothing to do; the settings below these findings show the network of each group",
         )
     if environ.get(SHARED, "0") != "0":
         yield note(

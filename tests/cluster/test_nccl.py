@@ -4,14 +4,12 @@ import os
 
 import pytest
 
-from holmes_ext.cluster import nccl
+from holmes_ext.cluster import net_plugin
 from holmes_ext.cluster.nccl import (
-    NcclOfNode,
     file_settings,
-    nccl_of_node,
-    net_plugin,
     why_no_verbs,
 )
+from holmes_ext.cluster.net_plugin import nccl_of_node
 from holmes_ext.cluster.nic import Nic
 
 IB = Nic(kind="ib", device="mlx5_0", port=1, state="up", state_text="ACTIVE")
@@ -48,9 +46,9 @@ def test_files_set_what_the_environment_lacks_and_the_first_wins(files, tmp_path
 def test_a_forced_network_is_found_although_the_variable_is_set(files, tmp_path):
     """Holmes unsets the variable, and NCCL then sets it again from the file."""
     environ = files("etc", "NCCL_NET=IB\n")
-    assert nccl_of_node({**environ, "NCCL_NET": "Socket"}, ()) == NcclOfNode(
-        "", "IB", str(tmp_path / "etc")
-    )
+    node = nccl_of_node({**environ, "NCCL_NET": "Socket"}, ())
+    assert (node.forced_net, node.forced_in) == ("IB", str(tmp_path / "etc"))
+    assert node.requested_net == "Socket"
 
 
 def test_verbs_need_a_device_a_library_and_no_veto(files, tmp_path):
@@ -73,29 +71,11 @@ def test_verbs_need_a_device_a_library_and_no_veto(files, tmp_path):
 
 
 def test_a_node_without_fast_nics_says_nothing_of_verbs(files, monkeypatch):
-    monkeypatch.setattr(nccl, "why_no_verbs", lambda environ: "none")
+    monkeypatch.setattr(net_plugin, "why_no_verbs", lambda environ: "none")
     environ = files("etc", "")
     assert (
         nccl_of_node(environ, ()).no_verbs == "" and nccl_of_node(environ, (IB,)).no_verbs == "none"
     )
-
-
-def test_a_network_plugin_is_found_as_nccl_would(files, tmp_path):
-    environ = files("etc", "")
-    (tmp_path / "libnccl-net.so").write_text("")
-    (tmp_path / "libnccl-net-ofi.so").write_text("")
-    environ["LD_LIBRARY_PATH"] = f"/nowhere:{tmp_path}"
-    for asked, found in (
-        (None, "libnccl-net.so"),
-        ("ofi", "libnccl-net-ofi.so"),
-        ("spcx,ofi", "libnccl-net-ofi.so"),
-        (str(tmp_path / "libnccl-net.so"), "libnccl-net.so"),
-        ("none", ""),
-        ("", ""),
-        ("spcx", ""),
-    ):
-        given = environ if asked is None else {**environ, "NCCL_NET_PLUGIN": asked}
-        assert net_plugin(given) == (str(tmp_path / found) if found else "")
 
 
 def test_the_labs_own_plugin_is_what_answers_to_ib(files, tmp_path):

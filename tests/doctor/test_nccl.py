@@ -117,3 +117,56 @@ def test_what_a_version_makes_of_a_plugin(monkeypatch, no_files, version, enviro
     monkeypatch.setattr(nccl, "installed_nccl", lambda: ("nccl", Version(version)))
     found = list(nccl.check_nccl(NcclOfNode("", "", "", "/opt/libnccl-net.so"), environ))
     assert sum(version in one.what for one in found) == told, found
+
+
+EFA = Nic(kind="efa", device="rdmap64s0", port=1, state="up", state_text="ACTIVE")
+HSN = replace(ETHERNET, device="hsn0", netdevs=("hsn0",), driver="cxi_ss1")
+GVE = replace(ETHERNET, device="eth1", netdevs=("eth1",), driver="gve")
+NO_PLUGIN = NcclOfNode(plugin_problem="no libnccl-net.so is on LD_LIBRARY_PATH")
+OFI = NcclOfNode(plugin="/opt/libnccl-net.so", network="Libfabric")
+
+
+@pytest.mark.parametrize(
+    "nic, title, level",
+    [(EFA, "EFA (AWS)", "problem"), (HSN, "Slingshot (HPE)", "problem"), (GVE, "gVNIC", "note")],
+)
+def test_nics_without_their_plugin_are_named_with_what_to_install(nic, title, level):
+    """On Google Cloud every NIC is gVNIC, and few machines have a plugin for it."""
+    (finding,) = nccl.check_nccl(NO_PLUGIN, {}, [nic, ETHERNET])
+    assert (finding.level, finding.about) == (level, nic.name)
+    assert finding.what.startswith(title) and "no libnccl-net.so" in finding.what
+    assert "LD_LIBRARY_PATH" in finding.mend
+    # Another machine's plugins are not known.
+    (finding,) = nccl.check_nccl(NO_PLUGIN, {"HOLMES_SYSFS": "/tree"}, [nic, ETHERNET])
+    assert finding.level == "note" and "on the node itself" in finding.mend
+
+
+def test_another_networks_plugin_does_not_use_efa():
+    problem, *_ = nccl.check_nccl(replace(OFI, network="gIB"), {}, [EFA])
+    assert "/opt/libnccl-net.so provides 'gIB', which does not use them" in problem.what
+
+
+def test_a_healthy_node_of_aws_has_no_problem():
+    (finding,) = nccl.check_nccl(OFI, {}, [EFA, ETHERNET])
+    assert finding.level == "note" and "network 'Libfabric'" in finding.what
+    assert "of kind efa request this network by name" in finding.why
+
+
+def test_advice_on_a_plugin_that_is_bypassed_names_its_network():
+    (finding,) = nccl.check_nccl(replace(OFI, network="gIB"), {}, [ROCE, ETHERNET])
+    assert 'net = "gIB"' in finding.mend and "export NCCL_NET=gIB" in finding.mend
+
+
+def test_iwarp_is_named_with_the_setting_for_jobs_without_holmes():
+    iwarp = replace(EFA, kind="iwarp", device="iwp23s0f0", skipped="iWARP")
+    (finding,) = nccl.check_nccl(NcclOfNode(), {}, [iwarp, ETHERNET])
+    assert finding.level == "note" and "cannot connect" in finding.what
+    assert "NCCL_IB_HCA=^iwp23s0f0" in finding.mend
+
+
+def test_the_network_of_efa_is_the_plugins():
+    node = NodeReport("a0", "id", "eth0", (EFA, ETHERNET), nccl=OFI)
+    spec = parse_spec(clusters.toml("a efa 400Gb/s a0"), "c.toml")
+    for lines in (nccl.handed_over(node, None, {}), nccl.handed_over(node, spec, {})):
+        assert any(line.endswith("(efa): network 'Libfabric'") for line in lines)
+        assert not any("NCCL_IB_HCA" in line for line in lines)

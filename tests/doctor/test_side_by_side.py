@@ -7,6 +7,7 @@ import clusters
 import pytest
 from nics import ETHERNET, IB, ROCE
 
+from holmes_ext.cluster.nccl import NcclOfNode
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.doctor.finding import note
 from holmes_ext.doctor.side_by_side import NodeCheck, compare, load_check
@@ -30,6 +31,19 @@ def texts(findings):
 
 def test_alike_nodes_have_no_findings():
     assert compare(healthy(), SPEC) == [] and compare(healthy(), None) == []
+
+
+def test_a_node_without_the_plugin_of_the_others_is_named():
+    checks = [check(f"a{n}", replace(IB, kind="efa", subnet_prefix=""), ETHERNET) for n in range(3)]
+    for number, one in enumerate(checks):
+        nccl = NcclOfNode(plugin="/opt/libnccl-net.so", network="Libfabric")
+        if number == 1:
+            nccl = NcclOfNode(plugin_problem="no libnccl-net.so is on LD_LIBRARY_PATH")
+        checks[number] = replace(one, node=replace(one.node, nccl=nccl))
+    described = clusters.spec("a efa 200Gb/s a[0-2]", ethernet="25Gb/s")
+    for spec in (described, None):
+        (text,) = texts(compare(checks, spec))
+        assert text.endswith(": network of NCCL's plugin: Libfabric on most, but a1 none")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from holmes_ext.cluster.nic import KINDS
+from holmes_ext.cluster.nic import CLUSTER_KINDS
 from holmes_ext.cluster.sources import slurm, write
 from holmes_ext.cluster.sources.found import (
     FoundCluster,
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=KIND",
-        help=f"kind of cluster NAME's fast NICs, if it cannot be detected: {', '.join(KINDS)}",
+        help=f"kind of cluster NAME's fast NICs, if it cannot be detected: {', '.join(CLUSTER_KINDS)}",
     )
     add(
         "--partition",
@@ -236,7 +236,9 @@ def _ask_for_missing_values(clusters: Sequence[FoundCluster]) -> list[FoundClust
         kind = cluster.kind
         if not kind:
             nodes = folded(cluster.nodes)
-            question = f"cluster {cluster.name} ({nodes:.60}): its fast NICs ({', '.join(KINDS)})"
+            question = (
+                f"cluster {cluster.name} ({nodes:.60}): its fast NICs ({', '.join(CLUSTER_KINDS)})"
+            )
             kind = kinds[cluster.name] = _ask(question, _parse_kind_of_user)
         if kind != _ETHERNET and not cluster.rate_bps:
             nics = f"all its {kind} NICs together"
@@ -251,8 +253,8 @@ def _parse_rate_of_user(text: str) -> int:
 
 def _parse_kind_of_user(text: str) -> str:
     """Return a kind of NIC that the user typed, or raise HolmesError if there is no such kind."""
-    if text not in KINDS:
-        raise HolmesError(f"{text!r:.40} is not one of {', '.join(KINDS)}")
+    if text not in CLUSTER_KINDS:
+        raise HolmesError(f"{text!r:.40} is not one of {', '.join(CLUSTER_KINDS)}")
     return text
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from holmes_ext.cluster.nic import KINDS
+from holmes_ext.cluster.nic import CLUSTER_KINDS, KINDS
 from holmes_ext.cluster.spec import KNOWN_GPUS
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import some_of
@@ -225,9 +225,9 @@ def completed(
                 f"no cluster {name!r} was found; there are {some_of(names) or 'no new ones'}"
             )
     for name, kind in kinds.items():
-        if kind not in KINDS:
+        if kind not in CLUSTER_KINDS:
             raise HolmesError(
-                f"kind of cluster {name!r}: {kind!r} is not one of {', '.join(KINDS)}"
+                f"kind of cluster {name!r}: {kind!r} is not one of {', '.join(CLUSTER_KINDS)}"
             )
     full = [
         replace(

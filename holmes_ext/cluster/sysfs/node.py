@@ -41,7 +41,9 @@ from holmes_ext.errors import HolmesError
 
 
 def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> tuple[Nic, ...]:
-    """Return all NIC ports of a tree: InfiniBand, then RoCE, then Ethernet, each sorted by name.
+    """Return all NIC ports of a tree in the order of KINDS: InfiniBand first, Ethernet last.
+
+    Ports of one kind are sorted by name.
 
     If a captured tree has no file with IP addresses, those of RoCE ports come from their GIDs. GIDs
     have no prefix length, so these addresses get /32 or /128. A shorter prefix could wrongly put
@@ -66,7 +68,7 @@ def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> 
     rdma_ports = _read_rdma_ports(tree, devices, addresses)
     port_of_netdev: dict[str, Nic] = {}  # network device -> its RoCE port
     for port in rdma_ports:
-        if port.kind == "roce":
+        if port.fast and not KINDS[port.kind].infiniband:
             for netdev in port.netdevs:
                 port_of_netdev.setdefault(netdev, port)
     ethernet = [
@@ -83,7 +85,7 @@ def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> 
 def _read_rdma_ports(
     tree: Tree, devices: dict[str, NetDevice], addresses: Addresses | None
 ) -> list[Nic]:
-    """Return the InfiniBand and RoCE ports of a tree with their IP addresses.
+    """Return the RDMA ports of a tree with their IP addresses.
 
     Args:
         tree: The /sys tree.
@@ -146,14 +148,14 @@ def _with_addresses(port: Nic, addresses: Addresses | None, devices: dict[str, N
     # network devices cannot be read: none were captured, or the devices are in another network
     # namespace (a container). Otherwise a port without an address has really none.
     is_unreadable = addresses is None or not netdevs
-    if not port_addresses and port.kind == "roce" and is_unreadable:
+    if not port_addresses and port.kind in ("roce", "erdma") and is_unreadable:
         port_addresses = _gid_addresses(port)
     return replace(
         port,
         netdevs=netdevs,
         addresses=tuple(dict.fromkeys(port_addresses)),
         mtu=devices[netdevs[0]].mtu if netdevs else 0,
-        skipped=reason_by_name(port.device, *netdevs),
+        skipped=port.skipped or reason_by_name(port.device, *netdevs),
     )
 
 

@@ -1,4 +1,4 @@
-"""Reader of class/infiniband: the InfiniBand and RoCE ports of a /sys tree.
+"""Reader of class/infiniband: the RDMA ports of a /sys tree (InfiniBand, RoCE, EFA, Omni-Path, ...).
 
 Layout: drivers/infiniband/core/sysfs.c of Linux and
 Documentation/ABI/stable/sysfs-class-infiniband.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from holmes_ext.cluster.nic import GID, KINDS, Gid, Nic
@@ -42,8 +43,20 @@ _GID_TYPES = {
 }
 #: Link layer in /sys -> kind of NIC.
 _KINDS = {kind.layer: name for name, kind in KINDS.items() if kind.layer and not kind.driver}
-#: Kernel driver -> kind of NIC, for kinds that have the link layer of another kind.
-_KINDS_BY_DRIVER = {kind.driver: name for name, kind in KINDS.items() if kind.driver}
+#: Pattern of kernel drivers -> kind of NIC, for kinds that the link layer does not show.
+_KINDS_BY_DRIVER = {
+    driver: name
+    for name, kind in KINDS.items()
+    for driver in (kind.driver, kind.netdev_driver)
+    if driver
+}
+#: Beginnings of `node_type` for an adapter ("1: CA", a channel adapter), for iWARP ("4: RNIC"), and for
+#: devices that are no adapters: "2: switch", "3: router".
+_ADAPTER, _IWARP, _NO_ADAPTER = "1:", "4:", ("2:", "3:")
+#: Reason not to use an iWARP port. NCCL lists it as a device of its "IB" network, since it is an active
+#: port with the link layer Ethernet, and then fails to connect: src/transport/net_ib/ moves the queue
+#: pairs to RTR itself (ibv_modify_qp), and those of iWARP are connected by librdmacm only.
+NO_IWARP = "iWARP: NCCL cannot connect over it and uses the network device"
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 #: Characters of the upper half of a GID, the subnet prefix: four groups of four digits.
 _PREFIX_LENGTH = 19
@@ -51,12 +64,12 @@ _LAST_PORT = 255
 
 
 def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...]:
-    """Return the InfiniBand and RoCE ports of a /sys tree, without IP addresses.
+    """Return the RDMA ports of a /sys tree, without IP addresses.
 
-    iWARP ports ("4: RNIC") and those of vendor fabrics (link layer "Unspecified" or "Unknown") are
-    left out. The IB transport of the collective libraries does not support them, and their network
-    devices count as Ethernet. The Nic of a virtual function has the PCI address of its physical
-    function in `parent`.
+    A port has the kind of its kernel driver, or else of its link layer. A port with neither has the
+    kind "plugin": only a network plugin of NCCL may be able to use it. The Nic of an iWARP port has
+    the reason not to use it in `skipped`, that of a virtual function has the PCI address of its
+    physical function in `parent`.
 
     Args:
         tree: The /sys tree.
@@ -70,7 +83,6 @@ def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...
         path = f"class/infiniband/{hca}"
         tree.resolve(path)  # raises if the link points to nothing
         node_type = tree.text(f"{path}/node_type") or "1: CA"
-        is_channel_adapter = node_type.startswith("1:")  # and not iWARP
         ports = tree.names(f"{path}/ports")
         for port in sorted(ports, key=_numeric_order):
             if not re.fullmatch("[0-9]{1,3}", port, re.ASCII) or int(port) > _LAST_PORT:
@@ -80,9 +92,32 @@ def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...
                 raise tree.error(
                     f"{path}/ports/{port}/link_layer", f"{layer!a:.80} is not {' or '.join(_KINDS)}"
                 )
-            if layer in _KINDS and is_channel_adapter and int(port) > 0:
-                nics.append(_read_port(tree, hca, int(port), len(ports), _KINDS[layer], devices))
+            if int(port) > 0 and not node_type.startswith(_NO_ADAPTER):
+                kind = _kind_by_layer(node_type, layer)
+                nics.append(_read_port(tree, hca, int(port), len(ports), kind, devices))
     return tuple(nics)
+
+
+def _kind_by_layer(node_type: str, layer: str) -> str:
+    """Return the kind of a port whose kernel driver does not show it.
+
+    Args:
+        node_type: Text in the file of that name, such as "1: CA".
+        layer: Link layer of the port.
+    """
+    if node_type.startswith(_IWARP):
+        return "iwarp"
+    if node_type.startswith(_ADAPTER) and layer in _KINDS:
+        return _KINDS[layer]
+    return "plugin"
+
+
+def _kind_by_driver(driver: str) -> str:
+    """Return the kind of NIC that a kernel driver is for, "" if it is for several."""
+    for pattern, kind in _KINDS_BY_DRIVER.items():
+        if fnmatchcase(driver, pattern):
+            return kind
+    return ""
 
 
 def _numeric_order(number: str) -> tuple[int, str]:
@@ -100,7 +135,7 @@ def _read_port(
         hca: Name of the HCA.
         port: Number of the port, from 1.
         port_count: Number of ports of the HCA.
-        kind: Kind of NIC with the port's link layer.
+        kind: Kind of NIC if the kernel driver does not show it.
         devices: All network devices by name.
 
     Raises:
@@ -110,7 +145,7 @@ def _read_port(
     path = f"{hca_path}/ports/{port}"
     is_physical = "device" in tree.names(hca_path)  # soft-RoCE has no device
     hardware = read_hardware(tree, hca_path) if is_physical else Hardware()
-    kind = _KINDS_BY_DRIVER.get(hardware.driver, kind)
+    kind = _kind_by_driver(hardware.driver) or kind
     state = _read_state(tree, path)
     has_link = state.physical == "LinkUp" or state.logical == "ACTIVE"
     gids = _read_gids(tree, path, kind)
@@ -141,6 +176,7 @@ def _read_port(
         lid=_read_lid(tree, f"{path}/lid", kind),
         sm_lid=_read_lid(tree, f"{path}/sm_lid", kind),
         members=tuple(members),
+        skipped=NO_IWARP if kind == "iwarp" else "",
     )
 
 

@@ -1,10 +1,10 @@
 """Tells gloo and NCCL which network a new process group must use, as the plan has decided.
 
     gloo   uses the interface that the environment variable GLOO_SOCKET_IFNAME names when the group is made.
-    NCCL   uses the network that config.net_name in the group's options names: "IB" (InfiniBand or RoCE) or
-           "Socket" (Ethernet). Environment variables say which NICs these names mean (NCCL_IB_HCA,
-           NCCL_SOCKET_IFNAME). NCCL reads them once, so node_environment() sets them before the first
-           communicator of the process.
+    NCCL   uses the network that config.net_name in the group's options names: "IB" (InfiniBand or RoCE),
+           "Socket" (Ethernet) or that of a network plugin ("Libfabric"). Environment variables say which NICs
+           "IB" and "Socket" mean (NCCL_IB_HCA, NCCL_SOCKET_IFNAME). NCCL reads them once, so
+           node_environment() sets them before the first communicator of the process.
 
 A communicator cannot use RDMA and sockets at the same time (NVIDIA/nccl#878), so the whole group has one
 network.
@@ -13,12 +13,13 @@ network.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from holmes_ext.cluster.fabric import is_same_network
 from holmes_ext.cluster.nccl import SHARED, file_settings, network_name, variables_of
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.traffic import LOCAL
@@ -221,7 +222,7 @@ def refuse_forced(transport: Transport, forced_nets: Mapping[str, str]) -> None:
         HolmesError: names the file and the line to delete.
     """
     for net, file in forced_nets.items():
-        if transport.net_name and net.lower() != transport.net_name.lower():
+        if transport.net_name and not is_same_network(net, transport.net_name):
             raise HolmesError(
                 f"NCCL_NET={net} in {file} overrides the network of every group, and a group on "
                 f"{transport.fabric} is planned over {transport.net_name}; take the line out of the file"
@@ -248,7 +249,9 @@ def _copy_settings(source: Any, target: Any, skip: frozenset[str] | set[str] = f
             continue
 
 
-def node_environment(node: Node, environ: MutableMapping[str, str]) -> list[str]:
+def node_environment(
+    node: Node, environ: MutableMapping[str, str], fabrics: Sequence[Fabric] = ()
+) -> list[str]:
     """Set NCCL's HCAs, GID index and socket interface for this node in `environ`.
 
     Variables that the user has set stay. Two variables are unset:
@@ -261,6 +264,7 @@ def node_environment(node: Node, environ: MutableMapping[str, str]) -> list[str]
     Args:
         node: This node.
         environ: Environment variables of this process, which are changed.
+        fabrics: Networks of the job, to say which of them the user's NCCL_NET means.
 
     Returns:
         A message for each variable that the user has set, or that was unset.
@@ -282,9 +286,7 @@ def node_environment(node: Node, environ: MutableMapping[str, str]) -> list[str]
             f"{GLOO_VARIABLE}={environ[GLOO_VARIABLE]} was set by you and stays: every gloo group uses it"
         )
     if environ.get("NCCL_NET"):
-        lines.append(
-            f"NCCL_NET={environ['NCCL_NET']} is unset: it would override the network chosen for each group"
-        )
+        lines.append(_unset_net_message(environ["NCCL_NET"], node, fabrics))
         del environ["NCCL_NET"]
     # SHARED is NCCL_COMM_SPLIT_SHARE_RESOURCES.
     if environ.get(SHARED, "0") != "0" and len(node.ports) > 1:
@@ -292,3 +294,21 @@ def node_environment(node: Node, environ: MutableMapping[str, str]) -> list[str]
         lines.append(f"{SHARED}={environ[SHARED]} is unset: {reason}")
         del environ[SHARED]
     return lines
+
+
+def _unset_net_message(requested: str, node: Node, fabrics: Sequence[Fabric]) -> str:
+    """Return the message that NCCL_NET is unset, and which groups request its network by name.
+
+    Args:
+        requested: Value of NCCL_NET, the network of NCCL that the user wants for every group.
+        node: This node.
+        fabrics: Networks of the job.
+    """
+    message = f"NCCL_NET={requested} is unset: it would override the network chosen for each group"
+    usable_fabrics = {port.fabric for port in node.ports if not port.no_verbs}
+    matching = []
+    for fabric in fabrics:
+        name = network_name(fabric)
+        if fabric.name in usable_fabrics and name and is_same_network(name, requested):
+            matching.append(f"groups on {fabric.name} request {name!r} by name")
+    return f"{message}; {'; '.join(matching) or 'no group of this node uses it'}"

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.addresses import read_limits, shortfalls, sockets
 from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.plugin_fabrics import plugins_of
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.traffic import NETWORK_APIS
 from holmes_ext.runtime.deadline import Deadline
@@ -341,8 +342,7 @@ def _collect_results(store: Any, prefix: str, plan: Plan, deadline: Deadline) ->
     missing = [node for node in plan.nodes if node not in results]
     if not missing:
         return [results[node] for node in plan.nodes]
-
-    # A node that has not even stored its ports delays its neighbours: it is the cause, so it is named.
+    # A node that has not even stored its ports delays its neighbours, so it is named.
     without_ports = [node for node in missing if not store.check([f"{prefix}/ports/{node}"])]
     node = without_ports[0] if without_ports else missing[0]
     rank = plan.first_rank(node)
@@ -373,7 +373,7 @@ def decide(
     Raises:
         HolmesError: Ethernet failed, or a fast network and the user forbids a fallback.
     """
-    lines = _untested_fabrics(site, pairs)
+    lines = [*_untested_fabrics(site, pairs), *plugins_of(site, [pair.fabric for pair in pairs])]
     warnings = [result.tcp_warning for result in results if result.tcp_warning]
     if warnings:  # one line is enough: nodes usually have the same settings
         count = f" ({len(warnings)} nodes are short of it)" if len(warnings) > 1 else ""
@@ -382,7 +382,6 @@ def decide(
     failures = [attempt for attempt in attempts if attempt.error]
     if not failures:
         return {"faults": [], "lines": lines}
-
     pair_of = {(pair.fabric, pair.first, pair.second): pair for pair in pairs}
     descriptions = {}  # failure -> its description
     for failure in failures:
@@ -495,6 +494,6 @@ def _untested_fabrics(site: Site, pairs: Iterable[NeighbourPair]) -> list[str]:
             others = f", and {more} more {'nodes have' if more > 1 else 'node has'} none"
         lines.append(
             f"preflight: not tried on {fabric}: {node} ({port_name}) has no IP address there{others}; "
-            "the ports are up, no more is known"
+            f"the ports are up, no more is known"
         )
     return lines

@@ -23,6 +23,7 @@ from holmes_ext.cluster.node_report import (
     node_name,
     report_node,
 )
+from holmes_ext.cluster.plugin_fabrics import without_plugin
 from holmes_ext.cluster.resolve import (
     apart_by_subnet,
     slower_than_declared,
@@ -147,7 +148,7 @@ def start(
     )
     current.forced_nets = verdict["forced_nets"]
     session.set_active(current)
-    return current, [*lines, *node_environment(current.node, environ)]
+    return current, [*lines, *node_environment(current.node, environ, site.fabrics)]
 
 
 def _open_store(
@@ -191,6 +192,9 @@ def _make_verdict(request: JobRequest, nodes: list[NodeReport]) -> dict[str, Any
         lines for the user. "forced_nets": name of a NCCL network -> the file that forces it.
     """
     site, plan = request.make_plan(nodes)
+    if request.options.fallback == "fail":
+        for line in without_plugin(site):
+            raise HolmesError(f"{line}; mend that, or use --holmes-fallback ethernet to avoid it")
     forced_nets = {}
     for node in nodes:
         if node.nccl.forced_net:

@@ -26,7 +26,7 @@ class Communicator:
     #: The job's rank of each member; None for a member whose process wrote no record, so that its
     #: rank is unknown.
     ranks: tuple[int | None, ...]
-    network: str  # as NCCL calls it: "Socket" or "IB"
+    network: str  # as NCCL calls it: "Socket", "IB" or the name of a plugin's network
     group: str  # name of the process group that the program gave it
 
 
@@ -36,7 +36,7 @@ def read(directory: Path) -> list[Communicator]:
     Each rank writes two kinds of records:
 
         a communicator is made    {"communicator": its name, "self": this process, "members": processes,
-                                  "network": NCCL's transport between nodes, "Socket" or "IB",
+                                  "network": NCCL's transport between nodes, such as "Socket",
                                   "group": name of the process group, or ""}
         its group gets a name     {"communicator", "group"}
 
@@ -168,8 +168,8 @@ def group_networks(
 
 
 def _nics(network: str, nodes: Sequence[LabNode]) -> tuple[str, ...]:
-    """Return the names of the nodes' NICs that belong to NCCL's network "IB" or "Socket"."""
-    uses_rdma = network == "IB"
+    """Return the names of the nodes' NICs that belong to a network of NCCL: "Socket", "IB", a plugin's."""
+    uses_rdma = network != "Socket"
     names = set()
     for node in nodes:
         for nic in node.nics:

@@ -35,6 +35,11 @@ _LANE_GBPS = {
 _PCI_IDENTIFIERS = {"vendor": "0x15b3", "device": "0x101b", "class": "0x020000"}
 _HCA_TYPE = "MT4123"  # part number of ConnectX-6 that its driver shows
 _FIRMWARE = "20.31.1014"  # a released firmware of it
+#: Pattern of kernel drivers in KINDS -> driver of an emulated NIC. Kinds without a driver have _DRIVER.
+_DRIVER_OF_PATTERN = {"hfi[12]": "hfi1", "*cxi*": "cxi_ss1"}
+_DRIVER = "mlx5_core"
+#: Kind of NIC -> text of its node_type, if it is no channel adapter ("1: CA").
+_NODE_TYPES = {"efa": "7: unspecified", "erdma": "4: RNIC", "plugin": "7: unspecified"}
 #: First bytes of an IPoIB address: flags, and the number of a queue pair (any number would do).
 _IPOIB_QUEUE_PAIR = "00:00:10:49:"
 #: Hardware types of net devices (linux/if_arp.h).
@@ -45,9 +50,11 @@ _GID_TABLE_SIZE = 8
 def write_tree(root: Path, node: LabNode) -> None:
     """Write the sysfs tree of a node with all links up, and the output of `ip -j addr` as ip_addr.json.
 
-    holmes reads the NICs of the emulated node from this tree in place of /sys. All NICs are
-    ConnectX-6 adapters of NVIDIA (driver mlx5_core), also that for Ethernet: such an adapter can
-    have any link layer.
+    holmes reads the NICs of the emulated node from this tree in place of /sys. InfiniBand, RoCE and
+    Ethernet NICs are ConnectX-6 adapters of NVIDIA (driver mlx5_core), which can have any link layer.
+    NICs of other kinds have the driver of their kind. All of them have an RDMA port and a network
+    device, also those that have only one of the two in reality (EFA, Slingshot, gVNIC): the lab's
+    network plugin finds NICs by the first and moves data over the second.
 
     Args:
         root: Folder of the tree, which is created.
@@ -60,9 +67,10 @@ def write_tree(root: Path, node: LabNode) -> None:
         )
         pci = root / "devices/pci0000:00" / address
         _write(pci, {"numa_node": "0", **_PCI_IDENTIFIERS})
-        _write(pci, {"uevent": f"DRIVER=mlx5_core\nPCI_SLOT_NAME={pci.name}"})
-        # The link may be made before its target, the last folder of this function.
-        _link(pci / "driver", root / "bus/pci/drivers/mlx5_core")
+        driver = _driver_of(nic.kind)
+        _write(pci, {"uevent": f"DRIVER={driver}\nPCI_SLOT_NAME={pci.name}"})
+        (root / "bus/pci/drivers" / driver).mkdir(parents=True, exist_ok=True)
+        _link(pci / "driver", root / "bus/pci/drivers" / driver)
         _write(
             pci / "net" / nic.name,
             {**_net_files(nic), "ifindex": str(number), "iflink": str(number)},
@@ -75,14 +83,20 @@ def write_tree(root: Path, node: LabNode) -> None:
         _link(root / "class/net" / nic.name, pci / "net" / nic.name)
         if nic.kind != "ethernet":
             device = pci / "infiniband" / nic.hca
-            _write(device, {"node_type": "1: CA", "node_guid": _groups(_guid(nic))})
+            node_type = _NODE_TYPES.get(nic.kind, "1: CA")
+            _write(device, {"node_type": node_type, "node_guid": _groups(_guid(nic))})
             _write(device, {"fw_ver": _FIRMWARE, "hca_type": _HCA_TYPE})
             _link(device / "device", pci)
             _write_port(device / "ports/1", node, nic)
             _link(root / "class/infiniband" / nic.hca, device)
         set_link(root, nic, up=True)
     _write(root, {"ip_addr.json": json.dumps(addresses)})
-    (root / "bus/pci/drivers/mlx5_core").mkdir(parents=True)
+
+
+def _driver_of(kind: str) -> str:
+    """Return the kernel driver of an emulated NIC."""
+    pattern = KINDS[kind].driver or KINDS[kind].netdev_driver
+    return _DRIVER_OF_PATTERN.get(pattern, pattern) or _DRIVER
 
 
 def set_link(root: Path, nic: LabNic, up: bool) -> None:
@@ -130,10 +144,10 @@ def _net_files(nic: LabNic) -> dict[str, str]:
 
 
 def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
-    """Write the files of the port of an InfiniBand or RoCE NIC.
+    """Write the files of the port of a fast NIC.
 
-    An InfiniBand port has a LID (local identifier) and one GID. A RoCE port has GIDs of its link-local and of
-    its IPv4 address, each for RoCE v1 and v2.
+    An InfiniBand port has a LID (local identifier) and one GID. Any other port has GIDs of its
+    link-local and of its IPv4 address, each for RoCE v1 and v2.
 
     Args:
         port: Folder of the port.
@@ -145,7 +159,7 @@ def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
     # then those of rail 1, and so on.
     own_lid = 2 + node.index + MAX_NODES * nic.rail
     lid, sm_lid = (f"0x{own_lid:x}", "0x1") if infiniband else ("0x0", "0x0")
-    layer = "InfiniBand" if infiniband else "Ethernet"
+    layer = KINDS[nic.kind].layer or "Unspecified"
     rate = _rate_text(nic.nominal_bps)
     _write(port, {"link_layer": layer, "rate": rate, "lid": lid, "sm_lid": sm_lid, "sm_sl": "0"})
     _write(port / "pkeys", {"0": "0xffff"})

@@ -199,8 +199,15 @@ def test_ports_down_are_kept(tmp_path):
     assert select(nics) == nics  # down, but not set aside
 
 
-def test_cloud_node_without_rdma(tmp_path):
-    [eth] = read_nics(aws_ena(tmp_path / "n"))
+def test_cloud_node_with_efa(tmp_path):
+    efa, eth = read_nics(aws_ena(tmp_path / "n"))
+    assert (efa.name, efa.kind, efa.up, efa.rate_bps, efa.netdevs) == (
+        "rdmap0s6:1",
+        "efa",
+        True,
+        10**11,
+        (),
+    )
     assert (eth.name, eth.up, eth.rate_bps, eth.mtu, eth.driver, eth.addresses) == (
         "ens5",
         True,

@@ -17,6 +17,7 @@ from holmes_ext.runtime.groups.transport import (
     nccl_options,
     node_environment,
     refuse_forced,
+    transport_on,
 )
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
@@ -140,6 +141,31 @@ def test_node_environment():
     environ = {}
     assert node_environment(s.nodes[0], environ) == []
     assert environ["NCCL_IB_HCA"] == "=mlx5_2:1,mlx5_3:1"
+
+
+@pytest.mark.parametrize(
+    "requested, told",
+    [
+        ("AWS Libfabric", "groups on efa request 'Libfabric' by name"),
+        ("socket", "groups on ethernet request 'Socket' by name"),
+        ("gIB", "no group of this node uses it"),
+    ],
+)
+def test_a_message_tells_which_groups_request_the_network_of_nccl_net(requested, told):
+    fabrics = (FABRICS[0], Fabric("efa", "efa", 400, 0, net="Libfabric"))
+    ports = Port("efa", hcas=("rdmap64s0:1",), verbs=False), Port("ethernet", "eth0", "10.0.0.1")
+    environ = {"NCCL_NET": requested}
+    lines = node_environment(Node("a0", "a", 1, ports), environ, fabrics)
+    assert f"NCCL_NET={requested} is unset" in lines[0] and told in lines[0]
+    assert environ == {"NCCL_SOCKET_IFNAME": "=eth0"}
+
+
+def test_groups_on_a_plugins_fabric_request_its_network():
+    fabric = Fabric("efa", "efa", 400, 0, net="Libfabric")
+    node = Node("a0", "a", 1, (Port("efa", hcas=("rdmap64s0:1",), verbs=False), Port("ethernet")))
+    assert transport_on(fabric, node).net_name == "Libfabric"
+    # A file of NCCL may force another name of the same network.
+    refuse_forced(transport_on(fabric, node), {"AWS Libfabric": "/etc/nccl.conf of node a0"})
 
 
 def test_shared_resources_are_unset_where_a_node_has_several_networks():

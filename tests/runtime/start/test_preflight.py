@@ -273,3 +273,14 @@ def test_a_port_without_an_address_is_said_not_to_be_tried(monkeypatch):
     site = site_of(a0={"ib": ""})
     _, _, (line,) = fly(site, build_plan(site, Sizes(pipeline=2)), monkeypatch)[1]
     assert line.startswith("preflight: not tried on ib: a0 (ib0 (mlx5_0:1))"), line
+
+
+@pytest.mark.parametrize("net", ["Libfabric", "auto", "IB", ""])
+def test_the_network_of_a_plugin_is_confirmed(monkeypatch, net):
+    """Sockets cannot try it; what is known is on which nodes the plugin is."""
+    site = site_of()
+    fabrics = tuple(replace(one, net=net) if one.name == "ib" else one for one in site.fabrics)
+    site = replace(site, fabrics=fabrics)
+    _, _, lines = fly(site, build_plan(site, Sizes(pipeline=2)), monkeypatch)[1]
+    line = "preflight: ib: the plugin of NCCL's network 'Libfabric' was found on 2 of its 2 nodes"
+    assert lines == ([line] if net == "Libfabric" else [])
