@@ -16,9 +16,7 @@ from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import some_of
 
-_MEND = (
-    "describe the clusters in a cluster.toml: --cluster FILE here, --holmes-cluster FILE for the job"
-)
+_MEND = "describe the clusters in a cluster.toml: --cluster FILE here, --holmes-cluster FILE for the job"
 
 
 def check_without_file(nodes: Sequence[NodeReport], is_job: bool) -> Iterator[Finding]:

@@ -146,10 +146,10 @@ def test_what_is_wrong_with_a_command(tmp_path):
     lines = findings(
         tmp_path,
         "--holmes",
-        launcher_words=("no-such-launcher", "--nnodes=3", "--nproc_per_node", "8"),
+        launcher_words=("no-such-launcher", "--nnodes=5", "--nproc_per_node", "8"),
     )
     assert any("no such program" in line for line in lines) and any(
-        "--nnodes: is 3, but the clusters have 4 nodes" in line for line in lines
+        "--nnodes: is 5, but the clusters have 4 nodes" in line for line in lines
     )
     assert any("--nproc-per-node: is 8, but node a0 has 1" in line for line in lines)
     (line,) = [
