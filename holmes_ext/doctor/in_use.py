@@ -15,7 +15,7 @@ from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.spec import ClusterSpec, NodeOverride, SiteSpec
 from holmes_ext.cluster.sysfs.node import select
 from holmes_ext.doctor.finding import Finding, merged
-from holmes_ext.doctor.nics import DEFAULT_PREFIX, check_hcas, check_nics, rdma_limits
+from holmes_ext.doctor.nics import DEFAULT_PREFIX, check_hcas, check_nics, rdma_limits, read_boards
 from holmes_ext.errors import HolmesError
 
 
@@ -30,7 +30,7 @@ def check_used_nics(
         is_live: Whether the node is the running machine, and not a captured /sys.
         is_in_cluster: Whether cluster.toml has the node.
     """
-    findings = [*check_nics(nics), *check_hcas(root, nics)]
+    findings = [*check_nics(nics, read_boards(root, nics)), *check_hcas(root, nics)]
     if is_in_cluster:  # the file says which nodes belong together, instead of the subnet prefix
         findings = [finding for finding in findings if finding.what != DEFAULT_PREFIX]
     if is_live:

@@ -10,7 +10,7 @@ import ipaddress
 import os
 import re
 import resource
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holmes_ext.cluster.nccl import why_no_verbs
@@ -62,16 +62,17 @@ _SLOWEST_CHECKED_GBPS = 10  # no finding about slower links, which are not meant
 _MOST_READ = 200  # characters of a file
 
 
-def check_nics(nics: Sequence[Nic]) -> Iterator[Finding]:
+def check_nics(nics: Sequence[Nic], board_of: Mapping[str, str] | None = None) -> Iterator[Finding]:
     """Yield findings about the NICs of one node.
 
     Args:
         nics: All NICs of the node. Those that a job does not use (`skipped`) get few checks.
+        board_of: HCA -> GUID of its card (see read_boards()), None if unknown.
     """
     in_use = [nic for nic in nics if not nic.skipped]
     for nic in in_use:
         yield from _check_state(nic)
-    yield from _check_pcie(in_use)
+    yield from _check_pcie(in_use, board_of or {})
     # Kinds with a link layer in /sys/class/infiniband are the fast ones, with RDMA: not Ethernet.
     fast_kinds = [name for name, nic_kind in KINDS.items() if nic_kind.layer]
     for kind in fast_kinds:
@@ -164,21 +165,48 @@ def _check_state(nic: Nic) -> Iterator[Finding]:
         )
 
 
-def _check_pcie(nics: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield a finding for each fast NIC whose PCIe slot is slower than its link.
+def _check_pcie(nics: Sequence[Nic], board_of: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding for each fast NIC whose PCIe slots are slower than its link.
 
-    It is a note for NICs of 800 Gb/s, which may reach the GPUs over another PCIe function.
+    Some cards reach one link over several slots (Socket Direct, DGX Spark): their rates add up. It is a
+    note for NICs of 800 Gb/s, which may reach the GPUs over a PCIe function of their own.
+
+    Args:
+        nics: NICs of the node.
+        board_of: HCA -> GUID of its card.
     """
-    for nic in nics:
-        if 0 < nic.max_rate_bps < nic.rate_bps and nic.fast:
-            rates = f"PCIe carries {format_rate(nic.max_rate_bps)}, the link {format_rate(nic.rate_bps)}"
+    fast_nics = [nic for nic in nics if nic.fast]
+    for nic in fast_nics:
+        board = board_of.get(nic.device, nic.device)
+        slots = {  # PCI address without the function -> rate of the slot
+            other.pci.rpartition(".")[0]: other.max_rate_bps
+            for other in fast_nics
+            if board_of.get(other.device, other.device) == board
+        }
+        pcie_bps = sum(slots.values())
+        if nic.max_rate_bps and pcie_bps < nic.rate_bps:
             make = note if nic.rate_bps >= _DATA_DIRECT_BPS else problem
             yield make(
                 nic.name,
-                what=rates,
+                what=f"PCIe carries {format_rate(pcie_bps)}, the link {format_rate(nic.rate_bps)}",
                 why="the slot has fewer lanes or an older generation than the NIC needs",
                 mend="move the card to a wider slot; check the riser and the BIOS's link speed",
             )
+
+
+def read_boards(root: str | Path, nics: Iterable[Nic]) -> dict[str, str]:
+    """Return the GUID of the card of each HCA, which all PCIe functions of a card share.
+
+    Args:
+        root: Folder of /sys, or of a captured one.
+        nics: The NICs of the node.
+    """
+    boards = {}
+    for nic in nics:
+        guid = _read_small_file(Path(root, "class/infiniband", nic.device, "sys_image_guid"))
+        if nic.fast and guid.strip("0:"):
+            boards[nic.device] = guid
+    return boards
 
 
 def _check_slower_than_others(up: Sequence[Nic]) -> Iterator[Finding]:
@@ -228,10 +256,10 @@ def _check_mtus(kind: str, up: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def _check_gid_indices(nics: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield a finding if the RoCE v2 GIDs of the NICs have different indices."""
+    """Yield a finding if the RoCE v2 GIDs of the NICs with an IP address have different indices."""
     indices = {}
     for nic in nics:
-        if nic.kind == "roce" and nic.up and nic.roce_v2_index is not None:
+        if nic.kind == "roce" and nic.up and nic.addresses and nic.roce_v2_index is not None:
             indices[nic.name] = nic.roce_v2_index
     if len(set(indices.values())) > 1:
         listed = ", ".join(f"{name} at {index}" for name, index in indices.items())
