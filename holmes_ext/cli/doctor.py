@@ -395,7 +395,7 @@ def _collect_checks(
         except RuntimeError:  # torch.distributed.DistError
             master = f"{process.master_addr}:{process.master_port}"
             raise HolmesError(
-                f"rank {rank} of {process.world_size} did not report within {timeout_s:g} s; "
+                f"the launcher's rank {rank} of {process.world_size} did not report within {timeout_s:g} s; "
                 f"can it reach {master}?"
             ) from None
         if document is not None:

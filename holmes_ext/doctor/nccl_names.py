@@ -158,7 +158,7 @@ def check_socket_names(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
             what=f"{value!r} selects {words}",
             why="NCCL opens sockets on every one of them, and not all of them reach the other nodes: "
             "groups hang while they connect",
-            mend=f"unset {variable}: holmes sets it on each node; or export {variable}='={best}' ('=': the "
+            mend=f'unset {variable}: holmes sets it on each node; or export {variable}="={best}" ("=": the '
             "whole name)",
         )
         return

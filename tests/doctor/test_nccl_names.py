@@ -79,7 +79,7 @@ def test_nccl_ib_hca_that_leaves_one_kind_has_no_finding(value):
 
 def test_the_way_out_names_the_largest_kind():
     (found,) = check_hca_names("mlx5_1", [nic for nic in MIXED if nic.fast], unused=())
-    assert "NCCL_IB_HCA='=mlx5_10:1,mlx5_11:1'" in found.mend
+    assert 'NCCL_IB_HCA="=mlx5_10:1,mlx5_11:1"' in found.mend
 
 
 @pytest.mark.parametrize(
