@@ -43,10 +43,9 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.doctor import frameworks, nccl, variables
 from holmes_ext.doctor.allocation import allocated, check_nodes, for_srun, srun
-from holmes_ext.doctor.command import check_command
+from holmes_ext.doctor.command import check_command, variables_of_command
 from holmes_ext.doctor.finding import Finding
 from holmes_ext.doctor.in_use import check_used_nics, mark_unused
-from holmes_ext.doctor.launch import exported_variables
 from holmes_ext.doctor.nics import check_machine
 from holmes_ext.doctor.side_by_side import NodeCheck, compare, kind_of, load_check, part_for
 from holmes_ext.doctor.tcp import check_tcp
@@ -313,7 +312,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     ]
     findings = check_used_nics(args.sysfs, marked_nics, is_live, is_in_cluster=bool(cluster_kind))
     findings += check_machine(nics, cluster_kind, is_live)
-    job_environ = {**os.environ, **exported_variables(words)}
+    job_environ = {**os.environ, **(variables_of_command(words) if words else {})}
     findings += variables.check_variables(job_environ, nics, unused)
     if spec and (spec.wan or spec.pairs):
         findings += check_tcp(spec, name, read_limits(), os.environ)

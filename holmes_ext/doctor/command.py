@@ -64,6 +64,18 @@ def split_command(words: Sequence[str]) -> Command:
     )
 
 
+def variables_of_command(words: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables that a training command sets for its ranks.
+
+    Args:
+        words: The command line.
+
+    Raises:
+        HolmesError: The command has no training script.
+    """
+    return exported_variables(split_command(words).launcher)
+
+
 def check_command(
     words: Sequence[str],
     spec: SiteSpec | None,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from holmes_ext.cluster.nic import Nic
-from holmes_ext.cluster.spec import ClusterSpec, NodeOverride, SiteSpec
+from holmes_ext.cluster.spec import NodeOverride, SiteSpec
 from holmes_ext.cluster.sysfs.node import select
 from holmes_ext.doctor.finding import Finding, merged
 from holmes_ext.doctor.nics import DEFAULT_PREFIX, check_hcas, check_nics, rdma_limits, read_boards
@@ -59,9 +59,14 @@ def mark_unused(nics: Sequence[Nic], node: str, spec: SiteSpec | None) -> tuple[
         chosen = {nic.name: nic for nic in select(nics, include, exclude)}
     except HolmesError:  # a pattern matches no NIC: compare() reports it
         return tuple(nics)
+    has_kind = any(nic.kind == cluster.kind for nic in nics)
     marked = []
     for nic in nics:
-        reason = _reason_to_skip(nic, cluster, is_chosen=nic.name in chosen, source=spec.source)
+        reason = ""
+        if nic.fast and nic.kind != cluster.kind and has_kind:
+            reason = f"cluster {cluster.name} is of kind {cluster.kind} in {spec.source}"
+        elif nic.name not in chosen and _may_be_left_out(nic, include):
+            reason = f"left out by {spec.source}"
         if reason:
             marked.append(replace(nic, skipped=nic.skipped or reason))
         else:
@@ -69,20 +74,13 @@ def mark_unused(nics: Sequence[Nic], node: str, spec: SiteSpec | None) -> tuple[
     return tuple(marked)
 
 
-def _reason_to_skip(nic: Nic, cluster: ClusterSpec, is_chosen: bool, source: str) -> str:
-    """Return why a job does not use a NIC of a node in a cluster, "" if it does.
+def _may_be_left_out(nic: Nic, include: Sequence[str]) -> bool:
+    """Return whether `include` and `exclude` of cluster.toml decide about a NIC.
+
+    `include` lists fast NICs: it says nothing about the Ethernet that reaches all nodes.
 
     Args:
         nic: The NIC.
-        cluster: The cluster.
-        is_chosen: Whether `include` and `exclude` let the job use the NIC.
-        source: Path of cluster.toml.
+        include: Patterns of `include`.
     """
-    if nic.fast and nic.kind != cluster.kind:
-        return f"cluster {cluster.name} is of kind {cluster.kind} in {source}"
-    if is_chosen:
-        return ""
-    # `include` lists fast NICs; it says nothing about the Ethernet that reaches all nodes.
-    if not nic.fast and (nic.rdma or cluster.include):
-        return ""
-    return f"left out by {source}"
+    return nic.fast or not (nic.rdma or include)

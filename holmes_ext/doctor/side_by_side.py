@@ -268,7 +268,8 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
     if absent:
         yield note(
             spec.source,
-            what=f"{len(absent)} of its nodes were not looked at: {some_of(absent, _MOST_NAMED)}",
+            what=f"{len(absent)} of its nodes {'was' if len(absent) == 1 else 'were'} not looked at: "
+            f"{some_of(absent, _MOST_NAMED)}",
             why="differences on those nodes are not detected",
             mend="run `holmes doctor` there too, and give this one all their --json files",
         )
