@@ -48,9 +48,10 @@ def read_launches(words: Sequence[str], environ: Mapping[str, str]) -> list[Laun
     """
     starts: list[tuple[int, str]] = []  # position of a launcher's last word, its name
     for position, word in enumerate(words):
-        name = _LAUNCHER_OF_WORD.get(word.rpartition("/")[2], "")
-        if name == "accelerate" and words[position + 1 : position + 2] != ["launch"]:
-            name = ""
+        program = word.rpartition("/")[2]
+        name = _LAUNCHER_OF_WORD.get(program, "")
+        if program == "accelerate" and words[position + 1 : position + 2] != ["launch"]:
+            continue  # "accelerate config", for example
         if name:
             starts.append((position, name))
     if not starts:  # a wrapper with options like those of torchrun
@@ -180,7 +181,7 @@ def _read_deepspeed(options: Options, environ: Mapping[str, str]) -> Launch:
     Raises:
         HolmesError: The hostfile cannot be read.
     """
-    path = options.get("hostfile", options.get("H", [_DEFAULT_HOSTFILE]))[-1]
+    path = options.get("hostfile", options.get("H", [_DEFAULT_HOSTFILE]))[-1] or _DEFAULT_HOSTFILE
     include = options.get("include", options.get("i", [""]))[-1]
     node_limit = _number(options, "num-nodes")
     processes = _number(options, "num-gpus", "num-accelerators")
@@ -435,8 +436,10 @@ _LAUNCHER_OF_WORD = {
     **dict.fromkeys(("torchrun", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
     **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), "deepspeed"),
     **dict.fromkeys(
-        ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.openmpi", "orterun", "prterun"), "mpirun"
+        ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "horovodrun"), "mpirun"
     ),
     "srun": "srun",
-    "accelerate": "accelerate",
+    **dict.fromkeys(
+        ("accelerate", "accelerate-launch", "accelerate.commands.launch"), "accelerate"
+    ),
 }

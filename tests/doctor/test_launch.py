@@ -64,6 +64,16 @@ def findings(command, environ=None):
         "accelerate launch --config_file machines.yaml",
         "accelerate launch --num_machines 4 --num_processes 32 --use_deepspeed",
         "accelerate config",
+        "python -m accelerate.commands.launch --num_machines 4 --num_processes 32",
+        "horovodrun -np 32 -H a1:8,a2:8,b1:8,b2:8 python",
+        # As public scripts have them (horovod, nccl-tests, mscclpp, LLaMA-Factory).
+        "mpirun --allow-run-as-root -np 32 -H a1:8,a2:8,b1:8,b2:8 -bind-to none -map-by slot -mca pml ob1 "
+        "-mca btl ^openib -mca btl_tcp_if_exclude lo,docker0 -x PATH -x LD_LIBRARY_PATH python",
+        "/usr/local/mpi/bin/mpirun --allow-run-as-root -np 32 --bind-to numa -hostfile hosts -npernode 8",
+        "mpirun --allow-run-as-root --oversubscribe -np 32 --bind-to numa -H a1,a2,b1,b2 "
+        '-mca plm_rsh_args "-p 22 -q -o StrictHostKeyChecking=no" -x NCCL_IB_DISABLE=0',
+        "deepspeed --hostfile=hosts --master_addr=10.0.0.1 --master_port=29500 --num_nodes=4 --num_gpus=8",
+        "srun --ntasks-per-node $SLURM_NTASKS_PER_NODE -n $SLURM_NTASKS python",
         "python",
     ],
 )
@@ -80,6 +90,7 @@ def test_a_command_that_fits_the_file_has_no_finding(command):
         ("deepspeed --hostfile hosts --include b1@b2", "b1, b2"),
         ("deepspeed --hostfile hosts --exclude a2", "a1, b1, b2"),
         ("deepspeed --num_gpus 8", "a1"),
+        ('deepspeed --hostfile="" --include localhost:0,1,2,3,4,5,6,7', "a1"),
         ("deepspeed --include localhost:0,1,2,3,4,5,6,7", "a1"),
         ("mpirun -np 16 --hostfile hosts", "a1, a2"),
         ("mpirun -H b1:8,b2:8", "b1, b2"),
