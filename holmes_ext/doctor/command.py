@@ -18,7 +18,7 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
-from holmes_ext.doctor.launch import Launch, exported_variables, read_launches
+from holmes_ext.doctor.launch import LaunchedNodes, exported_variables, read_launches
 from holmes_ext.doctor.launch_check import check_launch, node_count, started_part
 from holmes_ext.doctor.no_file import check_prefix_of_job
 from holmes_ext.errors import HolmesError
@@ -144,7 +144,7 @@ def check_command(
 
 
 def _check_plan(
-    launches: Sequence[Launch], options: Options, rest: list[str], spec: SiteSpec | None
+    launches: Sequence[LaunchedNodes], options: Options, rest: list[str], spec: SiteSpec | None
 ) -> Iterator[Finding]:
     """Yield findings about parallel sizes and DeepSpeed's configuration, compared with the clusters.
 

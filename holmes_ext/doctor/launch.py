@@ -24,7 +24,7 @@ Options = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchedNodes:
     """Nodes and processes that one launcher starts. A number of 0 is unknown."""
 
     launcher: str
@@ -39,7 +39,7 @@ class Launch:
     error: str = ""  # why the launcher would not start the job as it is meant, "" if it would
 
 
-def read_launches(words: Sequence[str], environ: Mapping[str, str]) -> list[Launch]:
+def read_launches(words: Sequence[str], environ: Mapping[str, str]) -> list[LaunchedNodes]:
     """Return what the launchers of a command start, the outermost first.
 
     Args:
@@ -64,7 +64,7 @@ def read_launches(words: Sequence[str], environ: Mapping[str, str]) -> list[Laun
         try:
             launches.append(replace(_READERS[name](options, environ), launcher=name))
         except HolmesError as error:
-            launches.append(Launch(name, error=str(error)))
+            launches.append(LaunchedNodes(name, error=str(error)))
     return launches
 
 
@@ -143,7 +143,7 @@ def _number(options: Options, *names: str) -> _Number:
 _SINGLE_DASH = ("np", "npernode", "ppn", "perhost")
 
 
-def _read_torchrun(options: Options, environ: Mapping[str, str]) -> Launch:
+def _read_torchrun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     """Return what torchrun starts.
 
     Args:
@@ -158,7 +158,7 @@ def _read_torchrun(options: Options, environ: Mapping[str, str]) -> Launch:
     processes = _number(options, "nproc-per-node")
     if not processes.value and environ.get("PET_NPROC_PER_NODE", "").isdecimal():
         processes = _Number(int(environ["PET_NPROC_PER_NODE"]), "PET_NPROC_PER_NODE")
-    return Launch(
+    return LaunchedNodes(
         launcher="torchrun",
         nodes=1 if not nodes_text and "nnodes" not in options else nodes,
         node_flag="--nnodes",
@@ -171,7 +171,7 @@ def _read_torchrun(options: Options, environ: Mapping[str, str]) -> Launch:
 _DEFAULT_HOSTFILE = "/job/hostfile"
 
 
-def _read_deepspeed(options: Options, environ: Mapping[str, str]) -> Launch:
+def _read_deepspeed(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     """Return what the deepspeed launcher starts.
 
     Args:
@@ -193,7 +193,7 @@ def _read_deepspeed(options: Options, environ: Mapping[str, str]) -> Launch:
             error = f"there is no hostfile {path}, so deepspeed would train on this node only"
         elif node_limit.value > 1:
             error = "--num_nodes is above 1, and there is no hostfile (--hostfile, /job/hostfile)"
-        return Launch(
+        return LaunchedNodes(
             "deepspeed",
             nodes=1,
             node_flag="deepspeed without a hostfile",
@@ -210,8 +210,8 @@ def _read_deepspeed(options: Options, environ: Mapping[str, str]) -> Launch:
             processes=processes.value,
         )
     except ResourceError as error:
-        return Launch("deepspeed", error=f"deepspeed ends with an error: {error}")
-    return Launch(
+        return LaunchedNodes("deepspeed", error=f"deepspeed ends with an error: {error}")
+    return LaunchedNodes(
         "deepspeed",
         nodes=len(hosts),
         node_flag=f"hostfile {path}",
@@ -224,7 +224,7 @@ def _read_deepspeed(options: Options, environ: Mapping[str, str]) -> Launch:
 _OPEN_MPI = ("x", "mca", "bind-to", "map-by", "allow-run-as-root", "npernode")
 
 
-def _read_mpirun(options: Options, environ: Mapping[str, str]) -> Launch:
+def _read_mpirun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     """Return what mpirun starts.
 
     Args:
@@ -250,7 +250,7 @@ def _read_mpirun(options: Options, environ: Mapping[str, str]) -> Launch:
         for value in options.get(name, []):
             host_flag = f"hostfile {value}"
             slots.update({node.name: node.processes for node in read_hostfile(value)})
-    launch = Launch(
+    launch = LaunchedNodes(
         "mpirun",
         processes=per_node.value,
         process_flag=per_node.flag,
@@ -311,7 +311,7 @@ def _filled(slots: Mapping[str, int], total: int, per_node: int) -> dict[str, in
     return hosts
 
 
-def _read_srun(options: Options, environ: Mapping[str, str]) -> Launch:
+def _read_srun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     """Return what srun starts.
 
     Args:
@@ -341,7 +341,7 @@ def _read_srun(options: Options, environ: Mapping[str, str]) -> Launch:
     if not processes and tasks.value and nodes and tasks.value % nodes == 0:
         processes = tasks.value // nodes
         process_flag = tasks.flag
-    return Launch(
+    return LaunchedNodes(
         "srun",
         nodes=nodes or len(names),
         node_flag=node_flag if nodes else "--nodelist",
@@ -357,7 +357,7 @@ def _read_srun(options: Options, environ: Mapping[str, str]) -> Launch:
 _CONFIG_LINE = re.compile(r"""\s*["']?(\w+)["']?\s*:\s*["']?([^"',#]*)["']?,?\s*(?:#.*)?""")
 
 
-def _read_accelerate(options: Options, environ: Mapping[str, str]) -> Launch:
+def _read_accelerate(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     """Return what `accelerate launch` starts.
 
     Args:
@@ -369,7 +369,7 @@ def _read_accelerate(options: Options, environ: Mapping[str, str]) -> Launch:
     """
     path = options.get("config-file", [""])[-1]
     if path and not Path(path).is_file():
-        return Launch("accelerate", error=f"there is no --config_file {path}")
+        return LaunchedNodes("accelerate", error=f"there is no --config_file {path}")
     config = _accelerate_config(path, environ)
 
     def value_of(name: str) -> str:
@@ -395,7 +395,7 @@ def _read_accelerate(options: Options, environ: Mapping[str, str]) -> Launch:
             f"--num_processes is {world_size}, which is not a multiple of --num_machines {nodes}: accelerate "
             f"starts {world_size // nodes} on each, and the rest is missing"
         )
-    return Launch(
+    return LaunchedNodes(
         "accelerate",
         nodes=nodes,
         node_flag="--num_machines",
@@ -424,7 +424,7 @@ def _accelerate_config(path: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {match[1]: match[2].strip() for match in matches if match and match[2].strip()}
 
 
-_READERS: dict[str, Callable[[Options, Mapping[str, str]], Launch]] = {
+_READERS: dict[str, Callable[[Options, Mapping[str, str]], LaunchedNodes]] = {
     "torchrun": _read_torchrun,
     "deepspeed": _read_deepspeed,
     "mpirun": _read_mpirun,

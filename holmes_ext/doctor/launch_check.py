@@ -12,7 +12,7 @@ from math import prod
 
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
-from holmes_ext.doctor.launch import Launch
+from holmes_ext.doctor.launch import LaunchedNodes
 from holmes_ext.words import some_of
 
 _MOST_NAMED = 4  # hosts that a finding lists
@@ -20,7 +20,7 @@ _ENDS = "the job ends at start-up"
 _WAITS = "the job waits for ranks that never come, or ends at start-up"
 
 
-def started_part(spec: SiteSpec, launches: Sequence[Launch]) -> SiteSpec:
+def started_part(spec: SiteSpec, launches: Sequence[LaunchedNodes]) -> SiteSpec:
     """Return the part of cluster.toml with the nodes that a command starts, as far as they are known.
 
     If only their number is known, the first nodes of the file are taken.
@@ -38,7 +38,7 @@ def started_part(spec: SiteSpec, launches: Sequence[Launch]) -> SiteSpec:
     return spec.only(set(nodes[:count])) if 0 < count < len(nodes) else spec
 
 
-def node_count(launches: Sequence[Launch]) -> int:
+def node_count(launches: Sequence[LaunchedNodes]) -> int:
     """Return the number of nodes that a command starts, 0 if it is unknown.
 
     Args:
@@ -47,7 +47,7 @@ def node_count(launches: Sequence[Launch]) -> int:
     return next((launch.nodes for launch in launches if launch.nodes), 0)
 
 
-def check_launch(launches: Sequence[Launch], spec: SiteSpec) -> Iterator[Finding]:
+def check_launch(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iterator[Finding]:
     """Yield findings if a command starts other nodes or processes than cluster.toml allows.
 
     Args:
@@ -70,7 +70,7 @@ def check_launch(launches: Sequence[Launch], spec: SiteSpec) -> Iterator[Finding
     yield from _check_processes(launches, spec)
 
 
-def _check_nested(outer: Launch, inner: Launch) -> Iterator[Finding]:
+def _check_nested(outer: LaunchedNodes, inner: LaunchedNodes) -> Iterator[Finding]:
     """Yield a finding if the inner launcher waits for another number of nodes than the outer one starts.
 
     Args:
@@ -88,7 +88,7 @@ def _check_nested(outer: Launch, inner: Launch) -> Iterator[Finding]:
     )
 
 
-def _check_node_count(launches: Sequence[Launch], spec: SiteSpec) -> Iterator[Finding]:
+def _check_node_count(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iterator[Finding]:
     """Yield a finding if a command does not start all nodes of cluster.toml.
 
     Args:
@@ -118,7 +118,7 @@ def _check_node_count(launches: Sequence[Launch], spec: SiteSpec) -> Iterator[Fi
         )
 
 
-def _check_hosts(launch: Launch, spec: SiteSpec) -> Iterator[Finding]:
+def _check_hosts(launch: LaunchedNodes, spec: SiteSpec) -> Iterator[Finding]:
     """Yield a finding about hosts of a hostfile or option that are in no cluster of cluster.toml.
 
     Args:
@@ -145,7 +145,7 @@ def _check_hosts(launch: Launch, spec: SiteSpec) -> Iterator[Finding]:
         )
 
 
-def _check_slots(launch: Launch, spec: SiteSpec, started_each: int) -> Iterator[Finding]:
+def _check_slots(launch: LaunchedNodes, spec: SiteSpec, started_each: int) -> Iterator[Finding]:
     """Yield a finding if a launcher starts another number of processes on a host than cluster.toml has.
 
     Args:
@@ -179,7 +179,7 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _check_processes(launches: Sequence[Launch], spec: SiteSpec) -> Iterator[Finding]:
+def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iterator[Finding]:
     """Yield a finding if a command starts another number of processes on a node than cluster.toml has.
 
     Args:

@@ -301,8 +301,7 @@ def _verdict_from_leader(
     if not message.text:
         leader = f"rank {process.rank - process.local_rank}"
         raise HolmesError(
-            f"the launcher's rank {process.rank} got no verdict from its {leader}, which reported for its "
-            "node; is it alive?"
+            f"the launcher's rank {process.rank} got no verdict from {leader} of its node; is it alive?"
         )
     if message.text.startswith(_BAD):
         raise RemoteError(message.text.removeprefix(_BAD).decode())
@@ -338,8 +337,7 @@ def _exchange_through_store(
         node = json.loads(reports[0]).get("node", "?")
         raise HolmesError(
             f"the launcher's rank {process.rank} on {node} got no verdict from its rank 0 at"
-            f" {process.master_addr}:{process.master_port}; was rank 0 started with --holmes, and is it "
-            f"alive?"
+            f" {process.master_addr}:{process.master_port}; was it started with --holmes, and is it alive?"
         )
     if stored.value.startswith(_BAD):  # an error; otherwise _GOOD and a compressed document
         raise RemoteError(stored.value.removeprefix(_BAD).decode())
@@ -442,15 +440,13 @@ def _collect_reports(
             rank = report["rank"]
             if rank in reports:
                 nodes = f"on {reports[rank]['node']} and {report['node']}"
-                raise HolmesError(
-                    f"the launcher's rank {rank} reported twice, {nodes}: how were they started?"
-                )
+                raise HolmesError(f"rank {rank} reported twice, {nodes}: how were they started?")
             reports[rank] = report
     missing = [rank for rank in range(world) if rank not in reports]
     if missing:
         raise HolmesError(
             f"{len(missing)} of {world} ranks did not report within {deadline.seconds:g} s: rank "
-            f"{some_of(missing)} (the launcher's numbers); were they started, with --holmes, and can "
+            f"{some_of(missing)} (launcher's ranks); were they started, with --holmes, and can "
             f"they reach {process.master_addr}:{process.master_port}?"
         )
     return [reports[rank] for rank in range(world)]
@@ -460,9 +456,8 @@ def _make_document(reports: list[dict[str, Any]], decide: Decide) -> dict[str, A
     """Return the verdict's document, or raise the error that a rank has reported."""
     for report in reports:
         if "error" in report:
-            raise HolmesError(
-                f"the launcher's rank {report['rank']} on {report['node']}: {report['error']}"
-            )
+            reporter = f"the launcher's rank {report['rank']} on {report['node']}"
+            raise HolmesError(f"{reporter}: {report['error']}")
     _check_agreement(reports)
     return decide(reports, _nodes(reports))
 
@@ -477,8 +472,7 @@ def _check_agreement(reports: list[dict[str, Any]]) -> None:
             if value != first_value:
                 raise HolmesError(
                     f"the ranks disagree on {key}: rank 0 on {first['node']} has {first_value!r}, rank "
-                    f"{report['rank']} on {report['node']} has {value!r} (the launcher's numbers); start "
-                    "all with the same"
+                    f"{report['rank']} on {report['node']} has {value!r} (launcher's ranks); start all with the same"
                 )
 
 

@@ -155,8 +155,7 @@ def run(
             stored_verdict = b""
         if not stored_verdict:
             raise HolmesError(
-                f"preflight: the launcher's rank {process.rank} on {host} got no verdict from the "
-                f"launcher's rank 0 at"
+                f"preflight: rank {process.rank} on {host} got no verdict from the launcher's rank 0 at"
                 f" {process.master_addr}:{process.master_port}; is it alive?"
             )
         verdict = json.loads(stored_verdict)
