@@ -471,8 +471,8 @@ def _check_agreement(reports: list[dict[str, Any]]) -> None:
             value = report["agreed"].get(key)
             if value != first_value:
                 raise HolmesError(
-                    f"the launcher's ranks disagree on {key}: rank 0 on {first['node']} has {first_value!r}, rank "
-                    f"{report['rank']} on {report['node']} has {value!r}; start all with the same"
+                    f"the launcher's ranks disagree on {key}: rank 0 on {first['node']} has {first_value!r}, "
+                    f"rank {report['rank']} on {report['node']} has {value!r}; start all with the same"
                 )
 
 
