@@ -17,6 +17,7 @@ from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.doctor.forwarded import check_forwarded
 from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
 from holmes_ext.doctor.launch import LaunchedNodes, exported_variables, read_launches
 from holmes_ext.doctor.launch_check import check_launch, node_count, started_part
@@ -129,6 +130,7 @@ def check_command(
             spec = load_spec(options.cluster)
         about = "the command"
         launches = read_launches(command.launcher, environ)
+        yield from check_forwarded(launches, command.launcher, environ, has_flag)
         if spec is not None:
             yield from check_launch(launches, spec)
         elif node is not None:
