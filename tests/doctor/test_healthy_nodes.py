@@ -1,6 +1,9 @@
 """No healthy node has a problem, and planted faults are found: `holmes doctor` on many kinds of nodes."""
 
+import ipaddress
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import clusters
@@ -15,25 +18,58 @@ from holmes_ext.doctor.side_by_side import NodeCheck, compare, kind_of
 from holmes_ext.doctor.variables import check_variables
 
 
+def report(name, nics):
+    return NodeCheck(NodeReport(name, f"boot/{name}", "", nics, 1), {}, {}, ())
+
+
+nics_of = cache(read_nics)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """Return a function from the name of a node to its tree, which is written once."""
+    return cache(lambda name: build(name, tmp_path_factory.mktemp(name)))
+
+
 def findings_of(root, environ=None, spec=None, name="n1"):
     """What `holmes doctor` finds on a node, apart from the installed packages."""
-    nics = read_nics(root)
+    nics = nics_of(root)
     marked = mark_unused(nics, name, spec)
     unused = [one.name for one, nic in zip(marked, nics) if one.skipped != nic.skipped]
-    check = NodeCheck(NodeReport(name, f"boot/{name}", "", nics, 1), {}, {}, ())
     return [
         *check_used_nics(root, marked, is_live=False, is_in_cluster=bool(kind_of(name, spec))),
         *check_machine(nics, kind_of(name, spec), live=False),
         *check_variables(environ or {}, nics, unused),
-        *compare([check], spec),
+        *compare([report(name, nics)], spec),
     ]
 
 
+def neighbour_of(nic):
+    """The same NIC on the next node: another LID, and the next IP address."""
+    interfaces = [ipaddress.ip_interface(address) for address in nic.addresses]
+    addresses = tuple(f"{one.ip + 1}/{one.network.prefixlen}" for one in interfaces)
+    return replace(nic, lid=nic.lid + 50 if nic.lid else 0, addresses=addresses)
+
+
 @pytest.mark.parametrize("name", NODES)
-def test_a_healthy_node_has_no_problem(name, tmp_path):
-    found = findings_of(build(name, tmp_path))
+def test_a_healthy_node_has_no_problem(name, healthy):
+    """Neither alone, nor in a cluster.toml that describes it, nor beside a second such node."""
+    root = healthy(name)
+    found = findings_of(root)
     assert [f"{f.about}: {f.what}" for f in found if f.level == "problem"] == []
     assert len(found) <= 3, found  # notes
+    nics = nics_of(root)
+    fast_nics = [nic for nic in nics if nic.fast and nic.usable]
+    if not fast_nics:
+        return
+    kind = fast_nics[0].kind
+    gbps = sum(nic.rate_bps for nic in fast_nics if nic.kind == kind) / 1e9
+    spec = clusters.spec(f"c {kind} {gbps:g}Gb/s n1,n2", ethernet="1Gb/s")
+    found = [
+        *findings_of(root, spec=spec),
+        *compare([report("n1", nics), report("n2", tuple(map(neighbour_of, nics)))], spec),
+    ]
+    assert [f"{f.about}: {f.what}" for f in found if f.level == "problem"] == []
 
 
 class Fault(NamedTuple):
@@ -288,13 +324,16 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name, tmp_path):
+def test_a_planted_fault_is_found(name, healthy, tmp_path):
     fault = FAULTS[name]
-    machine = Machine(tmp_path)
-    NODES[fault.node](machine)
-    if fault.add:
-        fault.add(machine)
-    root = machine.save()
+    if fault.add or fault.files:
+        machine = Machine(tmp_path)
+        NODES[fault.node](machine)
+        if fault.add:
+            fault.add(machine)
+        root = machine.save()
+    else:
+        root = healthy(fault.node)
     for path, text in fault.files.items():
         (root / path).write_text(f"{text}\n")
     spec = clusters.spec(fault.toml, ethernet="1Gb/s") if fault.toml else None
