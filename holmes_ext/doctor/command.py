@@ -20,7 +20,12 @@ from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.forwarded import check_forwarded
 from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
 from holmes_ext.doctor.launch import LaunchedNodes, exported_variables, read_launches
-from holmes_ext.doctor.launch_check import check_launch, node_count, started_part
+from holmes_ext.doctor.launch_check import (
+    check_launch,
+    check_launchers,
+    node_count,
+    started_part,
+)
 from holmes_ext.doctor.no_file import check_prefix_of_job
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, Options, misspelt_flag, parse_flags
@@ -130,6 +135,7 @@ def check_command(
             spec = load_spec(options.cluster)
         about = "the command"
         launches = read_launches(command.launcher, environ)
+        yield from check_launchers(launches)
         yield from check_forwarded(launches, command.launcher, environ, has_flag)
         if spec is not None:
             yield from check_launch(launches, spec)

@@ -47,6 +47,24 @@ def node_count(launches: Sequence[LaunchedNodes]) -> int:
     return next((launch.nodes for launch in launches if launch.nodes), 0)
 
 
+def check_launchers(launches: Sequence[LaunchedNodes]) -> Iterator[Finding]:
+    """Yield findings about launchers that would fail, or that contradict each other.
+
+    Args:
+        launches: What the launchers of the command start, the outermost first.
+    """
+    for launch in launches:
+        if launch.error:
+            yield problem(
+                launch.launcher,
+                what=launch.error,
+                why="the job does not start as it is meant",
+                mend="correct the option or the file",
+            )
+    if len(launches) > 1:
+        yield from _check_nested(launches[0], launches[-1])
+
+
 def check_launch(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iterator[Finding]:
     """Yield findings if a command starts other nodes or processes than cluster.toml allows.
 
@@ -54,13 +72,6 @@ def check_launch(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iterator[
         launches: What the launchers of the command start, the outermost first.
         spec: Content of cluster.toml.
     """
-    for launch in launches:
-        if launch.error:
-            yield problem(
-                launch.launcher, what=launch.error, why="the job does not start", mend="correct it"
-            )
-    if len(launches) > 1:
-        yield from _check_nested(launches[0], launches[-1])
     yield from _check_node_count(launches, spec)
     for position, launch in enumerate(launches):
         yield from _check_hosts(launch, spec)

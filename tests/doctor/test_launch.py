@@ -9,7 +9,7 @@ import pytest
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.doctor.command import check_command
 from holmes_ext.doctor.launch import exported_variables, read_launches
-from holmes_ext.doctor.launch_check import check_launch, started_part
+from holmes_ext.doctor.launch_check import check_launch, check_launchers, started_part
 
 #: Four nodes with 8 GPUs each, and a hostfile for them.
 SPEC = clusters.spec("ib ib 1600Gb/s a[1-2]", "roce roce 800Gb/s b[1-2]", processes=8)
@@ -36,7 +36,8 @@ def folder(tmp_path, monkeypatch):
 
 def findings(command, environ=None):
     launches = read_launches(shlex.split(command), environ or {})
-    return [f"{f.level} {f.about}: {f.what}" for f in check_launch(launches, SPEC)]
+    found = [*check_launchers(launches), *check_launch(launches, SPEC)]
+    return [f"{f.level} {f.about}: {f.what}" for f in found]
 
 
 @pytest.mark.parametrize(
