@@ -75,12 +75,12 @@ def mark_unused(nics: Sequence[Nic], node: str, spec: SiteSpec | None) -> tuple[
 
 
 def _may_be_left_out(nic: Nic, include: Sequence[str]) -> bool:
-    """Return whether `include` and `exclude` of cluster.toml decide about a NIC.
+    """Return whether `include` and `exclude` of cluster.toml may leave out a NIC.
 
-    `include` lists fast NICs: it says nothing about the Ethernet that reaches all nodes.
+    They are for fast NICs. Ethernet that has an address may be what reaches all nodes, whatever they say.
 
     Args:
         nic: The NIC.
         include: Patterns of `include`.
     """
-    return nic.fast or not (nic.rdma or include)
+    return nic.fast or not (nic.rdma or nic.addresses or include)

@@ -30,12 +30,34 @@ def started_part(spec: SiteSpec, launches: Sequence[LaunchedNodes]) -> SiteSpec:
         launches: What the launchers of the command start, the outermost first.
     """
     nodes = list(spec.cluster_by_node)
+    known_hosts = _known_hosts(launches, spec)
+    if known_hosts:
+        return spec.only(set(known_hosts))
+    count = node_count(launches) or _nodes_of_world(launches, spec)
+    return spec.only(set(nodes[:count])) if 0 < count < len(nodes) else spec
+
+
+def _known_hosts(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> list[str]:
+    """Return the nodes of cluster.toml that a launcher names, [] if none does or one is not in the file."""
     for launch in launches:
         known = [spec.known_as(host) for host in launch.hosts]
         if known and all(known):
-            return spec.only(set(known))
-    count = node_count(launches)
-    return spec.only(set(nodes[:count])) if 0 < count < len(nodes) else spec
+            return known
+    return []
+
+
+def _nodes_of_world(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> int:
+    """Return the number of nodes that the ranks of `mpirun -np N` fill, 0 if it is unknown.
+
+    Args:
+        launches: What the launchers of the command start, the outermost first.
+        spec: Content of cluster.toml, with the number of processes on each node.
+    """
+    sizes = {cluster.processes for cluster in spec.clusters}
+    world_size = launches[-1].world_size if len(launches) == 1 else 0
+    if len(sizes) > 1 or world_size % max(sizes):
+        return 0
+    return world_size // max(sizes)
 
 
 def node_count(launches: Sequence[LaunchedNodes]) -> int:
@@ -118,13 +140,12 @@ def _check_node_count(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iter
         )
     elif 0 < count < total:
         part = started_part(spec, launches)
-        is_named = any(launch.hosts for launch in launches)
         names = some_of(part.cluster_by_node, _MOST_NAMED)
         yield note(
             flag,
             what=f"the job has {count} of the {total} nodes of {spec.source}",
             why=f"sizes are checked for {names}"
-            + ("" if is_named else ": which nodes it gets is not known here"),
+            + ("" if _known_hosts(launches, spec) else ": which nodes it gets is not known here"),
             mend="nothing, if that is meant",
         )
 

@@ -26,8 +26,14 @@ _ANY_PORT = -1
 _MOST_NAMED = 16  # HCAs that a message lists
 _ETHERNET = "Ethernet"
 _LOCAL = "inside this node only"
-#: Start of the reason in `Nic.skipped` of interfaces that reach nothing outside of their node.
-_LOCAL_REASONS = ("container network", "management (USB", "virtual device", "bridge without")
+#: Parts of the reason in `Nic.skipped` of interfaces that reach nothing outside of their node.
+_LOCAL_REASONS = (
+    "container network",
+    "management (USB",
+    "virtual device",
+    "without a physical NIC",
+    "without an address",
+)
 
 
 class ListedName(NamedTuple):
@@ -177,7 +183,7 @@ def _socket_kind(name: str, nic: Nic | None) -> str:
         name: Name of the interface.
         nic: The NIC with the interface; None for loopback.
     """
-    if name == "lo" or nic is None or nic.skipped.startswith(_LOCAL_REASONS):
+    if nic is None or any(reason in nic.skipped for reason in _LOCAL_REASONS):
         return _LOCAL
     return "IP over InfiniBand" if KINDS[nic.kind].infiniband else _ETHERNET
 

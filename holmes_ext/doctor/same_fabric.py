@@ -33,6 +33,7 @@ def check_fabric(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:
         node: [nic for nic in nics if KINDS[nic.kind].infiniband] for node, nics in nics_of.items()
     }
     yield from _check_infiniband_subnets(title, infiniband)
+    yield from _check_subnet_managers(title, infiniband)
     yield from _check_lids(title, infiniband)
     yield from _check_roce_subnets(title, nics_of)
     yield from _check_vendors(title, nics_of)
@@ -93,6 +94,29 @@ def _has_flid(nic: Nic) -> bool:
     """Return whether an InfiniBand port has an address (FLID) at which a router reaches it."""
     groups = [gid.value.split(":") for gid in nic.gids if gid.index == _ROUTED_GID_INDEX]
     return bool(groups) and groups[0][_FLID_GROUP] != "0000"
+
+
+def _check_subnet_managers(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:
+    """Yield a finding if ports with the same subnet prefix have different subnet managers."""
+    ports_in = grouped(
+        (nic.subnet_prefix, (node, nic.sm_lid))
+        for node, nics in nics_of.items()
+        for nic in nics
+        if nic.sm_lid
+    )
+    for prefix, ports in ports_in.items():
+        managers_of = grouped(ports)
+        listed = _separate_subnets(
+            {node: {f"LID {lid}" for lid in lids} for node, lids in managers_of.items()}
+        )
+        if listed:
+            yield note(
+                title,
+                what=f"its ports in subnet {prefix} have different subnet managers: {listed}",
+                why="a subnet has one at a time: unless it has just changed, these are several fabrics with "
+                "the same prefix",
+                mend="look at `sminfo` on the nodes; make each fabric a cluster of its own in cluster.toml",
+            )
 
 
 def _check_lids(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:

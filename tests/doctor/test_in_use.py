@@ -50,6 +50,14 @@ def test_only_nics_of_the_clusters_kind_are_judged():
     assert used(nics, clusters.spec("a ib 200Gb/s n2")) == used(nics, None)
 
 
+def test_ethernet_with_an_address_stays():
+    """`exclude` is for fast NICs: the job reaches the other nodes over Ethernet, whatever it says."""
+    cluster = replace(clusters.spec("a ib 200Gb/s n1").clusters[0], exclude=("eth*",))
+    spec = replace(clusters.spec("a ib 200Gb/s n1"), clusters=(cluster,))
+    no_address = replace(ETHERNET, device="eth1", netdevs=("eth1",), addresses=())
+    assert used((IB, ETHERNET, no_address), spec) == ["mlx5_0:1", "eth0"]
+
+
 def test_a_pattern_that_matches_nothing_marks_nothing():
     """compare() reports the pattern, as the job does when it starts."""
     spec = replace(

@@ -231,6 +231,12 @@ def test_a_command_that_contradicts_the_file(command, line):
     assert line in findings(command)
 
 
+def test_the_nodes_that_the_ranks_of_mpirun_fill():
+    """`mpirun -np 16` without hosts: two nodes with 8 processes each."""
+    launches = read_launches(["mpirun", "-np", "16"], {})
+    assert list(started_part(SPEC, launches).cluster_by_node) == ["a1", "a2"]
+
+
 def test_variables_that_replace_options(tmp_path):
     """torchrun reads PET_*, accelerate a default file in its cache."""
     pet = {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "8"}

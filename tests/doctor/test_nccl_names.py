@@ -91,6 +91,7 @@ def test_the_way_out_names_the_largest_kind():
         ("^lo,docker0", "note", "selects ens1, eth0"),
         ("^lo", "problem", "selects docker0 (inside this node only); ens1, eth0 (Ethernet)"),
         ("docker0", "problem", "selects docker0 (inside this node only)"),
+        ("veth,eth0", "problem", "selects eth0 (Ethernet); veth1 (inside this node only)"),
         ("lo", "problem", "selects lo (inside this node only)"),
         ("=eth", "problem", "names eth, which this node does not have"),
         ("bond0,team0", "problem", "names bond0, team0, which this node does not have"),
@@ -101,7 +102,9 @@ def test_nccl_socket_ifname(value, level, words):
     """Input ifname_list: names are alternatives, of which one must exist."""
     ens1 = replace(ETHERNET, device="ens1", netdevs=("ens1",))
     no_address = replace(ETHERNET, device="eth1", netdevs=("eth1",), addresses=())
-    (found,) = check_socket_names(value, [ens1, ETHERNET, no_address, DOCKER])
+    veth = replace(DOCKER, device="veth1", netdevs=("veth1",), skipped="veth without an address")
+    nics = [ens1, ETHERNET, no_address, DOCKER]
+    (found,) = check_socket_names(value, [*nics, veth] if "veth" in value else nics)
     assert found.level == level and words in found.what
 
 

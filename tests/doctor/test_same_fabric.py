@@ -53,7 +53,7 @@ def test_two_infiniband_subnets_in_one_cluster():
 @pytest.mark.parametrize(
     "spec, nics_of",
     [
-        (ONE_IB, dict(a0=[ib(0, lid=4)], a1=[ib(0, lid=5)])),
+        (ONE_IB, dict(a0=[ib(0, lid=4, sm_lid=1)], a1=[ib(0, lid=5, sm_lid=1)])),
         (
             RAILS,
             dict(a0=[ib(0), ib(1, subnet_prefix=OTHER)], a1=[ib(0), ib(1, subnet_prefix=OTHER)]),
@@ -75,6 +75,12 @@ def test_nodes_on_one_fabric_have_no_finding(spec, nics_of):
             dict(a0=[ib(0)], a1=[ib(0, subnet_prefix=OTHER)]),
             "problem clusters c, d: its InfiniBand ports are in several subnets: fec0:0000:0000:0001: a0; "
             "fec0:0000:0000:0002: a1",
+        ),
+        (
+            ONE_IB,
+            dict(a0=[ib(0, lid=4, sm_lid=1)], a1=[ib(0, lid=5, sm_lid=9)]),
+            "note cluster c: its ports in subnet fec0:0000:0000:0001 have different subnet managers: "
+            "LID 1: a0; LID 9: a1",
         ),
         (
             ONE_IB,
