@@ -12,7 +12,7 @@ in src/transport/net_ib, ncclFindInterfaces in src/misc/socket.cc):
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from holmes_ext.cluster.nic import KINDS, Nic
@@ -138,49 +138,66 @@ def check_socket_names(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
         return
     # In a captured tree, addresses may be unknown.
     are_addresses_known = any(nic.addresses for nic in nics)
-    selected = [
-        name
-        for name in named
-        if name == "lo" or (nic_of[name].up and (nic_of[name].addresses or not are_addresses_known))
-    ]
-    if not selected:
-        states = [
-            f"{name} ({'no IP address' if nic_of[name].up else nic_of[name].state_text or 'down'})"
-            for name in named
-        ]
+    states = {name: _socket_state(nic_of.get(name), are_addresses_known) for name in named}
+    selected = [name for name, state in states.items() if not state]
+    if selected:
+        yield _judge_sockets(value, {name: _socket_kind(nic_of.get(name)) for name in selected})
+    else:
+        listed_states = ", ".join(f"{name} ({state})" for name, state in states.items())
         yield problem(
             variable,
-            what=f"{value!r} selects only {', '.join(states)}",
+            what=f"{value!r} selects only {listed_states}",
             why='NCCL ends with "no socket interface found"',
             mend=f"bring it up with an address, or unset {variable}: holmes sets it on each node",
         )
-        return
-    names_of = grouped((_socket_kind(name, nic_of.get(name)), name) for name in selected)
-    if len(names_of) > 1 or _LOCAL in names_of:
-        words = "; ".join(f"{', '.join(names)} ({kind})" for kind, names in names_of.items())
-        best = names_of.get(_ETHERNET, ["DEVICE"])[0]
-        yield problem(
+
+
+def _socket_state(nic: Nic | None, are_addresses_known: bool) -> str:
+    """Return why NCCL cannot open sockets on an interface, "" if it can.
+
+    Args:
+        nic: The NIC with the interface; None for loopback.
+        are_addresses_known: Whether the addresses of the node's NICs are known.
+    """
+    if nic is None:
+        return ""
+    if not nic.up:
+        return nic.state_text or "down"
+    return "" if nic.addresses or not are_addresses_known else "no IP address"
+
+
+def _judge_sockets(value: str, kind_of: Mapping[str, str]) -> Finding:
+    """Return the finding about the interfaces that NCCL_SOCKET_IFNAME selects.
+
+    Args:
+        value: Value of the variable.
+        kind_of: Interface on which NCCL opens sockets -> what it reaches, in words.
+    """
+    variable = "NCCL_SOCKET_IFNAME"
+    names_of = grouped((kind, name) for name, kind in kind_of.items())
+    if len(names_of) == 1 and _LOCAL not in names_of:
+        return note(
             variable,
-            what=f"{value!r} selects {words}",
-            why="NCCL opens sockets on every one of them, and not all of them reach the other nodes: "
-            "groups hang while they connect",
-            mend=f'unset {variable}: holmes sets it on each node; or export {variable}="={best}" ("=": the '
-            "whole name)",
+            what=f"{value!r} selects {', '.join(kind_of)}",
+            why=LEFT_ALONE,
+            mend=f"unset {variable} unless it is meant so",
         )
-        return
-    yield note(
+    words = "; ".join(f"{', '.join(names)} ({kind})" for kind, names in names_of.items())
+    best = names_of.get(_ETHERNET, ["DEVICE"])[0]
+    return problem(
         variable,
-        what=f"{value!r} selects {', '.join(selected)}",
-        why=LEFT_ALONE,
-        mend=f"unset {variable} unless it is meant so",
+        what=f"{value!r} selects {words}",
+        why="NCCL opens sockets on every one of them, and not all of them reach the other nodes: "
+        "groups hang while they connect",
+        mend=f'unset {variable}: holmes sets it on each node; or export {variable}="={best}" ("=": the '
+        "whole name)",
     )
 
 
-def _socket_kind(name: str, nic: Nic | None) -> str:
+def _socket_kind(nic: Nic | None) -> str:
     """Return what an interface reaches, in words.
 
     Args:
-        name: Name of the interface.
         nic: The NIC with the interface; None for loopback.
     """
     if nic is None or any(reason in nic.skipped for reason in _LOCAL_REASONS):
@@ -280,7 +297,8 @@ def _check_selected_hcas(
             mend=f"unset {variable}: holmes sets it on each node",
         )
     elif left_out:
-        yield note(
+        make = problem if len(left_out) == len(selected) else note
+        yield make(
             variable,
             what=f"{value!r} selects {', '.join(left_out)}{prefixes}, which cluster.toml leaves out",
             why=f"{LEFT_ALONE}, so groups use these NICs, too",

@@ -91,10 +91,14 @@ def test_a_captured_tree_without_net_devices_says_nothing_of_namespaces(tmp_path
     assert [nic.skipped for nic in read_nics(root)] == [""]
 
 
-@pytest.mark.parametrize("value", ["mlx5_0", "^mlx5_9"])
-def test_a_variable_that_selects_excluded_nics(value):
-    (found,) = check_variables({"NCCL_IB_HCA": value}, [IB, ETHERNET], unused=["mlx5_0:1"])
-    assert found.level == "note" and "selects mlx5_0:1 " in found.what
+@pytest.mark.parametrize(
+    "value, level", [("mlx5_0", "problem"), ("mlx5_", "note"), ("^mlx5_9", "note")]
+)
+def test_a_variable_that_selects_excluded_nics(value, level):
+    """It is a problem if the variable selects no other NIC."""
+    nics = [IB, replace(IB, device="mlx5_2"), ETHERNET]
+    (found,) = check_variables({"NCCL_IB_HCA": value}, nics, unused=["mlx5_0:1"])
+    assert found.level == level and "selects mlx5_0:1 " in found.what
     assert "which cluster.toml leaves out" in found.what
 
 
