@@ -231,6 +231,14 @@ def test_a_command_that_contradicts_the_file(command, line):
     assert line in findings(command)
 
 
+def test_nodes_with_different_numbers_of_gpus():
+    """Each node has a torchrun command of its own; srun starts the same number everywhere."""
+    spec = clusters.spec("a ib 1Gb/s a1 processes=8", "b ib 1Gb/s b1 processes=4")
+    for command, count in (("torchrun --nnodes 2 --nproc-per-node 4", 0), ("srun -N 2 -n 8", 1)):
+        launches = read_launches(shlex.split(command), {})
+        assert len(list(check_launch(launches, spec))) == count
+
+
 def test_the_nodes_that_the_ranks_of_mpirun_fill():
     """`mpirun -np 16` without hosts: two nodes with 8 processes each."""
     launches = read_launches(["mpirun", "-np", "16"], {})
