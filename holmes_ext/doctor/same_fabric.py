@@ -8,6 +8,7 @@ router (src/transport/net_ib/connect.cc: ncclIbRtrQp); without one, the connecti
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import combinations
 
 from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.doctor.finding import Finding, note, problem
@@ -40,9 +41,9 @@ def check_fabric(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:
 
 
 def _separate_subnets(subnets_of: Mapping[str, Collection[str]]) -> str:
-    """Return the subnets of the nodes in words if two nodes share none, else "".
+    """Return the subnets of the nodes in words if two nodes have each one that the other lacks, else "".
 
-    With rails, NIC i of every node is in subnet i. A node without one of them still shares the others.
+    With rails, NIC i of every node is in subnet i. A node may lack one of them: a NIC that is down.
 
     Args:
         subnets_of: Node -> subnets of its NICs; nodes without a subnet are ignored.
@@ -50,8 +51,8 @@ def _separate_subnets(subnets_of: Mapping[str, Collection[str]]) -> str:
     nodes_of = grouped(
         (tuple(sorted(subnets)), node) for node, subnets in subnets_of.items() if subnets
     )
-    first = next(iter(nodes_of), ())
-    if all(set(first) & set(subnets) for subnets in nodes_of):
+    pairs = combinations(map(set, nodes_of), 2)
+    if all(first <= second or second <= first for first, second in pairs):
         return ""
     listed = [
         f"{some_of(subnets, _MOST_NAMED)}: {some_of(nodes, _MOST_NAMED)}"
@@ -61,7 +62,7 @@ def _separate_subnets(subnets_of: Mapping[str, Collection[str]]) -> str:
 
 
 def _check_infiniband_subnets(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:
-    """Yield a finding if InfiniBand ports of different nodes have no subnet in common."""
+    """Yield a finding if the InfiniBand ports of the nodes are not in the same subnets."""
     listed = _separate_subnets(
         {
             node: {nic.subnet_prefix for nic in nics if nic.subnet_prefix}
@@ -140,7 +141,7 @@ def _check_lids(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:
 
 
 def _check_roce_subnets(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:
-    """Yield a finding if RoCE ports of different nodes have no IP subnet in common."""
+    """Yield a finding if the RoCE ports of the nodes are not in the same IP subnets."""
     listed = _separate_subnets(
         {
             node: {subnet for nic in nics if nic.kind == "roce" for subnet in ip_subnets(nic)}

@@ -201,7 +201,10 @@ _FACTS = (
     ),
     _Fact(
         what="MTU of the fast NICs",
-        value_of=lambda check: "+".join(str(nic.mtu) for nic in _fast_nics(check) if nic.mtu),
+        # Each MTU once: a node with fewer NICs is another fact.
+        value_of=lambda check: " and ".join(
+            sorted({str(nic.mtu) for nic in _fast_nics(check) if nic.mtu})
+        ),
         why="large messages to the smaller MTU are dropped: jobs hang after the first small ones",
         mend="ip link set DEVICE mtu BYTES, the same everywhere",
         make=problem,
