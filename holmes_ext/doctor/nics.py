@@ -84,6 +84,7 @@ def check_nics(nics: Sequence[Nic], board_of: Mapping[str, str] | None = None) -
     yield from _check_infiniband_subnets(in_use)
     yield from _check_ip_subnets(in_use)
     yield from _check_vendors(in_use)
+    yield from _check_bonds(nics)
     yield from _check_foreign(nics)
     # All NICs: a fast one, used or not, shows that a module is loaded.
     yield from _check_modules(nics)
@@ -342,6 +343,23 @@ def _check_vendors(nics: Sequence[Nic]) -> Iterator[Finding]:
 def vendor_of(nic: Nic) -> str:
     """Return the vendor of a NIC, or the name of its driver if the vendor is not known."""
     return VENDORS.get(nic.driver, nic.driver or "unknown")
+
+
+def _check_bonds(nics: Sequence[Nic]) -> Iterator[Finding]:
+    """Yield a finding for each bond that has a member without a link."""
+    nic_of = {nic.device: nic for nic in nics if not nic.fast}
+    for nic in nics:
+        if nic.fast or nic.skipped or nic.driver not in ("bond", "team"):
+            continue
+        members = [nic_of[name] for name in nic.members if name in nic_of]
+        lost = [f"{member.name} ({member.state_text})" for member in members if not member.up]
+        if lost and nic.up:
+            yield note(
+                nic.name,
+                what=f"the {nic.driver} runs without its member {', '.join(lost)}",
+                why="it carries a part of its rate, and fails with the next link",
+                mend="check cable and switch port of the member",
+            )
 
 
 def _check_foreign(nics: Sequence[Nic]) -> Iterator[Finding]:

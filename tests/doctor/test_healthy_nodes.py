@@ -182,6 +182,12 @@ FAULTS = {
         "ens1: the NIC can do RDMA, but /sys/class/infiniband shows no port of it",
         add=lambda machine: machine.eth("ens1", "10.1.1.1/24", driver="mlx5_core", speed=100000),
     ),
+    "a bond without one of its links": Fault(
+        "ib_and_active_backup_bond",
+        "note",
+        "bond0: the bond runs without its member eno2 (no carrier)",
+        {"class/net/eno2/operstate": "down", "class/net/eno2/carrier": "0"},
+    ),
     "two NICs in one IP subnet": Fault(
         "gbe100_one_lane",
         "note",
