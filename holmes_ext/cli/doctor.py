@@ -43,9 +43,10 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.doctor import frameworks, nccl, variables
 from holmes_ext.doctor.allocation import allocated, check_nodes, for_srun, srun
-from holmes_ext.doctor.command import check_command
+from holmes_ext.doctor.command import check_command, variables_of_command
 from holmes_ext.doctor.finding import Finding
-from holmes_ext.doctor.nics import check_hcas, check_machine, check_nics, rdma_limits
+from holmes_ext.doctor.in_use import check_used_nics, mark_unused
+from holmes_ext.doctor.nics import check_machine
 from holmes_ext.doctor.side_by_side import NodeCheck, compare, kind_of, load_check, part_for
 from holmes_ext.doctor.tcp import check_tcp
 from holmes_ext.document import Table
@@ -174,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         checks = [check_node(args, words, spec)]
     _check_distinct_names(checks)
-    differences = compare(checks, spec) if len(checks) > 1 or spec else []
+    differences = compare(checks, spec)
     if args.json:
         _print_json(checks, differences)
     else:
@@ -304,18 +305,22 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
         nics=nics,
         nccl=nccl_of_node(environ, nics),
     )
-    findings = [*check_nics(nics), *check_hcas(args.sysfs)]
-    if is_live:
-        findings += rdma_limits(nics)
-    findings += check_machine(nics, kind_of(name, spec), is_live)
-    findings += variables.check_variables(os.environ, nics)
+    cluster_kind = kind_of(name, spec)  # "" if cluster.toml does not have this node
+    marked_nics = mark_unused(nics, name, spec)
+    unused = [
+        marked.name for marked, nic in zip(marked_nics, nics) if marked.skipped != nic.skipped
+    ]
+    findings = check_used_nics(args.sysfs, marked_nics, is_live, is_in_cluster=bool(cluster_kind))
+    findings += check_machine(nics, cluster_kind, is_live)
+    job_environ = {**os.environ, **(variables_of_command(words) if words else {})}
+    findings += variables.check_variables(job_environ, nics, unused)
     if spec and (spec.wan or spec.pairs):
         findings += check_tcp(spec, name, read_limits(), os.environ)
     findings += _check_frameworks(args.check)
     if is_live:
         findings += frameworks.check_compilers(environ)
     if words:
-        findings += check_command(words, spec, os.environ)
+        findings += check_command(words, spec, os.environ, node)
     for check in extensions.objects("doctor_checks").values():
         findings += check()
     findings += nccl.check_nccl(node.nccl, environ, nics)
@@ -389,7 +394,7 @@ def _collect_checks(
         except RuntimeError:  # torch.distributed.DistError
             master = f"{process.master_addr}:{process.master_port}"
             raise HolmesError(
-                f"rank {rank} of {process.world_size} did not report within {timeout_s:g} s; "
+                f"the launcher's rank {rank} of {process.world_size} did not report within {timeout_s:g} s; "
                 f"can it reach {master}?"
             ) from None
         if document is not None:
@@ -419,7 +424,7 @@ def _print_report(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -
     # Sorting is stable: findings of one level keep their order.
     problems_first = sorted(nodes_of_finding, key=lambda finding: finding.level != "problem")
     for finding in problems_first:
-        has_subject = len(checks) > 1 or finding in differences
+        has_subject = len(checks) > 1
         _print_finding(screen, finding, nodes_of_finding[finding] if has_subject else [])
     if len(checks) == 1 and first.nccl:
         screen.line(Text("NCCL settings of a job on this node:", "bold"))

@@ -13,10 +13,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holmes_ext.cluster.site import Site, site_from_spec
+from holmes_ext.cluster.node_report import NodeReport
+from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.doctor.forwarded import check_forwarded
 from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
+from holmes_ext.doctor.launch import LaunchedNodes, exported_variables, read_launches
+from holmes_ext.doctor.launch_check import (
+    check_launch,
+    check_launchers,
+    node_count,
+    started_part,
+)
+from holmes_ext.doctor.no_file import check_prefix_of_job
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, Options, misspelt_flag, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
@@ -60,8 +70,23 @@ def split_command(words: Sequence[str]) -> Command:
     )
 
 
+def variables_of_command(words: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables that a training command sets for its ranks.
+
+    Args:
+        words: The command line.
+
+    Raises:
+        HolmesError: The command has no training script.
+    """
+    return exported_variables(split_command(words).launcher)
+
+
 def check_command(
-    words: Sequence[str], spec: SiteSpec | None, environ: Mapping[str, str]
+    words: Sequence[str],
+    spec: SiteSpec | None,
+    environ: Mapping[str, str],
+    node: NodeReport | None = None,
 ) -> Iterator[Finding]:
     """Yield findings about a training command.
 
@@ -69,8 +94,10 @@ def check_command(
         words: The command line.
         spec: Content of cluster.toml; None to take that of the command's --holmes-cluster.
         environ: Environment variables of the command.
+        node: A node of the job, with its NICs; None if none is known.
     """
     command = split_command(words)
+    environ = {**environ, **exported_variables(command.launcher)}
     if command.launcher and not shutil.which(command.launcher[0]):
         yield problem(
             command.launcher[0],
@@ -107,7 +134,14 @@ def check_command(
         if spec is None and options.cluster:
             spec = load_spec(options.cluster)
         about = "the command"
-        yield from _check_plan(command, options, rest, spec)
+        launches = read_launches(command.launcher, environ)
+        yield from check_launchers(launches)
+        yield from check_forwarded(launches, command.launcher, environ, has_flag)
+        if spec is not None:
+            yield from check_launch(launches, spec)
+        elif node is not None:
+            yield from check_prefix_of_job(node, node_count(launches))
+        yield from _check_plan(launches, options, rest, spec)
     except HolmesError as error:
         yield problem(
             about,
@@ -118,12 +152,12 @@ def check_command(
 
 
 def _check_plan(
-    command: Command, options: Options, rest: list[str], spec: SiteSpec | None
+    launches: Sequence[LaunchedNodes], options: Options, rest: list[str], spec: SiteSpec | None
 ) -> Iterator[Finding]:
     """Yield findings about parallel sizes and DeepSpeed's configuration, compared with the clusters.
 
     Args:
-        command: The training command.
+        launches: What the launchers of the command start.
         options: The flags of holmes in the command.
         rest: The other arguments of the script.
         spec: Content of cluster.toml; None if there is none.
@@ -149,7 +183,7 @@ def _check_plan(
             mend="give --cluster FILE",
         )
         return
-    site = site_from_spec(spec)
+    site = site_from_spec(started_part(spec, launches))
     if options.plan:
         plan = check_plan(load_plan(options.plan), site)
     else:
@@ -166,7 +200,6 @@ def _check_plan(
             why="their traffic is as slow as that network",
             mend="look at `holmes plan` for sizes under which none does",
         )
-    yield from _check_launcher(command, site)
 
 
 def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Finding]:
@@ -218,42 +251,3 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
                 why="the framework ends with an error",
                 mend="change it as the line says",
             )
-
-
-def _check_launcher(command: Command, site: Site) -> Iterator[Finding]:
-    """Yield findings if the launcher starts other numbers of nodes or processes than cluster.toml has.
-
-    Args:
-        command: The training command.
-        site: The clusters of cluster.toml.
-    """
-    options = {}  # name of an option of the launcher -> value
-    # The value is in the same word (--nnodes=2) or in the next one (--nnodes 2).
-    next_words = [*command.launcher[1:], ""]
-    for word, next_word in zip(command.launcher, next_words):
-        name, equals, value = word.partition("=")
-        options[name.replace("_", "-")] = value if equals else next_word
-    nodes = options.get("--nnodes", "")
-    if nodes.isdecimal() and int(nodes) != len(site.nodes):
-        yield problem(
-            "--nnodes",
-            what=f"is {nodes}, but the clusters have {len(site.nodes)} nodes",
-            why="the job waits for ranks that never come, or ends at start-up",
-            mend="start it on all nodes of cluster.toml, or take nodes out of the file",
-        )
-    processes = options.get("--nproc-per-node", "")
-    if not processes.isdecimal():
-        processes = options.get("--num-gpus", "")
-    if not processes.isdecimal():
-        return
-    wrong = [node for node in site.nodes if node.processes != int(processes)]
-    # Nodes with different numbers of GPUs have a torchrun command of their own each.
-    is_of_some_node = "--nproc-per-node" in options and len(wrong) < len(site.nodes)
-    if wrong and not (is_of_some_node and not site.has_equal_nodes):
-        yield problem(
-            "--nproc-per-node",
-            what=f"is {processes}, but node {wrong[0].name} has {wrong[0].processes} processes in "
-            f"cluster.toml",
-            why="the job ends at start-up",
-            mend="make them agree (key 'processes')",
-        )

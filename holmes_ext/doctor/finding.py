@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import grouped, some_of
 
 #: A "problem" stops a job or makes it slow. A "note" may be intended.
 LEVELS = ("problem", "note")
 _MOST_CHARACTERS = 2000  # of each text
+_MOST_NAMED = 16  # NICs that one finding lists
 
 
 @dataclass(frozen=True)
@@ -39,3 +42,15 @@ class Finding:
 #: Make a Finding of this level.
 problem = partial(Finding, "problem")
 note = partial(Finding, "note")
+
+
+def merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings, where those that differ only in `about` are one with all names.
+
+    Eight HCAs with the same fault give one finding about "mlx5_0:1, mlx5_1:1, ...".
+    """
+    names_of = grouped((replace(finding, about="-"), finding.about) for finding in findings)
+    return [
+        replace(finding, about=some_of(dict.fromkeys(names), _MOST_NAMED))
+        for finding, names in names_of.items()
+    ]

@@ -229,7 +229,7 @@ def _check_iwarp(nics: Sequence[Nic]) -> Iterator[Finding]:
 def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, str]) -> list[str]:
     """Return lines for the user that show the settings that holmes would hand over to NCCL.
 
-    The lines are NCCL's environment variables ("NCCL_SOCKET_IFNAME=eth0"), and the network of the
+    The lines are NCCL's environment variables (NCCL_SOCKET_IFNAME="=eth0"), and the network of the
     process groups on each fabric. Further lines say what the installed version of NCCL does with
     these settings.
 
@@ -250,9 +250,9 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
     for name, value in variables_of(site_node).items():
         users_value = environ.get(name) or in_files.get(name, no_setting).value
         if users_value:
-            lines.append(f"{name}={users_value} (yours)")
+            lines.append(f"{name}={_quoted(users_value)} (yours)")
         elif value:
-            lines.append(f"{name}={value}")
+            lines.append(f"{name}={_quoted(value)}")
     for port in site_node.ports:
         fabric = site.fabric_by_name[port.fabric]
         if port.fabric != ETHERNET and (not port.hcas or port.no_verbs or not port.usable):
@@ -271,6 +271,15 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
     # Without a GID index, NCCL must find the one of each RoCE port, which only newer versions do.
     lines += _lines_on_version(needs_gid_index=has_roce and not is_gid_index_set)
     return lines
+
+
+def _quoted(value: str) -> str:
+    """Return a value of a variable for messages, in quotes if it starts with "=".
+
+    NCCL takes the names after "=" as whole names, not as prefixes. Without quotes, "NCCL_IB_HCA==mlx5_0"
+    would look like a misprint.
+    """
+    return f'"{value}"' if value.startswith("=") else value
 
 
 def _lines_on_version(needs_gid_index: bool) -> Iterator[str]:

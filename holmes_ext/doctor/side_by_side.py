@@ -12,15 +12,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.resolve import rate_of_one_nic, resolve_site, slower_than_declared
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.doctor.in_use import mark_unused
+from holmes_ext.doctor.no_file import check_without_file
+from holmes_ext.doctor.same_fabric import check_fabric
 from holmes_ext.document import Table, load_json
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
-from holmes_ext.words import some_of
+from holmes_ext.words import grouped, some_of
 
 VERSION = 1
 _MOST_NAMED = 4  # nodes that a finding lists
@@ -61,12 +65,13 @@ def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]
 
     Args:
         checks: Results of each node.
-        spec: Content of cluster.toml. The nodes of each cluster are compared. If it is None, nodes with
-            the same kind of fast NIC are compared.
+        spec: Content of cluster.toml. The nodes of each cluster are compared, with the NICs that the
+            job uses. If it is None, nodes with the same kind of fast NIC are compared.
     """
     findings: list[Finding] = []
+    used = [_with_used_nics(check, spec) for check in checks]
     # Nodes of one cluster should have equal NICs, and all nodes equal versions and variables.
-    for title, members in _comparable_nodes(checks, spec):
+    for title, members in _comparable_nodes(used, spec):
         for fact in _FACTS:
             values = {check.node.name: fact.value_of(check) for check in members}
             findings += _finding_if_different(
@@ -85,8 +90,35 @@ def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]
         mend = f"set {name} alike on all nodes, or nowhere"
         findings += _finding_if_different(note, "all nodes", values, what=name, why=why, mend=mend)
     if spec is not None:
+        findings += _check_fabrics(used, spec)
         findings += _check_spec(checks, spec)
+    else:
+        is_job = len(checks) > 1
+        findings += check_without_file([check.node for check in checks], is_job)
     return findings
+
+
+def _with_used_nics(check: NodeCheck, spec: SiteSpec | None) -> NodeCheck:
+    """Return the check of a node, with the NICs marked that a job with cluster.toml does not use."""
+    nics = mark_unused(check.node.nics, check.node.name, spec)
+    return replace(check, node=replace(check.node, nics=nics))
+
+
+def _check_fabrics(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding]:
+    """Yield findings about nodes that are on one fabric in cluster.toml, and whose NICs are not.
+
+    Args:
+        checks: Results of each node.
+        spec: Content of cluster.toml. Several clusters may share a fabric.
+    """
+    for fabric, clusters in grouped((cluster.fabric, cluster) for cluster in spec.clusters).items():
+        if fabric == ETHERNET:
+            continue
+        nodes = {node for cluster in clusters for node in cluster.nodes}
+        members = [check for check in checks if spec.known_as(check.node.name) in nodes]
+        names = ", ".join(cluster.name for cluster in clusters)
+        title = f"cluster {names}" if len(clusters) == 1 else f"clusters {names}"
+        yield from check_fabric(title, {check.node.name: _fast_nics(check) for check in members})
 
 
 def _comparable_nodes(
@@ -169,7 +201,10 @@ _FACTS = (
     ),
     _Fact(
         what="MTU of the fast NICs",
-        value_of=lambda check: "+".join(str(nic.mtu) for nic in _fast_nics(check) if nic.mtu),
+        # Each MTU once: a node with fewer NICs is another fact.
+        value_of=lambda check: " and ".join(
+            sorted({str(nic.mtu) for nic in _fast_nics(check) if nic.mtu})
+        ),
         why="large messages to the smaller MTU are dropped: jobs hang after the first small ones",
         mend="ip link set DEVICE mtu BYTES, the same everywhere",
         make=problem,
@@ -242,7 +277,8 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
     if absent:
         yield note(
             spec.source,
-            what=f"{len(absent)} of its nodes were not looked at: {some_of(absent, _MOST_NAMED)}",
+            what=f"{len(absent)} of its nodes {'was' if len(absent) == 1 else 'were'} not looked at: "
+            f"{some_of(absent, _MOST_NAMED)}",
             why="differences on those nodes are not detected",
             mend="run `holmes doctor` there too, and give this one all their --json files",
         )

@@ -6,11 +6,16 @@ of gloo in torch's c10d/ProcessGroupGloo.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from holmes_ext.cluster.nccl import SHARED
 from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.doctor.nccl_names import (
+    check_hca_names,
+    check_socket_names,
+    missing_interfaces,
+)
 from holmes_ext.options import names, variables
 from holmes_ext.options import variable as variable_of_flag
 from holmes_ext.words import nearest
@@ -40,8 +45,6 @@ COMPARED = (
 )
 #: Variables of a branch of NCCL in which one communicator can use several networks.
 CROSS_DC = ("NCCL_ALLNET_ENABLE", "NCCL_SCATTER_XDC")
-#: Reason of a finding about a valid setting, which holmes does not replace.
-_LEFT_ALONE = "holmes keeps your setting"
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -49,116 +52,47 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in COMPARED if environ.get(name)}
 
 
-def check_variables(environ: Mapping[str, str], nics: Sequence[Nic]) -> Iterator[Finding]:
+def check_variables(
+    environ: Mapping[str, str], nics: Sequence[Nic], unused: Collection[str] = ()
+) -> Iterator[Finding]:
     """Yield findings about environment variables on a node.
 
     Args:
         environ: The environment variables.
         nics: The NICs of the node.
+        unused: Names of the NICs that cluster.toml leaves out.
     """
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+    for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         if environ.get(variable):
-            yield from _check_interfaces(variable, environ[variable], nics)
+            yield from _check_whole_names(variable, environ[variable], nics)
+    yield from check_socket_names(environ.get("NCCL_SOCKET_IFNAME", ""), nics)
     fast_nics = [nic for nic in nics if nic.fast]
     roce_nics = [nic for nic in nics if nic.kind == "roce" and nic.usable]
-    yield from _check_hcas(environ.get("NCCL_IB_HCA", ""), fast_nics)
+    yield from check_hca_names(environ.get("NCCL_IB_HCA", ""), fast_nics, unused)
     yield from _check_gid_index(environ.get("NCCL_IB_GID_INDEX", ""), roce_nics)
     verbs_nics = [nic.name for nic in fast_nics if nic.usable and KINDS[nic.kind].verbs]
     yield from _check_switches(environ, verbs_nics)
     yield from _check_names(environ)
 
 
-def _check_interfaces(variable: str, value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield a finding about a variable that names network interfaces.
+def _check_whole_names(variable: str, value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
+    """Yield a finding about a variable that lists network interfaces, all of which must exist.
 
     Args:
-        variable: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME.
-        value: Names, separated by commas. NCCL takes them as prefixes; "=" before them means exact names, "^"
-            names to exclude.
+        variable: GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME.
+        value: Whole names, separated by commas.
         nics: The NICs of the node.
     """
     existing = {name for nic in nics for name in nic.netdevs} | {"lo"}
-    # Only NCCL takes names as prefixes; gloo and TensorPipe take whole names.
-    is_nccl = variable == "NCCL_SOCKET_IFNAME"
-    are_prefixes = is_nccl and not value.startswith("=")
-    wanted: list[str] = []
-    if not value.startswith("^"):  # names to exclude need not exist
-        wanted = [name for name in value.lstrip("=").split(",") if name]
-    missing = []
-    for name in wanted:
-        is_prefix = are_prefixes and any(other.startswith(name) for other in existing)
-        if name not in existing and not is_prefix:
-            missing.append(name)
+    missing = [name for name in value.split(",") if name and name not in existing]
     if missing:
-        yield problem(
-            variable,
-            what=f"{value!r} names {', '.join(missing)}, which this node does not have "
-            f"({', '.join(sorted(existing))})",
-            why="the library ends with an error, or waits for an interface that never comes "
-            "(NVIDIA/nccl#1580)",
-            mend=f"unset {variable}: holmes sets it on each node",
-        )
-    elif variable == "GLOO_SOCKET_IFNAME":
+        yield missing_interfaces(variable, value, missing, existing)
+    elif variable == "GLOO_SOCKET_IFNAME":  # TP_SOCKET_IFNAME: only RPC (TensorPipe) uses it
         yield note(
             variable,
             what=f"{value!r} is set",
             why="every gloo group uses it: groups inside a cluster stay off their fast NIC",
             mend=f"unset {variable}",
-        )
-    elif is_nccl:  # no finding about TP_SOCKET_IFNAME: only RPC (TensorPipe) uses it
-        yield note(
-            variable,
-            what=f"{value!r} is set",
-            why=_LEFT_ALONE,
-            mend=f"unset {variable} unless it is meant so",
-        )
-
-
-def _check_hcas(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield a finding about NCCL_IB_HCA.
-
-    Args:
-        value: HCAs such as "mlx5_0:1", separated by commas. NCCL takes them as prefixes; "=" before them
-            means exact names, "^" names to exclude.
-        nics: The InfiniBand and RoCE NICs of the node.
-    """
-    if not value or value.startswith("^"):  # names to exclude need not exist
-        return
-    variable = "NCCL_IB_HCA"
-    are_prefixes = not value.startswith("=")
-    wanted = [name for name in value.lstrip("=").split(",") if name]
-    missing = []
-    for name in wanted:
-        device = name.split(":")[0]
-        is_exact = any(name in (nic.device, nic.name) for nic in nics)
-        is_prefix = are_prefixes and any(nic.device.startswith(device) for nic in nics)
-        if not is_exact and not is_prefix:
-            missing.append(name)
-    # Only for complete names: a prefix may also match HCAs that are up.
-    down = [nic.name for nic in nics if not nic.up and nic.name in wanted]
-    if missing:
-        existing = ", ".join(nic.name for nic in nics) or "none"
-        yield problem(
-            variable,
-            what=f"{value!r} names {', '.join(missing)}, which this node does not have "
-            f"(its HCAs: {existing})",
-            why="NCCL skips it silently and takes what is left, or sockets; ranks then disagree and "
-            "hang (NVIDIA/nccl#1277)",
-            mend=f"unset {variable}: holmes sets it on each node",
-        )
-    elif down:
-        yield problem(
-            variable,
-            what=f"{value!r} names {', '.join(down)}, which is down",
-            why="NCCL leaves it out on this node only",
-            mend="bring the port up or take it out",
-        )
-    else:
-        yield note(
-            variable,
-            what=f"{value!r} is set",
-            why=_LEFT_ALONE,
-            mend=f"unset {variable} unless it is meant so",
         )
 
 

@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import clusters
+import healthy_nodes
 import nics
 import pytest
 import ranks
@@ -61,6 +62,26 @@ def test_json_of_two_nodes_side_by_side(doctor, tmp_path, monkeypatch):
         and output.err.count("\n") == 1
         and "two of the reports are from a node called 'n0'" in output.err
     )
+
+
+def test_nics_and_variables_of_the_job_alone_are_judged(doctor, tmp_path, monkeypatch):
+    """Not the front end, which cluster.toml excludes; and the variables that the command sets."""
+    monkeypatch.setenv("HOLMES_NODE", "n1")
+    machine = healthy_nodes.Machine(tmp_path)
+    machine.roce("mlx5_0", "rdma0", "10.224.0.3/24", mtu=4220)
+    machine.roce("mlx5_1", "eth0", "10.1.2.3/24", mtu=9000)
+    root = machine.save()
+    clusters_text = clusters.toml("c roce 400Gb/s n1", ethernet="100Gb/s")
+    (tmp_path / "c.toml").write_text(clusters_text + 'exclude = ["mlx5_1"]\n')
+    train = script(tmp_path)
+    command = ["mpirun", "-np", "1", "-x", "NCCL_IB_HCA=mlx5_9", sys.executable, train, "--holmes"]
+    status, output = doctor("--sysfs", root, "--cluster", tmp_path / "c.toml", "--", *command)
+    problems = [line for line in output.out.splitlines() if line.startswith("problem: ")]
+    assert status == 1 and [line for line in problems if "no such program" not in line] == [
+        "problem: NCCL_IB_HCA: 'mlx5_9' names mlx5_9, which this node does not have (its HCAs: mlx5_0:1, "
+        "mlx5_1:1)"
+    ]
+    assert 'NCCL_IB_HCA="=mlx5_0:1"' in output.out
 
 
 def test_a_machine_without_gpu_and_fast_nic_is_told_so(monkeypatch):
@@ -161,10 +182,10 @@ def test_what_is_wrong_with_a_command(tmp_path):
     lines = findings(
         tmp_path,
         "--holmes",
-        launcher_words=("no-such-launcher", "--nnodes=3", "--nproc_per_node", "8"),
+        launcher_words=("no-such-launcher", "--nnodes=5", "--nproc_per_node", "8"),
     )
     assert any("no such program" in line for line in lines) and any(
-        "--nnodes: is 3, but the clusters have 4 nodes" in line for line in lines
+        "--nnodes: is 5, but the clusters have 4 nodes" in line for line in lines
     )
     assert any("--nproc-per-node: is 8, but node a0 has 1" in line for line in lines)
     (line,) = [
@@ -304,7 +325,9 @@ def test_nodes_meet_through_a_launchers_variables(tmp_path):
         for rank in range(2)
     ]
     outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    # Status 1: both have the default InfiniBand prefix, so a job without a cluster.toml would end.
+    assert [process.returncode for process in processes] == [1, 0], outputs
+    assert "which does not tell one fabric from two" in outputs[0][0]
     assert (
         "n0" in outputs[0][0]
         and "n1" in outputs[0][0]

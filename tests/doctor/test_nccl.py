@@ -46,7 +46,11 @@ def no_files(monkeypatch, tmp_path):
 @pytest.mark.parametrize("spec", [None, SPEC])
 def test_variables_and_the_network_of_each_kind_of_group(spec):
     lines = nccl.handed_over(NODE, spec and parse_spec(spec, "c.toml"), {})
-    assert lines[:3] == ["NCCL_SOCKET_IFNAME==eth0", "NCCL_IB_HCA==mlx5_0:1", "NCCL_IB_GID_INDEX=3"]
+    assert lines[:3] == [
+        'NCCL_SOCKET_IFNAME="=eth0"',
+        'NCCL_IB_HCA="=mlx5_0:1"',
+        "NCCL_IB_GID_INDEX=3",
+    ]
     fabric = "b" if spec else "roce"
     assert f"groups on {fabric} (roce): network 'IB'" in lines
     assert "groups on ethernet (ethernet): network 'Socket'" in lines

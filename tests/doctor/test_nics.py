@@ -85,19 +85,23 @@ def test_what_is_set_aside_is_not_judged():
 
 
 def test_links_below_what_the_adapter_can_do(tmp_path):
+    """One lane is a fault of an InfiniBand link; 10 to 100 Gb/s Ethernet may have one."""
     tree = Sysfs(tmp_path)
-    pci = tree.pci("0000:41:00.0", "mlx5_core")
     links = [
-        ("200 Gb/sec (4X HDR)", "4: ACTIVE"),
-        ("25 Gb/sec (1X EDR)", "4: ACTIVE"),
-        ("100 Gb/sec (4X EDR)", "4: ACTIVE"),
-        ("10 Gb/sec (4X SDR)", "1: DOWN"),
+        (IB, "200 Gb/sec (4X HDR)"),
+        (IB, "25 Gb/sec (1X EDR)"),
+        (IB, "100 Gb/sec (4X EDR)"),
+        (replace(IB, state="down"), "10 Gb/sec (1X SDR)"),
+        (replace(IB, skipped="left out by cluster.toml"), "10 Gb/sec (1X SDR)"),
+        *((ROCE, f"{rate} Gb/sec (1X EDR)") for rate in (10, 25, 50, 100)),
     ]
-    for number, (rate, state) in enumerate(links):
-        tree.write(f"class/infiniband/mlx5_{number}/hca_type", "MT4123")
+    nics = []
+    for number, (nic, rate) in enumerate(links):
+        nics.append(replace(nic, device=f"mlx5_{number}"))
+        adapter = "MT4123" if nic.kind == "ib" else ""
+        tree.write(f"class/infiniband/mlx5_{number}/hca_type", adapter)
         tree.write(f"class/infiniband/mlx5_{number}/ports/1/rate", rate)
-        tree.write(f"class/infiniband/mlx5_{number}/ports/1/state", state)
-    assert pci and [(f.level, f.about) for f in check_hcas(tmp_path)] == [
+    assert [(f.level, f.about) for f in check_hcas(tmp_path, nics)] == [
         ("problem", "mlx5_1:1"),
         ("note", "mlx5_2:1"),
     ]

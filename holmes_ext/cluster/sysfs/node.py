@@ -39,6 +39,9 @@ from holmes_ext.cluster.sysfs.rdma import read_rdma_ports
 from holmes_ext.cluster.sysfs.tree import Tree
 from holmes_ext.errors import HolmesError
 
+#: Reason in `Nic.skipped` of a RoCE port whose net device this network namespace does not have.
+FOREIGN = "its net device is in another network namespace"
+
 
 def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> tuple[Nic, ...]:
     """Return all NIC ports of a tree in the order of KINDS: InfiniBand first, Ethernet last.
@@ -93,9 +96,23 @@ def _read_rdma_ports(
         addresses: Network device -> its addresses; None if unknown.
     """
     ports = [_with_addresses(port, addresses, devices) for port in read_rdma_ports(tree, devices)]
+    if tree.names("class/net"):  # without the folder, nothing is known about net devices
+        ports = [_without_foreign(port) for port in ports]
     # A virtual function's `parent` is a PCI address here. If an HCA is there, its name is better.
     hca_at: dict[str, str] = {port.pci: port.device for port in ports if port.pci}
     return [replace(port, parent=hca_at.get(port.parent, port.parent)) for port in ports]
+
+
+def _without_foreign(port: Nic) -> Nic:
+    """Return a port; a RoCE port without a net device in this network namespace is skipped.
+
+    In a container, /sys shows all HCAs of the host, but only the net devices of the container. If
+    the net device of a RoCE port is not among them, the kernel refuses connections on that port with
+    ENODEV ("No such device", NVIDIA/nccl issues 799 and 925).
+    """
+    if port.kind != "roce" or port.netdevs:
+        return port
+    return replace(port, skipped=port.skipped or FOREIGN)
 
 
 def _natural_order(name: str) -> list[tuple[bool, int, str]]:

@@ -301,7 +301,7 @@ def _verdict_from_leader(
     if not message.text:
         leader = f"rank {process.rank - process.local_rank}"
         raise HolmesError(
-            f"rank {process.rank} got no verdict from {leader}, which reported for its node; is it alive?"
+            f"the launcher's rank {process.rank} got no verdict from {leader} of its node; is it alive?"
         )
     if message.text.startswith(_BAD):
         raise RemoteError(message.text.removeprefix(_BAD).decode())
@@ -336,9 +336,8 @@ def _exchange_through_store(
     if stored is None:
         node = json.loads(reports[0]).get("node", "?")
         raise HolmesError(
-            f"rank {process.rank} on {node} got no verdict from rank 0 at"
-            f" {process.master_addr}:{process.master_port}; was rank 0 started with --holmes, and is it "
-            f"alive?"
+            f"the launcher's rank {process.rank} on {node} got no verdict from its rank 0 at"
+            f" {process.master_addr}:{process.master_port}; was it started with --holmes, and is it alive?"
         )
     if stored.value.startswith(_BAD):  # an error; otherwise _GOOD and a compressed document
         raise RemoteError(stored.value.removeprefix(_BAD).decode())
@@ -447,8 +446,8 @@ def _collect_reports(
     if missing:
         raise HolmesError(
             f"{len(missing)} of {world} ranks did not report within {deadline.seconds:g} s: rank "
-            f"{some_of(missing)}; were they started, with --holmes, and can they reach "
-            f"{process.master_addr}:{process.master_port}?"
+            f"{some_of(missing)} (launcher's ranks); were they started, with --holmes, and can "
+            f"they reach {process.master_addr}:{process.master_port}?"
         )
     return [reports[rank] for rank in range(world)]
 
@@ -457,7 +456,8 @@ def _make_document(reports: list[dict[str, Any]], decide: Decide) -> dict[str, A
     """Return the verdict's document, or raise the error that a rank has reported."""
     for report in reports:
         if "error" in report:
-            raise HolmesError(f"rank {report['rank']} on {report['node']}: {report['error']}")
+            reporter = f"the launcher's rank {report['rank']} on {report['node']}"
+            raise HolmesError(f"{reporter}: {report['error']}")
     _check_agreement(reports)
     return decide(reports, _nodes(reports))
 
@@ -471,8 +471,8 @@ def _check_agreement(reports: list[dict[str, Any]]) -> None:
             value = report["agreed"].get(key)
             if value != first_value:
                 raise HolmesError(
-                    f"the ranks disagree on {key}: rank 0 on {first['node']} has {first_value!r}, rank "
-                    f"{report['rank']} on {report['node']} has {value!r}; start all with the same"
+                    f"the launcher's ranks disagree on {key}: rank 0 on {first['node']} has {first_value!r}, "
+                    f"rank {report['rank']} on {report['node']} has {value!r}; start all with the same"
                 )
 
 

@@ -334,7 +334,7 @@ def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
 def _silent_store_message(process: launcher.Process, report: dict[str, Any]) -> str:
     """Return the error for a store that accepts connections and does not answer."""
     return (
-        f"rank {process.rank} on {report['node']}: the job's store at "
+        f"the launcher's rank {process.rank} on {report['node']}: the job's store at "
         f"{process.master_addr}:{process.master_port} takes connections and does not answer; is rank 0 "
         "stopped, or another program on that port?"
     )

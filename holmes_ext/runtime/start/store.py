@@ -67,7 +67,7 @@ def open_store(process: Process, timeout_s: float) -> Any:
         reason = str(error).splitlines()[0]
         action = "host" if is_host else "reach"
         raise HolmesError(
-            f"rank {process.rank} on {socket.gethostname()} cannot {action} the job's store at"
+            f"the launcher's rank {process.rank} on {socket.gethostname()} cannot {action} the job's store at"
             f" {process.master_addr}:{process.master_port} ({reason}); check MASTER_ADDR and MASTER_PORT"
         ) from None
     return _opened[-1]
@@ -206,8 +206,8 @@ def _wait_for_listener(process: Process, timeout_s: float) -> None:
         except OSError as error:
             if deadline.passed:
                 raise HolmesError(
-                    f"rank {process.rank} on {socket.gethostname()} cannot reach the job's store at"
-                    f" {process.master_addr}:{process.master_port} within {timeout_s:g} s "
+                    f"the launcher's rank {process.rank} on {socket.gethostname()} cannot reach the job's "
+                    f"store at {process.master_addr}:{process.master_port} within {timeout_s:g} s "
                     f"({error.strerror or error}); is rank 0 running with --holmes, and do MASTER_ADDR and "
                     f"MASTER_PORT name its host?"
                 ) from None

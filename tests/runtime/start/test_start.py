@@ -103,7 +103,9 @@ def test_a_failure_of_one_rank_ends_all_with_its_words(monkeypatch, tmp_path, no
         Options(cluster=str(tmp_path / "c.toml")),
         failures={2: HolmesError("no such thing")},
     )
-    assert all(str(error) == "rank 2 on n2: no such thing" for error, _ in outcome.values())
+    assert all(
+        str(error) == "the launcher's rank 2 on n2: no such thing" for error, _ in outcome.values()
+    )
     assert all(environ["RANK"] == str(rank) for rank, (_, environ) in outcome.items())
 
 

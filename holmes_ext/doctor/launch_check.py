@@ -1,0 +1,254 @@
+"""Compares the nodes and processes that a command starts with those of cluster.toml.
+
+A job may run on fewer nodes than the file has. More nodes, other hosts, or another number of processes on a
+node end it at start-up.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.doctor.launch import LaunchedNodes
+from holmes_ext.words import some_of
+
+_MOST_NAMED = 4  # hosts that a finding lists
+_ENDS = "the job ends at start-up"
+_WAITS = "the job waits for ranks that never come, or ends at start-up"
+
+
+def started_part(spec: SiteSpec, launches: Sequence[LaunchedNodes]) -> SiteSpec:
+    """Return the part of cluster.toml with the nodes that a command starts, as far as they are known.
+
+    If only their number is known, the first nodes of the file are taken.
+
+    Args:
+        spec: Content of cluster.toml.
+        launches: What the launchers of the command start, the outermost first.
+    """
+    nodes = list(spec.cluster_by_node)
+    known_hosts = _known_hosts(launches, spec)
+    if known_hosts:
+        return spec.only(set(known_hosts))
+    count = node_count(launches) or _nodes_of_world(launches, spec)
+    return spec.only(set(nodes[:count])) if 0 < count < len(nodes) else spec
+
+
+def _known_hosts(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> list[str]:
+    """Return the nodes of cluster.toml that a launcher names, [] if none does or one is not in the file."""
+    for launch in launches:
+        known = [spec.known_as(host) for host in launch.hosts]
+        if known and all(known):
+            return known
+    return []
+
+
+def _nodes_of_world(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> int:
+    """Return the number of nodes that the ranks of `mpirun -np N` fill, 0 if it is unknown.
+
+    Args:
+        launches: What the launchers of the command start, the outermost first.
+        spec: Content of cluster.toml, with the number of processes on each node.
+    """
+    sizes = {cluster.processes for cluster in spec.clusters}
+    world_size = launches[-1].world_size if len(launches) == 1 else 0
+    if len(sizes) > 1 or world_size % max(sizes):
+        return 0
+    return world_size // max(sizes)
+
+
+def node_count(launches: Sequence[LaunchedNodes]) -> int:
+    """Return the number of nodes that a command starts, 0 if it is unknown.
+
+    Args:
+        launches: What its launchers start, the outermost first.
+    """
+    return next((launch.nodes for launch in launches if launch.nodes), 0)
+
+
+def check_launchers(launches: Sequence[LaunchedNodes]) -> Iterator[Finding]:
+    """Yield findings about launchers that would fail, or that contradict each other.
+
+    Args:
+        launches: What the launchers of the command start, the outermost first.
+    """
+    for launch in launches:
+        if launch.error:
+            yield problem(
+                launch.launcher,
+                what=launch.error,
+                why="the job does not start as it is meant",
+                mend="correct the option or the file",
+            )
+    if len(launches) > 1:
+        yield from _check_nested(launches[0], launches[-1])
+
+
+def check_launch(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iterator[Finding]:
+    """Yield findings if a command starts other nodes or processes than cluster.toml allows.
+
+    Args:
+        launches: What the launchers of the command start, the outermost first.
+        spec: Content of cluster.toml.
+    """
+    yield from _check_node_count(launches, spec)
+    for position, launch in enumerate(launches):
+        yield from _check_hosts(launch, spec)
+        factors = [inner.processes for inner in launches[position + 1 :]]
+        if launch.launcher != "srun" and all(factors):
+            yield from _check_slots(launch, spec, started_each=prod(factors))
+    yield from _check_processes(launches, spec)
+
+
+def _check_nested(outer: LaunchedNodes, inner: LaunchedNodes) -> Iterator[Finding]:
+    """Yield a finding if the inner launcher waits for another number of nodes than the outer one starts.
+
+    Args:
+        outer: srun or mpirun.
+        inner: The launcher that it starts, such as torchrun.
+    """
+    starts = outer.world_size or sum(outer.hosts.values()) or outer.nodes * (outer.processes or 1)
+    if not starts or not inner.nodes or inner.nodes == starts:
+        return
+    yield problem(
+        inner.node_flag,
+        what=f"is {inner.nodes}, but {outer.launcher} starts {inner.launcher} {starts} times",
+        why=_WAITS if inner.nodes > starts else "it starts several jobs, or ends at start-up",
+        mend=f"start {inner.launcher} once on each node, and give it the number of nodes",
+    )
+
+
+def _check_node_count(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iterator[Finding]:
+    """Yield a finding if a command does not start all nodes of cluster.toml.
+
+    Args:
+        launches: What the launchers of the command start, the outermost first.
+        spec: Content of cluster.toml.
+    """
+    total = len(spec.cluster_by_node)
+    count = node_count(launches)
+    flag = next((launch.node_flag for launch in launches if launch.nodes), "")
+    if count > total:
+        yield problem(
+            flag,
+            what=f"is {count}, but the clusters have {total} {'node' if total == 1 else 'nodes'}",
+            why=_WAITS,
+            mend=f"add the nodes to a cluster in {spec.source}, or start fewer",
+        )
+    elif 0 < count < total:
+        part = started_part(spec, launches)
+        names = some_of(part.cluster_by_node, _MOST_NAMED)
+        yield note(
+            flag,
+            what=f"the job has {count} of the {total} nodes of {spec.source}",
+            why=f"sizes are checked for {names}"
+            + ("" if _known_hosts(launches, spec) else ": which nodes it gets is not known here"),
+            mend="nothing, if that is meant",
+        )
+
+
+def _check_hosts(launch: LaunchedNodes, spec: SiteSpec) -> Iterator[Finding]:
+    """Yield a finding about hosts of a hostfile or option that are in no cluster of cluster.toml.
+
+    Args:
+        launch: What one launcher starts.
+        spec: Content of cluster.toml.
+    """
+    unknown = [host for host in launch.hosts if not spec.known_as(host)]
+    addresses = [host for host in unknown if _is_address(host)]
+    names = [host for host in unknown if not _is_address(host) and host != "localhost"]
+    if names:
+        yield problem(
+            launch.host_flag,
+            what=f"{some_of(names, _MOST_NAMED)} {'is' if len(names) == 1 else 'are'} in no cluster of "
+            f"{spec.source}",
+            why=f"{_ENDS}, unless the node calls itself by a name of the file (`hostname`)",
+            mend="write the same names into both, or start other hosts",
+        )
+    elif addresses:
+        yield note(
+            launch.host_flag,
+            what=f"{some_of(addresses, _MOST_NAMED)}: IP addresses are not compared with {spec.source}",
+            why="the file has host names, and a node reports its own (`hostname`)",
+            mend="nothing, if these are nodes of the file",
+        )
+
+
+def _check_slots(launch: LaunchedNodes, spec: SiteSpec, started_each: int) -> Iterator[Finding]:
+    """Yield a finding if a launcher starts another number of processes on a host than cluster.toml has.
+
+    Args:
+        launch: What the launcher starts.
+        spec: Content of cluster.toml.
+        started_each: Processes that each of the launcher's processes starts: 8 for `torchrun
+            --nproc-per-node 8`, 1 for the training script.
+    """
+    for host, started in launch.hosts.items():
+        count = started * started_each
+        cluster = spec.cluster_by_node.get(spec.known_as(host))
+        sizes = {cluster.processes} if cluster else {one.processes for one in spec.clusters}
+        if count and count not in sizes:
+            where = f"in {spec.source}" if cluster else f"on every node of {spec.source}"
+            expected = " or ".join(str(size) for size in sorted(sizes))
+            yield problem(
+                launch.host_flag,
+                what=f"starts {count} {'process' if count == 1 else 'processes'} on {host}, but key "
+                f"'processes' is {expected} {where}",
+                why=_ENDS,
+                mend="make the slots and the key agree",
+            )
+            return  # one example is enough
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iterator[Finding]:
+    """Yield a finding if a command starts another number of processes on a node than cluster.toml has.
+
+    Args:
+        launches: What the launchers of the command start, the outermost first.
+        spec: Content of cluster.toml.
+    """
+    part = started_part(spec, launches)
+    numbers = [launch.processes for launch in launches]
+    flags = [launch.process_flag for launch in launches if launch.processes]
+    # Only the innermost launcher must say its number: the others start it once on each node by default.
+    if not launches or any(launch.hosts and launch.launcher != "srun" for launch in launches):
+        return
+    if numbers[-1]:
+        processes = 1
+        for number in numbers:
+            processes *= number or 1
+        wrong = [cluster for cluster in part.clusters if cluster.processes != processes]
+        # Nodes with different numbers of GPUs have a torchrun command of their own each.
+        is_of_some_node = launches[0].launcher == "torchrun" and len(wrong) < len(part.clusters)
+        if wrong and not is_of_some_node:
+            yield problem(
+                " x ".join(flags),
+                what=f"is {processes}, but node {wrong[0].nodes[0]} has {wrong[0].processes} "
+                f"{'process' if wrong[0].processes == 1 else 'processes'} in {spec.source}",
+                why=_ENDS,
+                mend="make them agree (key 'processes')",
+            )
+        return
+    total = launches[-1].world_size
+    sizes = {cluster.processes for cluster in part.clusters}
+    most = sum(cluster.processes * len(cluster.nodes) for cluster in part.clusters)
+    is_multiple = any(total % size == 0 for size in sizes)
+    if total and len(launches) == 1 and (total > most or not is_multiple):
+        yield problem(
+            launches[-1].world_flag,
+            what=f"is {total}, but the nodes of {spec.source} have {' or '.join(map(str, sorted(sizes)))} "
+            f"processes each, {most} together",
+            why=_ENDS,
+            mend="start as many processes on each node as the key 'processes' says",
+        )
