@@ -230,8 +230,11 @@ class StepLowerBound(PassBounds):
         """Return the least seconds from the first stage's last backward pass to the step's end.
 
         They are the first stage's exposed reduction, the tied embedding's reduction and the update,
-        for the number of layers of the first stage that makes them shortest.
+        for the number of layers of the first stage that makes them shortest. The result is inf if
+        the first stage's memory holds no layer: then no plan has this placement.
         """
+        if self.max_layers[0] < 1:
+            return inf
         update_s = self.update_intervals[0].least_s if self.update_intervals else 0.0
         choices = range(1, self.max_layers[0] + 1)
         return min(self._after_last_backward_s(0, layers, update_s) for layers in choices)
