@@ -15,7 +15,7 @@ least `every`   fragments x (delay + 1): a fragment's aggregate is applied befor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
@@ -60,6 +60,23 @@ class Setting:
         return f"every={self.every},fragments={self.fragments},delay={self.delay}"
 
 
+@dataclass(frozen=True)
+class TimedSetting:
+    """Rounds by time: --holmes-outer every=SECONDSs, with the simulated samples/s of all jobs.
+
+    Each job takes as many inner steps between two rounds as it can, so a fast job does not wait for
+    a slow one.
+    """
+
+    seconds: int  # in which all fragments are exchanged once
+    steps: tuple[int, ...]  # inner steps of each job from one round to the next
+    round_s: float  # from the pseudo-gradient to its aggregate
+    samples_per_s: float  # of all jobs
+
+    def __str__(self) -> str:
+        return f"every={self.seconds}s"
+
+
 class OuterValues(NamedTuple):
     """The three values of --holmes-outer on which the time of a step depends."""
 
@@ -96,8 +113,10 @@ def nodes_of(site: Site) -> Counter[str]:
     return Counter(node.cluster for node in site.nodes)
 
 
-def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
-    """Divide a batch among one job in each cluster, in proportion to their nodes.
+def shares(
+    site: Site, samples: int, unit: int, speeds: Mapping[str, float] | None = None
+) -> dict[str, int]:
+    """Divide a batch among one job in each cluster, in proportion to their nodes or speeds.
 
     Each share is rounded to a multiple of the micro-batch times the cluster's ranks. If it is
     smaller than that, it is rounded to a multiple of one micro-batch. So the sum may differ a
@@ -107,13 +126,15 @@ def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
         site: The clusters.
         samples: Samples of the batch.
         unit: Samples of a micro-batch.
+        speeds: Cluster -> its samples/s; None to divide by the number of nodes.
 
     Returns:
         Cluster -> samples.
     """
     result = {}
+    weights = speeds or nodes_of(site)
     for name, nodes in nodes_of(site).items():
-        share = samples * nodes / len(site.nodes)
+        share = samples * weights[name] / sum(weights.values())
         # A micro-batch on every rank, if the share is large enough; otherwise one micro-batch.
         unit_on_all_ranks = unit * nodes * site.processes
         multiple = unit_on_all_ranks if share >= unit_on_all_ranks else unit
@@ -226,6 +247,34 @@ class RoundForecasts:
             exposed_s=exposed_s,
             slower_s=slower_s,
             samples_per_s=self.samples / (self.step_s + exposed_s + slower_s),
+        )
+
+    def by_time(self) -> TimedSetting:
+        """Return the forecast for rounds by time instead of by inner steps (every=60s).
+
+        The slowest job exchanges each fragment about as often as with the default. The other values
+        of --holmes-outer are the defaults.
+        """
+        _, fragments, delay = DEFAULT
+        seconds = ceil(DEFAULT.every * self.step_s)
+        steps = []
+        for job in self.jobs:
+            steps_in_period = round(seconds / fragments / job.step_s)
+            # A fragment's aggregate is applied `delay` steps after sending, before the next is sent.
+            steps.append(max(delay + 1, steps_in_period))
+        times = simulate_round(
+            self.site,
+            self.jobs,
+            bits=_bits(self.parameters, fragments, self.compress),
+            alone=[count - delay for count in steps],
+            delay=delay,
+        )
+        samples = sum(count * job.samples for count, job in zip(steps, self.jobs))
+        return TimedSetting(
+            seconds=seconds,
+            steps=tuple(steps),
+            round_s=times.round_s,
+            samples_per_s=samples / times.period_s,
         )
 
     def _per_step(self, seconds: float, period: int) -> float:

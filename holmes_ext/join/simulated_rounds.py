@@ -51,10 +51,13 @@ class RoundSeconds:
     round_s: float  # from the last job's pseudo-gradient to the aggregate in all jobs
     waited_s: float  # for which the job that waits least waits
     longer_s: float  # by which its inner steps between two rounds take longer than without rounds
+    period_s: (
+        float  # from the end of a round to the end of the next one, in the job that takes longest
+    )
 
 
 def simulate_round(
-    site: Site, joined: Sequence[JoinedJob], bits: float, alone: int, delay: int
+    site: Site, joined: Sequence[JoinedJob], bits: float, alone: int | Sequence[int], delay: int
 ) -> RoundSeconds:
     """Simulate jobs that exchange pseudo-gradients in rounds; return the times of a round.
 
@@ -66,10 +69,12 @@ def simulate_round(
         site: The clusters, and the links between them.
         joined: The jobs.
         bits: Bits that each job sends to each other job in a round.
-        alone: Inner steps between two rounds, without a round in the background.
+        alone: Inner steps between two rounds, without a round in the background: one number for all
+            jobs, or one for each job.
         delay: Inner steps during a round.
     """
     jobs = range(len(joined))
+    alone_of = [alone] * len(joined) if isinstance(alone, int) else alone
     first_round, measured_round = _ROUNDS
     network = _Network(site, joined)
     for job in jobs:
@@ -81,7 +86,7 @@ def simulate_round(
     transfers = Transfers(network.templates)
     # Each job has two actors, as it has two threads: training, and rounds.
     training_actors = [
-        list(_training(index, job, alone, delay)) for index, job in enumerate(joined)
+        list(_training(index, job, alone_of[index], delay)) for index, job in enumerate(joined)
     ]
     round_actors = [list(_rounds(job, jobs)) for job in jobs]
     Simulation([*training_actors, *round_actors], transfers, network.capacities).run()
@@ -94,18 +99,22 @@ def simulate_round(
         """
         return transfers[event, job, number].ended
 
+    def end_of(job: int, number: int) -> float:
+        """Return the time at which a job goes on after a round."""
+        return max(time_of("needed", job, number), time_of("arrived", job, number))
+
     waited_s = {job: max(0.0, time_of("arrived", job) - time_of("needed", job)) for job in jobs}
     # The job that waits least is the one for which the others wait.
     slowest = min(jobs, key=lambda job: (waited_s[job], -joined[job].step_s))
-    period_start = max(time_of(event, slowest, first_round) for event in ("needed", "arrived"))
-    steps_s = time_of("needed", slowest) - period_start
-    steps_alone_s = (alone + delay) * joined[slowest].step_s
+    steps_s = time_of("needed", slowest) - end_of(slowest, first_round)
+    steps_alone_s = (alone_of[slowest] + delay) * joined[slowest].step_s
     round_start = max(time_of("sent", job) for job in jobs)
     round_end = max(time_of("arrived", job) for job in jobs)
     return RoundSeconds(
         round_s=round_end - round_start,
         waited_s=waited_s[slowest],
         longer_s=max(0.0, steps_s - steps_alone_s),
+        period_s=max(end_of(job, measured_round) - end_of(job, first_round) for job in jobs),
     )
 
 

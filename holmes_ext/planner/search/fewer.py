@@ -29,7 +29,7 @@ from holmes_ext.planner.bound.best_links import rates_between
 from holmes_ext.planner.bound.nodes import first_equal_cluster
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search.result import EQUAL, SearchResult
-from holmes_ext.planner.search.search import proven, search
+from holmes_ext.planner.search.search import FIRST_LOOK_SHARE, first_look, proven
 from holmes_ext.planner.search.sketch import Progress
 from holmes_ext.planner.search.space import shapes
 from holmes_ext.planner.search.spreading import with_spread
@@ -278,10 +278,10 @@ class _NodeSets:
         ]
         if not promising:
             return None
-        remaining_s = max(0.0, self.end - time.monotonic())
+        # A share of the remaining time, as other sets follow.
+        seconds = FIRST_LOOK_SHARE * max(0.0, self.end - time.monotonic())
         try:
             # rows: number of shapes that the caller's table shows, so as many are searched at least
-            result = search(request, remaining_s, rows=self.rows, only=promising, prove=False)
-            return with_spread(result)
+            return with_spread(first_look(request, seconds, self.rows, promising))
         except HolmesError:  # no plan fits the memory
             return None

@@ -1,4 +1,4 @@
-"""Tests that `holmes plan` ends with a plan or with one line of error, whatever the site, model and time limit."""
+"""Tests that `holmes plan` ends with a plan or with one line of error, for random sites, models and times."""
 
 import itertools
 import time
