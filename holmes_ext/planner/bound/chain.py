@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holmes_ext.planner.bound.least import StepLowerBound, UpdateInterval
+from holmes_ext.planner.bound.least import StepLowerBound
+from holmes_ext.planner.bound.updates import UpdateInterval
 
 #: Relative precision of the bisection.
 PRECISION = 2e-4

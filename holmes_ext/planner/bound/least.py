@@ -42,22 +42,13 @@ from holmes_ext.planner.bound.chunks import interleaved_s
 from holmes_ext.planner.bound.crossing import blocks_at_most, shared_hops
 from holmes_ext.planner.bound.passes import PassBounds
 from holmes_ext.planner.bound.stages import LinearCost
+from holmes_ext.planner.bound.updates import UpdateInterval, update_intervals
 from holmes_ext.planner.simulate.execution import Execution
 
 #: Relative precision of the bisection.
 PRECISION = 2e-3
 #: Factor on the number of layers that absorbs rounding errors.
 ALMOST_ALL = 1 - 1e-9
-#: Width of an interval of update times: this share of a step, or ten times this share of the update
-#: itself.
-INTERVAL_SHARE = 0.01
-
-
-class UpdateInterval(NamedTuple):
-    """Range of seconds for the longest update (optimizer step and weight gather) of all stages."""
-
-    least_s: float
-    limit_s: float  # exclusive
 
 
 class _Ways(NamedTuple):
@@ -121,58 +112,20 @@ class StepLowerBound(PassBounds):
         bounded for each interval by itself. Without a norm, one interval (0 to inf) is enough.
         """
         self.update_intervals = [UpdateInterval(0.0, inf)]
-        if self.has_norm_barrier:
-            # Seconds of optimizer step and weight gather, linear in the layers of each stage.
-            updates = (after.update for after in self.after_backward)
-            # Equal stages: ((update, most layers), number of such stages).
-            groups = tuple(Counter(zip(updates, self.max_layers)).items())
-            # Shared by all placements of one shape; "levels" is the intervals' name there.
-            cache = self.prices.cached_results
-            if ("levels", groups) not in cache:
-                cache["levels", groups] = self._update_intervals(groups)
-            self.update_intervals = cache["levels", groups]
-
-    def _update_intervals(
-        self, groups: Sequence[tuple[tuple[LinearCost, int], int]]
-    ) -> list[UpdateInterval]:
-        """Return the intervals in which the longest update of all stages may lie, shortest first.
-
-        The gradient norm is a barrier: no stage begins its update before the last reduction has
-        ended, so the longest update counts for every stage. Which one is the longest depends on the
-        split. So each interval is bounded separately, with two assumptions: the longest update
-        takes at least the interval's start, and each stage has so few layers that its update ends
-        before the interval's end.
-
-        Args:
-            groups: ((update of a stage, most layers of the stage), number of stages with both
-                equal).
-        """
-        possible_s = set()
-        for (update, max_layers), _ in groups:
-            for layers in range(1, max_layers + 1):
-                possible_s.add(layers * update.block_s + update.fixed_s)
-        seconds = sorted(possible_s)
-        # A bound is too low by at most the width, so 1 % of a step (INTERVAL_SHARE) is fine enough.
-        # The step is estimated: the computation of a stage of mean size with the fastest GPUs.
-        least_width_s = INTERVAL_SHARE * self.micro_batches * self.layer_count / self.stage_count
-        least_width_s *= min(self.block_s)  # a block on the fastest GPUs
-        result = []
-        start = 0
-        while start < len(seconds):
-            # 10 % of the update, if that is wider: otherwise long updates make too many intervals.
-            width_s = max(least_width_s, 10 * INTERVAL_SHARE * seconds[start])
-            end = bisect_right(seconds, seconds[start] + width_s)
-            limit_s = seconds[end] if end < len(seconds) else inf
-            # Layers that all stages can hold if no update reaches limit_s: too few, and the longest
-            # update is never in this interval.
-            most_layers = 0
-            for (update, max_layers), stages in groups:
-                layers = update.layers_below(limit_s, max_layers)  # most with an update below it
-                most_layers += stages * max(0, layers)
-            if most_layers >= self.layer_count:
-                result.append(UpdateInterval(seconds[start], limit_s))
-            start = end
-        return result
+        if not self.has_norm_barrier:
+            return
+        # Seconds of optimizer step and weight gather, linear in the layers of each stage.
+        updates = (after.update for after in self.after_backward)
+        # Equal stages: ((update, most layers), number of such stages).
+        groups = tuple(Counter(zip(updates, self.max_layers)).items())
+        # Shared by all placements of one shape; "levels" is the intervals' name there.
+        cache = self.prices.cached_results
+        if ("levels", groups) not in cache:
+            # The step is estimated: the computation of a stage of mean size with the fastest GPUs.
+            mean_layers = self.layer_count / self.stage_count
+            step_s = self.micro_batches * mean_layers * min(self.block_s)
+            cache["levels", groups] = update_intervals(groups, self.layer_count, step_s)
+        self.update_intervals = cache["levels", groups]
 
     def seconds(self, reached_s: float = inf) -> float:
         """Return a lower bound on the step time over all splits, in seconds; inf if no split fits.
