@@ -357,7 +357,8 @@ def beside(result: SearchResult, seconds: float) -> JoinedForecast:
     jobs, unfinished = price_jobs(result, batches, seconds)
     by_speed = None
     steps_s = [job.step_s for job in jobs]
-    if max(steps_s) > UNEQUAL * min(steps_s):
+    # Speeds from unfinished searches say little, and would only take more time.
+    if not unfinished and max(steps_s) > UNEQUAL * min(steps_s):
         speeds = {job.cluster: job.samples / job.step_s for job in jobs}
         batches = joined.shares(site, result.global_batch, model.micro_batch, speeds)
         try:
