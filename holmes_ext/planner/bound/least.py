@@ -41,8 +41,7 @@ from holmes_ext.plan.placement import Placement
 from holmes_ext.planner.bound.chunks import interleaved_s
 from holmes_ext.planner.bound.crossing import blocks_at_most, shared_hops
 from holmes_ext.planner.bound.passes import PassBounds
-from holmes_ext.planner.bound.stages import LinearCost
-from holmes_ext.planner.bound.updates import UpdateInterval, update_intervals
+from holmes_ext.planner.bound.updates import LinearCost, UpdateInterval, update_intervals
 from holmes_ext.planner.simulate.execution import Execution
 
 #: Relative precision of the bisection.

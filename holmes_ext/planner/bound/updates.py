@@ -1,4 +1,4 @@
-"""Intervals in which the longest update of all pipeline stages may lie.
+"""Costs that are linear in a stage's layers, and intervals for the longest update of all stages.
 
 An update is a stage's optimizer step and the gather of its new weights. The gradient norm is a barrier: no
 stage begins its update before the last gradient reduction has ended, so the longest update counts for every
@@ -13,16 +13,30 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
-from holmes_ext.planner.bound.stages import LinearCost
-
+#: Relative tolerance for quotients that are rounded down to whole layers or micro-batches.
+ROUNDING = 1e-12
 #: Width of an interval, as a share of the step. A bound is too low by at most this share.
 SHARE_OF_STEP = 0.01
 #: Width of an interval, as a share of its own start, if that is wider: otherwise long updates would
 #: make too many intervals.
 SHARE_OF_UPDATE = 0.1
+
+
+class LinearCost(NamedTuple):
+    """Seconds that a stage needs as a linear function of its number of layers."""
+
+    block_s: float  # for each layer (transformer block)
+    fixed_s: float  # once, whatever the number of layers
+
+    def layers_below(self, limit_s: float, max_layers: int) -> int:
+        """Return the most layers (up to `max_layers`) that take less than `limit_s` seconds."""
+        if limit_s == inf or not self.block_s:
+            return max_layers
+        layers = ceil((limit_s - self.fixed_s) / self.block_s * (1 - ROUNDING)) - 1
+        return min(max_layers, layers)
 
 
 class UpdateInterval(NamedTuple):
