@@ -10,6 +10,8 @@ pipeline passes from group to group:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions import SHARES
@@ -20,24 +22,31 @@ from holmes_ext.planner.bound.best_links import BestLinks, best_links
 class ClusterTraffic:
     """Lower bound on the time that traffic between clusters takes in a step."""
 
-    def __init__(self, network: Network, prices: Prices, shape: Shape, ring_bits: float):
+    def __init__(
+        self,
+        network: Network,
+        prices: Prices,
+        shape: Shape,
+        cluster_ranks: Sequence[int],
+        ring_bits: float,
+    ):
         """Set the job.
 
         Args:
             network: Clusters, and the links between them.
             prices: Bytes of activations and gradients, and their compression.
             shape: Parallel sizes, micro-batch and ZeRO stage.
+            cluster_ranks: Ranks of each cluster.
             ring_bits: Bits of all gradients if rings of clusters sum them; 0 if they travel in other
                 ways.
         """
         self.network = network
         self.prices = prices
         self.shape = shape
+        self.cluster_ranks = cluster_ranks
         self.ring_bits = ring_bits
-        self.cluster_count = len(network.node_types)  # each node type is a cluster here
+        self.cluster_count = len(cluster_ranks)
         self.stage_ranks = network.world // shape.pipeline
-        #: Ranks of each cluster.
-        self.cluster_ranks = [len(names) * network.processes for names in network.names]
 
     def seconds(self) -> float:
         """Return a lower bound on the step time from the traffic between clusters, in seconds.

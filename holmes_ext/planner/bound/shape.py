@@ -424,7 +424,13 @@ class ShapeBound:
 
     def crossing_s(self) -> float:
         """Return a lower bound on the step time from the traffic between clusters, in seconds."""
-        traffic = ClusterTraffic(self.network, self.prices, self.shape, self.ring_bits)
+        traffic = ClusterTraffic(
+            self.network,
+            self.prices,
+            self.shape,
+            cluster_ranks=self.ranks,  # a node type is a cluster
+            ring_bits=self.ring_bits,
+        )
         return traffic.seconds()
 
     @property
