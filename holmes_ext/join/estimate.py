@@ -402,26 +402,24 @@ def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
     powers_of_two = {2**power for power in range(most_every.bit_length())}
     # A period (inner steps between two rounds) must be longer than the delay, so the shortest is delay + 1.
     shortest_period = DELAY + 1
-    # Powers of two, and the values from which on training never waits for a round.
+    # Besides powers of two, the values from which on training never waits for a round.
     without_waiting = rounds.with_least_delay(fragments)
-    periods = sorted(powers_of_two | {shortest_period, without_waiting.delay + 1})
+    periods = powers_of_two | {shortest_period, without_waiting.delay + 1}
+    fragment_counts = set(powers_of_two)
     many_fragments = rounds.with_fewest_fragments(DELAY)
-    fragment_counts = sorted(
-        powers_of_two | ({many_fragments.fragments} if many_fragments else set())
-    )
+    if many_fragments is not None:
+        fragment_counts.add(many_fragments.fragments)
 
-    longest_delay = [
-        OuterValues(every=fragments * period, fragments=fragments, delay=period - 1)
-        for period in periods
-    ]
-    default_delay = [
-        OuterValues(every=fragments * period, fragments=fragments, delay=DELAY)
-        for period in periods
-        if period >= shortest_period
-    ]
+    longest_delay = []
+    default_delay = []
+    for period in sorted(periods):
+        every = fragments * period
+        longest_delay.append(OuterValues(every, fragments, delay=period - 1))
+        if period >= shortest_period:
+            default_delay.append(OuterValues(every, fragments, delay=DELAY))
     most_fragments = [
         OuterValues(every=least_every(count, DELAY), fragments=count, delay=DELAY)
-        for count in fragment_counts
+        for count in sorted(fragment_counts)
     ]
     values_of_series = {
         f"fragments={fragments}, delay=every/{fragments}-1": longest_delay,

@@ -239,29 +239,29 @@ class StepLowerBound(PassBounds):
         """Return the most layers of each stage in a step of `step_s` seconds; None if it is too short.
 
         The limit of a stage is the largest number of layers with which its part of the step
-        (_stage_step_s) fits in `step_s`. An update is a stage's optimizer step and weight gather.
-        The longest one of all stages counts for every stage; it is assumed to take at least
-        `update_s` and less than `update_limit_s` seconds.
+        (_stage_step_s) fits in `step_s`. The step is too short if a stage can have no layer, or if
+        the limits sum to fewer layers than the model has.
 
         Args:
             step_s: Seconds that the step may take.
-            update_s: Least seconds of the longest update.
+            update_s: Least seconds of the longest update (optimizer step, weight gather) of all
+                stages, which counts for every stage.
             update_limit_s: Seconds that no update may reach; this limits the layers, too.
         """
-        limits = list(self.max_layers)
-        # Most layers of the stages before. They are limited already, and more than that would not
-        # be valid splits, so the bound of the next stage may rest on their limits.
-        layers_before = 0
+        limits: list[int] = []
         # Least seconds of the first stage after its last backward pass: it has one layer or more.
         first_end_s = self._after_last_backward_s(0, layers=1, update_s=update_s)
-        others = self.stage_count - 1  # each other stage has one layer or more
         for stage in range(self.stage_count):
             update = self.after_backward[stage].update
-            limit = update.layers_below(update_limit_s, limits[stage])
-            limit = min(limit, self.layer_count - others)
+            limit = update.layers_below(update_limit_s, self.max_layers[stage])
+            limit = min(
+                limit, self.layer_count - (self.stage_count - 1)
+            )  # one for each other stage
             if limit < 1:
                 return None
-            limits[stage] = limit
+            # The stages before are limited already, and more than that would not be valid splits,
+            # so the bound of this stage may rest on their limits.
+            layers_before = sum(limits)
 
             def stage_step_s(layers: int) -> float:
                 return self._stage_step_s(stage, layers, layers_before, update_s, first_end_s)  # noqa: B023
@@ -269,19 +269,29 @@ class StepLowerBound(PassBounds):
             # More layers never make the step shorter. So if `limit` layers take too long, bisection
             # finds how many of 1, 2, ..., limit - 1 fit.
             if stage_step_s(limit) > step_s:
-                limits[stage] = bisect_right(range(1, limit), step_s, key=stage_step_s)
-                if not limits[stage]:
+                limit = bisect_right(range(1, limit), step_s, key=stage_step_s)
+                if not limit:
                     return None
-            layers_before += limits[stage]
-        if sum(limits) < self.layer_count:
-            return None
-        # Stages on one node share its NIC, others share a link between clusters.
-        for stages in self.stages_of_nodes:
-            if not self._node_can_reduce(stages, limits, step_s):
-                return None
-        if self.crossing and not self._links_can_reduce(limits, step_s, update_s):
+            limits.append(limit)
+        has_all_layers = sum(limits) >= self.layer_count
+        if not has_all_layers or not self._can_reduce_in_time(limits, step_s, update_s):
             return None
         return limits
+
+    def _can_reduce_in_time(self, limits: Sequence[int], step_s: float, update_s: float) -> bool:
+        """Return whether NICs and links that several stages share can carry their gradients in time.
+
+        Stages on one node share its NIC, others share a link between clusters.
+
+        Args:
+            limits: Most layers of every stage.
+            step_s: Seconds of the step.
+            update_s: Least seconds of the longest update of all stages.
+        """
+        for stages in self.stages_of_nodes:
+            if not self._node_can_reduce(stages, limits, step_s):
+                return False
+        return not self.crossing or self._links_can_reduce(limits, step_s, update_s)
 
     def _links_can_reduce(self, limits: Sequence[int], step_s: float, update_s: float) -> bool:
         """Return whether the links between clusters can carry the gradients of all layers in time.
