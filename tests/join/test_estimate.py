@@ -299,6 +299,7 @@ def test_little_time_gives_the_same_step_or_is_reported(monkeypatch):
     whole = price_jobs(request(1, 1), batches, seconds=1e9)
     assert not whole.unfinished
     monkeypatch.setattr(priced_jobs, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(sketch, "FLOOR_S", 1e9)
     assert price_jobs(request(1, 1), batches, seconds=0.0).jobs == whole.jobs
     monkeypatch.setattr(sketch, "MIN_RANKED", 1)
     assert price_jobs(request(1, 1), batches, seconds=0.0).unfinished == ["a", "b"]

@@ -44,11 +44,11 @@ from holmes_ext.planner.search.sketch import Progress, Sketch
 #: Seconds after which worker processes start, and the most processes.
 ALONE_S = 2.0
 MAX_PROCESSES = 2
-#: Share of the time limit that the first look may take. It may take up to LEAST_FIRST_LOOK_S seconds
-#: in any case, but no more than half of the limit: from a poor first look, branch and bound finds
-#: good plans late.
+#: Share of the time limit that the first look may take, and its share of a short limit, up to
+#: LEAST_FIRST_LOOK_S seconds: from a poor first look, branch and bound finds good plans late.
 FIRST_LOOK_SHARE = 0.1
-LEAST_FIRST_LOOK_S = 3.0
+SHORT_FIRST_LOOK_SHARE = 0.2
+LEAST_FIRST_LOOK_S = 2.0
 #: With a WAN the bounds know little of the traffic between clusters, so the search would hardly
 #: ever end. It ends after PATIENCE items without a step that is shorter by the factor GAIN.
 PATIENCE = 12
@@ -91,7 +91,7 @@ def search(
         KeyboardInterrupt: Interrupted before any candidate was found.
     """
     begin = time.monotonic()
-    least_s = min(LEAST_FIRST_LOOK_S, seconds / 2)
+    least_s = min(LEAST_FIRST_LOOK_S, SHORT_FIRST_LOOK_SHARE * seconds)
     first_look_s = max(least_s, FIRST_LOOK_SHARE * seconds) if simulate else seconds
     try:
         found = Sketch(result, rows, only).run(first_look_s, progress, simulate)

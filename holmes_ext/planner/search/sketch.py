@@ -42,9 +42,11 @@ MANY_SHAPES = 5000
 #: With a WAN the first look ends after PATIENCE shapes without a step shorter by the factor GAIN.
 PATIENCE = 60
 GAIN = 0.01
-#: Fewest shapes that are ranked, however short the time is. The shape with the least lower bound
-#: alone is often a poor plan, as its bound contains little of the communication.
+#: Fewest shapes that are ranked, even if the time is over, as far as that takes FLOOR_S seconds. The
+#: shape with the least lower bound alone is often a poor plan: the bound contains little of the
+#: communication.
 MIN_RANKED = 32
+FLOOR_S = 0.5
 #: A split is improved by local search if its step is within this factor of the best step.
 NEAR = 1.2
 #: Progress is reported once for so many shapes.
@@ -158,10 +160,10 @@ class Sketch:
     def _rank_shapes(self, end: float, progress: Progress | None) -> None:
         """Add the best plan of each shape to the candidates, by the closed form, until `end`.
 
-        A shape is the parallel sizes and further settings. At least MIN_RANKED shapes are examined,
-        even if the time is over. With a WAN, also stop after PATIENCE shapes without a better plan.
-        Shapes that cannot be faster than the best plan are left out, once there are candidates for
-        all rows of the table.
+        A shape is the parallel sizes and further settings. MIN_RANKED shapes are examined even if
+        the time is over, as far as that takes FLOOR_S seconds. With a WAN, also stop after PATIENCE
+        shapes without a better plan. Shapes that cannot be faster than the best plan are left out,
+        once there are candidates for all rows of the table.
 
         Args:
             end: Moment of time.monotonic() at which to stop.
@@ -171,6 +173,7 @@ class Sketch:
         patience = PATIENCE if result.network.wan else inf
         without_gain = 0  # shapes since the last improvement
         ranked = 0
+        floor_end = time.monotonic() + FLOOR_S
         ordered = self._by_bound()
         for number, shape in enumerate(ordered):
             has_rows = len(result.candidates) >= self.rows
@@ -178,7 +181,8 @@ class Sketch:
                 continue
             if result.candidates and without_gain > patience:
                 break
-            if result.candidates and ranked >= MIN_RANKED and time.monotonic() > end:
+            least_end = end if ranked >= MIN_RANKED else max(end, floor_end)
+            if result.candidates and time.monotonic() > least_end:
                 result.skipped = sum(map(self._may_be_faster, ordered[number:]))
                 break
             ranked += 1

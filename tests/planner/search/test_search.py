@@ -147,6 +147,7 @@ def test_a_time_limit_leaves_a_true_bound():
 
 def test_some_shapes_are_examined_however_short_the_time_is(monkeypatch):
     """The shape with the least lower bound alone may be poor; the result says that others were skipped."""
+    monkeypatch.setattr(sketch, "FLOOR_S", 1e9)
     whole = searching.first_look(asked(small(), MODEL, 16), seconds=1e9)
     assert not whole.is_unfinished
     cut = searching.first_look(asked(small(), MODEL, 16), seconds=0.0)
