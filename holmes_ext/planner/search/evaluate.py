@@ -25,6 +25,7 @@ from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.bound.stages import StageBounds
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import execution_of, job_of, passes, with_flight
+from holmes_ext.planner.search.space import Limits
 from holmes_ext.planner.simulate.repeat import folded_s
 
 #: Most passes of a step that is simulated.
@@ -135,9 +136,7 @@ class Evaluator:
         listed, complete = network.remember(
             ("placements", sizes), lambda: self.orders.placements(sizes)
         )
-        allowed = [
-            placement for placement in listed if self.result.limits.allow_placement(placement)
-        ]
+        allowed = [placement for placement in listed if is_allowed(self.result.limits, placement)]
         return Placements(allowed, complete)
 
     def stage_bounds(self, shape: Shape, placement: Placement) -> StageBounds:
@@ -192,7 +191,7 @@ class Evaluator:
             found = order_bounds.below(best_s)
             remaining_s = found.remaining_s
             for bound_s, placement in found.placements:
-                if placement not in listed and self.result.limits.allow_placement(placement):
+                if placement not in listed and is_allowed(self.result.limits, placement):
                     bounds.append((bound_s, placement))
         items = [
             BoundedItem(max(ideal_s, bound_s), PlacedShape(shape, placement))
@@ -383,3 +382,19 @@ def _add_missing(counts: list[int], stages: StageBounds, block_s: Sequence[float
 def _work_s(stages: StageBounds, split: Split) -> list[float]:
     """Return the seconds in which each stage computes its layers for one micro-batch."""
     return [layers * block_s for layers, block_s in zip(split, stages.block_s)]
+
+
+def is_allowed(limits: Limits, placement: Placement) -> bool:
+    """Return whether the user's limits on order and on traffic between clusters allow a placement."""
+    # of() returns those of the values that are allowed: [] if the only one is not.
+    order = limits.of("order", [placement.sizes.order])
+    clusters = limits.of("clusters", [crossing_groups(placement)])
+    return bool(order and clusters)
+
+
+def crossing_groups(placement: Placement) -> str:
+    """Return which groups span clusters: "pipeline", "data" (data parallel groups) or "both"."""
+    stages = placement.stages  # of each: the clusters that it lies on, with the ranks on each
+    if all(len(clusters) == 1 for clusters in stages):
+        return "pipeline"
+    return "data" if len(set(stages)) == 1 else "both"

@@ -22,10 +22,10 @@ from holmes_ext.plan.partition import Split
 from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.bound.stages import StageBounds
-from holmes_ext.planner.search.evaluate import Evaluator
+from holmes_ext.planner.search.evaluate import Evaluator, crossing_groups, is_allowed
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, passes, timed
-from holmes_ext.planner.search.space import CLUSTERS, Limits, crossing_groups, shapes
+from holmes_ext.planner.search.space import CLUSTERS, Limits, shapes
 from holmes_ext.units import format_bytes
 
 #: Most candidates that are simulated, and most passes of all of them together.
@@ -336,12 +336,12 @@ def _usable_layout(result: SearchResult) -> Candidate | None:
         return None
     limits = result.limits
     allowed_reductions = limits.of("reduction", layout.reductions)
-    is_allowed = (
+    is_within_limits = (
         limits.allow_shape(layout.shape)
-        and limits.allow_placement(layout.placement)
+        and is_allowed(limits, layout.placement)
         and len(allowed_reductions) == len(layout.reductions)
     )
-    return layout if is_allowed else None
+    return layout if is_within_limits else None
 
 
 def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int = 1) -> SearchResult:

@@ -28,7 +28,6 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import RECOMPUTE, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import REDUCTIONS
-from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, divisors
 from holmes_ext.words import did_you_mean, named_values
@@ -105,20 +104,6 @@ class Limits:
         """
         names = [name for name in self.allowed if hasattr(shape, name)]
         return all(self.of(name, [getattr(shape, name)]) for name in names)
-
-    def allow_placement(self, placement: Placement) -> bool:
-        """Return whether the order of the ranks and the groups that span clusters are allowed."""
-        order = self.of("order", [placement.sizes.order])
-        clusters = self.of("clusters", [crossing_groups(placement)])
-        return bool(order and clusters)
-
-
-def crossing_groups(placement: Placement) -> str:
-    """Return which groups span clusters: "pipeline", "data" (data parallel groups) or "both"."""
-    stages = placement.stages  # of each: the clusters that it lies on, with the ranks on each
-    if all(len(clusters) == 1 for clusters in stages):
-        return "pipeline"
-    return "data" if len(set(stages)) == 1 else "both"
 
 
 def _check_value(name: str, value: Any) -> None:
