@@ -31,7 +31,7 @@ KEPT = {
     ("docs/joined_network.md", "--holmes-join-certificate"): "the same, and commands",
     (
         "docs/joined.md",
-        "--holmes-outer                round, s",
+        "joined jobs instead (docs/joined.md)",
     ): "the end of what the command above it prints",
     ("docs/joined.md", "job   from, s"): "what holmes demo --joined prints: 2.5 minutes in the lab",
     (

@@ -15,7 +15,7 @@ least `every`   fragments x (delay + 1): a fragment's aggregate is applied befor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
@@ -60,6 +60,23 @@ class Setting:
         return f"every={self.every},fragments={self.fragments},delay={self.delay}"
 
 
+@dataclass(frozen=True)
+class TimedSetting:
+    """Rounds by time: --holmes-outer every=SECONDSs, with the simulated samples/s of all jobs.
+
+    Each job takes as many inner steps between two rounds as it can, so a fast job does not wait for
+    a slow one.
+    """
+
+    seconds: int  # in which all fragments are exchanged once
+    steps: tuple[int, ...]  # inner steps of each job from one round to the next
+    round_s: float  # from the pseudo-gradient to its aggregate
+    samples_per_s: float  # of all jobs
+
+    def __str__(self) -> str:
+        return f"every={self.seconds}s"
+
+
 class OuterValues(NamedTuple):
     """The three values of --holmes-outer on which the time of a step depends."""
 
@@ -96,8 +113,10 @@ def nodes_of(site: Site) -> Counter[str]:
     return Counter(node.cluster for node in site.nodes)
 
 
-def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
-    """Divide a batch among one job in each cluster, in proportion to their ranks.
+def shares(
+    site: Site, samples: int, unit: int, speeds: Mapping[str, float] | None = None
+) -> dict[str, int]:
+    """Divide a batch among one job in each cluster, in proportion to their ranks or speeds.
 
     Each share is rounded to a multiple of the micro-batch times the cluster's ranks. If it is
     smaller than that, it is rounded to a multiple of one micro-batch. So the sum may differ a
@@ -107,14 +126,16 @@ def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
         site: The clusters.
         samples: Samples of the batch.
         unit: Samples of a micro-batch.
+        speeds: Cluster -> its samples/s; None to divide by the number of ranks.
 
     Returns:
         Cluster -> samples.
     """
     result = {}
-    for name, nodes in nodes_of(site).items():
-        ranks = nodes * site.processes_in(name)
-        share = samples * ranks / site.world_size
+    ranks_of = {name: nodes * site.processes_in(name) for name, nodes in nodes_of(site).items()}
+    weights = speeds or ranks_of
+    for name, ranks in ranks_of.items():
+        share = samples * weights[name] / sum(weights.values())
         # A micro-batch on every rank, if the share is large enough; otherwise one micro-batch.
         unit_on_all_ranks = unit * ranks
         multiple = unit_on_all_ranks if share >= unit_on_all_ranks else unit
@@ -227,6 +248,34 @@ class RoundForecasts:
             exposed_s=exposed_s,
             slower_s=slower_s,
             samples_per_s=self.samples / (self.step_s + exposed_s + slower_s),
+        )
+
+    def by_time(self) -> TimedSetting:
+        """Return the forecast for rounds by time instead of by inner steps (every=60s).
+
+        The slowest job exchanges each fragment about as often as with the default. The other values
+        of --holmes-outer are the defaults.
+        """
+        _, fragments, delay = DEFAULT
+        seconds = ceil(DEFAULT.every * self.step_s)
+        steps = []
+        for job in self.jobs:
+            steps_in_period = round(seconds / fragments / job.step_s)
+            # A fragment's aggregate is applied `delay` steps after sending, before the next is sent.
+            steps.append(max(delay + 1, steps_in_period))
+        times = simulate_round(
+            self.site,
+            self.jobs,
+            bits=_bits(self.parameters, fragments, self.compress),
+            alone=[count - delay for count in steps],
+            delay=delay,
+        )
+        samples = sum(count * job.samples for count, job in zip(steps, self.jobs))
+        return TimedSetting(
+            seconds=seconds,
+            steps=tuple(steps),
+            round_s=times.round_s,
+            samples_per_s=samples / times.period_s,
         )
 
     def _per_step(self, seconds: float, period: int) -> float:
@@ -354,26 +403,24 @@ def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
     powers_of_two = {2**power for power in range(most_every.bit_length())}
     # A period (inner steps between two rounds) must be longer than the delay, so the shortest is delay + 1.
     shortest_period = DELAY + 1
-    # Powers of two, and the values from which on training never waits for a round.
+    # Besides powers of two, the values from which on training never waits for a round.
     without_waiting = rounds.with_least_delay(fragments)
-    periods = sorted(powers_of_two | {shortest_period, without_waiting.delay + 1})
+    periods = powers_of_two | {shortest_period, without_waiting.delay + 1}
+    fragment_counts = set(powers_of_two)
     many_fragments = rounds.with_fewest_fragments(DELAY)
-    fragment_counts = sorted(
-        powers_of_two | ({many_fragments.fragments} if many_fragments else set())
-    )
+    if many_fragments is not None:
+        fragment_counts.add(many_fragments.fragments)
 
-    longest_delay = [
-        OuterValues(every=fragments * period, fragments=fragments, delay=period - 1)
-        for period in periods
-    ]
-    default_delay = [
-        OuterValues(every=fragments * period, fragments=fragments, delay=DELAY)
-        for period in periods
-        if period >= shortest_period
-    ]
+    longest_delay = []
+    default_delay = []
+    for period in sorted(periods):
+        every = fragments * period
+        longest_delay.append(OuterValues(every, fragments, delay=period - 1))
+        if period >= shortest_period:
+            default_delay.append(OuterValues(every, fragments, delay=DELAY))
     most_fragments = [
         OuterValues(every=least_every(count, DELAY), fragments=count, delay=DELAY)
-        for count in fragment_counts
+        for count in sorted(fragment_counts)
     ]
     values_of_series = {
         f"fragments={fragments}, delay=every/{fragments}-1": longest_delay,

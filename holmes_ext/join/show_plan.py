@@ -1,13 +1,18 @@
 """`holmes plan --joined`: forecast for one job in each cluster, compared with one job that spans them.
 
-The jobs train one model together as joined jobs (docs/joined.md).
+The jobs train one model together as joined jobs (docs/joined.md). The forecast begins with the choice:
+
+    one job on the fastest cluster     one job across all clusters     joined jobs
+    joined jobs with rounds by time, or with batches by speed, if the clusters are not equally fast
+
+Nothing is recommended if the time of a search was over before all parallel sizes were examined.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,13 +20,11 @@ from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
 from holmes_ext.join import estimate as joined
 from holmes_ext.join.pictures import worth_figure
+from holmes_ext.join.priced_jobs import price_jobs
 from holmes_ext.join.simulated_rounds import JoinedJob
-from holmes_ext.plan.cost.network import Network
 from holmes_ext.planner.html.page import heading, paragraphs, picture, table
 from holmes_ext.planner.html.pictures import svg
-from holmes_ext.planner.search.changed import ethernet_s
 from holmes_ext.planner.search.result import SearchResult
-from holmes_ext.planner.search.search import search
 
 COLUMNS = (
     Column("--holmes-outer"),
@@ -42,6 +45,14 @@ CHOICES = (Column("choice"), Column("tokens/s", right=True), Column("loss"))
 LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
 #: Clusters that are needed for joined jobs.
 _LEAST_CLUSTERS = 2
+#: Name of the way to train in which one job spans all clusters.
+ONE_JOB_ACROSS = "one job across"
+#: Loss of a way to train that no benchmark has measured. Such a way is shown, but not recommended.
+NOT_MEASURED = "not measured"
+#: Jobs whose step times differ by no more than this factor are equally fast.
+UNEQUAL = 1.05
+#: A way for jobs of different speed is shown if it has this many times the tokens/s of the default.
+WORTH = 1.02
 
 
 class Choice(NamedTuple):
@@ -54,6 +65,7 @@ class Choice(NamedTuple):
     tokens_per_second: float
     loss: str  # in words, compared with one synchronous job
     flags: str  # to add to the command
+    is_unfinished: bool = False  # a search that it rests on ended before all sizes were examined
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,11 @@ class JoinedForecast:
     rounds: joined.RoundForecasts
     tokens: int  # of a sample
     spanning_job_tokens_per_s: float  # of the best plan of one job that spans the clusters
+    #: The same jobs with batches in proportion to their speeds; None if they are equally fast.
+    by_speed: joined.RoundForecasts | None = None
+    #: Clusters whose search of a job of their own was over before all sizes were examined.
+    unfinished: tuple[str, ...] = ()
+    is_spanning_job_unfinished: bool = False  # the same for the job that spans the clusters
 
     @cached_property
     def settings(self) -> list[joined.Setting]:
@@ -78,7 +95,8 @@ class JoinedForecast:
         Returns:
             "jobs": samples and step time of each joined job. "settings": round time and tokens/s
             for each combination of --holmes-outer. "crossing": tokens/s of one job that spans the
-            clusters. "choices": these ways to train, compared.
+            clusters. "choices": these ways to train, compared. "unfinished": searches that the time
+            ended.
         """
         settings = []
         for setting in self.settings:
@@ -89,6 +107,7 @@ class JoinedForecast:
             "settings": settings,
             "crossing": self.spanning_job_tokens_per_s,  # one job that spans the clusters
             "choices": [choice._asdict() for choice in self.choices()],
+            "unfinished": self.unfinished_searches(),
         }
 
     def least_every_sentence(self) -> str:
@@ -141,43 +160,121 @@ class JoinedForecast:
         """
         jobs = self.rounds.jobs
         fastest = max(jobs, key=lambda job: job.samples / job.step_s)
-        tokens_per_sample = self.tokens
-        fastest_alone = tokens_per_sample * fastest.samples / fastest.step_s
         choices = [
             Choice(
                 name=f"one job on {fastest.cluster} alone",
-                tokens_per_second=fastest_alone,
+                tokens_per_second=self.tokens * fastest.samples / fastest.step_s,
                 loss="of its batch",
                 flags="--holmes",
+                is_unfinished=bool(self.unfinished),  # another cluster might be the fastest
             ),
             Choice(
-                name="one job across",
+                name=ONE_JOB_ACROSS,
                 tokens_per_second=self.spanning_job_tokens_per_s,
                 loss="of its batch",
                 flags="--holmes --holmes-cluster FILE",
+                is_unfinished=self.is_spanning_job_unfinished,
             ),
         ]
         loss = _LOSS_OF_JOINED.get(len(jobs))
         if loss is not None:
-            every, fragments, delay = joined.DEFAULT  # of --holmes-outer
-            forecast = self.rounds.forecast(every, fragments, delay)
-            together = tokens_per_sample * forecast.samples_per_s
-            flags = f"--holmes --holmes-join {jobs[0].cluster}@HOST:{_PORT}"
-            choices.append(
-                Choice(name="joined jobs", tokens_per_second=together, loss=loss, flags=flags)
-            )
-        return choices
+            choices.append(self._joined("joined jobs", self._default_samples_per_s, loss))
+        return [*choices, *self._unequal_choices()]
 
-    def fastest_choice_lines(self) -> list[str]:
-        """Return lines that name the choice with most tokens/s, and how to start it."""
-        best = max(self.choices(), key=lambda choice: choice.tokens_per_second)
+    @property
+    def _default_samples_per_s(self) -> float:
+        """Samples/s of all joined jobs with the defaults of --holmes-outer."""
+        return self.rounds.forecast(*joined.DEFAULT).samples_per_s
+
+    def _joined(self, name: str, samples_per_s: float, loss: str, more_flags: str = "") -> Choice:
+        """Return a way to train with joined jobs.
+
+        Args:
+            more_flags: Flags besides those that all joined jobs need.
+        """
+        flags = f"--holmes --holmes-join {self.rounds.jobs[0].cluster}@HOST:{_PORT}"
+        return Choice(
+            name=name,
+            tokens_per_second=self.tokens * samples_per_s,
+            loss=loss,
+            flags=f"{flags} {more_flags}".strip(),
+            is_unfinished=bool(self.unfinished),
+        )
+
+    def _unequal_choices(self) -> list[Choice]:
+        """Return ways to train with joined jobs of different speed, without waiting for the slowest.
+
+            rounds by time      every=60s: each job takes as many inner steps as it can in that time
+            batches by speed    a step takes equally long in each job
+
+        Only those are returned that train more tokens/s than joined jobs with the defaults, by the
+        factor WORTH.
+        """
+        if self.by_speed is None:
+            return []
+        by_time = self.rounds.by_time()
+        batches = ", ".join(f"{job.cluster} {job.samples}" for job in self.by_speed.jobs)
+        choices = [
+            self._joined(
+                f"joined jobs, {by_time}",
+                by_time.samples_per_s,
+                loss=NOT_MEASURED,
+                more_flags=f"--holmes-outer {by_time}",
+            ),
+            self._joined(
+                f"joined jobs, batches {batches}",
+                self.by_speed.forecast(*joined.DEFAULT).samples_per_s,
+                loss=NOT_MEASURED,
+            ),
+        ]
+        least = WORTH * self.tokens * self._default_samples_per_s
+        return [choice for choice in choices if choice.tokens_per_second > least]
+
+    def unfinished_searches(self) -> list[str]:
+        """Return the jobs whose search was over before all parallel sizes were examined, in words."""
+        searches = [f"one job on {cluster} alone" for cluster in self.unfinished]
+        if self.is_spanning_job_unfinished:
+            searches.append(ONE_JOB_ACROSS)
+        return searches
+
+    def advice(self) -> list[str]:
+        """Return lines that name the choice with most tokens/s, and how to start it.
+
+        Nothing is recommended if a search is unfinished. A choice whose loss was not measured is
+        named after the others, if it has more tokens/s than them.
+        """
+        unfinished = self.unfinished_searches()
+        if unfinished:
+            return [
+                "no recommendation: the time was over before all parallel sizes were examined for "
+                f"{', '.join(unfinished)}; give more --seconds"
+            ]
+        measured = [choice for choice in self.choices() if choice.loss != NOT_MEASURED]
+        best = max(measured, key=lambda choice: choice.tokens_per_second)
+        lines = []
+        for choice in self.choices():
+            is_measured = choice in measured
+            if not is_measured and choice.tokens_per_second > best.tokens_per_second:
+                lines.append(
+                    f"more tokens/s, but the loss was not measured: {choice.name}; add to each job's "
+                    "command, with its own cluster's name:"
+                )
+                lines.append(f"  {choice.flags}")
         if "--holmes-join" not in best.flags:
-            return [f"most tokens/s: {best.name}; add to the command:", f"  {best.flags}"]
+            return [*lines, f"most tokens/s: {best.name}; add to the command:", f"  {best.flags}"]
         serve = (
             "`holmes join serve` on HOST, which all reach; add to each job's command, with its own "
             "cluster's name"
         )
-        return [_MUON, f"most tokens/s: {best.name}; {serve}:", f"  {best.flags}"]
+        return [*lines, _MUON, f"most tokens/s: {best.name}; {serve}:", f"  {best.flags}"]
+
+    def choice_rows(self) -> list[list[str]]:
+        """Return the table of the ways to train, one row each."""
+        rows = []
+        for choice in self.choices():
+            name = f"{choice.name} (search unfinished)" if choice.is_unfinished else choice.name
+            rows.append([name, f"{choice.tokens_per_second:,.0f}", choice.loss])
+        return rows
 
     def figure(self) -> Any:
         """Return a matplotlib figure of tokens/s over `every`, in inner steps."""
@@ -191,29 +288,25 @@ class JoinedForecast:
         )
 
     def show(self) -> None:
-        """Print the predicted step times and throughput of joined jobs, and the best choice."""
+        """Print the choice and how to start it, then the forecast on which it rests."""
         screen = Screen()
         screen.line("joined jobs instead (docs/joined.md), one in each cluster:", "bold")
-        screen.line(f"  {self.job_step_times()}")
+        screen.table(CHOICES, self.choice_rows())
+        for line in self.advice():
+            screen.line(line)
+        screen.line(f"joined jobs: {self.job_step_times()}")
         screen.table(COLUMNS, self.rows())
         screen.line(LEGEND, "dim")
         screen.line(self.least_every_sentence())
-        rows = [
-            [choice.name, f"{choice.tokens_per_second:,.0f}", choice.loss]
-            for choice in self.choices()
-        ]
-        screen.table(CHOICES, rows)
-        for line in self.fastest_choice_lines():
-            screen.line(line)
 
     def page_parts(self) -> list[str]:
         """Return the section of the HTML page about joined jobs, as HTML fragments."""
-        head = [column.name for column in COLUMNS]
         return [
             heading("Joined jobs in its place, one in each cluster"),
-            paragraphs([self.job_step_times() + "."]),
+            table([column.name for column in CHOICES], self.choice_rows()),
+            paragraphs([*self.advice(), self.job_step_times() + "."]),
             picture(svg(self.figure()), "tokens/s over every"),
-            table(head, self.rows()),
+            table([column.name for column in COLUMNS], self.rows()),
             paragraphs([LEGEND, self.least_every_sentence() + "."]),
         ]
 
@@ -241,7 +334,7 @@ def beside(result: SearchResult, seconds: float) -> JoinedForecast:
 
     For each cluster the best plan of a job on this cluster alone is searched, with its share of the
     batch. The rounds between these jobs are simulated on the network with measured rates, if there
-    are any.
+    are any. If the jobs' step times differ, batches in proportion to their speeds are tried, too.
 
     Args:
         result: The search for the best plan of one job that spans the clusters.
@@ -256,34 +349,30 @@ def beside(result: SearchResult, seconds: float) -> JoinedForecast:
         raise HolmesError(
             f"{site.source}: --joined needs two clusters or more; it has {len(site.clusters)}"
         )
-    jobs = []
-    # Cluster -> samples of its job in each step.
+
+    def rounds_of(jobs: Sequence[JoinedJob]) -> joined.RoundForecasts:
+        return joined.RoundForecasts(result.network.measured, model.parameters, jobs)
+
     batches = joined.shares(site, result.global_batch, model.micro_batch)
-    for name, samples in batches.items():
+    jobs, unfinished = price_jobs(result, batches, seconds)
+    by_speed = None
+    steps_s = [job.step_s for job in jobs]
+    # Speeds from unfinished searches say little, and would only take more time.
+    if not unfinished and max(steps_s) > UNEQUAL * min(steps_s):
+        speeds = {job.cluster: job.samples / job.step_s for job in jobs}
+        batches = joined.shares(site, result.global_batch, model.micro_batch, speeds)
         try:
-            # Search as for one job, but on this cluster only, and with its share of the batch.
-            one_cluster = joined.site_of_cluster(site, name)
-            network = Network(one_cluster, result.network.links)
-            problem = result.on(network)  # the same request for this network, not searched yet
-            problem = replace(
-                problem, model=replace(model, global_batch=samples), global_batch=samples
-            )
-            # A forecast needs the best plan found, but no proof that there is no better one.
-            found = search(problem, seconds, prove=False)
-        except HolmesError as error:
-            raise HolmesError(f"--joined: a job on cluster {name} alone: {error}") from None
-        job = JoinedJob(
-            cluster=name,
-            samples=samples,
-            step_s=found.best.step_s,
-            # Seconds of the step that depend on Ethernet's rate, which the rounds reduce.
-            ethernet_s=ethernet_s(found, found.best),
-        )
-        jobs.append(job)
-    site_with_measured_rates = result.network.measured
-    rounds = joined.RoundForecasts(site_with_measured_rates, model.parameters, jobs)
+            jobs_by_speed, unfinished_by_speed = price_jobs(result, batches, seconds)
+        except HolmesError:  # no plan divides a batch: then the clusters' nodes decide the batches
+            pass
+        else:
+            by_speed = rounds_of(jobs_by_speed)
+            unfinished = list(dict.fromkeys((*unfinished, *unfinished_by_speed)))
     return JoinedForecast(
-        rounds,
+        rounds_of(jobs),
         tokens=model.sequence,  # of a sample: its sequence length
         spanning_job_tokens_per_s=result.tokens_per_s(result.best),
+        by_speed=by_speed,
+        unfinished=tuple(unfinished),
+        is_spanning_job_unfinished=result.is_unfinished,
     )

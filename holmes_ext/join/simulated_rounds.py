@@ -51,10 +51,13 @@ class RoundSeconds:
     round_s: float  # from the last job's pseudo-gradient to the aggregate in all jobs
     waited_s: float  # for which the job that waits least waits
     longer_s: float  # by which its inner steps between two rounds take longer than without rounds
+    period_s: (
+        float  # from the end of a round to the end of the next one, in the job that takes longest
+    )
 
 
 def simulate_round(
-    site: Site, joined: Sequence[JoinedJob], bits: float, alone: int, delay: int
+    site: Site, joined: Sequence[JoinedJob], bits: float, alone: int | Sequence[int], delay: int
 ) -> RoundSeconds:
     """Simulate jobs that exchange pseudo-gradients in rounds; return the times of a round.
 
@@ -66,11 +69,62 @@ def simulate_round(
         site: The clusters, and the links between them.
         joined: The jobs.
         bits: Bits that each job sends to each other job in a round.
-        alone: Inner steps between two rounds, without a round in the background.
+        alone: Inner steps between two rounds, without a round in the background: one number for all
+            jobs, or one for each job.
         delay: Inner steps during a round.
     """
+    alone_of = [alone] * len(joined) if isinstance(alone, int) else alone
+    times = _simulated_times(site, joined, bits, alone_of, delay)
     jobs = range(len(joined))
     first_round, measured_round = _ROUNDS
+    # When training needs the aggregate, and when the aggregate arrives, in the measured round.
+    needed_s = [times.of("needed", job, measured_round) for job in jobs]
+    arrived_s = [times.of("arrived", job, measured_round) for job in jobs]
+    waited_s = [max(0.0, arrived_s[job] - needed_s[job]) for job in jobs]
+    # The job that waits least is the one for which the others wait.
+    slowest = min(jobs, key=lambda job: (waited_s[job], -joined[job].step_s))
+    steps_s = needed_s[slowest] - times.end(slowest, first_round)
+    steps_alone_s = (alone_of[slowest] + delay) * joined[slowest].step_s
+    round_start_s = max(times.of("sent", job, measured_round) for job in jobs)
+    return RoundSeconds(
+        round_s=max(arrived_s) - round_start_s,
+        waited_s=waited_s[slowest],
+        longer_s=max(0.0, steps_s - steps_alone_s),
+        period_s=max(times.end(job, measured_round) - times.end(job, first_round) for job in jobs),
+    )
+
+
+@dataclass(frozen=True)
+class _EventTimes:
+    """Times of the events of simulated rounds, in seconds from the start of the simulation."""
+
+    transfers: Transfers
+
+    def of(self, event: str, job: int, number: int) -> float:
+        """Return the time of an event of a job in a round.
+
+        Args:
+            event: "sent": its pseudo-gradient is sent; "needed": training needs the aggregate;
+                "arrived": the aggregate has arrived.
+            job: Index of the job.
+            number: Number of the round.
+        """
+        return self.transfers[event, job, number].ended
+
+    def end(self, job: int, number: int) -> float:
+        """Return the time at which a job goes on after a round."""
+        return max(self.of("needed", job, number), self.of("arrived", job, number))
+
+
+def _simulated_times(
+    site: Site, joined: Sequence[JoinedJob], bits: float, alone_of: Sequence[int], delay: int
+) -> _EventTimes:
+    """Simulate the rounds of all jobs (simulate_round), and return the times of their events.
+
+    Args:
+        alone_of: Inner steps of each job between two rounds.
+    """
+    jobs = range(len(joined))
     network = _Network(site, joined)
     for job in jobs:
         network.add_steps(job, delay)
@@ -81,32 +135,11 @@ def simulate_round(
     transfers = Transfers(network.templates)
     # Each job has two actors, as it has two threads: training, and rounds.
     training_actors = [
-        list(_training(index, job, alone, delay)) for index, job in enumerate(joined)
+        list(_training(index, job, alone_of[index], delay)) for index, job in enumerate(joined)
     ]
     round_actors = [list(_rounds(job, jobs)) for job in jobs]
     Simulation([*training_actors, *round_actors], transfers, network.capacities).run()
-
-    def time_of(event: str, job: int, number: int = measured_round) -> float:
-        """Return the time of an event of a job in a round.
-
-        "sent": its pseudo-gradient is sent; "needed": training needs the aggregate; "arrived": the aggregate
-        has arrived.
-        """
-        return transfers[event, job, number].ended
-
-    waited_s = {job: max(0.0, time_of("arrived", job) - time_of("needed", job)) for job in jobs}
-    # The job that waits least is the one for which the others wait.
-    slowest = min(jobs, key=lambda job: (waited_s[job], -joined[job].step_s))
-    period_start = max(time_of(event, slowest, first_round) for event in ("needed", "arrived"))
-    steps_s = time_of("needed", slowest) - period_start
-    steps_alone_s = (alone + delay) * joined[slowest].step_s
-    round_start = max(time_of("sent", job) for job in jobs)
-    round_end = max(time_of("arrived", job) for job in jobs)
-    return RoundSeconds(
-        round_s=round_end - round_start,
-        waited_s=waited_s[slowest],
-        longer_s=max(0.0, steps_s - steps_alone_s),
-    )
+    return _EventTimes(transfers)
 
 
 @dataclass

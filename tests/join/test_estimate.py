@@ -1,6 +1,7 @@
 """What joined jobs over the links of a cluster.toml would take (join/estimate.py), by hand."""
 
 import json
+from dataclasses import replace
 from itertools import combinations
 
 import clusters
@@ -11,9 +12,16 @@ from holmes_ext.cli.main import main
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.join import estimate as joined
+from holmes_ext.join import priced_jobs
+from holmes_ext.join.priced_jobs import price_jobs
 from holmes_ext.join.settings import OuterSettings, parse_outer
-from holmes_ext.join.show_plan import JoinedForecast
+from holmes_ext.join.show_plan import NOT_MEASURED, JoinedForecast, beside
 from holmes_ext.join.simulated_rounds import JoinedJob, simulate_round
+from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.planner.search import sketch
+from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.planner.search.search import first_look
 
 BETWEEN = '[[between]]\nclusters = ["{}", "{}"]\nrate = "1Gb/s"\nlatency = "50ms"\n'
 
@@ -226,12 +234,136 @@ def beside_of(jobs, crossing):
     return JoinedForecast(rounds, 100, crossing)
 
 
-def test_the_last_line_is_the_one_to_copy(capsys):
-    beside_of(2, 1.0).show()
-    assert capsys.readouterr().out.splitlines()[-1].strip() == "--holmes --holmes-join a@HOST:29600"
-    beside_of(2, 1e9).show()
-    assert capsys.readouterr().out.splitlines()[-1].strip() == "--holmes --holmes-cluster FILE"
+def test_the_choice_comes_first_with_the_line_to_copy(capsys):
+    for crossing, flags in ((1.0, "--holmes-join a@HOST:29600"), (1e9, "--holmes-cluster FILE")):
+        beside_of(2, crossing).show()
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        (advice,) = (number for number, line in enumerate(lines) if "most tokens/s" in line)
+        assert lines[advice + 1] == f"--holmes {flags}"
+        assert lines[1].startswith("choice")
+        details = [number for number, line in enumerate(lines) if line.startswith("--holmes-outer")]
+        assert min(number for number in details if "round, s" in lines[number]) > advice
 
 
 def test_a_row_stands_only_where_the_loss_is_known():
     assert [len(beside_of(jobs, 1.0).choices()) for jobs in (2, 3, 4)] == [3, 2, 3]
+
+
+def test_nothing_is_recommended_from_an_unfinished_search(capsys):
+    """The searches are named, their rows are marked, and no flags are printed."""
+    whole = beside_of(2, 1.0)
+    cut = JoinedForecast(whole.rounds, 100, 1.0, unfinished=("b",), is_spanning_job_unfinished=True)
+    cut.show()
+    text = capsys.readouterr().out
+    assert "no recommendation" in text and "give more --seconds" in text
+    assert "one job on b alone, one job across" in text
+    assert text.count("(search unfinished)") == 3
+    assert "--holmes-join" not in text and "most tokens/s" not in text
+    assert cut.document()["unfinished"] == ["one job on b alone", "one job across"]
+    assert whole.document()["unfinished"] == []
+
+
+SMALL = Model(4, 64, 4, 32, 512, global_batch=32, gpu=Gpu(1e12, 1e9))
+
+
+def request(*last_nodes, flops=()):
+    """Return a search request for a small model on clusters a, b, ...
+
+    Args:
+        last_nodes: Number of the last node of each cluster.
+        flops: FLOP/s of a GPU of each cluster; 1e12 without any.
+    """
+    gpus = {name: Gpu(rate, 1e9) for name, rate in zip("abcd", flops)}
+    model = replace(SMALL, gpus=gpus)
+    return SearchResult(Network(site(*last_nodes)), model, model.global_batch)
+
+
+def test_equal_clusters_are_searched_once(monkeypatch):
+    searched = []
+
+    def counted(problem, seconds):
+        searched.append(problem.network.site.clusters)
+        return first_look(problem, seconds)
+
+    monkeypatch.setattr(priced_jobs, "first_look", counted)
+    batches = dict.fromkeys("abcd", 8)
+    priced = price_jobs(request(1, 1, 1, 1), batches, seconds=10.0)
+    assert searched == [("a",)]
+    assert [job.cluster for job in priced.jobs] == list("abcd")
+    assert len({(job.step_s, job.ethernet_s) for job in priced.jobs}) == 1
+    # b has other GPUs, c another number of nodes, d another batch
+    searched.clear()
+    price_jobs(request(1, 1, 3, 1, flops=(1e12, 2e12, 1e12, 1e12)), batches | {"d": 16}, 10.0)
+    assert searched == [("a",), ("b",), ("c",), ("d",)]
+
+
+def test_little_time_gives_the_same_step_or_is_reported(monkeypatch):
+    batches = {"a": 16, "b": 16}
+    whole = price_jobs(request(1, 1), batches, seconds=1e9)
+    assert not whole.unfinished
+    monkeypatch.setattr(priced_jobs, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(sketch, "FLOOR_S", 1e9)
+    assert price_jobs(request(1, 1), batches, seconds=0.0).jobs == whole.jobs
+    monkeypatch.setattr(sketch, "MIN_RANKED", 1)
+    assert price_jobs(request(1, 1), batches, seconds=0.0).unfinished == ["a", "b"]
+
+
+def test_a_model_with_a_number_of_micro_batches_can_be_joined():
+    """Megatron's command lines give micro-batches; each job has its share of the batch instead."""
+    asked = request(1, 1)
+    model = replace(asked.model, global_batch=0, micro_batches=8)
+    priced = price_jobs(replace(asked, model=model), {"a": 16, "b": 16}, seconds=10.0)
+    assert priced.jobs == price_jobs(asked, {"a": 16, "b": 16}, seconds=10.0).jobs
+
+
+def test_rounds_by_time_do_not_wait_for_the_slowest_job():
+    """Without bits, each job trains at its own speed: 8 samples/s and 4 samples/s."""
+    jobs = [JoinedJob("a", 8, 1.0), JoinedJob("b", 8, 2.0)]
+    rounds = joined.RoundForecasts(site(0, 0), 0.0, jobs)
+    by_time = rounds.by_time()
+    assert by_time.seconds == 64 and by_time.steps == (16, 8)  # a fourth of 64 s: 4 fragments
+    assert by_time.samples_per_s == pytest.approx(12)
+    assert rounds.forecast(*joined.DEFAULT).samples_per_s == pytest.approx(8)
+    settings = parse_outer(str(by_time))
+    assert settings.seconds == 64 and (settings.fragments, settings.delay) == joined.DEFAULT[1:]
+
+
+def test_batches_by_speed():
+    speeds = {"a": 1.0, "b": 3.0}
+    assert joined.shares(site(0, 0), 64, 2, speeds) == {"a": 16, "b": 48}
+
+
+def test_unequal_clusters_get_rounds_by_time_or_batches_by_speed():
+    """GPUs of b are four times as fast: both ways train more than jobs that wait for the slowest."""
+    across = first_look(request(1, 1, flops=(1e10, 4e10)), seconds=10.0)
+    forecast = beside(across, seconds=10.0)
+    default, by_time, by_speed = forecast.choices()[2:]
+    assert default.name == "joined jobs" and by_time.loss == by_speed.loss == NOT_MEASURED
+    assert by_time.tokens_per_second > 1.2 * default.tokens_per_second
+    assert by_speed.tokens_per_second > 1.05 * default.tokens_per_second
+    assert by_speed.name == "joined jobs, batches a 8, b 24"
+    assert f"--holmes-outer {forecast.rounds.by_time()}" in by_time.flags
+    equal = beside(first_look(request(1, 1), seconds=10.0), seconds=10.0)
+    assert len(equal.choices()) == 3
+
+
+def test_a_choice_without_measured_loss_is_named_but_not_recommended(capsys):
+    """Two jobs of 8 samples/s and 16 samples/s: 16 if the fast one waits or trains alone, 24 if not."""
+    slow_and_fast = [JoinedJob("a", 16, 2.0), JoinedJob("b", 16, 1.0)]
+    by_speed = [JoinedJob("a", 10, 1.25), JoinedJob("b", 22, 1.375)]
+
+    def rounds_of(jobs):
+        return joined.RoundForecasts(site(0, 0), 0.0, jobs)
+
+    forecast = JoinedForecast(rounds_of(slow_and_fast), 100, 1.0, by_speed=rounds_of(by_speed))
+    forecast.show()
+    text = capsys.readouterr().out
+    not_measured = "more tokens/s, but the loss was not measured: joined jobs"
+    assert f"{not_measured}, every=64s; add to each job's command" in text
+    assert f"{not_measured}, batches a 10, b 22; add to each job's command" in text
+    assert (
+        "most tokens/s: joined jobs, " not in text and "most tokens/s: one job on b alone" in text
+    )
+    rates = {choice.name: choice.tokens_per_second for choice in forecast.choices()}
+    assert rates["joined jobs, every=64s"] == pytest.approx(2400)
+    assert rates["joined jobs, batches a 10, b 22"] == pytest.approx(3200 / 1.375)

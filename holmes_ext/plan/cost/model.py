@@ -534,9 +534,12 @@ class Model:
         two_per_pass_bytes = 2 * passes * hidden_bytes
         context_bytes = 0.0
         if context > 1:
-            # Keys, values and the gradients of both go around the ring: 4 tensors. Recomputation sends them
-            # again; this model leaves that out.
-            context_bytes = 4 * tokens * widths.key_value * self.activation_width / tensor
+            # Keys, values and the gradients of both go around the ring. Recomputation, also of attention
+            # alone (selective), sends keys and values once more.
+            ring_tensors = 4 if self.recompute == "none" else 6
+            context_bytes = (
+                ring_tensors * tokens * widths.key_value * self.activation_width / tensor
+            )
         # Mean of all blocks: only the part `expert_share` of them has experts. An all-to-all sends
         # each token to `active_experts` experts.
         routed_bytes = two_per_pass_bytes * widths.expert_share * widths.active_experts

@@ -420,8 +420,10 @@ class Network:
         # A NIC is a node class and a direction: forward uses the sender's "out" and the receiver's
         # "in", backward the other two. They are equal only if both stages are on one node class
         # (equally busy nodes). Both messages then leave different nodes of the class, so their
-        # numbers are not added: the number of the backward one stays.
-        nics = dict((*forward.nics, *backward.nics))
+        # numbers are not added: the busier node counts.
+        nics = dict(forward.nics)
+        for nic, flows in backward.nics:
+            nics[nic] = max(flows, nics.get(nic, 0.0))
         return replace(
             forward,
             nics=tuple(nics.items()),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import permutations
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, permutations
 from math import inf
 from typing import NamedTuple
 
@@ -62,36 +62,53 @@ def best_links(network: Network) -> BestLinks:
     two clusters is that of the slowest link on the path. The latency is the sum over the path's
     links.
     """
-    node_types = range(len(network.node_types))
     rates_bps = rates_between(network)
     # The WAN hops of each pair; none for a pair on one fast network, which adds no WAN latency.
     paths = [_hops(network, pair) if rates_bps[pair] < inf else () for pair in rates_bps]
+    latency_s = min(sum(hop.latency_s for hop in path) for path in paths)
+    clusters = range(len(network.node_types))
+    return BestLinks(
+        tree_bps=_spanning_tree_bps(rates_bps, clusters),
+        into_bps=_rates_into(network, rates_bps, clusters),
+        latency_s=latency_s,
+    )
 
-    # Maximum spanning tree (Prim 1957): always add the fastest link to a cluster not yet in the
-    # tree.
+
+def _spanning_tree_bps(rates_bps: Mapping[tuple[int, int], float], clusters: range) -> list[float]:
+    """Return the rates of the maximum spanning tree over all clusters, the fastest first.
+
+    Prim's algorithm (1957): always add the fastest link to a cluster that is not yet in the tree.
+
+    Args:
+        rates_bps: (from cluster, to cluster) -> bits/s.
+    """
     in_tree = {0}
     tree_bps = []
-    while len(in_tree) < len(node_types):
+    while len(in_tree) < len(clusters):
         border = (pair for pair in rates_bps if pair[0] in in_tree and pair[1] not in in_tree)
-        inside, outside = max(border, key=rates_bps.__getitem__)
-        in_tree.add(outside)
-        tree_bps.append(rates_bps[inside, outside])
+        fastest = max(border, key=rates_bps.__getitem__)
+        _, added_cluster = fastest
+        in_tree.add(added_cluster)
+        tree_bps.append(rates_bps[fastest])
+    return sorted(tree_bps, reverse=True)
 
-    # For each number of peers: the rate at which each cluster receives from so many of its fastest
-    # peers. It is at most that of the cluster's uplink to the WAN (uplink_of: cluster -> bits/s).
-    links_into = []
-    for target in node_types:
-        links = [rates_bps[source, target] for source in node_types if source != target]
-        links_into.append(sorted(links, reverse=True))
-    uplinks_bps = [
-        network.wan.uplink_of.get(network.cluster(node_type), inf) for node_type in node_types
-    ]
-    into_bps = []
-    for peers in range(1, len(node_types)):
-        rates = [
-            min(sum(links[:peers]), uplink_bps)
-            for links, uplink_bps in zip(links_into, uplinks_bps)
-        ]
-        into_bps.append(sorted(rates, reverse=True))
-    latency_s = min(sum(hop.latency_s for hop in path) for path in paths)
-    return BestLinks(sorted(tree_bps, reverse=True), into_bps, latency_s)
+
+def _rates_into(
+    network: Network, rates_bps: Mapping[tuple[int, int], float], clusters: range
+) -> list[list[float]]:
+    """Return the rates at which clusters receive from several peers (BestLinks.into_bps).
+
+    A cluster receives from its n fastest peers at the sum of their rates, but no faster than its
+    uplink to the WAN.
+
+    Args:
+        rates_bps: (from cluster, to cluster) -> bits/s.
+    """
+    rates_of_clusters = []  # for each cluster: item n - 1 is the rate from its n fastest peers
+    for target in clusters:
+        links_bps = [rates_bps[source, target] for source in clusters if source != target]
+        links_bps.sort(reverse=True)
+        # uplink_of: cluster -> bits/s
+        uplink_bps = network.wan.uplink_of.get(network.cluster(target), inf)
+        rates_of_clusters.append([min(sum_bps, uplink_bps) for sum_bps in accumulate(links_bps)])
+    return [sorted(rates, reverse=True) for rates in zip(*rates_of_clusters)]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holmes_ext.planner.bound.least import StepLowerBound, UpdateInterval
+from holmes_ext.planner.bound.least import StepLowerBound
+from holmes_ext.planner.bound.passes import PassTimes
+from holmes_ext.planner.bound.updates import UpdateInterval
 
 #: Relative precision of the bisection.
 PRECISION = 2e-4
@@ -38,6 +40,13 @@ class _StageChoices(NamedTuple):
     end_s: dict[int, float]
     #: Sum of layers -> number of layers on the stage itself for which that moment is reached.
     stage_layers: dict[int, int]
+
+
+class _StageTimes(NamedTuple):
+    """Times of one stage for every number of its layers: item n is for n layers."""
+
+    passes: list[PassTimes]  # all passes of the stage
+    after_s: list[float]  # gradient reduction and update after the last backward pass, in seconds
 
 
 class ChainBound(StepLowerBound):
@@ -143,10 +152,8 @@ class ChainBound(StepLowerBound):
     ) -> _StageChoices:
         """Return a stage's best number of layers, for each total of its and all later layers.
 
-        The best number is the one with which the stage's last backward pass can end first. That
-        pass ends after the stage's other passes, after the next stage's last backward pass and its
-        message, and after the stage's NIC has sent all messages. Numbers that make the step longer
-        than `step_s` are left out.
+        The best number is the one with which the stage's last backward pass can end first. Numbers
+        that make the step longer than `step_s` are left out.
 
         Args:
             stage: The stage.
@@ -158,6 +165,50 @@ class ChainBound(StepLowerBound):
             update_s: Least seconds of the longest update (optimizer step and weight gather) of all
                 stages.
         """
+        choices = _StageChoices(end_s={}, stage_layers={})
+        times = _StageTimes(
+            passes=[self._pass_times(stage, layers) for layers in range(limit + 1)],
+            after_s=[
+                self._after_last_backward_s(stage, layers, update_s) for layers in range(limit + 1)
+            ],
+        )
+        for behind, behind_end_s in end_of.items():
+            available = self.layer_count - behind  # for this stage and the stages before
+            # The stages before must hold the remaining layers, and have one each.
+            least_layers = max(1, available - most_before)
+            most_layers = min(limit, available - stage)
+            layer_numbers = range(least_layers, most_layers + 1)
+            self._add_choices(choices, stage, times, layer_numbers, behind, behind_end_s, step_s)
+        return choices
+
+    def _add_choices(
+        self,
+        choices: _StageChoices,
+        stage: int,
+        times: _StageTimes,
+        layer_numbers: range,
+        behind: int,
+        behind_end_s: float,
+        step_s: float,
+    ) -> None:
+        """Add a stage's numbers of layers to the choices, for one number of layers behind it.
+
+        The stage's last backward pass ends after all of these events:
+
+            own passes     the first activation has come down the earlier stages; then the stage's
+                           passes, with their waits for round trips over the later stages
+            next stage     the next stage's last backward pass, then the message with its gradient
+            NIC            the stage's NIC has sent all messages
+
+        Args:
+            choices: Best choices so far; better ones replace them.
+            stage: The stage.
+            times: Times of the stage, by its number of layers.
+            layer_numbers: Numbers of layers of the stage to add.
+            behind: Layers on all later stages together.
+            behind_end_s: Earliest end of the next stage's last backward pass, in seconds.
+            step_s: Seconds that the step may take.
+        """
         # Lists by stage, from the base classes (seconds of one micro-batch):
         #   forward_s, backward_s    a pass of one layer
         #   extra_..._s              a pass of the embedding or output layer
@@ -165,63 +216,45 @@ class ChainBound(StepLowerBound):
         #   round_trip_s             passes and messages of all later stages, there and back
         #   layer_..._s              what one more layer on those stages adds at least
         #   nic_busy_s               messages through the stage's NIC
-        is_last = stage == self.stage_count - 1
         forward_s = self.forward_s[stage]
         backward_s = self.backward_s[stage]
-        link_s = 0.0 if is_last else self.stage_links_s[stage]
-        link_before_s = self.stage_links_s[stage - 1] if stage else 0.0
         layer_down_s = self.layer_down_s[stage] if stage else 0.0
-        down_s = (
-            self.down_s[stage] + self.links_before_s[stage]
-        )  # with one layer on each stage before
-        sent_s = self.micro_batches * self.nic_busy_s[stage]
+        # With one layer on each stage before.
+        down_s = self.down_s[stage] + self.links_before_s[stage]
+        further_behind = behind - (self.stage_count - 1 - stage)  # besides one on each later stage
+        round_trip_s = self.round_trip_s[stage]
+        if further_behind:
+            round_trip_s += further_behind * self.layer_round_trip_s[stage]
+        # What must have happened before the stage's layers do their last backward pass. On the last
+        # stage: all activations have arrived over the slowest link.
+        if stage == self.stage_count - 1:
+            before_backward_s = self.flow_end_s[stage]
+        else:
+            link_s = self.stage_links_s[stage]
+            before_backward_s = behind_end_s + link_s + self.extra_backward_s[stage]
         # The NIC begins to send after the first forward pass; its last gradient arrives a stage
         # link later.
+        sent_s = self.micro_batches * self.nic_busy_s[stage]
+        link_before_s = self.stage_links_s[stage - 1] if stage else 0.0
         sent_end_s = down_s + self.extra_forward_s[stage] + sent_s - link_before_s
-        # PassTimes, by layers: least seconds of all passes if the stage waits for one round trip of
-        # a micro-batch, for two, or for `rounds` + 1.
-        passes = [self._pass_times(stage, layers) for layers in range(limit + 1)]
-        # Seconds of gradient reduction and update after the last backward pass, by layers.
-        after_s = [
-            self._after_last_backward_s(stage, layers, update_s) for layers in range(limit + 1)
-        ]
-        stages_behind = self.stage_count - 1 - stage
-        choices = _StageChoices(end_s={}, stage_layers={})
+        passes, after_s = times
         least_end_s, stage_layers = choices  # the dictionaries, filled below
-        for behind, behind_end_s in end_of.items():
-            available = self.layer_count - behind  # for this stage and the stages before
-            further_behind = behind - stages_behind  # besides one layer on each stage
-            round_trip_s = self.round_trip_s[stage]
-            if further_behind:
-                round_trip_s += further_behind * self.layer_round_trip_s[stage]
-            # What must have happened before the stage's layers do their last backward pass. On the
-            # last stage: all activations have arrived over the slowest link.
-            if is_last:
-                before_backward_s = self.flow_end_s[stage]
-            else:
-                before_backward_s = behind_end_s + link_s + self.extra_backward_s[stage]
-            # The stages before must hold the remaining layers, and have one each.
-            least_layers = max(1, available - most_before)
-            most_layers = min(limit, available - stage)
-            for layers in range(least_layers, most_layers + 1):
-                times = passes[layers]
-                further_before = available - layers - stage  # besides one layer on each stage
-                further_down_s = layer_down_s * further_before
-                # times.seconds(round_trip_s), written out: this loop takes most of the time
-                passes_s = max(
-                    times.one_trip_s + round_trip_s,
-                    times.two_trips_s + 2 * round_trip_s,
-                    times.many_trips_s + (times.rounds + 1) * round_trip_s,
-                )
-                end_s = max(
-                    passes_s + down_s + further_down_s, before_backward_s + backward_s * layers
-                )
-                if end_s + after_s[layers] > step_s:
-                    continue
-                if sent_s:
-                    end_s = max(end_s, sent_end_s + forward_s * layers + further_down_s)
-                total = behind + layers
-                if total not in least_end_s or end_s < least_end_s[total]:
-                    least_end_s[total] = end_s
-                    stage_layers[total] = layers
-        return choices
+        for layers in layer_numbers:
+            further_before = self.layer_count - behind - layers - stage  # besides one on each
+            further_down_s = layer_down_s * further_before
+            one_trip_s, two_trips_s, many_trips_s, rounds = passes[layers]
+            # PassTimes.seconds(round_trip_s), written out: this loop takes most of the time
+            passes_s = max(
+                one_trip_s + round_trip_s,
+                two_trips_s + 2 * round_trip_s,
+                many_trips_s + (rounds + 1) * round_trip_s,
+            )
+            end_s = max(passes_s + down_s + further_down_s, before_backward_s + backward_s * layers)
+            if end_s + after_s[layers] > step_s:
+                continue
+            if sent_s:
+                end_s = max(end_s, sent_end_s + forward_s * layers + further_down_s)
+            total = behind + layers
+            if total not in least_end_s or end_s < least_end_s[total]:
+                least_end_s[total] = end_s
+                stage_layers[total] = layers

@@ -137,55 +137,64 @@ class _InterleavedBound:
     def _first_backward_starts(self) -> list[float]:
         """Return the earliest start of each stage's first backward pass, in seconds of the step.
 
-        It is the latest of four moments, none of which the pass can precede:
+        It is the latest of three moments, none of which the pass can precede:
 
-            first_returns_s    the first micro-batch has passed all chunks of all stages, and is
-                               back here
-            passes_s           the stage has done the forward passes that the schedule puts first
-            messages_s         the activations of these passes have arrived, one after the other
-            behind_s           the next stage has done its first backward pass and sent the gradient
+            first_returns_s      the first micro-batch has passed all chunks of all stages, and is
+                                 back here
+            _warm_up_end_s()     the stage has done the forward passes that the schedule puts first
+            _behind_end_s()      the next stage has done its first backward pass and sent the
+                                 gradient
         """
         last_stage = self.stage_count - 1
-        all_links_s = (
-            self.chunks * sum(self.stage_links_s)
-            + (self.chunks - 1) * self.bounds.last_to_first.total_s
-        )
-        # First on the last stage: the first micro-batch has passed all chunks forward.
-        first_returns_s = (
-            self.chunks * sum(self.forward_s)
-            + self.embedding_forward_s
-            + self.output_forward_s
-            + all_links_s
-        )
         starts_s = [0.0] * self.stage_count
+        first_returns_s = self._first_forward_way_s()  # to the last stage
         for stage in reversed(range(self.stage_count)):
-            interval_s = self._interval_before_s(stage)
-            forward_s = self.forward_s[stage]
-            forwards_first = self.in_flight[stage]
-            # The waits count for all chunks: the warm-up reaches the stage's last chunk.
-            passes_s = forwards_first * forward_s + self._turns_wait_s(
-                self.forward_turn_s, forward_s
-            )
-            # After the first activation: one interval for each further one, then the last forward
-            # pass.
-            messages_s = (
-                (forwards_first - 1) * interval_s
-                + self._turns_wait_s(self.forward_turn_s, interval_s)
-                + forward_s
-            )
-            start_s = self.first_forward_start_s[stage] + max(passes_s, messages_s)
-            start_s = max(first_returns_s, start_s)
+            starts_s[stage] = max(first_returns_s, self._warm_up_end_s(stage))
             if stage < last_stage:
-                # The stage behind: its backward pass, with the output layer's on the last stage.
-                is_before_last = stage == self.stage_count - 2
-                behind_s = self.backward_s[stage + 1] + self.output_backward_s * is_before_last
-                start_s = max(start_s, starts_s[stage + 1] + behind_s + self.stage_links_s[stage])
-            starts_s[stage] = start_s
+                behind_end_s = self._behind_end_s(stage, starts_s[stage + 1])
+                starts_s[stage] = max(starts_s[stage], behind_end_s)
             # The first micro-batch's gradient goes on to the stage before, for the next iteration.
             link_before_s = self.stage_links_s[stage - 1] if stage else 0.0
-            first_returns_s += self.backward_s[stage] + link_before_s
-            first_returns_s += self.output_backward_s * (stage == last_stage)
+            output_s = self.output_backward_s if stage == last_stage else 0.0
+            first_returns_s += self.backward_s[stage] + output_s + link_before_s
         return starts_s
+
+    def _first_forward_way_s(self) -> float:
+        """Return the seconds in which the first micro-batch passes all chunks of all stages forward."""
+        links_s = self.chunks * sum(self.stage_links_s)
+        returns_s = (self.chunks - 1) * self.bounds.last_to_first.total_s
+        passes_s = self.chunks * sum(self.forward_s)
+        ends_s = self.embedding_forward_s + self.output_forward_s
+        return passes_s + ends_s + links_s + returns_s
+
+    def _warm_up_end_s(self, stage: int) -> float:
+        """Return the earliest end of the forward passes that precede a stage's first backward pass.
+
+        They take their own time, or the time in which their activations arrive, if that is longer.
+        Both have the waits for all chunks, as the warm-up reaches the stage's last chunk.
+        """
+        forward_s = self.forward_s[stage]
+        interval_s = self._interval_before_s(stage)
+        forwards_first = self.in_flight[stage]
+        passes_s = forwards_first * forward_s + self._turns_wait_s(self.forward_turn_s, forward_s)
+        # After the first activation: one interval for each further one, then the last forward pass.
+        messages_s = (
+            (forwards_first - 1) * interval_s
+            + self._turns_wait_s(self.forward_turn_s, interval_s)
+            + forward_s
+        )
+        return self.first_forward_start_s[stage] + max(passes_s, messages_s)
+
+    def _behind_end_s(self, stage: int, behind_start_s: float) -> float:
+        """Return when the first gradient of the next stage can arrive.
+
+        Args:
+            stage: The receiving stage.
+            behind_start_s: Start of the first backward pass of stage + 1, in seconds.
+        """
+        behind = stage + 1
+        output_s = self.output_backward_s if behind == self.stage_count - 1 else 0.0
+        return behind_start_s + self.backward_s[behind] + output_s + self.stage_links_s[stage]
 
     def _last_forward_ends(self) -> list[float]:
         """Return the earliest end of each stage's last forward pass, in seconds of the step.
@@ -355,74 +364,87 @@ class _InterleavedBound:
     def _steps_by_stage(self, stage: int, after_reduction_s: float) -> list[float]:
         """Return several lower bounds on the step time, in seconds, from the work of one stage.
 
-        The largest counts. Each is a sum with `after_reduction_s` as last term. The others:
-
-            bound 1           all passes; then the gradient reduction, if it does not overlap with
-                              passes
-            bound 2           the first forward pass; then all activations, gradients and reductions
-                              that the stage's NIC must send
-            further bounds    only with overlap, one for each chunk that ends late: everything until
-                              the backward pass begins that completes the chunk's gradients; then
-                              the reductions of this chunk and of the chunks that end after it
+        The largest counts. Each is the end of the stage's gradient reduction, plus
+        `after_reduction_s`.
 
         Args:
             stage: The stage.
             after_reduction_s: Seconds of the tied embedding's reduction, optimizer step and weight
                 gather.
         """
+        ends_s = [self._end_after_passes_s(stage), self._end_after_nic_s(stage)]
+        if self.bounds.after_backward[stage].overlapped:
+            # Chunks whose last backward pass comes after the stage's last forward pass.
+            closing_passes = self.in_flight[stage]
+            closing_chunks = (closing_passes - 1) // self.stage_count + 1
+            for followers in range(min(self.chunks, closing_chunks)):
+                ends_s.append(self._end_after_chunk_s(stage, followers))
+        return [end_s + after_reduction_s for end_s in ends_s]
+
+    def _end_after_passes_s(self, stage: int) -> float:
+        """Return the seconds until all passes have ended, and the reduction that no pass hides."""
+        after = self.bounds.after_backward[stage]
+        exposed_s = 0.0
+        if not after.overlapped:
+            exposed_s = self.stage_layers * after.reduction.block_s + after.reduction.fixed_s
+        return self.last_backward_end_s[stage] + exposed_s
+
+    def _end_after_nic_s(self, stage: int) -> float:
+        """Return the seconds until the stage's NIC has sent everything.
+
+        It sends the activations and gradients of all passes after the first forward pass, and the
+        stage's part of the gradient reduction, if that uses the same NIC.
+        """
+        first_forward_end_s = self.first_forward_start_s[stage] + self.forward_s[stage]
+        messages_s = self.passes * self.bounds.shared_nic_busy_s[stage]
+        after = self.bounds.after_backward[stage]
+        return first_forward_end_s + messages_s + self.stage_layers * after.shared_nic_block_s
+
+    def _end_after_chunk_s(self, stage: int, followers: int) -> float:
+        """Return the seconds until the gradients of the chunks that end last are reduced.
+
+        Example: with one follower, they are the last chunk and the one before it. Their reduction
+        cannot begin before the last backward pass of the earlier of the two begins, which completes
+        its gradients. It overlaps with the passes that follow.
+
+        Args:
+            stage: The stage.
+            followers: Number of chunks that end after the earliest of these chunks.
+        """
         bounds = self.bounds
         after = bounds.after_backward[stage]
-        layers = self.stage_layers
+        passes_after = followers * self.stage_count  # backward passes of the followers
+        backward_end_s = self._backward_end_s(stage, followers)
+        backward_start_s = backward_end_s - self.backward_s[stage] - bounds.extra_backward_s[stage]
+        reduced_layers = self.stage_layers * (followers + 1) / self.chunks
+        # The fixed part is latency, and the embedding in the first chunk, which completes last. On
+        # the last stage it is the output layer, in the chunk that completes first.
+        fixed_s = after.reduction.fixed_s if stage < self.stage_count - 1 else 0.0
+        reduction_s = reduced_layers * after.reduction.block_s + fixed_s
+        # The NIC also sends the gradients of the passes that follow: half of a micro-batch's
+        # messages.
+        gradients_s = passes_after * bounds.shared_nic_busy_s[stage] / 2
+        nic_s = reduced_layers * after.shared_nic_block_s + gradients_s
+        return backward_start_s + max(reduction_s, nic_s)
+
+    def _backward_end_s(self, stage: int, followers: int) -> float:
+        """Return the earliest end of a chunk's last backward pass, in seconds.
+
+        Args:
+            stage: The stage.
+            followers: Number of chunks that end after this chunk; 0: the chunk that ends last.
+        """
+        if not followers:
+            return self.last_backward_end_s[stage]
         backward_s = self.backward_s[stage]
-        sent_s = bounds.shared_nic_busy_s[stage]
-        last_backward_end_s = self.last_backward_end_s[stage]
-        block_reduction_s, fixed_reduction_s = after.reduction
-
-        exposed_s = 0.0 if after.overlapped else layers * block_reduction_s + fixed_reduction_s
-        # Activations and gradients of all passes, and the stage's reduction, go through one NIC.
-        nic_done_s = (
-            self.first_forward_start_s[stage]
-            + self.forward_s[stage]
-            + self.passes * sent_s
-            + layers * after.shared_nic_block_s
+        passes_after = followers * self.stage_count
+        # As in _last_backward_ends(), without the passes and turns that come after this chunk.
+        closing_passes = self.in_flight[stage] - passes_after
+        after_closing_s = self.last_forward_end_s[stage] + closing_passes * backward_s
+        turns = self.chunks - 1 - followers
+        after_passes_s = (
+            self.first_backward_start_s[stage]
+            + (self.passes - passes_after) * backward_s
+            + self._turns_wait_s(self.backward_turn_s, backward_s, turns)
         )
-        steps_s = [
-            last_backward_end_s + after_reduction_s + exposed_s,
-            nic_done_s + after_reduction_s,
-        ]
-        if not after.overlapped:
-            return steps_s
-
-        closing = self.in_flight[stage]  # backward passes after the last forward pass
-        chunks_in_closing = (closing - 1) // self.stage_count + 1
-        # Before a chunk's last backward pass begins, neither its gradients can be reduced nor those
-        # of the chunks that follow it (`followers`). The step ends after these reductions.
-        for followers in range(min(self.chunks, chunks_in_closing)):
-            passes_after = followers * self.stage_count
-            backward_end_s = last_backward_end_s
-            if followers:
-                # `passes_after` passes before the last one, counted as in _last_backward_ends().
-                after_closing_s = (
-                    self.last_forward_end_s[stage] + (closing - passes_after) * backward_s
-                )
-                turns = self.chunks - 1 - followers
-                after_passes_s = (
-                    self.first_backward_start_s[stage]
-                    + (self.passes - passes_after) * backward_s
-                    + self._turns_wait_s(self.backward_turn_s, backward_s, turns)
-                )
-                backward_end_s = max(after_closing_s, after_passes_s)
-            backward_start_s = backward_end_s - backward_s - bounds.extra_backward_s[stage]
-            reduced = followers + 1  # chunks
-            # The fixed part is latency, and the embedding in the first chunk, which completes last.
-            # On the last stage it is the output layer, in the chunk that completes first.
-            fixed_s = fixed_reduction_s if stage < self.stage_count - 1 else 0.0
-            reduction_s = layers * block_reduction_s * reduced / self.chunks + fixed_s
-            # The NIC also sends the gradients of the passes that follow: half of a micro-batch's
-            # messages.
-            carried_s = (
-                layers * after.shared_nic_block_s * reduced / self.chunks
-                + passes_after * sent_s / 2
-            )
-            steps_s.append(backward_start_s + max(reduction_s, carried_s) + after_reduction_s)
-        return steps_s
+        return max(after_closing_s, after_passes_s)

@@ -80,27 +80,42 @@ class SharedHop(NamedTuple):
         all_layers = sum(max_layers[stage] for stage in self.stages)
         # Layers of the other stages on the link. They cost the first stage no time here.
         independent = all_layers - max_layers[0] - sum(sharing)
-        best = -inf
+        most = -inf
         for first_layers in range(1, max_layers[0] + 1):
-            # Seconds for which the link is busy with the first stage's gradients; `block_s` for
-            # each layer.
-            first_s = first_layers * self.block_s + self.embedding_s
-            # Each sharing stage either still sends when the first stage ends (a larger stage), or
-            # has sent all (a smaller stage). How many are larger is open: every number is tried.
-            for larger in range(len(sharing) + 1):
-                # By then the link was busy for `first_s` with the first stage's gradients, and for
-                # at least FAIR * first_s with those of each larger stage. The smaller stages have
-                # the remaining time.
-                remaining_s = seconds - (1 + FAIR * larger) * first_s
-                if remaining_s >= 0:
-                    # Most layers of the smaller stages. FAIR makes it larger, never too small: of
-                    # their gradients, at least this share has passed by then.
-                    carried = remaining_s / (FAIR * self.block_s)
-                    smaller_layers = min(sum(sharing[larger:]), carried)
-                    larger_layers = sum(sharing[:larger])
-                    layers = first_layers + independent + larger_layers + smaller_layers
-                    best = max(best, layers)
-        return best
+            sharing_layers = self._layers_sharing(first_layers, sharing, seconds)
+            most = max(most, first_layers + independent + sharing_layers)
+        return most
+
+    def _layers_sharing(self, first_layers: int, sharing: Sequence[int], seconds: float) -> float:
+        """Return the most layers of the stages that share the link with the first stage.
+
+        When the first stage's reduction ends, each sharing stage either still sends (a larger stage
+        than the first), or has sent all its gradients (a smaller stage). How many are larger is
+        open, so every number is tried.
+
+        Args:
+            first_layers: Layers of the first stage.
+            sharing: Most layers of each sharing stage, the largest first.
+            seconds: Time for the first stage's reduction.
+
+        Returns:
+            Number of layers, may be a fraction; -inf if `seconds` is too short.
+        """
+        # Seconds for which the link is busy with the first stage's gradients.
+        first_s = first_layers * self.block_s + self.embedding_s
+        most = -inf
+        for larger in range(len(sharing) + 1):
+            # By then the link was busy for `first_s` with the first stage's gradients, and for at
+            # least FAIR * first_s with those of each larger stage. The smaller stages have the
+            # remaining time.
+            remaining_s = seconds - (1 + FAIR * larger) * first_s
+            if remaining_s >= 0:
+                # FAIR makes this number larger, never too small: of the smaller stages' gradients,
+                # at least this share has passed by then.
+                carried = remaining_s / (FAIR * self.block_s)
+                smaller_layers = min(sum(sharing[larger:]), carried)
+                most = max(most, sum(sharing[:larger]) + smaller_layers)
+        return most
 
 
 def shared_hops(bounds: StageBounds) -> list[SharedHop]:

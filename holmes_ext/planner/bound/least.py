@@ -41,23 +41,13 @@ from holmes_ext.plan.placement import Placement
 from holmes_ext.planner.bound.chunks import interleaved_s
 from holmes_ext.planner.bound.crossing import blocks_at_most, shared_hops
 from holmes_ext.planner.bound.passes import PassBounds
-from holmes_ext.planner.bound.stages import LinearCost
+from holmes_ext.planner.bound.updates import LinearCost, UpdateInterval, update_intervals
 from holmes_ext.planner.simulate.execution import Execution
 
 #: Relative precision of the bisection.
 PRECISION = 2e-3
 #: Factor on the number of layers that absorbs rounding errors.
 ALMOST_ALL = 1 - 1e-9
-#: Width of an interval of update times: this share of a step, or ten times this share of the update
-#: itself.
-INTERVAL_SHARE = 0.01
-
-
-class UpdateInterval(NamedTuple):
-    """Range of seconds for the longest update (optimizer step and weight gather) of all stages."""
-
-    least_s: float
-    limit_s: float  # exclusive
 
 
 class _Ways(NamedTuple):
@@ -121,58 +111,20 @@ class StepLowerBound(PassBounds):
         bounded for each interval by itself. Without a norm, one interval (0 to inf) is enough.
         """
         self.update_intervals = [UpdateInterval(0.0, inf)]
-        if self.has_norm_barrier:
-            # Seconds of optimizer step and weight gather, linear in the layers of each stage.
-            updates = (after.update for after in self.after_backward)
-            # Equal stages: ((update, most layers), number of such stages).
-            groups = tuple(Counter(zip(updates, self.max_layers)).items())
-            # Shared by all placements of one shape; "levels" is the intervals' name there.
-            cache = self.prices.cached_results
-            if ("levels", groups) not in cache:
-                cache["levels", groups] = self._update_intervals(groups)
-            self.update_intervals = cache["levels", groups]
-
-    def _update_intervals(
-        self, groups: Sequence[tuple[tuple[LinearCost, int], int]]
-    ) -> list[UpdateInterval]:
-        """Return the intervals in which the longest update of all stages may lie, shortest first.
-
-        The gradient norm is a barrier: no stage begins its update before the last reduction has
-        ended, so the longest update counts for every stage. Which one is the longest depends on the
-        split. So each interval is bounded separately, with two assumptions: the longest update
-        takes at least the interval's start, and each stage has so few layers that its update ends
-        before the interval's end.
-
-        Args:
-            groups: ((update of a stage, most layers of the stage), number of stages with both
-                equal).
-        """
-        possible_s = set()
-        for (update, max_layers), _ in groups:
-            for layers in range(1, max_layers + 1):
-                possible_s.add(layers * update.block_s + update.fixed_s)
-        seconds = sorted(possible_s)
-        # A bound is too low by at most the width, so 1 % of a step (INTERVAL_SHARE) is fine enough.
-        # The step is estimated: the computation of a stage of mean size with the fastest GPUs.
-        least_width_s = INTERVAL_SHARE * self.micro_batches * self.layer_count / self.stage_count
-        least_width_s *= min(self.block_s)  # a block on the fastest GPUs
-        result = []
-        start = 0
-        while start < len(seconds):
-            # 10 % of the update, if that is wider: otherwise long updates make too many intervals.
-            width_s = max(least_width_s, 10 * INTERVAL_SHARE * seconds[start])
-            end = bisect_right(seconds, seconds[start] + width_s)
-            limit_s = seconds[end] if end < len(seconds) else inf
-            # Layers that all stages can hold if no update reaches limit_s: too few, and the longest
-            # update is never in this interval.
-            most_layers = 0
-            for (update, max_layers), stages in groups:
-                layers = update.layers_below(limit_s, max_layers)  # most with an update below it
-                most_layers += stages * max(0, layers)
-            if most_layers >= self.layer_count:
-                result.append(UpdateInterval(seconds[start], limit_s))
-            start = end
-        return result
+        if not self.has_norm_barrier:
+            return
+        # Seconds of optimizer step and weight gather, linear in the layers of each stage.
+        updates = (after.update for after in self.after_backward)
+        # Equal stages: ((update, most layers), number of such stages).
+        groups = tuple(Counter(zip(updates, self.max_layers)).items())
+        # Shared by all placements of one shape; "levels" is the intervals' name there.
+        cache = self.prices.cached_results
+        if ("levels", groups) not in cache:
+            # The step is estimated: the computation of a stage of mean size with the fastest GPUs.
+            mean_layers = self.layer_count / self.stage_count
+            step_s = self.micro_batches * mean_layers * min(self.block_s)
+            cache["levels", groups] = update_intervals(groups, self.layer_count, step_s)
+        self.update_intervals = cache["levels", groups]
 
     def seconds(self, reached_s: float = inf) -> float:
         """Return a lower bound on the step time over all splits, in seconds; inf if no split fits.
@@ -230,8 +182,11 @@ class StepLowerBound(PassBounds):
         """Return the least seconds from the first stage's last backward pass to the step's end.
 
         They are the first stage's exposed reduction, the tied embedding's reduction and the update,
-        for the number of layers of the first stage that makes them shortest.
+        for the number of layers of the first stage that makes them shortest. The result is inf if
+        the first stage's memory holds no layer: then no plan has this placement.
         """
+        if self.max_layers[0] < 1:
+            return inf
         update_s = self.update_intervals[0].least_s if self.update_intervals else 0.0
         choices = range(1, self.max_layers[0] + 1)
         return min(self._after_last_backward_s(0, layers, update_s) for layers in choices)
@@ -284,29 +239,29 @@ class StepLowerBound(PassBounds):
         """Return the most layers of each stage in a step of `step_s` seconds; None if it is too short.
 
         The limit of a stage is the largest number of layers with which its part of the step
-        (_stage_step_s) fits in `step_s`. An update is a stage's optimizer step and weight gather.
-        The longest one of all stages counts for every stage; it is assumed to take at least
-        `update_s` and less than `update_limit_s` seconds.
+        (_stage_step_s) fits in `step_s`. The step is too short if a stage can have no layer, or if
+        the limits sum to fewer layers than the model has.
 
         Args:
             step_s: Seconds that the step may take.
-            update_s: Least seconds of the longest update.
+            update_s: Least seconds of the longest update (optimizer step, weight gather) of all
+                stages, which counts for every stage.
             update_limit_s: Seconds that no update may reach; this limits the layers, too.
         """
-        limits = list(self.max_layers)
-        # Most layers of the stages before. They are limited already, and more than that would not
-        # be valid splits, so the bound of the next stage may rest on their limits.
-        layers_before = 0
+        limits: list[int] = []
         # Least seconds of the first stage after its last backward pass: it has one layer or more.
         first_end_s = self._after_last_backward_s(0, layers=1, update_s=update_s)
-        others = self.stage_count - 1  # each other stage has one layer or more
         for stage in range(self.stage_count):
             update = self.after_backward[stage].update
-            limit = update.layers_below(update_limit_s, limits[stage])
-            limit = min(limit, self.layer_count - others)
+            limit = update.layers_below(update_limit_s, self.max_layers[stage])
+            limit = min(
+                limit, self.layer_count - (self.stage_count - 1)
+            )  # one for each other stage
             if limit < 1:
                 return None
-            limits[stage] = limit
+            # The stages before are limited already, and more than that would not be valid splits,
+            # so the bound of this stage may rest on their limits.
+            layers_before = sum(limits)
 
             def stage_step_s(layers: int) -> float:
                 return self._stage_step_s(stage, layers, layers_before, update_s, first_end_s)  # noqa: B023
@@ -314,19 +269,29 @@ class StepLowerBound(PassBounds):
             # More layers never make the step shorter. So if `limit` layers take too long, bisection
             # finds how many of 1, 2, ..., limit - 1 fit.
             if stage_step_s(limit) > step_s:
-                limits[stage] = bisect_right(range(1, limit), step_s, key=stage_step_s)
-                if not limits[stage]:
+                limit = bisect_right(range(1, limit), step_s, key=stage_step_s)
+                if not limit:
                     return None
-            layers_before += limits[stage]
-        if sum(limits) < self.layer_count:
-            return None
-        # Stages on one node share its NIC, others share a link between clusters.
-        for stages in self.stages_of_nodes:
-            if not self._node_can_reduce(stages, limits, step_s):
-                return None
-        if self.crossing and not self._links_can_reduce(limits, step_s, update_s):
+            limits.append(limit)
+        has_all_layers = sum(limits) >= self.layer_count
+        if not has_all_layers or not self._can_reduce_in_time(limits, step_s, update_s):
             return None
         return limits
+
+    def _can_reduce_in_time(self, limits: Sequence[int], step_s: float, update_s: float) -> bool:
+        """Return whether NICs and links that several stages share can carry their gradients in time.
+
+        Stages on one node share its NIC, others share a link between clusters.
+
+        Args:
+            limits: Most layers of every stage.
+            step_s: Seconds of the step.
+            update_s: Least seconds of the longest update of all stages.
+        """
+        for stages in self.stages_of_nodes:
+            if not self._node_can_reduce(stages, limits, step_s):
+                return False
+        return not self.crossing or self._links_can_reduce(limits, step_s, update_s)
 
     def _links_can_reduce(self, limits: Sequence[int], step_s: float, update_s: float) -> bool:
         """Return whether the links between clusters can carry the gradients of all layers in time.

@@ -266,37 +266,49 @@ class OrderBounds:
         """
         # A border is a step from a group to the next one.
         open_borders = len(self.clusters) // group_size - len(groups)
-        least_link_s = min(link.total_s for link in self.links.values())
-        least_interval_s = min(link.interval_s for link in self.links.values())
         chains = [[self.links[pair] for pair in zip(chain, chain[1:])] for chain in zip(*groups)]
+        # One way: one activation from the first group to the last one. All down: all activations.
+        chosen_s = max(_chain_s(chain, group_size) for chain in chains)
+        one_way_s = chosen_s + open_borders * self._least_link_s(group_size)
         intervals_s = [link.interval_s for chain in chains for link in chain]
         if open_borders > 0:
-            intervals_s.append(least_interval_s)
-        # `interval_s` is the time of a whole micro-batch's bytes, which `total_s` contains besides
-        # latency. A chain's link carries only 1 / group_size of the micro-batch, so this share of
-        # the bytes is saved:
-        saved_share = 1 - 1 / group_size
-
-        def chain_s(chain: Sequence[_ClusterLink]) -> float:
-            """Return the seconds of one activation over the links of a chain."""
-            return sum(link.total_s - link.interval_s * saved_share for link in chain)
-
-        least_link_s -= least_interval_s * saved_share
-        # One way: one activation from the first group to the last one. All down: all activations.
-        one_way_s = max(map(chain_s, chains)) + open_borders * least_link_s
+            intervals_s.append(self._least_interval_s())
         all_down_s = one_way_s + (self.micro_batches - 1) * max(intervals_s) / group_size
         messages_s = one_way_s + all_down_s
         if group_size > 1:  # groups of one cluster have no reduction between clusters
             reduction_s = self._reduction_s(groups, open_borders, group_size)
             return max(messages_s, all_down_s + reduction_s)
         (first,) = groups[0]
-        if open_borders:  # any cluster that is not used yet may be the last
-            last_clusters = [cluster for cluster in self.clusters if (cluster,) not in groups]
-        else:
-            last_clusters = list(groups[-1])
-        tied_s = min(self.tied_s[first, last] for last in last_clusters)
         # inside_s: least seconds of a micro-batch's passes, and messages, inside the clusters
-        return self.inside_s + messages_s + self.first_stage_end_s[first] + tied_s
+        end_s = self.first_stage_end_s[first] + self._least_tied_s(groups, open_borders)
+        return self.inside_s + messages_s + end_s
+
+    def _least_interval_s(self) -> float:
+        """Return the least seconds between two messages on any link between clusters."""
+        return min(link.interval_s for link in self.links.values())
+
+    def _least_link_s(self, group_size: int) -> float:
+        """Return the least seconds of 1 / group_size of an activation on any link between clusters.
+
+        The fastest total and the shortest interval may be those of two links: a lower bound for all.
+        """
+        least = _ClusterLink(
+            total_s=min(link.total_s for link in self.links.values()),
+            interval_s=self._least_interval_s(),
+        )
+        return _chain_s([least], group_size)
+
+    def _least_tied_s(self, groups: Groups, open_borders: int) -> float:
+        """Return the least seconds of the tied embedding's all-reduce, for groups of one cluster.
+
+        It is between the first and the last cluster. If groups are still to be chosen, any cluster
+        that is not used yet may be the last.
+        """
+        (first,) = groups[0]
+        last_clusters = list(groups[-1])
+        if open_borders:
+            last_clusters = [cluster for cluster in self.clusters if (cluster,) not in groups]
+        return min(self.tied_s[first, last] for last in last_clusters)
 
     def _reduction_s(self, groups: Groups, open_borders: int, group_size: int) -> float:
         """Return the least seconds to sum all gradients in rings, one for each group of clusters.
@@ -325,3 +337,14 @@ class OrderBounds:
         total_bps = sum(rings_bps) + open_rings_bps
         # A ring all-reduce among g clusters sends 2 (g - 1) / g of the bytes over each link.
         return self.ring_bits * 2 * peers / group_size / total_bps
+
+
+def _chain_s(links: Sequence[_ClusterLink], group_size: int) -> float:
+    """Return the seconds of an activation over the links of a chain, one after the other.
+
+    A chain carries 1 / group_size of each micro-batch. A link's `interval_s` is the time of a whole
+    micro-batch's bytes, which `total_s` contains besides the latency. So the other part of the bytes
+    is saved.
+    """
+    saved_share = 1 - 1 / group_size
+    return sum(link.total_s - link.interval_s * saved_share for link in links)

@@ -17,7 +17,8 @@ from itertools import accumulate
 from math import floor, inf
 from typing import NamedTuple
 
-from holmes_ext.planner.bound.stages import ROUNDING, StageBounds
+from holmes_ext.planner.bound.stages import StageBounds
+from holmes_ext.planner.bound.updates import ROUNDING
 
 
 class PassTimes(NamedTuple):
@@ -139,8 +140,12 @@ class PassBounds(StageBounds):
         this stage waits; PassTimes.seconds() adds it. The result is computed once for each number
         of layers.
         """
-        if layers in self.pass_times[stage]:
-            return self.pass_times[stage][layers]
+        if layers not in self.pass_times[stage]:
+            self.pass_times[stage][layers] = self._computed_pass_times(stage, layers)
+        return self.pass_times[stage][layers]
+
+    def _computed_pass_times(self, stage: int, layers: int) -> PassTimes:
+        """Compute the least seconds of all passes of a stage, without round trips (_pass_times)."""
         micro_batches = self.micro_batches
         warm_up = self._warm_up_with(stage, layers)
         # Sends may block the stage (else 0): a gradient (up), or an activation and a gradient.
@@ -160,15 +165,13 @@ class PassBounds(StageBounds):
             + (micro_batches - warm_up) * blocked_both_s
             + (warm_up - 1) * blocked_up_s
         )
-        max_rounds = (micro_batches - 1) // warm_up
 
         def in_rounds(rounds: int) -> float:
             """Return the seconds if the last `rounds` * `warm_up` micro-batches come in rounds.
 
             A micro-batch begins only when the backward pass of the one `warm_up` before it has
-            ended. So a round takes one pair of passes and one round trip (added by
-            PassTimes.seconds). Before the rounds come the first micro-batch, with a pair and a
-            trip, and `pairs_before` pairs.
+            ended. So a round takes one pair of passes and one round trip. Before the rounds come
+            the first micro-batch, with a pair and a trip, and `pairs_before` pairs.
             """
             pairs_before = micro_batches - 1 - rounds * warm_up
             blocking_pairs = max(0, pairs_before - 1)
@@ -176,11 +179,10 @@ class PassBounds(StageBounds):
 
         # The time is linear in the number of rounds: the fewest and the most give the largest
         # bounds.
+        max_rounds = (micro_batches - 1) // warm_up
         two_trips_s = in_rounds(1) if max_rounds else -inf
         many_trips_s = in_rounds(max_rounds) if max_rounds > 1 else two_trips_s
-        result = PassTimes(one_trip_s, two_trips_s, many_trips_s, max_rounds)
-        self.pass_times[stage][layers] = result
-        return result
+        return PassTimes(one_trip_s, two_trips_s, many_trips_s, max_rounds)
 
     def _warm_up_with(self, stage: int, layers: int) -> int:
         """Return the most micro-batches that a stage can begin before its first backward pass.

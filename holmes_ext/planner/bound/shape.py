@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
@@ -19,10 +20,9 @@ from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.plan.cost.model import in_flight
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.reductions import SHARES
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.shape import Shape
-from holmes_ext.planner.bound.best_links import BestLinks, best_links
+from holmes_ext.planner.bound.cluster_traffic import ClusterTraffic
 
 #: Factor on the share of forward passes in the blocks' time: with embedding and output layer a
 #: stage's share may be larger.
@@ -102,38 +102,61 @@ class ShapeBound:
         """
         layers = self.job.blocks
         micro_batches = self.shape.micro_batches
+        warm_up = self._largest_warm_up()
+        # Seconds in which all stages together compute one micro-batch, if none is idle. Each node
+        # type computes count / both_s blocks in a second.
+        blocks_per_s = sum(count / block.both_s for count, block in zip(stage_counts, times))
+        micro_batch_s = layers / blocks_per_s
+        # A round trip: one micro-batch passes all stages and links, forward and back.
         links = self.shape.pipeline - 1
         link_s = self.stage_link_s()
-        hides_links = self.prices.hide_stage_links
-        # Blocks of one micro-batch that all stages together compute in a second, if none is idle.
-        blocks_per_s = sum(count / block.both_s for count, block in zip(stage_counts, times))
         fastest_s = layers * min(block.both_s for block in times)
-        # Largest warm-up depth: micro-batches that a stage begins before its first backward pass.
-        # To hide long stage links it may be all micro-batches, as long as the links are not known.
-        if hides_links and links:
-            warm_up = micro_batches
-        else:
-            warm_up = min(self.shape.pipeline, micro_batches)
         round_trip_s = fastest_s + 2 * links * link_s
-        rounds = (micro_batches - 1) // warm_up + 1
-        # While the first micro-batch makes its round trip, a stage can compute only warm_up - 1
-        # other forward passes. The remaining passes come before or after the trip (exposed),
-        # counted in micro-batches.
-        forward_share = max(block.forward_s / block.both_s for block in times)
-        forward_share = min(1.0, forward_share * FORWARD_SHARE_MARGIN)
-        exposed_passes = max(0.0, micro_batches - 1 - (warm_up - 1) * forward_share)
-        link_interval_s = self.stage_link_s(latency=False) if hides_links else link_s
 
-        with_round_trip_s = round_trip_s + exposed_passes * layers / blocks_per_s
-        # All passes on all stages, which are never idle.
-        compute_s = micro_batches * layers / blocks_per_s
-        # A stage has at most warm_up micro-batches under way: each round of so many takes a trip.
+        # Bound 1: all passes on all stages, which are never idle.
+        compute_s = micro_batches * micro_batch_s
+        # Bound 2: the first micro-batch's round trip, and the passes that it cannot hide.
+        with_round_trip_s = round_trip_s + self._passes_beside_trip(times, warm_up) * micro_batch_s
+        # Bound 3: a stage has at most warm_up micro-batches under way, so each round of that many
+        # takes a round trip.
+        rounds = (micro_batches - 1) // warm_up + 1
         in_rounds_s = rounds * round_trip_s
-        messages_s = micro_batches * link_interval_s  # all activations over one stage link
+        # Bound 4: all activations pass a stage link, one after the other.
+        hides_links = self.prices.hide_stage_links
+        link_interval_s = self.stage_link_s(latency=False) if hides_links else link_s
+        messages_s = micro_batches * link_interval_s
+        # Bound 5: passes and gradient reduction of the last stage to end.
         with_reduction_s = self._with_reduction_s(
             stage_counts, times, reductions_s, warm_up, link_s
         )
-        return max(with_round_trip_s, compute_s, in_rounds_s, messages_s, with_reduction_s)
+        return max(compute_s, with_round_trip_s, in_rounds_s, messages_s, with_reduction_s)
+
+    def _largest_warm_up(self) -> int:
+        """Return the most micro-batches that a stage may begin before its first backward pass.
+
+        Under 1F1B it is the number of stages. A schedule that hides the messages between stages may
+        begin more of them, the longer the messages take. How long is not known yet, so all
+        micro-batches are assumed.
+        """
+        micro_batches = self.shape.micro_batches
+        if self.prices.hide_stage_links and self.shape.pipeline > 1:
+            return micro_batches
+        return min(self.shape.pipeline, micro_batches)
+
+    def _passes_beside_trip(self, times: Sequence[_BlockTimes], warm_up: int) -> float:
+        """Return how many micro-batches a stage computes before or after the first round trip.
+
+        While the first micro-batch passes the other stages, a stage can compute only the warm_up - 1
+        next forward passes. These are a share of their micro-batches' work: about a third.
+
+        Args:
+            times: Times of a block (transformer layer) on each node type.
+            warm_up: Micro-batches that a stage begins before its first backward pass.
+        """
+        forward_share = max(block.forward_s / block.both_s for block in times)
+        forward_share = min(1.0, forward_share * FORWARD_SHARE_MARGIN)
+        hidden = (warm_up - 1) * forward_share
+        return max(0.0, self.shape.micro_batches - 1 - hidden)
 
     def _with_reduction_s(
         self,
@@ -298,53 +321,58 @@ class ShapeBound:
         Args:
             latency: Count the latency, not only the bytes.
         """
-        shape = self.shape
-        widths = self.network.widths  # ranks of a node, by node type
-        pipeline_ranks = shape.pipeline * shape.tensor * shape.context
-        # Stages may share a node in two cases:
-        #   the ranks of a stage do not fill nodes
-        #   each cluster can hold whole pipelines (whole_pipelines), and a stage's ranks in some
-        #   cluster do not fill nodes (splits_nodes)
-        whole_pipelines = all(ranks % pipeline_ranks == 0 for ranks in self.ranks)
-        splits_nodes = any(
-            ranks // shape.pipeline % width for ranks, width in zip(self.ranks, widths)
-        )
-        may_share_node = (whole_pipelines and splits_nodes) or any(
-            self.stage_ranks % width for width in widths
-        )
-        if shape.pipeline == 1 or may_share_node:
+        if self.shape.pipeline == 1 or self._stages_may_share_node():
             return 0.0
         message_bytes = self.job.block.activation_bytes
         # Over Ethernet, tensor parallel ranks send a slice of the message each, and it may be
         # compressed. `slices` depends on the parallel sizes only, so the placement needs no nodes.
         slices = self.prices.slices(Placement(self.sizes, self.network.processes, node_runs=()))
-        share = self.job.compressed_share(self.prices.rules.compression) / slices
-        node_types = range(len(self.ranks))
-
-        def least_s() -> float:
-            """Return the seconds in which a node's ranks send an activation, on the best network.
-
-            Uses the enclosing method's node_types (all clusters), widths (ranks of their nodes) and
-            latency (whether it counts). Over Ethernet each rank sends only the part `share` of
-            `message_bytes`, over other networks all of it.
-            """
-            fabrics = {
-                self.network.fabric((node_type, other))
-                for node_type in node_types
-                for other in node_types
-            }
-            seconds = []
-            for fabric in fabrics:
-                sent_bytes = message_bytes * share if fabric.name == ETHERNET else message_bytes
-                line = self.network.line(fabric)  # the fabric with its measured rate and latency
-                latency_s = line.latency_s if latency else 0.0
-                # All ranks of a node send at once through its NIC; the narrowest has the fewest.
-                node_bits = 8 * min(widths) * sent_bytes
-                seconds.append(node_bits / line.rate_bps + latency_s)
-            return min(seconds)
-
+        ethernet_share = self.job.compressed_share(self.prices.rules.compression) / slices
+        key = ("stage_link", message_bytes, ethernet_share, latency)
         # remember(): computed once for each key
-        return self.network.remember(("stage_link", message_bytes, share, latency), least_s)
+        return self.network.remember(
+            key, lambda: self._fastest_send_s(message_bytes, ethernet_share, latency)
+        )
+
+    def _stages_may_share_node(self) -> bool:
+        """Return whether a plan may put ranks of two neighbouring stages on one node.
+
+        This is so in two cases: the ranks of a stage do not fill nodes; or each cluster can hold
+        whole pipelines, and a stage's ranks in some cluster do not fill nodes.
+        """
+        widths = self.network.widths  # ranks of a node, by node type
+        if any(self.stage_ranks % width for width in widths):
+            return True
+        pipeline_ranks = self.shape.pipeline * self.shape.tensor * self.shape.context
+        holds_whole_pipelines = all(ranks % pipeline_ranks == 0 for ranks in self.ranks)
+        splits_nodes = any(
+            ranks // self.shape.pipeline % width for ranks, width in zip(self.ranks, widths)
+        )
+        return holds_whole_pipelines and splits_nodes
+
+    def _fastest_send_s(self, message_bytes: float, ethernet_share: float, latency: bool) -> float:
+        """Return the seconds in which a node's ranks send a message each, on the best network.
+
+        Args:
+            message_bytes: Bytes of a message.
+            ethernet_share: Part of the message that a rank sends if the network is Ethernet.
+            latency: Count the latency, not only the bytes.
+        """
+        network = self.network
+        node_types = range(len(self.ranks))
+        # fabric(): the fastest network that two clusters share
+        fabrics = {network.fabric(pair) for pair in product(node_types, repeat=2)}
+        seconds = []
+        for fabric in fabrics:
+            line = network.line(fabric)  # the fabric with its measured rate and latency
+            sent_bytes = message_bytes
+            if fabric.name == ETHERNET:
+                sent_bytes *= ethernet_share
+            # All ranks of a node send at once through its NIC; the narrowest has the fewest.
+            node_bits = 8 * min(network.widths) * sent_bytes
+            latency_s = line.latency_s if latency else 0.0
+            seconds.append(node_bits / line.rate_bps + latency_s)
+        return min(seconds)
 
     def _reduction_s(self, node_type: int) -> float:
         """Return the least seconds in which a stage reduces the gradients of one layer (block).
@@ -358,7 +386,6 @@ class ShapeBound:
         """
         shape = self.shape
         network = self.network
-        processes = network.widths[node_type]
         if shape.zero > 1:  # ZeRO 2 and 3 sum the gradients of each micro-batch, not once a step
             return 0.0
         # Stages that do not fill nodes share them, and may have groups inside a node, which cost
@@ -367,117 +394,55 @@ class ShapeBound:
         if shares_nodes or network.wan:
             return 0.0
         node_types = range(len(self.ranks))
-        shards = shape.data * shape.context  # ranks of a data parallel group
-        shards_per_node = max(1, min(processes, self.stage_ranks) // shape.tensor)
-        groups_per_node = processes // shards_per_node  # they share the node's NIC
-
-        def byte_s(fabric: Fabric, ranks: int) -> float:
-            """Return the seconds for each byte of gradients in a ring all-reduce of so many ranks."""
-            if ranks <= shards_per_node:  # inside a node
-                return 0.0
-            sent_bytes = (
-                2 * (ranks - 1) / ranks
-            )  # by each rank of a ring, for each byte of gradients
-            # line(): the fabric with its measured rate
-            return 8 * sent_bytes * groups_per_node / network.line(fabric).rate_bps
+        group_ranks = shape.data * shape.context  # of a data parallel group
+        processes = network.widths[node_type]
+        node_ranks = max(1, min(processes, self.stage_ranks) // shape.tensor)  # on a node
+        rings_on_node = processes // node_ranks
 
         def least_byte_s() -> float:
-            """Return the seconds for each byte of gradients, by the cheaper of the two rings.
-
-            They are the ring of a group's ranks inside this cluster, and the ring of all its ranks.
-            """
-            inside_s = byte_s(network.fabric([node_type]), max(1, shards // len(node_types)))
-            across_s = byte_s(network.fabric(node_types), shards)
+            """Return the seconds for each byte of gradients, by the cheaper of the two rings."""
+            ranks_inside = max(1, group_ranks // len(node_types))
+            inside_s = self._ring_byte_s(
+                network.fabric([node_type]), ranks_inside, node_ranks, rings_on_node
+            )
+            across_s = self._ring_byte_s(
+                network.fabric(node_types), group_ranks, node_ranks, rings_on_node
+            )
             return min(inside_s, across_s)
 
-        key = ("least reduction", node_type, shards, shards_per_node)
-        block_byte_s = network.remember(key, least_byte_s)  # computed once for each key
+        key = ("least reduction", node_type, group_ranks, node_ranks)
+        byte_s = network.remember(key, least_byte_s)  # computed once for each key
         share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
         _, block_bytes, _ = self.job.reduced_bytes  # of embedding, block and output layer
-        return block_byte_s * block_bytes * share
+        return byte_s * block_bytes * share
 
-    # ------------------------------------------------------------------- traffic between clusters
-
-    def crossing_s(self) -> float:
-        """Return a lower bound on the step time from the traffic between clusters, in seconds.
-
-        A plan divides the clusters into groups of equal size. The clusters of a group share stages,
-        and the pipeline passes from group to group. Which size a plan chooses is open, so the
-        result is the least of the bounds for all sizes (_group_crossing_s).
-
-        The bound is 0 if the clusters have no WAN between them, or differ in size.
-        """
-        cluster_count = len(self.ranks)
-        cluster_ranks = self.ranks[0]
-        # Groups of whole clusters are the only possibility if a stage fills clusters, or clusters
-        # fill with whole stages.
-        fills_clusters = (
-            self.stage_ranks % cluster_ranks == 0 or cluster_ranks % self.stage_ranks == 0
-        )
-        if not self.network.wan or len(set(self.ranks)) > 1 or not fills_clusters:
-            return 0.0
-        links: BestLinks = self.network.remember("best links", lambda: best_links(self.network))
-        least_group = max(1, self.stage_ranks // cluster_ranks)
-        return min(
-            self._group_crossing_s(group_size, links)
-            for group_size in range(least_group, cluster_count + 1)
-            if cluster_count % group_size == 0
-        )
-
-    def _group_crossing_s(self, group_size: int, links: BestLinks) -> float:
-        """Return a lower bound on the step, in seconds, if a stage lies on `group_size` clusters.
-
-        Two kinds of traffic cross between clusters: activations from each group of clusters to the
-        next, and, after the last micro-batch, the sum of the gradients over the clusters of a
-        group.
+    def _ring_byte_s(
+        self, fabric: Fabric, ranks: int, node_ranks: int, rings_on_node: int
+    ) -> float:
+        """Return the seconds for each byte of gradients in a ring all-reduce.
 
         Args:
-            group_size: Number of clusters that share their stages.
-            links: Highest rates between clusters. Which links a plan uses is open, so the fastest
-                are assumed.
+            fabric: Network of the ring.
+            ranks: Ranks of the ring.
+            node_ranks: Ranks of the ring on each node.
+            rings_on_node: Rings that share the NIC of a node.
         """
-        shape = self.shape
-        job = self.job
-        cluster_count = len(self.ranks)
-        seconds = 0.0
-        if group_size > 1:
-            # The gradients of each stage are summed over the clusters of its group.
-            shards = shape.data * shape.context
-            gradient_bits = 0.0  # no bound with experts
-            _, block, _ = job.layers
-            if not block.expert_parameters:
-                gradient_bits = 8 * shape.tensor * job.total_bytes
-            # SHARES: kind of compression -> bytes sent for each byte
-            gradient_bits *= (1 - 1 / shards) * SHARES[self.prices.rules.compress]
-            # The group with most gradients has at least its share of them: group_size /
-            # cluster_count. Each of its clusters receives a whole sum from its group_size - 1
-            # peers. The slowest of these clusters is at best the group_size-th fastest of all.
-            peers = group_size - 1
-            fastest_into_bps = links.into_bps[peers - 1]  # of each cluster, fastest first
-            into_bps = fastest_into_bps[group_size - 1]
-            sums_s = gradient_bits * group_size / cluster_count / into_bps
-            # A ring sends 2 (g - 1) / g of the group's gradients over each link, for g =
-            # group_size. It connects g clusters, so its slowest link is at best the (g - 1)-th
-            # fastest of the tree.
-            ring_bits = self.ring_bits * 2 * (group_size - 1) / cluster_count
-            slowest_ring_bps = links.tree_bps[peers - 1]
-            ring_s = ring_bits / slowest_ring_bps
-            seconds = max(sums_s, ring_s)
-        if group_size < cluster_count:
-            # The pipeline passes from group to group. Hidden stage links overlap their latency with
-            # passes.
-            latency_s = links.latency_s * (not self.prices.hide_stage_links)
-            activation_bits = 8 * shape.micro_batches * job.block.activation_bytes / shape.tensor
-            activation_bits *= job.compressed_share(self.prices.rules.compression)
-            # The chains contain all clusters, so they have cluster_count - group_size links without
-            # a cycle. The slowest of them is at best the last of that many fastest links of the
-            # spanning tree.
-            chain_links = cluster_count - group_size
-            slowest_bps = links.tree_bps[chain_links - 1]
-            latencies_s = shape.micro_batches * latency_s
-            bytes_s = self.stage_ranks / group_size * activation_bits / slowest_bps
-            seconds += latencies_s + bytes_s
-        return seconds
+        if ranks <= node_ranks:  # inside a node
+            return 0.0
+        sent_bytes = 2 * (ranks - 1) / ranks  # by each rank, for each byte of gradients
+        # line(): the fabric with its measured rate
+        return 8 * sent_bytes * rings_on_node / self.network.line(fabric).rate_bps
+
+    def crossing_s(self) -> float:
+        """Return a lower bound on the step time from the traffic between clusters, in seconds."""
+        traffic = ClusterTraffic(
+            self.network,
+            self.prices,
+            self.shape,
+            cluster_ranks=self.ranks,  # a node type is a cluster
+            ring_bits=self.ring_bits,
+        )
+        return traffic.seconds()
 
     @property
     def ring_bits(self) -> float:

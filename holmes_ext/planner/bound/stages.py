@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor, inf
-from typing import NamedTuple
 
 from holmes_ext.plan.cost.network import FREE, Price
 from holmes_ext.plan.cost.pipeline import share_nics
@@ -35,28 +34,13 @@ from holmes_ext.plan.cost.stages import Rows, StageCosts
 from holmes_ext.plan.engine import POSTED
 from holmes_ext.plan.placement import GroupFamily, Placement
 from holmes_ext.planner.bound.messages import Message, slowest_messages
+from holmes_ext.planner.bound.updates import ROUNDING, LinearCost
 from holmes_ext.planner.simulate.execution import Execution
 
 #: Share of an all-reduce's traffic that a reduce-scatter of the same bytes causes.
 REDUCE_SCATTER_SHARE = 0.5
-#: Relative tolerance for quotients that are rounded down to whole layers or micro-batches.
-ROUNDING = 1e-12
 #: ZeRO stage that shards gradients, so their sum is sent per micro-batch and not once a step.
 ZERO_GRADIENTS = 2
-
-
-class LinearCost(NamedTuple):
-    """Seconds that a stage needs as a linear function of its number of layers."""
-
-    block_s: float  # for each layer (transformer block)
-    fixed_s: float  # once, whatever the number of layers
-
-    def layers_below(self, limit_s: float, max_layers: int) -> int:
-        """Return the most layers (up to `max_layers`) that take less than `limit_s` seconds."""
-        if limit_s == inf or not self.block_s:
-            return max_layers
-        layers = ceil((limit_s - self.fixed_s) / self.block_s * (1 - ROUNDING)) - 1
-        return min(max_layers, layers)
 
 
 @dataclass(frozen=True)
@@ -124,8 +108,19 @@ class StageBounds:
         They become attributes of this object: lists with one entry for each stage, or for each
         stage but the last one (messages to the next stage).
         """
-        run = self.run
-        count = self.stage_count
+        self._bound_messages()
+        self._bound_reductions()
+        #: A layer takes the same time on every stage.
+        self.is_homogeneous = len({*zip(self.forward_s, self.backward_s)}) == 1
+        #: The gradient norm is summed over all stages before any optimizer step.
+        self.has_norm_barrier = self.run.engine.norm and self.stage_count > 1
+        #: All-reduce of a tied embedding's gradient, between first and last stage.
+        self.tied_s = [0.0] * self.stage_count
+        if self.has_norm_barrier and self.prices.job.tied_bytes:
+            self.tied_s[0] = self.tied_s[-1] = self._tied_all_reduce_s()
+
+    def _bound_messages(self) -> None:
+        """Set the lower bounds on the messages between stages."""
         #: Sends do not block, and as many micro-batches are in flight as hide the stage links.
         self.async_stage_links = self.costs.link_load_s is not None
         #: Index, among the ranks of a stage, of the ranks whose pipeline has the slowest messages.
@@ -134,44 +129,42 @@ class StageBounds:
         )
         #: From the last stage back to the first one (interleaved schedules).
         self.last_to_first = messages[-1]
+        to_next_stage = messages[:-1]
         #: Seconds from sending an activation on stage s to its arrival on stage s + 1.
-        self.stage_links_s = [message.total_s for message in messages[:-1]]
-        # POSTED: the framework itself sends without waiting for the receiver.
-        sends_block = not self.async_stage_links and run.engine.sends != POSTED
-        self.sender_blocked_s = [
-            message.sender_blocked_s if sends_block else 0.0 for message in messages[:-1]
-        ]
+        self.stage_links_s = [message.total_s for message in to_next_stage]
         #: Seconds between messages that follow each other on the stage link below the stage.
-        self.interval_s = [message.interval_s for message in messages[:-1]]
+        self.interval_s = [message.interval_s for message in to_next_stage]
+        # POSTED: the framework itself sends without waiting for the receiver.
+        sends_block = not self.async_stage_links and self.run.engine.sends != POSTED
+        #: Seconds for which a send blocks the stage.
+        self.sender_blocked_s = [0.0] * len(to_next_stage)
+        if sends_block:
+            self.sender_blocked_s = [message.sender_blocked_s for message in to_next_stage]
         #: Warm-up depth: micro-batches that the stage may begin before its first backward pass.
         self.warm_up = [min(depth, self.micro_batches) for depth in self._max_warm_up()]
         #: Seconds for which one micro-batch's messages occupy the stage's NIC.
         self.nic_busy_s = self._nic_busy_s(messages)
         #: The same if the reduction uses that NIC, too (AfterBackward.shared_nic_block_s); else 0.
-        self.shared_nic_busy_s = [
-            busy * (message.fabric == self._fabric_inside_cluster(stage))
-            for stage, (busy, message) in enumerate(zip(self.nic_busy_s, messages))
-        ]
-        scatter_share = REDUCE_SCATTER_SHARE if run.engine.scatters else 1.0
+        self.shared_nic_busy_s = []
+        for stage, (busy_s, message) in enumerate(zip(self.nic_busy_s, messages)):
+            is_shared = message.fabric == self._fabric_inside_cluster(stage)
+            self.shared_nic_busy_s.append(busy_s if is_shared else 0.0)
+
+    def _bound_reductions(self) -> None:
+        """Set the lower bounds on the work after the last backward pass."""
+        scatter_share = REDUCE_SCATTER_SHARE if self.run.engine.scatters else 1.0
         #: Share of an all-reduce's traffic that summing the gradients causes once a step. ZeRO 2
         #: and 3 sum them for every micro-batch instead.
-        self.all_reduce_share = (1.0, scatter_share, 0.0, 0.0)[run.zero]  # of ZeRO 0, 1, 2 and 3
-        self.after_backward = [self._after_backward(stage) for stage in range(count)]
+        self.all_reduce_share = (1.0, scatter_share, 0.0, 0.0)[self.run.zero]  # ZeRO 0, 1, 2 and 3
+        stages = range(self.stage_count)
+        self.after_backward = [self._after_backward(stage) for stage in stages]
         # The stride is the distance in ranks from one stage to the next. Wider nodes have more stages.
         stages_per_node = max(1, self.prices.network.processes // self.placement.stride)
-        first_stages = range(0, count, stages_per_node) if stages_per_node > 1 else ()
         #: Stages that share a node, node by node; empty if a node holds one stage only.
-        self.stages_of_nodes = [
-            list(range(count)[first : first + stages_per_node]) for first in first_stages
-        ]
-        #: A layer takes the same time on every stage.
-        self.is_homogeneous = len({*zip(self.forward_s, self.backward_s)}) == 1
-        #: The gradient norm is summed over all stages before any optimizer step.
-        self.has_norm_barrier = run.engine.norm and count > 1
-        #: All-reduce of a tied embedding's gradient, between first and last stage.
-        self.tied_s = [0.0] * count
-        if self.has_norm_barrier and self.prices.job.tied_bytes:
-            self.tied_s[0] = self.tied_s[-1] = self._tied_all_reduce_s()
+        self.stages_of_nodes = []
+        if stages_per_node > 1:
+            for first in stages[::stages_per_node]:
+                self.stages_of_nodes.append(list(stages[first : first + stages_per_node]))
 
     def _max_warm_up(self) -> list[int]:
         """Return the most micro-batches that each stage may begin before its first backward.

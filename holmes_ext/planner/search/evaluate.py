@@ -308,57 +308,75 @@ class Evaluator:
 def balanced_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
     """Return the split that makes the slowest stage as fast as possible; () if none fits the memory.
 
-    The algorithm is greedy: each block goes to the stage that is fastest with it. To save time,
-    most blocks are handed out at once. If blocks were divisible, all stages would take the same
-    time (`level_s`); each stage first gets the whole blocks that it computes in this time.
+    Example: 10 blocks on a stage that needs 1 s for a block and one that needs 2 s -> (7, 3), which
+    take 7 s and 6 s.
 
     Args:
         stages: For each stage, the seconds of a block and of the embedding or output layer
             (`extra_s`), and the number of blocks that fit its memory.
         more_s: For each stage, seconds of a block besides its passes; () for none.
     """
-    max_layers = stages.max_layers
-    layers = stages.layer_count
     block_s = stages.block_s
     if more_s:
         block_s = [seconds + more for seconds, more in zip(stages.block_s, more_s)]
-    if min(max_layers) < 1 or sum(max_layers) < layers:
+    if min(stages.max_layers) < 1 or sum(stages.max_layers) < stages.layer_count:
         return ()
-    counts = [1] * stages.stage_count  # blocks of each stage
+    counts = _whole_blocks_of_level(stages, block_s)
+    _remove_surplus(counts, stages, block_s)
+    _add_missing(counts, stages, block_s)
+    return tuple(counts)
+
+
+def _whole_blocks_of_level(stages: StageBounds, block_s: Sequence[float]) -> list[int]:
+    """Return how many whole blocks each stage computes if all stages take the same time.
+
+    If blocks were divisible, all stages would take `level_s` seconds. Each stage gets the whole
+    blocks that it computes in this time, at least one, and no more than fit its memory.
+
+    Args:
+        block_s: For each stage, the seconds of a block.
+    """
+    counts = [1] * stages.stage_count
     if min(block_s) > 0:
         blocks_per_s = sum(1 / seconds for seconds in block_s)
         # Embedding and output layer, as so many blocks of their stage.
         extra_blocks = sum(extra / seconds for extra, seconds in zip(stages.extra_s, block_s))
-        level_s = (layers + extra_blocks) / blocks_per_s
-        for stage, most in enumerate(max_layers):
+        level_s = (stages.layer_count + extra_blocks) / blocks_per_s
+        for stage, most in enumerate(stages.max_layers):
             remaining_s = level_s * (1 - ROUNDING) - stages.extra_s[stage]
             counts[stage] = max(1, min(most, floor(remaining_s / block_s[stage])))
+    return counts
 
-    # Every stage got at least one block, which may be more than its share, so the sum may be too
-    # large.
-    while sum(counts) > layers:
+
+def _remove_surplus(counts: list[int], stages: StageBounds, block_s: Sequence[float]) -> None:
+    """Take blocks from the slowest stages until the sum is no larger than the model's blocks.
+
+    Every stage got at least one block, which may be more than its share.
+    """
+    while sum(counts) > stages.layer_count:
         slowest = max(
             (stage for stage in range(stages.stage_count) if counts[stage] > 1),
             key=lambda stage: stages.extra_s[stage] + counts[stage] * block_s[stage],
         )
         counts[slowest] -= 1
 
+
+def _add_missing(counts: list[int], stages: StageBounds, block_s: Sequence[float]) -> None:
+    """Give the remaining blocks, one by one, to the stage that is fastest with one more."""
+
     def with_one_more(stage: int) -> tuple[float, int]:
         return stages.extra_s[stage] + (counts[stage] + 1) * block_s[stage], stage
 
-    # The remaining blocks, one by one, to the stage that is fastest with one more.
-    heap = [
-        with_one_more(stage)
-        for stage in range(stages.stage_count)
-        if counts[stage] < max_layers[stage]
-    ]
+    heap = []  # (seconds with one more block, stage), of the stages that have room for it
+    for stage in range(stages.stage_count):
+        if counts[stage] < stages.max_layers[stage]:
+            heap.append(with_one_more(stage))
     heapify(heap)
-    for _ in range(layers - sum(counts)):
+    for _ in range(stages.layer_count - sum(counts)):
         _, stage = heappop(heap)
         counts[stage] += 1
-        if counts[stage] < max_layers[stage]:
+        if counts[stage] < stages.max_layers[stage]:
             heappush(heap, with_one_more(stage))
-    return tuple(counts)
 
 
 def _work_s(stages: StageBounds, split: Split) -> list[float]:

@@ -41,6 +41,8 @@ LARGE_EXTRA = 0.5
 EXPOSED_SHARE = 0.02
 EXPOSED_OF_LARGEST = 0.5
 BYTES_PER_GB = 1e9
+#: Items of each row of StageCosts.
+EMBEDDING, BLOCK, OUTPUT = range(3)
 
 
 class _Transfer(NamedTuple):
@@ -116,40 +118,63 @@ def _thin_reasons(
                      passes: EXPOSED_SHARE of the step, and EXPOSED_OF_LARGEST of any other stage's
         messages     an activation to a neighbour and its gradient take longer than a layer
     """
-    embedding, block, output = range(3)  # items of each row of `costs`
-    forward_s = costs.forward_s
-    backward_s = costs.backward_s
     # Seconds of one micro-batch in one block, on each stage.
-    layer_s = [forward[block] + backward[block] for forward, backward in zip(forward_s, backward_s)]
+    layer_s = [
+        forward[BLOCK] + backward[BLOCK]
+        for forward, backward in zip(costs.forward_s, costs.backward_s)
+    ]
     yield from _memory_reason(costs, candidate, stage)
     yield from _slow_layer_reason(layer_s, result, candidate, stage)
+    yield from _ends_reason(costs, layer_s[stage], stage)
+    yield from _reduction_reason(costs, candidate, stage)
+    yield from _messages_reason(costs, layer_s[stage], stage)
 
-    is_first = stage == 0
-    is_last = stage == costs.stages - 1
-    if is_first or is_last:
-        layer_kind = embedding if is_first else output
-        extra_s = forward_s[stage][layer_kind] + backward_s[stage][layer_kind]
-        if extra_s > LARGE_EXTRA * layer_s[stage]:
-            name = "the embedding" if is_first else "the output"
-            yield f"{name} takes as long as {extra_s / layer_s[stage]:.1f} layers there"
 
+def _ends_reason(costs: StageCosts, layer_s: float, stage: int) -> Iterator[str]:
+    """Yield a sentence if a stage's embedding or output layer takes long, compared with a block.
+
+    Args:
+        layer_s: Seconds of one micro-batch in one block of the stage.
+    """
+    if stage == 0:
+        name = "the embedding"
+        layer_kind = EMBEDDING
+    elif stage == costs.stages - 1:
+        name = "the output"
+        layer_kind = OUTPUT
+    else:
+        return
+    extra_s = costs.forward_s[stage][layer_kind] + costs.backward_s[stage][layer_kind]
+    if extra_s > LARGE_EXTRA * layer_s:
+        yield f"{name} takes as long as {extra_s / layer_s:.1f} layers there"
+
+
+def _reduction_reason(costs: StageCosts, candidate: Candidate, stage: int) -> Iterator[str]:
+    """Yield a sentence if, with even layers, passes would not hide much of a stage's reduction."""
     even_split = uniform(sum(candidate.split), costs.stages)
     exposed_s = estimate(costs, even_split).exposed_s
     is_long = exposed_s[stage] > EXPOSED_SHARE * candidate.step_s
     if is_long and exposed_s[stage] >= EXPOSED_OF_LARGEST * max(exposed_s):
         yield f"with even layers {exposed_s[stage]:.3g} s of its reduction would be exposed"
 
+
+def _messages_reason(costs: StageCosts, layer_s: float, stage: int) -> Iterator[str]:
+    """Yield a sentence if an activation to a neighbour and its gradient take longer than a block.
+
+    Args:
+        layer_s: Seconds of one micro-batch in one block of the stage.
+    """
     transfers = []  # of a block's activation, over the links to the neighbours
-    if not is_first:
-        transfers.append(_Transfer(costs.transfer_s[stage - 1][block], neighbour=stage - 1))
-    if not is_last:
-        transfers.append(_Transfer(costs.transfer_s[stage][block], neighbour=stage + 1))
+    if stage > 0:
+        transfers.append(_Transfer(costs.transfer_s[stage - 1][BLOCK], neighbour=stage - 1))
+    if stage < costs.stages - 1:
+        transfers.append(_Transfer(costs.transfer_s[stage][BLOCK], neighbour=stage + 1))
     longest = max(transfers, default=_Transfer(0.0, neighbour=0))
     round_trip_s = 2 * longest.seconds  # activation forward, gradient back
-    if round_trip_s > layer_s[stage]:
+    if round_trip_s > layer_s:
         yield (
             f"a micro-batch's activation and gradient take {round_trip_s:.3g} s between it and stage "
-            f"{longest.neighbour}, as long as {round_trip_s / layer_s[stage]:.0f} layers"
+            f"{longest.neighbour}, as long as {round_trip_s / layer_s:.0f} layers"
         )
 
 

@@ -14,7 +14,7 @@ a quick search without a proof. The result is for starting a job; a running job 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations, product
 from math import inf
@@ -29,7 +29,7 @@ from holmes_ext.planner.bound.best_links import rates_between
 from holmes_ext.planner.bound.nodes import first_equal_cluster
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search.result import EQUAL, SearchResult
-from holmes_ext.planner.search.search import proven, search
+from holmes_ext.planner.search.search import FIRST_LOOK_SHARE, first_look, proven
 from holmes_ext.planner.search.sketch import Progress
 from holmes_ext.planner.search.space import shapes
 from holmes_ext.planner.search.spreading import with_spread
@@ -168,39 +168,30 @@ class _NodeSets:
         return tuple(count for _, count in sorted(zip(kin, counts)))
 
     def cluster_sets(self) -> Iterator[Counts]:
-        """Yield sets of whole clusters.
+        """Yield sets of whole clusters: the number of nodes of each cluster, or 0.
 
         Of few clusters, they are all subsets. Of many, they are those that fast links connect: for
         each rate of a link, the connected components of the graph of all links that are at least as
         fast.
         """
-        indices = range(len(self.counts))
-        if len(indices) <= MAX_ALL_SETS:
+        clusters = range(len(self.counts))
+        if len(clusters) <= MAX_ALL_SETS:
             yield from product(*((0, count) for count in self.counts))
             return
         names = [cluster.name for cluster in self.spec.clusters]
         network = self.best.network
-        # The network numbers the clusters in an order of its own.
-        kind_of = {
-            names.index(network.cluster(kind)): kind for kind in range(len(network.node_types))
+        # The network numbers the clusters in an order of its own: its number -> index in `counts`.
+        index_of = [
+            names.index(network.cluster(number)) for number in range(len(network.node_types))
+        ]
+        rates_bps = {  # (cluster, cluster) -> bits/s
+            (index_of[source], index_of[target]): rate_bps
+            for (source, target), rate_bps in rates_between(network).items()
         }
-        rates_bps = rates_between(
-            network
-        )  # (cluster, cluster), as numbered by the network -> bits/s
         for least_bps in sorted({*rates_bps.values()}):
-            component = {index: index for index in indices}  # cluster -> label of its component
-            for low, high in combinations(indices, 2):
-                if rates_bps[kind_of[low], kind_of[high]] >= least_bps:
-                    # The link joins two components: one label replaces the other.
-                    kept_label = component[low]
-                    replaced_label = component[high]
-                    for index, label in component.items():
-                        if label == replaced_label:
-                            component[index] = kept_label
-            for chosen in {*component.values()}:
+            for component in _components(clusters, rates_bps, least_bps):
                 yield tuple(
-                    count if component[index] == chosen else 0
-                    for index, count in enumerate(self.counts)
+                    count if index in component else 0 for index, count in enumerate(self.counts)
                 )
 
     def one_less(self) -> Iterator[Counts]:
@@ -278,10 +269,33 @@ class _NodeSets:
         ]
         if not promising:
             return None
-        remaining_s = max(0.0, self.end - time.monotonic())
+        # A share of the remaining time, as other sets follow.
+        seconds = FIRST_LOOK_SHARE * max(0.0, self.end - time.monotonic())
         try:
             # rows: number of shapes that the caller's table shows, so as many are searched at least
-            result = search(request, remaining_s, rows=self.rows, only=promising, prove=False)
-            return with_spread(result)
+            return with_spread(first_look(request, seconds, self.rows, promising))
         except HolmesError:  # no plan fits the memory
             return None
+
+
+def _components(
+    clusters: range, rates_bps: Mapping[tuple[int, int], float], least_bps: float
+) -> list[set[int]]:
+    """Return the sets of clusters that links of at least a rate connect.
+
+    Example: clusters 0, 1 and 2, and only the link between 0 and 2 is fast enough -> {0, 2}, {1}
+
+    Args:
+        rates_bps: (cluster, cluster) -> bits/s.
+        least_bps: Least rate of a link that counts.
+    """
+    components = [{cluster} for cluster in clusters]
+    for low, high in combinations(clusters, 2):
+        if rates_bps[low, high] < least_bps:
+            continue
+        (of_low,) = (component for component in components if low in component)
+        (of_high,) = (component for component in components if high in component)
+        if of_low is not of_high:
+            of_low |= of_high
+            components.remove(of_high)
+    return components

@@ -145,6 +145,8 @@ class SearchResult:
     shapes: int = 0
     pruned: int = 0
     misfits: int = 0
+    #: Shapes that could have a faster plan, but were not examined because the time was over.
+    skipped: int = 0
     #: Duration of the search.
     seconds: float = 0.0
     #: Ended by Ctrl-C.
@@ -163,6 +165,12 @@ class SearchResult:
     def best(self) -> Candidate:
         """The fastest plan."""
         return self.candidates[0]
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True if the time was over before all shapes were examined: the best plan may be poor."""
+        is_proven = self.optimality_gap is not None and self.optimality_gap.proven
+        return self.skipped > 0 and not is_proven
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -299,13 +307,14 @@ class SearchResult:
         return stock, stock.candidate(shape, placement, layers)
 
     def with_known(self, candidate: Candidate) -> SearchResult:
-        """Return the result with a candidate from another search first, if it is faster than all.
+        """Return the result with a candidate first that the search did not find, if it is faster.
 
-        The result is unchanged unless the candidate was simulated, fits, and its shape is in this
-        search.
+        An example is the user's own layout, of which nothing slower may be called the best plan. It
+        may lie outside the search space, for example with a micro-batch of 3. The result is
+        unchanged unless the candidate was simulated and fits the memory.
         """
         is_faster = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
-        if not is_faster or candidate.shape not in self.ideals or self.optimality_gap is None:
+        if not is_faster or self.optimality_gap is None:
             return self
         # A copy: callers tell by identity whether the best plan is the user's layout.
         return self.ranked([replace(candidate), *self.candidates], self.optimality_gap.bound_s)
@@ -344,4 +353,5 @@ class SearchResult:
             shapes=0,
             pruned=0,
             misfits=0,
+            skipped=0,
         )

@@ -44,8 +44,11 @@ from holmes_ext.planner.search.sketch import Progress, Sketch
 #: Seconds after which worker processes start, and the most processes.
 ALONE_S = 2.0
 MAX_PROCESSES = 2
-#: Share of the time limit that the first look may take.
+#: Share of the time limit that the first look may take, and its share of a short limit, up to
+#: LEAST_FIRST_LOOK_S seconds: from a poor first look, branch and bound finds good plans late.
 FIRST_LOOK_SHARE = 0.1
+SHORT_FIRST_LOOK_SHARE = 0.2
+LEAST_FIRST_LOOK_S = 2.0
 #: With a WAN the bounds know little of the traffic between clusters, so the search would hardly
 #: ever end. It ends after PATIENCE items without a step that is shorter by the factor GAIN.
 PATIENCE = 12
@@ -88,18 +91,38 @@ def search(
         KeyboardInterrupt: Interrupted before any candidate was found.
     """
     begin = time.monotonic()
-    sketch = Sketch(result, rows, only)
+    least_s = min(LEAST_FIRST_LOOK_S, SHORT_FIRST_LOOK_SHARE * seconds)
+    first_look_s = max(least_s, FIRST_LOOK_SHARE * seconds) if simulate else seconds
     try:
-        first_look_s = FIRST_LOOK_SHARE * seconds if simulate else seconds
-        first_look = sketch.run(first_look_s, progress, simulate)
-        if prove and simulate and not first_look.interrupted:
-            first_look = proven(first_look, begin + seconds, progress)
+        found = Sketch(result, rows, only).run(first_look_s, progress, simulate)
+        if prove and simulate and not found.interrupted:
+            found = proven(found, begin + seconds, progress)
     finally:
         # The caller has this object, the request, even if the search ends with an error or an
         # interrupt.
         result.seconds = time.monotonic() - begin
     # What is returned may be a copy of the request.
-    return replace(first_look, seconds=time.monotonic() - begin)
+    return replace(found, seconds=time.monotonic() - begin)
+
+
+def first_look(
+    result: SearchResult, seconds: float, rows: int = 1, only: Sequence[Shape] = ()
+) -> SearchResult:
+    """Return the plans of a first look, without a proof that the fastest is the best.
+
+    The first look (sketch.py) ranks the parallel sizes by the closed form and simulates the fastest
+    plans. search() begins with it.
+
+    Args:
+        result: The request of the search: a SearchResult without candidates.
+        seconds: Time limit of the ranking by the closed form.
+        rows: Number of shapes that get a candidate, even if their lower bound excludes them.
+        only: Shapes to examine instead of all.
+
+    Raises:
+        HolmesError: No parallel sizes are possible, or no plan fits the memory.
+    """
+    return Sketch(result, rows, only).run(seconds)
 
 
 def proven(result: SearchResult, end: float, progress: Progress | None = None) -> SearchResult:

@@ -8,7 +8,7 @@ and bound (search.py) exclude most of the space.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from holmes_ext.plan.partition import Split
 from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.bound.stages import StageBounds
-from holmes_ext.planner.search.evaluate import Evaluator, crossing_groups
+from holmes_ext.planner.search.evaluate import Evaluator, crossing_groups, is_allowed
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, passes, timed
 from holmes_ext.planner.search.space import CLUSTERS, Limits, shapes
@@ -42,6 +42,11 @@ MANY_SHAPES = 5000
 #: With a WAN the first look ends after PATIENCE shapes without a step shorter by the factor GAIN.
 PATIENCE = 60
 GAIN = 0.01
+#: Fewest shapes that are ranked, even if the time is over, as far as that takes FLOOR_S seconds. The
+#: shape with the least lower bound alone is often a poor plan: the bound contains little of the
+#: communication.
+MIN_RANKED = 32
+FLOOR_S = 0.5
 #: A split is improved by local search if its step is within this factor of the best step.
 NEAR = 1.2
 #: Progress is reported once for so many shapes.
@@ -125,13 +130,16 @@ class Sketch:
             if not result.candidates:
                 raise
             result.interrupted = True
-        if not result.shapes:
-            raise HolmesError(self._no_sizes_message())
+        layout = _usable_layout(result)
+        if layout is not None and (result.interrupted or not result.candidates):
+            result.candidates.append(replace(layout))  # perhaps the only plan that fits
         if not result.candidates:
-            raise HolmesError(self._misfit_message())
-        result.candidates.sort(key=lambda plan: (plan.formula_s, plan.peak_bytes))
+            raise HolmesError(self._misfit_message() if result.shapes else self._no_sizes_message())
+        result.candidates.sort(key=lambda plan: (plan.step_s, plan.peak_bytes))
         if simulate and not result.interrupted:
-            return simulate_first(result, rows=self.rows)
+            result = simulate_first(result, rows=self.rows)
+        if layout is not None:
+            result = result.with_known(layout)
         return result
 
     def _bound_shapes(self) -> None:
@@ -152,7 +160,8 @@ class Sketch:
     def _rank_shapes(self, end: float, progress: Progress | None) -> None:
         """Add the best plan of each shape to the candidates, by the closed form, until `end`.
 
-        A shape is the parallel sizes and further settings. With a WAN, also stop after PATIENCE
+        A shape is the parallel sizes and further settings. MIN_RANKED shapes are examined even if
+        the time is over, as far as that takes FLOOR_S seconds. With a WAN, also stop after PATIENCE
         shapes without a better plan. Shapes that cannot be faster than the best plan are left out,
         once there are candidates for all rows of the table.
 
@@ -163,14 +172,20 @@ class Sketch:
         result = self.result
         patience = PATIENCE if result.network.wan else inf
         without_gain = 0  # shapes since the last improvement
-        for number, shape in enumerate(self._by_bound()):
-            ideal_s = result.ideals[shape]
+        ranked = 0
+        floor_end = time.monotonic() + FLOOR_S
+        ordered = self._by_bound()
+        for number, shape in enumerate(ordered):
             has_rows = len(result.candidates) >= self.rows
-            if has_rows and ideal_s >= self.best_s * (1 - EQUAL):
+            if has_rows and not self._may_be_faster(shape):
                 continue
-            is_over = time.monotonic() > end or without_gain > patience
-            if result.candidates and is_over:
+            if result.candidates and without_gain > patience:
                 break
+            least_end = end if ranked >= MIN_RANKED else max(end, floor_end)
+            if result.candidates and time.monotonic() > least_end:
+                result.skipped = sum(map(self._may_be_faster, ordered[number:]))
+                break
+            ranked += 1
             previous_best_s = self.best_s
             self._add_candidates(shape)
             if self.best_s < previous_best_s * (1 - GAIN):
@@ -181,7 +196,11 @@ class Sketch:
                 gap = 1.0  # no step was simulated yet
                 progress(number, len(result.ideals) - number, self.best_s, gap)
 
-    def _by_bound(self) -> Iterator[Shape]:
+    def _may_be_faster(self, shape: Shape) -> bool:
+        """Return whether the lower bound of a shape is below the best step so far."""
+        return self.result.ideals[shape] < self.best_s * (1 - EQUAL)
+
+    def _by_bound(self) -> list[Shape]:
         """Return the shapes in the order in which to examine them: by lower bound, the least first.
 
         A shape is the parallel sizes and further settings. With more than MANY_SHAPES the time may
@@ -196,7 +215,7 @@ class Sketch:
             for shape in ordered:
                 if shape.virtual == 1 and shape.pipeline > 1:
                     best_of_depth.setdefault(shape.pipeline, shape)
-        return iter(dict.fromkeys((*best_of_depth.values(), *ordered)))  # each once
+        return list(dict.fromkeys((*best_of_depth.values(), *ordered)))  # each once
 
     def _add_candidates(self, shape: Shape) -> None:
         """Add the shape's best placement to the candidates, by the closed form (not simulated).
@@ -306,6 +325,26 @@ class Sketch:
         )
 
 
+def _usable_layout(result: SearchResult) -> Candidate | None:
+    """Return the layout that the user gave, if the search may call it the best plan.
+
+    The layout is simulated before the search, so that no plan worse than it is called the best,
+    however short the time is. It may have a shape that the search does not try, such as a
+    micro-batch of 3. But it must fit the memory, and a limit that the user gives counts more.
+    """
+    layout = result.user_layout
+    if layout is None or not layout.simulated_s or not layout.fits:
+        return None
+    limits = result.limits
+    allowed_reductions = limits.of("reduction", layout.reductions)
+    is_within_limits = (
+        limits.allow_shape(layout.shape)
+        and is_allowed(limits, layout.placement)
+        and len(allowed_reductions) == len(layout.reductions)
+    )
+    return layout if is_within_limits else None
+
+
 def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int = 1) -> SearchResult:
     """Simulate the fastest candidates, and return the result with these first.
 
@@ -343,8 +382,9 @@ def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int =
         simulated.append(timed(result, candidate))
         best_s = min(best_s, simulated[-1].step_s)
     simulated.sort(key=lambda plan: plan.simulated_s)
-    if result.user_layout is not None:
-        result = replace(result, user_layout=timed(result, result.user_layout))
+    layout = result.user_layout
+    if layout is not None and not layout.simulated_s:
+        result = replace(result, user_layout=timed(result, layout))
     return result.ranked([*simulated, *others], min(result.ideals.values(), default=0.0))
 
 

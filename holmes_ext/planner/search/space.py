@@ -97,6 +97,14 @@ class Limits:
         """Return the values of the limit `name` that are allowed, out of `values`; all without a limit."""
         return [value for value in values if value in self.allowed.get(name, (value,))]
 
+    def allow_shape(self, shape: Shape) -> bool:
+        """Return whether every size and option of a shape is allowed.
+
+        Example: the limit tensor=1,2 does not allow a shape with tensor 4.
+        """
+        names = [name for name in self.allowed if hasattr(shape, name)]
+        return all(self.of(name, [getattr(shape, name)]) for name in names)
+
 
 def _check_value(name: str, value: Any) -> None:
     """Raise HolmesError if a limit's value is not allowed.

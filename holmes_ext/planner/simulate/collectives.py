@@ -439,21 +439,26 @@ class Collectives:
         return replace(message, bits=0.0, uses=(), channel=None)
 
     def _norm(self, pipeline_class: int) -> Transfer:
-        """Return the all-reduce of one number among a pipeline's stages: twice around a ring.
+        """Return the all-reduce of one number among a pipeline's stages over gloo's ring.
 
-        The first message waits for a notice that its receiver is ready. The notice takes a latency;
-        the longest one of all links of the ring is counted.
+        The number goes around the ring twice, each time over all links but one (_number_summed):
+
+            first time     last stage -> ... -> second stage -> first stage
+            second time    first stage -> last stage -> ... -> second stage
+
+        Before that, the receiver of the first message sends a notice that it is ready.
         """
         stages = self.stages
-        # Messages of one number from each stage to the next, and from the last to the first.
+        # Message of one number from each stage to the one before, and from the first to the last.
         hops = [
-            self._number(pipeline_class, stage, (stage + 1) % stages) for stage in range(stages)
+            self._number(pipeline_class, stage, (stage - 1) % stages) for stage in range(stages)
         ]
         hops_s = [hop.fixed_s + hop.latency_s for hop in hops]
-        around_s = sum(hops_s) - min(hops_s)  # the number passes all links of the ring but one
-        notice_s = max(hop.latency_s for hop in hops)
+        # The first time omits the message of the first stage, the second time that of the second.
+        twice_around_s = 2 * sum(hops_s) - hops_s[0] - hops_s[1]
+        notice_s = hops[-1].latency_s  # back over the link of the last stage's message
         is_across = any(hop.across for hop in hops)
-        return Transfer(parties=stages, fixed_s=2 * around_s + notice_s, across=is_across)
+        return Transfer(parties=stages, fixed_s=twice_around_s + notice_s, across=is_across)
 
     def _number_summed(self, family: GroupFamily, ring: Load) -> Transfer:
         """Return the all-reduce of one number over gloo's ring (gloo/allreduce.cc).

@@ -105,6 +105,16 @@ def test_tensor_and_context_share_the_work():
     assert shared.tensor_bytes == 4 * 16 * 64 * 2 and one.tensor_bytes == one.context_bytes == 0
 
 
+@pytest.mark.parametrize("recompute, tensors", [("none", 4), ("selective", 6), ("full", 6)])
+def test_recomputed_attention_sends_keys_and_values_around_the_context_ring_again(
+    recompute, tensors
+):
+    """Keys and values, both gradients; and keys and values once more if the forward pass runs again."""
+    block = replace(SMALL, recompute=recompute).costs(context=2)[1]
+    tokens_of_rank = SMALL.sequence / 2 * SMALL.micro_batch
+    assert block.context_bytes == tensors * tokens_of_rank * SMALL.hidden * SMALL.activation_width
+
+
 def test_micro_batches():
     model = replace(SMALL, micro_batches=0, global_batch=48, micro_batch=2)
     assert model.micro_batches_of(4) == 6

@@ -6,7 +6,7 @@ from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.plan.buckets import chunks_of
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.placement import Fold
+from holmes_ext.plan.placement import Fold, StageMessages
 from holmes_ext.plan.sizes import Sizes
 
 
@@ -48,3 +48,13 @@ def test_send():
     assert of.message(stage_link).price.seconds(2e6) == pytest.approx(
         4 + 0.5
     )  # two ranks of a node send at once
+
+
+def test_an_all_reduce_between_equally_busy_nodes_takes_the_rate_of_the_busier_one():
+    """If both stages are on one class of nodes, both directions use its NICs, which one node stands for."""
+    messages = StageMessages(
+        sender=0, receiver=0, node_types=(0, 0), leaving=3, reaching=1, count=1
+    )
+    for one_way in (messages, messages.turned):
+        flows = dict(network(4).pairwise(one_way).nics)
+        assert flows == {(0, "f", "out"): 3, (0, "f", "in"): 3}

@@ -7,7 +7,7 @@ connected by links that several stages may share.
 
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from math import inf
 
 import clusters
@@ -187,6 +187,41 @@ def test_every_order_below_the_best_step_is_found():
         <= look(middle)
         < set(listed)
     )
+
+
+@pytest.mark.parametrize("small", ["a", "abcd"], ids=["one cluster", "all clusters"])
+def test_an_order_is_infeasible_if_its_first_stage_holds_no_layer(small):
+    """The first stage has the embedding, and most micro-batches in flight: its memory may hold no layer.
+
+    Then no placement with this first stage is found, and the search goes on with other orders.
+
+    Args:
+        small: Clusters whose GPUs hold a layer on every stage but the first.
+    """
+    names = "abcd"
+    lines = [f"{name} ethernet - {name}0" for name in names]
+    site = clusters.site(*lines, ethernet="1Gb/s", processes=1)
+    links = [Between(pair, 10**8, 0.01) for pair in combinations(names, 2)]
+    site = replace(site, wan=Wan((), tuple(links)))
+    gpus = {name: Gpu(20e12, memory_bytes=1e9 if name in small else 80e9) for name in names}
+    model = Model(8, 512, 8, 512, 200_000, tied=False, micro_batches=1, gpus=gpus)
+    limits = Limits({"recompute": ("none",), "virtual": (1,), "zero": (0,), "pipeline": (4,)})
+    result = SearchResult(Network(site), model, 8, limits)
+    evaluator = Evaluator(result)
+    shape = next(iter(shapes(result.network, model, 8, limits)))
+    sizes = shape.sizes().complete(4)
+    prices = result.prices(shape)
+
+    def bound_of(placement):
+        return evaluator.lower_bound(shape, placement, prices.costs(placement))
+
+    search = OrderBounds(evaluator.orders, sizes, bound_of, ring_bits=0.0).below(inf)
+    first_clusters = {
+        result.network.cluster(placement.parts[0][0][0]) for _, placement in search.placements
+    }
+    expected = {"b"} if small == "a" else set()  # c and d are equal to b, so b stands for them
+    assert first_clusters == expected
+    assert search.remaining_s == inf
 
 
 def test_a_hop_holds_the_blocks_of_all_its_stages():

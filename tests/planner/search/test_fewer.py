@@ -143,6 +143,6 @@ def test_ctrl_c_leaves_the_best_so_far(monkeypatch):
 
     spec = spec_of((4, 4), (("ab", SLOW),))
     found = first_look(spec, 48)
-    monkeypatch.setattr(fewer, "search", interrupted)
+    monkeypatch.setattr(fewer, "first_look", interrupted)
     told = fewer.best_use(found, spec, time.monotonic() + 60)
     assert told.interrupted and told.on_all is None and told.best.step_s == found.best.step_s

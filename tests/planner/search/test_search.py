@@ -19,6 +19,7 @@ from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.engine import Rules
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search import search as searching
+from holmes_ext.planner.search import sketch
 from holmes_ext.planner.search.changed import with_ethernet
 from holmes_ext.planner.search.evaluate import Evaluator
 from holmes_ext.planner.search.result import SearchResult
@@ -142,6 +143,57 @@ def test_a_time_limit_leaves_a_true_bound():
     assert cut.optimality_gap.bound_s <= full.best.step_s <= cut.best.step_s and len(
         cut.candidates
     ) < len(full.candidates)
+
+
+def test_some_shapes_are_examined_however_short_the_time_is(monkeypatch):
+    """The shape with the least lower bound alone may be poor; the result says that others were skipped."""
+    monkeypatch.setattr(sketch, "FLOOR_S", 1e9)
+    whole = searching.first_look(asked(small(), MODEL, 16), seconds=1e9)
+    assert not whole.is_unfinished
+    cut = searching.first_look(asked(small(), MODEL, 16), seconds=0.0)
+    assert cut.is_unfinished and cut.skipped > 0
+    assert len(cut.candidates) == sketch.MIN_RANKED
+    monkeypatch.setattr(sketch, "MIN_RANKED", 1)
+    first_only = searching.first_look(asked(small(), MODEL, 16), seconds=0.0)
+    assert first_only.skipped > cut.skipped
+    assert whole.best.step_s <= cut.best.step_s < first_only.best.step_s
+
+
+@pytest.fixture
+def layout():
+    """Return the best plan of a search, as the layout that a user gives."""
+    return search(small(), MODEL, 16, rows=1).best
+
+
+def with_layout(layout, limits=Limits(), **more):
+    """Search for no time at all, with a layout of the user."""
+    request = replace(asked(small(), MODEL, 16, limits), user_layout=layout)
+    return searching.search(request, seconds=0.0, rows=1, **more)
+
+
+@pytest.mark.parametrize("prove", [False, True])
+def test_no_plan_worse_than_the_users_layout_is_called_the_best(layout, prove, monkeypatch):
+    monkeypatch.setattr(sketch, "MIN_RANKED", 1)
+    found = with_layout(layout, prove=prove)
+    assert found.best.step_s <= layout.step_s
+    assert found.user_layout.step_s == layout.step_s and found.best is not found.user_layout
+
+
+def test_the_users_layout_is_the_best_if_no_other_plan_is_possible(layout, monkeypatch):
+    """Such a layout has a shape that the search does not try, for example a micro-batch of 3."""
+    monkeypatch.setattr(sketch, "shapes", lambda *_: iter(()))
+    found = with_layout(layout, prove=False)
+    assert [plan.key for plan in found.candidates] == [layout.key]
+    too_small = replace(layout, limit_bytes=(1.0,) * len(layout.limit_bytes))
+    with pytest.raises(HolmesError, match="no parallel sizes are possible"):
+        with_layout(too_small, prove=False)
+
+
+def test_a_layout_outside_the_limits_is_not_the_best(layout):
+    """A limit that the user gives counts more than the layout of the command line."""
+    other = next(size for size in (1, 2, 4) if size != layout.shape.pipeline)
+    found = with_layout(layout, Limits({"pipeline": (other,)}), prove=False)
+    assert found.best.shape.pipeline == other
 
 
 def test_ctrl_c_keeps_the_best_so_far():

@@ -668,3 +668,25 @@ def test_a_number_goes_down_gloos_ring_and_crosses_as_often_as_its_order_has_it(
         for sums in (0, 1)
     ]
     assert steps[1] - steps[0] == pytest.approx(latencies * 0.02, rel=0.02)
+
+
+@pytest.mark.parametrize("interleaved, latencies", [(False, 3), (True, 7)])
+def test_the_gradient_norm_of_a_pipeline_goes_down_gloos_ring_too(interleaved, latencies):
+    """Four stages on 2 + 2 nodes, 20 ms between the clusters: as a number among four data-parallel ranks."""
+    site = site_from_spec(load_spec(f"{EXAMPLES}/../benchmarks/links_two_20ms.toml"))
+    order = ["a0", "b0", "a1", "b1"] if interleaved else ["a0", "a1", "b0", "b1"]
+    idle = flat_costs(4, 8, 3)
+    steps = []
+    for norm in (False, True):
+        options = Execution(engine=replace(LOOP, norm=norm), parameter_s=0.0)
+        step = simulate(
+            site,
+            order,
+            Sizes(4),
+            model(micro_batches=3),
+            options,
+            only=stock_fabric(site),
+            costs=idle,
+        )
+        steps.append(step.step_s)
+    assert steps[1] - steps[0] == pytest.approx(latencies * 0.02, rel=0.02)
