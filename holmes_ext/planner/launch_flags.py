@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.options import Options
 from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.sizes import PIPELINES_FIRST
+from holmes_ext.planner.command_edit import CommandEdit
 from holmes_ext.planner.search.result import Candidate
 from holmes_ext.planner.search.space import Limits
 
@@ -63,10 +64,18 @@ class Launch:
     lacks: tuple[str, ...] = ()
     #: Code that the script itself needs, in words: its mesh, its schedule.
     script: str = ""
+    #: Changes to the user's command that have the same effect; None without such a command.
+    edit: CommandEdit | None = None
 
 
 def launches(
-    candidate: Candidate, model: Model, global_batch: int, overlap: bool, cluster: str, plan: str
+    candidate: Candidate,
+    model: Model,
+    global_batch: int,
+    overlap: bool,
+    cluster: str,
+    plan: str,
+    options: Options = Options(),
 ) -> dict[str, Launch]:
     """Return framework -> how to start a candidate.
 
@@ -77,14 +86,15 @@ def launches(
         overlap: Gradient reductions overlap with the backward pass.
         cluster: File of the cluster description.
         plan: File of the plan; "" if none is written.
+        options: Options of the user with which the plan was made.
     """
     shape = candidate.shape
-    holmes = added(candidate, cluster, plan)  # flags of holmes itself
-    holmes_without_layers = added(candidate, cluster, plan, layers=False)
+    # flags of holmes itself
+    holmes = added(candidate, cluster, plan, options=options)
+    holmes_without_layers = added(candidate, cluster, plan, layers=False, options=options)
     overlap_flags = ["--holmes-overlap", "on" if overlap else "off"]
     lm_flags, lm_lacks = _megatron_lm(candidate, model, global_batch)
-    if overlap:
-        lm_flags.append("--overlap-grad-reduce")
+    lm_flags += ["--overlap-grad-reduce"] if overlap else overlap_flags
     config = _ds_config(candidate, model, global_batch)
     lacks = _unsupported(candidate, "deepspeed")
     pipeline_config = {}
@@ -115,7 +125,13 @@ def launches(
     }
 
 
-def added(candidate: Candidate, cluster: str, plan: str, layers: bool = True) -> list[str]:
+def added(
+    candidate: Candidate,
+    cluster: str,
+    plan: str,
+    layers: bool = True,
+    options: Options = Options(),
+) -> list[str]:
     """Return the flags of holmes for a candidate.
 
     Without a plan the job makes one at its start, for the same layers.
@@ -124,16 +140,19 @@ def added(candidate: Candidate, cluster: str, plan: str, layers: bool = True) ->
         cluster: File of the cluster description.
         plan: File of the plan; "" for none.
         layers: The flags name the layers of the stages; False if the script itself divides them.
+        options: Options of the user with which the plan was made.
     """
     split = candidate.split
     flags = ["--holmes", "--holmes-cluster", cluster]
-    is_uneven = candidate.shape.virtual == 1 and split != uniform(sum(split), len(split))
+    is_uneven = candidate.shape.virtual == 1 and len(set(split)) > 1
     if plan:
         flags += ["--holmes-plan", plan]
     elif layers and is_uneven:
         flags += ["--holmes-partition", ",".join(map(str, split))]
     if candidate.schedule:
         flags += ["--holmes-schedule", "auto"]
+    if options.inflight == "off":
+        flags += ["--holmes-inflight", "off"]
     return flags
 
 

@@ -25,7 +25,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.planner.html.plan_pictures import draw_partitions
 from holmes_ext.planner.search.as_plan import times
-from holmes_ext.planner.show import experts, explain, search, search_table, subset
+from holmes_ext.planner.show import experts, explain, search, search_table, start, subset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
         simulated_times = times(layout, layout.best)  # name -> seconds
         plan = replace(plan, predicted=plan.predicted | simulated_times)
         given = replace(given, plan=plan)
-        starts = search_table.launches_of(layout, args, job)
+        starts = start.launches_of(layout, args, job)
     if args.output:
         plan.save(args.output)
     estimates = {}

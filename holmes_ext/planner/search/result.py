@@ -299,13 +299,14 @@ class SearchResult:
         return stock, stock.candidate(shape, placement, layers)
 
     def with_known(self, candidate: Candidate) -> SearchResult:
-        """Return the result with a candidate from another search first, if it is faster than all.
+        """Return the result with a candidate first that the search did not find, if it is faster.
 
-        The result is unchanged unless the candidate was simulated, fits, and its shape is in this
-        search.
+        An example is the user's own layout, of which nothing slower may be called the best plan. It
+        may lie outside the search space, for example with a micro-batch of 3. The result is
+        unchanged unless the candidate was simulated and fits the memory.
         """
         is_faster = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
-        if not is_faster or candidate.shape not in self.ideals or self.optimality_gap is None:
+        if not is_faster or self.optimality_gap is None:
             return self
         # A copy: callers tell by identity whether the best plan is the user's layout.
         return self.ranked([replace(candidate), *self.candidates], self.optimality_gap.bound_s)

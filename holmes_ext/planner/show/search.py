@@ -31,7 +31,7 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import REDUCTIONS, rules_of
-from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.plan import Plan, load_plan
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.companion import PlanCompanion
@@ -45,7 +45,7 @@ from holmes_ext.planner.search.search import proven, search
 from holmes_ext.planner.search.simulated import in_passes, timed, with_breadth_first, with_passes
 from holmes_ext.planner.search.space import Limits, parse_limits
 from holmes_ext.planner.search.spreading import with_spread
-from holmes_ext.planner.show import plan_page, search_table
+from holmes_ext.planner.show import plan_page, search_table, start
 from holmes_ext.words import grouped
 
 #: Seconds of silence before the progress bar shows.
@@ -83,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time limit; ends early once the best is proven (default: 60); Ctrl-C: the best so far",
     )
     add("--rows", type=int, default=10, metavar="N", help="rows of the table (default: 10)")
+    add(
+        "--print-command",
+        action="store_true",
+        help="print the whole command (and ds_config) of the best plan, not only its changes",
+    )
     add(
         "--html",
         metavar="FILE",
@@ -187,7 +192,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     plan = plan_of(result, result.best, job.options)
     if args.output:
         plan.save(args.output)
-    starts = search_table.launches_of(result, args, job)
+    starts = start.launches_of(result, args, job)
     if args.json:
         print(search_table.document(result, plan, job, starts, more))
     else:
@@ -258,10 +263,10 @@ def leave_out(
         f"{LEAVE_OUT}{', '.join(parts)}: a job on {folded(nodes)} takes {fewer_s:.4g} s a step, on all "
         f"nodes {all_s:.4g} s, {all_s / fewer_s:.2f} times as long"
     ]
-    starts = search_table.launches_of(fewer, args, job, plan="")
+    starts = start.launches_of(fewer, args, job, plan="")
     if job.sizes is not None:
-        for name, flags in search_table.launch_lines(starts).items():
-            lines.append(f"  {name}: {' '.join(flags)}")
+        for name, texts in start.launch_lines(starts).items():
+            lines.append(f"  {name}: {'; '.join(texts)}")
     return lines, {
         "nodes": left_out,
         "nodelist": folded(nodes),
@@ -367,12 +372,35 @@ def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Tr
     try:
         # complete(): computes the sizes that the user left out from the number of ranks.
         sizes = job.sizes.complete(search_result.network.world, search_result.network.processes)
-        layout = timed(search_result, _candidate_of_layout(search_result, job, sizes))
+        plan = _plan_of_command(job, sizes)
+        layout = timed(search_result, _candidate_of_layout(search_result, job, sizes, plan))
+        if search_result.rules.splits:  # the framework can split backward passes
+            layout = in_passes(search_result, layout) or layout
     except HolmesError as error:
         return search_result, replace(
             job, lines=(*job.lines, f"not possible: your layout: {error}")
         )
     return replace(search_result.with_known(layout), user_layout=layout), job
+
+
+def _plan_of_command(job: Training, sizes: Sizes) -> Plan | None:
+    """Return the plan of the command's --holmes-plan, which the job will follow; None without one.
+
+    Args:
+        sizes: Complete parallel sizes of the command.
+
+    Raises:
+        HolmesError: The file cannot be read, or it is a plan for other sizes.
+    """
+    if not job.options.plan:
+        return None
+    plan = load_plan(job.options.plan)
+    if plan.sizes is not None and plan.sizes != sizes:
+        raise HolmesError(
+            f"--holmes-plan {job.options.plan}: its parallel sizes are not those of the command; "
+            "make the plan again with --output"
+        )
+    return plan
 
 
 def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchResult:

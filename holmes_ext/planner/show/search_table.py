@@ -19,11 +19,12 @@ from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.html.plan_pictures import of_limit
-from holmes_ext.planner.launch_flags import Launch, added, launches
+from holmes_ext.planner.launch_flags import Launch, added
 from holmes_ext.planner.search.explain import NEGLIGIBLE, explain, thin_stages
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, step_without
 from holmes_ext.planner.search.stock import CAUSES, best_stock, causes, stock_like
+from holmes_ext.planner.show.start import show_launches
 from holmes_ext.units import format_bytes
 
 #: Columns of the table of plans. A column with a `drop` is left out on a narrow screen, the greatest first.
@@ -45,9 +46,8 @@ LEGEND = (
     "T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x "
     "micro-batches; of each shape the best arrangement; step: simulated, ~ in closed form only"
 )
-#: Beginnings of lines that other code recognizes.
+#: Beginning of a line that other code recognizes.
 DOES_NOT_FIT = "your layout does not fit"
-CANNOT = "cannot do this plan"
 #: Causes below this share of the step have no row.
 SMALL_CAUSE = 1e-4
 
@@ -137,7 +137,7 @@ def show(
         screen.line("your layout: add to your command line", "bold")
         holmes_flags = added(result.user_layout, args.cluster, plan="")  # without a plan file
         screen.line(f"  {shlex.join(holmes_flags)}")
-    _show_launches(screen, starts)
+    show_launches(screen, starts, args.print_command)
     if not args.output:
         screen.line(
             "the job orders its nodes when it starts; --output plan.json fixes what is shown"
@@ -180,33 +180,7 @@ def show_given(
     holmes_flags = added(layout, args.cluster, plan=args.output or "")
     screen.line(f"  {shlex.join(holmes_flags)}")
     if lacks_framework_flags:
-        _show_launches(screen, starts)
-
-
-def _show_launches(screen: Screen, starts: Mapping[str, Launch]) -> None:
-    for name, lines in launch_lines(starts).items():
-        screen.line(f"{name}:", "bold")
-        for line in lines:
-            screen.line(f"  {line}")
-
-
-def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
-    """Return framework -> lines to print: how it starts the plan, or why it cannot.
-
-    Lines on a start are the flags, then additions to the config file and to the script, if needed.
-    """
-    result = {}
-    for name, launch in starts.items():
-        if launch.lacks:  # properties of the plan that the framework does not support
-            result[name] = [f"{CANNOT}: {'; '.join(launch.lacks)}; or search with --for {name}"]
-            continue
-        lines = [shlex.join(launch.flags)]
-        if launch.config:
-            lines.append(f"ds_config.json: {json.dumps(launch.config)}")
-        if launch.script:
-            lines.append(f"in the script: {launch.script}")
-        result[name] = lines
-    return result
+        show_launches(screen, starts, args.print_command)
 
 
 def _show_table(screen: Screen, result: SearchResult, rows: Sequence[RankedPlan]) -> None:
@@ -399,27 +373,6 @@ def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
     return [
         f"stage links: sends that do not block, {depths} micro-batches in flight{memory}: {gain}"
     ]
-
-
-def launches_of(
-    result: SearchResult, args: argparse.Namespace, job: Training, plan: str | None = None
-) -> dict[str, Launch]:
-    """Return how to start the best plan: framework -> Launch.
-
-    If the arguments or the job's command line name a framework, it is the only entry.
-
-    Args:
-        plan: Plan file that the commands load; "" for none; None for the file of --output, if given.
-    """
-    framework = args.framework or job.command_line.framework
-    if plan is None:
-        plan = args.output or ""
-    by_framework = launches(
-        result.best, result.model, result.global_batch, result.rules.overlap, args.cluster, plan
-    )
-    if not framework:
-        return by_framework
-    return {name: launch for name, launch in by_framework.items() if name == framework}
 
 
 def document(
