@@ -66,6 +66,9 @@ class Launch:
     script: str = ""
     #: Changes to the user's command that have the same effect; None without such a command.
     edit: CommandEdit | None = None
+    #: Predicted step of the job that these flags start, in seconds. Without a plan file the job orders its
+    #: nodes itself, so its step may be longer than the plan's. 0: not predicted.
+    step_s: float = 0.0
 
 
 def launches(

@@ -26,6 +26,7 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.planner.html.plan_pictures import draw_partitions
 from holmes_ext.planner.search.as_plan import times
 from holmes_ext.planner.show import experts, explain, search, search_table, start, subset
+from holmes_ext.planner.show.layout import alone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +88,7 @@ def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
     starts = {}  # framework -> how to start it
     # A profile has measured times of the layers, which the simulation of a model does not use.
     if job.model is not None and not args.profile and plan.sizes is not None:
-        layout = search.alone(plan, given.network, job, job.model)
+        layout = alone(plan, given.network, job, job.model)
         simulated_times = times(layout, layout.best)  # name -> seconds
         plan = replace(plan, predicted=plan.predicted | simulated_times)
         given = replace(given, plan=plan)

@@ -117,10 +117,10 @@ def _as_the_command_spells(
         spelled[layers_per_chunk] = (str(request.layers // chunks),)
     expert_tensor = "--expert-tensor-parallel-size"
     sizes = request.command_line.sizes
-    if expert_tensor in present and shape.tensor > 1 and sizes is not None:
-        # The size of Megatron-LM's default, all tensor ranks, stays that.
-        if _last_value(request.words, expert_tensor) == str(sizes.tensor):
-            spelled[expert_tensor] = (str(shape.tensor),)
+    old_tensor = str(sizes.tensor) if sizes is not None else "1"
+    is_default = _last_value(request.words, expert_tensor) == old_tensor
+    if is_default and shape.tensor > 1:  # the default is the tensor size: it stays that
+        spelled[expert_tensor] = (str(shape.tensor),)
     return spelled
 
 
@@ -223,9 +223,9 @@ def _unwanted_keys(
     candidate = request.candidate
     overlap_comm = (content.get("zero_optimization") or {}).get("overlap_comm")
     overlaps = wanted.get("--holmes-overlap")
-    if overlap_comm is not None and overlaps is not None:
-        if bool(overlap_comm) != (overlaps == ("on",)):
-            yield "zero_optimization.overlap_comm"
+    is_given_twice = overlap_comm is not None and overlaps is not None
+    if is_given_twice and bool(overlap_comm) != (overlaps == ("on",)):
+        yield "zero_optimization.overlap_comm"
     if len(set(candidate.split)) > 1:
         yield "pipeline.partition"
     if candidate.shape.context == 1:

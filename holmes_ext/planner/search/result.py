@@ -140,6 +140,9 @@ class SearchResult:
     optimality_gap: OptimalityGap | None = None
     #: The layout that the user gave, if any.
     user_layout: Candidate | None = None
+    #: The plan that differs from this layout least: the same sizes with better layers of the
+    #: stages; None if there is none.
+    nearest: Candidate | None = None
     #: Number of shapes; of placements excluded by their bound; of shapes and placements that fit no
     #: memory.
     shapes: int = 0
@@ -341,6 +344,7 @@ class SearchResult:
             ideals={},
             optimality_gap=None,
             user_layout=None,
+            nearest=None,
             on_all=None,
             shapes=0,
             pruned=0,

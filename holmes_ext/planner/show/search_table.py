@@ -21,10 +21,10 @@ from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.html.plan_pictures import of_limit
 from holmes_ext.planner.launch_flags import Launch, added
 from holmes_ext.planner.search.explain import NEGLIGIBLE, explain, thin_stages
-from holmes_ext.planner.search.result import Candidate, SearchResult
+from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, step_without
 from holmes_ext.planner.search.stock import CAUSES, best_stock, causes, stock_like
-from holmes_ext.planner.show.start import show_launches
+from holmes_ext.planner.show.start import show_launches, start_line
 from holmes_ext.units import format_bytes
 
 #: Columns of the table of plans. A column with a `drop` is left out on a narrow screen, the greatest first.
@@ -48,6 +48,8 @@ LEGEND = (
 )
 #: Beginning of a line that other code recognizes.
 DOES_NOT_FIT = "your layout does not fit"
+#: What the output says beside a memory whose GPU has no known memory.
+NO_LIMIT = "no memory limit assumed (keys gpu, gpu_memory_bytes of cluster.toml)"
 #: Causes below this share of the step have no row.
 SMALL_CAUSE = 1e-4
 
@@ -55,7 +57,7 @@ SMALL_CAUSE = 1e-4
 class RankedPlan(NamedTuple):
     """A row of the table of plans."""
 
-    name: str  # number, "yours" or "all"
+    name: str  # number, "yours", "nearest" or "all"
     candidate: Candidate
     result: SearchResult
 
@@ -77,10 +79,12 @@ def distinct(result: SearchResult) -> list[Candidate]:
 
 
 def ranked(result: SearchResult, count: int) -> list[RankedPlan]:
-    """Return the rows of the table of plans: up to two to compare with, and the `count` best."""
+    """Return the rows of the table of plans: up to three to compare with, and the `count` best."""
     rows = []
     if result.user_layout:  # the layout of the user's command line
         rows.append(RankedPlan("yours", result.user_layout, result))
+    if result.nearest and result.nearest.key != result.best.key:  # the best has a row of its own
+        rows.append(RankedPlan("nearest", result.nearest, result))
     if result.on_all:  # the best plans use fewer nodes: the best one on all nodes
         rows.append(RankedPlan("all", result.on_all.best, result.on_all))
     for number, candidate in enumerate(distinct(result)[:count], 1):
@@ -128,7 +132,22 @@ def show(
         text = f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {other.step_s:.4g} s without"
         screen.line(f"{text}; the optimality gap is of 1F1B's orders", "bold")
     order = result.describe(best)  # clusters along the pipeline
-    screen.line(f"best plan: {order}; layers of the stages: {split_text(best.split)}")
+    # A layout is not the best plan if --limit excludes it, even if it is faster.
+    layout = result.user_layout
+    is_slower = layout is not None and layout.fits and layout.step_s < best.step_s * (1 - EQUAL)
+    title = "best plan within --limit" if is_slower else "best plan"
+    screen.line(f"{title}: {order}; layers of the stages: {split_text(best.split)}")
+    if is_slower and layout:
+        screen.line(
+            f"your layout is faster: {layout.step_s:.4g} s a step; --limit excludes it from the search",
+            "yellow",
+        )
+    if result.nearest and layout:
+        screen.line(
+            f"nearest: your sizes with layers {split_text(result.nearest.split)}, "
+            f"{result.nearest.step_s:.4g} s instead of {layout.step_s:.4g} s: add "
+            f"--holmes-partition {','.join(map(str, result.nearest.split))}"
+        )
     _show_seconds_by_cause(screen, result)
     if args.explain:
         for line in explain(result):
@@ -139,9 +158,7 @@ def show(
         screen.line(f"  {shlex.join(holmes_flags)}")
     show_launches(screen, starts, args.print_command)
     if not args.output:
-        screen.line(
-            "the job orders its nodes when it starts; --output plan.json fixes what is shown"
-        )
+        screen.line(start_line(result, starts))
 
 
 def _show_counts(screen: Screen, result: SearchResult) -> None:
@@ -190,6 +207,10 @@ def _show_table(screen: Screen, result: SearchResult, rows: Sequence[RankedPlan]
     legend = LEGEND
     if result.user_layout:
         legend += "; yours: with holmes, as it is"
+    if any(row.name == "nearest" for row in rows):
+        legend += "; nearest: your tensor and pipeline sizes, other layers"
+    if any(inf in row.candidate.limit_bytes for row in rows):
+        legend += f"; memory: {NO_LIMIT}"
     if result.on_all:
         legend += "; all: the best of all nodes"
     screen.line(legend, "dim")
@@ -310,6 +331,8 @@ def why_lines(result: SearchResult) -> list[str]:
     stage = _fullest_stage(best)
     used = of_limit(best.memory_bytes[stage], best.limit_bytes[stage])
     terms = _terms_text(memory_terms(result, best))
+    if best.limit_bytes[stage] == inf:
+        used += f", {NO_LIMIT}"
     lines.append(f"memory of the fullest stage: {used} ({terms})")
     if layout and not layout.fits:
         stage = _fullest_stage(layout)

@@ -11,8 +11,11 @@ from dataclasses import replace
 from holmes_ext.cli.show.table import Screen
 from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.patches.deepspeed import ds_config
+from holmes_ext.plan.engine import HIERARCHICAL
 from holmes_ext.planner.launch_flags import Launch, launches
+from holmes_ext.planner.search.as_plan import layout_candidate
 from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.planner.search.simulated import in_passes, timed
 from holmes_ext.planner.suggest import Request, edit_of, runs_already
 
 #: Beginning of a line that other code recognizes.
@@ -42,6 +45,8 @@ def launches_of(
         plan,
         job.options,
     )
+    step_s = result.best.step_s if plan else step_without_plan_file(result)
+    by_framework = {name: replace(launch, step_s=step_s) for name, launch in by_framework.items()}
     of_command = _framework_of_command(args, job)
     framework = args.framework or of_command
     if not framework:
@@ -64,6 +69,41 @@ def launches_of(
         )
         launch = replace(launch, edit=edit_of(request, launch))
     return {framework: launch}
+
+
+def step_without_plan_file(result: SearchResult) -> float:
+    """Return the step of a job with the best plan's flags, but without its plan file, in seconds.
+
+    Such a job has the sizes and layers of the plan, and orders its nodes itself when it starts. Its
+    order may differ from the plan's, which was found by simulation.
+    """
+    best = result.best
+    engine_reduces = result.engine.hierarchical_zero is not None
+    own = layout_candidate(
+        result,
+        best.placement.sizes,
+        best.shape,
+        split=best.split,
+        flat=engine_reduces and HIERARCHICAL not in best.reductions,
+    )
+    if own.placement == best.placement or best.breadth_first or not best.simulated_s:
+        return best.step_s
+    own = timed(result, own)
+    if best.schedule:
+        own = in_passes(result, own) or own
+    return own.step_s
+
+
+def start_line(result: SearchResult, starts: Mapping[str, Launch]) -> str:
+    """Return a line on the order of the nodes in a job that has no plan file."""
+    best_text = f"{result.best.step_s:.4g}"
+    step_texts = {f"{launch.step_s:.4g}" for launch in starts.values()} - {best_text}
+    if not step_texts:
+        return "the job orders its nodes when it starts; --output plan.json fixes what is shown"
+    return (
+        f"the job orders its nodes itself when it starts, and then takes {', '.join(step_texts)} s a step; "
+        f"with --output plan.json it takes the plan's order, and {best_text} s"
+    )
 
 
 def _framework_of_command(args: argparse.Namespace, job: Training) -> str:
