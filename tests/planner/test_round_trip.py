@@ -5,7 +5,6 @@ predicts the step of this new command. Both steps must have the same printed dig
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -33,17 +32,17 @@ def planned(capsys, command, *options):
     return json.loads(out)
 
 
-def check_round_trip(capsys, folder, command, limits, options=(), config=None):
-    """Plan a command, run the printed one through `holmes plan`, and return (edit, first result).
+def check_round_trip(capsys, folder, command, limits, options=(), config=None, again=None):
+    """Plan a command, run the printed one through `holmes plan`, and return the changes.
 
     Args:
         limits: Values of --limit, so that another plan than the command's is the best.
         options: Further options of `holmes plan`.
         config: Content of ds.json; None: the command names no ds_config.
+        again: Options of the second run of `holmes plan`; None: those of the first.
     """
     if config is not None:
         (folder / "ds.json").write_text(json.dumps(config))
-    os.chdir(folder)
     limited = [word for limit in limits.split() for word in ("--limit", limit)]
     first = planned(capsys, command.split(), *limited, *options)
     (launch,) = first["launch"].values()
@@ -51,9 +50,10 @@ def check_round_trip(capsys, folder, command, limits, options=(), config=None):
     assert not launch["lacks"] and edit is not None
     if edit["config"]:
         (folder / edit["config_file"]).write_text(json.dumps(edit["config"]))
-    again = planned(capsys, edit["command"], *limited, *options)
-    assert f"{again['yours']['step_seconds']:.4g}" == f"{launch['step_s']:.4g}"
-    return edit, first
+    second_options = options if again is None else again
+    second = planned(capsys, edit["command"], *limited, *second_options)
+    assert f"{second['yours']['step_seconds']:.4g}" == f"{launch['step_s']:.4g}"
+    return edit
 
 
 #: Name of a case -> (command, limits of the search, words that the new command must not have).
@@ -171,5 +171,130 @@ MEGATRON_LM = {
 def test_printed_command_of_megatron_lm_has_the_promised_step(capsys, monkeypatch, tmp_path, name):
     command, limits, gone = MEGATRON_LM[name]
     monkeypatch.chdir(tmp_path)
-    edit, _ = check_round_trip(capsys, tmp_path, command, limits)
+    edit = check_round_trip(capsys, tmp_path, command, limits)
     assert not set(gone.split()) & set(edit["command"])
+
+
+def zero(stage, **more):
+    """Return a ds_config with a ZeRO stage."""
+    batch = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 1}
+    return {**batch, "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0, **more}
+
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 12}}
+BF16 = {"bf16": {"enabled": True}}
+#: Name of a case -> (command, ds_config, limits, words that the new command must not have).
+MEGATRON_DEEPSPEED = {
+    "ZeRO 1, half precision": (
+        f"{MDS} --fp16 --tensor-model-parallel-size 2 --zero-stage 1",
+        zero(1, **FP16),
+        "pipeline=2 tensor=1",
+        "",
+    ),
+    "ZeRO 2 becomes a pipeline": (
+        f"{MDS} --bf16 --no-pipeline-parallel --zero-stage 2",
+        zero(2, **BF16),
+        "pipeline=2 zero=1",
+        "--no-pipeline-parallel",
+    ),
+    "ZeRO 3": (
+        f"{MDS} --bf16 --no-pipeline-parallel --zero-stage 3",
+        zero(3, **BF16),
+        "zero=2",
+        "",
+    ),
+    "pipeline becomes ZeRO 3": (
+        f"{MDS} --bf16 --pipeline-model-parallel-size 2",
+        zero(1, **BF16),
+        "pipeline=1 zero=3",
+        "",
+    ),
+    "checkpointed activations": (
+        f"{MDS} --bf16 --checkpoint-activations --deepspeed-activation-checkpointing "
+        "--partition-activations --tensor-model-parallel-size 2",
+        zero(0, **BF16),
+        "recompute=none pipeline=2",
+        "--checkpoint-activations --deepspeed-activation-checkpointing --partition-activations",
+    ),
+    "overlap in two places": (
+        f"{MDS} --bf16 --no-pipeline-parallel",
+        zero(1, **BF16) | {"zero_optimization": {"stage": 1, "overlap_comm": False}},
+        "pipeline=2 zero=1",
+        "",
+    ),
+    "Ulysses": (
+        f"{MDS} --bf16 --ds-sequence-parallel-size 2 --no-pipeline-parallel",
+        zero(1, **BF16),
+        "tensor=2",
+        "--ds-sequence-parallel-size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEGATRON_DEEPSPEED)
+def test_printed_command_and_ds_config_have_the_promised_step(capsys, monkeypatch, tmp_path, name):
+    command, config, limits, gone = MEGATRON_DEEPSPEED[name]
+    monkeypatch.chdir(tmp_path)
+    edit = check_round_trip(capsys, tmp_path, command, limits, config=config)
+    assert not set(gone.split()) & set(edit["command"])
+    for key in ("fp16", "bf16", "gradient_clipping"):
+        assert edit["config"].get(key) == config.get(key)
+
+
+#: Name of a case -> (ds_config, limits).
+DEEPSPEED_SCRIPTS = {
+    "pipeline comes": (zero(1, **FP16), "pipeline=2 zero=1"),
+    "pipeline goes": (zero(1, pipeline={"stages": 2, "partition": "type:block"}), "pipeline=1"),
+    "recomputation goes": (
+        zero(1, pipeline={"stages": 2, "activation_checkpoint_interval": 1}),
+        "pipeline=4 recompute=none",
+    ),
+    "recomputation comes": (zero(1, pipeline={"stages": 2}), "pipeline=2 recompute=full"),
+    "uneven layers": (zero(0, pipeline={"stages": 2}), "pipeline=4 zero=0 tensor=1"),
+}
+
+
+@pytest.mark.parametrize("name", DEEPSPEED_SCRIPTS)
+def test_printed_command_of_a_deepspeed_script_has_the_promised_step(
+    capsys, monkeypatch, tmp_path, name
+):
+    config, limits = DEEPSPEED_SCRIPTS[name]
+    monkeypatch.chdir(tmp_path)
+    command = "deepspeed train.py --deepspeed_config ds.json"
+    check_round_trip(capsys, tmp_path, command, limits, ["--model", MODEL], config)
+
+
+@pytest.mark.parametrize(
+    "option, flag", [("--inflight", "--holmes-inflight"), ("--overlap", "--holmes-overlap")]
+)
+def test_options_of_holmes_plan_become_flags_of_the_command(
+    capsys, monkeypatch, tmp_path, option, flag
+):
+    monkeypatch.chdir(tmp_path)
+    command = f"{LM} --tensor-model-parallel-size 2"
+    edit = check_round_trip(
+        capsys, tmp_path, command, "pipeline=2 tensor=1", [option, "off"], again=[]
+    )
+    assert (flag, "off") in zip(edit["command"], edit["command"][1:])
+
+
+def test_split_backward_passes_become_a_flag_of_the_command(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    edit = check_round_trip(
+        capsys,
+        tmp_path,
+        "train.py --deepspeed_config ds.json",
+        "pipeline=4 tensor=1",
+        ["--schedule", "auto", "--model", MODEL],
+        config=zero(0, pipeline={"stages": 2}),
+        again=["--model", MODEL],
+    )
+    assert ("--holmes-schedule", "auto") in zip(edit["command"], edit["command"][1:])
+
+
+def test_command_with_a_plan_file_has_the_order_of_nodes_of_the_plan(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    command = f"{LM} --tensor-model-parallel-size 2 --sequence-parallel"
+    output = ["--output", "plan.json"]
+    edit = check_round_trip(capsys, tmp_path, command, "tensor=4", output, again=[])
+    assert ("--holmes-plan", "plan.json") in zip(edit["command"], edit["command"][1:])

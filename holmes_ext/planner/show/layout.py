@@ -12,6 +12,7 @@ from dataclasses import replace
 from holmes_ext.cli.show.training import Training
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron.command_line.refusals import refusals
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
@@ -62,10 +63,18 @@ def asked_for(
     )
 
 
+def framework_of_command(args: argparse.Namespace, job: Training) -> str:
+    """Return the framework whose flags the command after -- has; "" if that is not known."""
+    if job.command_line.framework:
+        return job.command_line.framework
+    names_ds_config = ds_config.from_arguments(list(args.command or ())) is not None
+    return "deepspeed" if names_ds_config else ""
+
+
 def limits_of(args: argparse.Namespace, job: Training) -> Limits:
     """Return the limits of the search: those of --limit and those of the framework, if one is named."""
     limits = parse_limits(args.limit)
-    framework = args.framework or job.command_line.framework
+    framework = args.framework or framework_of_command(args, job)
     return limited(limits, job.engine, framework) if framework else limits
 
 

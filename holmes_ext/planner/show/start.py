@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from holmes_ext.cli.show.table import Screen
 from holmes_ext.cli.show.training import Training, sizes_given
-from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.plan.engine import HIERARCHICAL
 from holmes_ext.planner.launch_flags import Launch, launches
 from holmes_ext.planner.search.as_plan import layout_candidate
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.simulated import in_passes, timed
+from holmes_ext.planner.show.layout import framework_of_command
 from holmes_ext.planner.suggest import Request, edit_of, runs_already
 
 #: Beginning of a line that other code recognizes.
@@ -47,7 +47,7 @@ def launches_of(
     )
     step_s = result.best.step_s if plan else step_without_plan_file(result)
     by_framework = {name: replace(launch, step_s=step_s) for name, launch in by_framework.items()}
-    of_command = _framework_of_command(args, job)
+    of_command = framework_of_command(args, job)
     framework = args.framework or of_command
     if not framework:
         return by_framework
@@ -104,14 +104,6 @@ def start_line(result: SearchResult, starts: Mapping[str, Launch]) -> str:
         f"the job orders its nodes itself when it starts, and then takes {', '.join(step_texts)} s a step; "
         f"with --output plan.json it takes the plan's order, and {best_text} s"
     )
-
-
-def _framework_of_command(args: argparse.Namespace, job: Training) -> str:
-    """Return the framework whose flags the command after -- has; "" if that is not known."""
-    if job.command_line.framework:
-        return job.command_line.framework
-    names_ds_config = ds_config.from_arguments(list(args.command or ())) is not None
-    return "deepspeed" if names_ds_config else ""
 
 
 def _holmes_flags(launch: Launch) -> list[str]:
