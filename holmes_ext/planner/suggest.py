@@ -30,6 +30,12 @@ from holmes_ext.planner.search.result import Candidate
 MEGATRONS = ("megatron-lm", "megatron-deepspeed")
 #: Flags that describe the model. A command that has a model keeps its own.
 _MODEL_FLAGS = ("--num-experts", "--moe-router-topk")
+#: Flags whose default is 1.
+_SIZES_OF_ONE = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--expert-model-parallel-size",
+)
 #: Tables of a ds_config with the precision; a ds_config that exists keeps its own.
 _PRECISION_TABLES = ("bf16", "bfloat16", "fp16")
 
@@ -110,6 +116,9 @@ def _as_the_command_spells(
     if request.command_line.model is not None:
         for flag in _MODEL_FLAGS:
             spelled.pop(flag, None)
+    for flag in _SIZES_OF_ONE:
+        if spelled.get(flag) == ("1",) and flag not in present:
+            del spelled[flag]  # the framework's default
     layers_per_chunk = "--num-layers-per-virtual-pipeline-stage"
     if layers_per_chunk in present and shape.virtual > 1:
         spelled.pop("--num-virtual-stages-per-pipeline-rank", None)

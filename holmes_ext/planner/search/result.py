@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
+from math import inf
 from pathlib import Path
 
 from holmes_ext.document import load_json
@@ -136,6 +137,9 @@ class SearchResult:
     #: Shape -> lower bound on the step time of its placements, in seconds; shapes that fit the
     #: memory only.
     ideals: dict[Shape, float] = field(default_factory=dict)
+    #: Lower bound on the step time of the shapes that no time was left to bound one by one, in
+    #: seconds; inf if there are none.
+    unbounded_s: float = inf
     #: None before a step was simulated.
     optimality_gap: OptimalityGap | None = None
     #: The layout that the user gave, if any.
@@ -179,6 +183,13 @@ class SearchResult:
     def tokens_per_s(self, candidate: Candidate) -> float:
         """Return the tokens that a plan trains per second."""
         return self.global_batch * self.model.sequence / candidate.step_s
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds in which all GPUs together compute a step; no plan is faster."""
+        ranks_of_type = [len(names) * self.network.processes for names in self.network.names]
+        flops = sum(ranks * gpu.flops for ranks, gpu in zip(ranks_of_type, self.gpus))
+        return self.batch_flops / flops
 
     @property
     def batch_flops(self) -> float:
@@ -276,9 +287,20 @@ class SearchResult:
             flat=flat,
         )
 
+    @cached_property
+    def known_causes(self) -> dict[Candidate, dict[str, float]]:
+        """Seconds of a step by cause, of the candidates for which they were computed (stock.py)."""
+        return {}
+
+    @cached_property
+    def known_stock(self) -> dict[Candidate, tuple[SearchResult, Candidate]]:
+        """The job without holmes, for the candidates for which it was computed (stock.py)."""
+        return {}
+
     def __getstate__(self) -> dict[str, object]:
         # Worker processes rebuild the cache of prices: it cannot be pickled.
-        return {name: value for name, value in self.__dict__.items() if name != "_cached_prices"}
+        caches = ("_cached_prices", "known_causes", "known_stock")
+        return {name: value for name, value in self.__dict__.items() if name not in caches}
 
     def stock(
         self, shape: Shape, split: Sequence[int] = (), order: str = DEFAULT_ORDER
@@ -342,6 +364,7 @@ class SearchResult:
             model=model,
             candidates=[],
             ideals={},
+            unbounded_s=inf,
             optimality_gap=None,
             user_layout=None,
             nearest=None,

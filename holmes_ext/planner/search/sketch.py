@@ -46,6 +46,11 @@ GAIN = 0.01
 NEAR = 1.2
 #: Progress is reported once for so many shapes.
 PROGRESS_EVERY = 16
+#: Lower bounds are computed for every STRIDE-th shape first, then for those between them: if the time
+#: ends, shapes of all kinds have one.
+STRIDE = 16
+#: The lower bounds of the shapes may take so many times as long as the closed form of the best shapes.
+BOUNDS_SHARE = 3.0
 #: Term of the memory -> how to make it smaller.
 FIXES = {
     "weights": "more GPUs, or a larger tensor or pipeline size",
@@ -101,7 +106,11 @@ class Sketch:
         self.nearest: tuple[float, Shape] | None = None
 
     def run(
-        self, seconds: float, progress: Progress | None = None, simulate: bool = True
+        self,
+        seconds: float,
+        progress: Progress | None = None,
+        simulate: bool = True,
+        simulation_end: float = inf,
     ) -> SearchResult:
         """Find the best plan of each shape by the closed form, then simulate the fastest plans.
 
@@ -112,14 +121,17 @@ class Sketch:
             seconds: Time limit of the closed form, for all shapes together.
             progress: Called from time to time.
             simulate: Simulate steps; otherwise return the ranking by the closed form.
+            simulation_end: Moment of time.monotonic() after which no further plan is simulated.
 
         Raises:
             HolmesError: No parallel sizes are possible, or no plan fits the memory.
         """
         result = self.result
-        end = time.monotonic() + seconds
+        begin = time.monotonic()
         try:
-            self._bound_shapes()
+            self._bound_shapes(begin + BOUNDS_SHARE * seconds)
+            # The lower bounds may have taken the time; the ranking gets at least a share of it.
+            end = max(begin + seconds, time.monotonic() + seconds / 2)
             self._rank_shapes(end, progress)
         except KeyboardInterrupt:
             if not result.candidates:
@@ -131,19 +143,36 @@ class Sketch:
             raise HolmesError(self._misfit_message())
         result.candidates.sort(key=lambda plan: (plan.formula_s, plan.peak_bytes))
         if simulate and not result.interrupted:
-            return simulate_first(result, rows=self.rows)
+            return simulate_first(result, rows=self.rows, end=simulation_end)
         return result
 
-    def _bound_shapes(self) -> None:
+    def _bound_shapes(self, end: float) -> None:
         """Compute the lower bound on the step time of every shape (parallel sizes), and keep it.
 
-        Shapes whose layers fit no memory are only counted.
+        Shapes whose layers fit no memory are only counted. If the time ends, the shapes that are
+        left are not examined; the time of the computation alone is the lower bound of all of them.
+
+        Args:
+            end: Moment of time.monotonic() at which to stop.
         """
         result = self.result
-        all_shapes = shapes(result.network, result.model, result.global_batch, result.limits)
-        for shape in self.only or all_shapes:
-            result.shapes += 1
-            ideal_s = ShapeBound(result.network, result.prices(shape), shape).seconds
+        listed = list(
+            self.only or shapes(result.network, result.model, result.global_batch, result.limits)
+        )
+        result.shapes += len(listed)
+        strided = [shape for start in range(STRIDE) for shape in listed[start::STRIDE]]
+        bounds_s: dict[Shape, float] = {}
+        has_fitting = False  # a shape whose layers fit the memory was examined
+        for shape in strided:
+            if has_fitting and time.monotonic() > end:
+                result.unbounded_s = result.computing_s
+                break
+            bounds_s[shape] = ShapeBound(result.network, result.prices(shape), shape).seconds
+            has_fitting = has_fitting or bounds_s[shape] < inf
+        for shape in listed:  # in this order, whatever the stride
+            ideal_s = bounds_s.get(shape)
+            if ideal_s is None:
+                continue
             if ideal_s < inf:
                 result.ideals[shape] = ideal_s
             else:  # inf: the layers fit no memory
@@ -305,7 +334,9 @@ class Sketch:
         )
 
 
-def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int = 1) -> SearchResult:
+def simulate_first(
+    result: SearchResult, count: int = MAX_SIMULATED, rows: int = 1, end: float = inf
+) -> SearchResult:
     """Simulate the fastest candidates, and return the result with these first.
 
     The budget of all simulations together is MAX_PASSES passes. The optimality gap is computed from
@@ -316,6 +347,7 @@ def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int =
         count: Most candidates to simulate.
         rows: Number of candidates to simulate even if they are slower than the best, up to the
             factor FAR.
+        end: Moment of time.monotonic() after which no further candidate is simulated.
     """
     passes_left = MAX_PASSES
     best_s = inf
@@ -326,7 +358,8 @@ def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int =
         # The closed form seldom exceeds the simulated step, so a candidate above the limit is not
         # faster. Nor are the following ones.
         limit_s = best_s if len(simulated) >= rows else FAR * best_s
-        if len(simulated) == count or candidate.formula_s >= limit_s:
+        is_over = bool(simulated) and time.monotonic() > end
+        if len(simulated) == count or candidate.formula_s >= limit_s or is_over:
             others += result.candidates[number:]
             break
         shape = candidate.shape
@@ -344,7 +377,8 @@ def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int =
     simulated.sort(key=lambda plan: plan.simulated_s)
     if result.user_layout is not None:
         result = replace(result, user_layout=timed(result, result.user_layout))
-    return result.ranked([*simulated, *others], min(result.ideals.values(), default=0.0))
+    bound_s = min(result.ideals.values(), default=0.0)
+    return result.ranked([*simulated, *others], min(bound_s, result.unbounded_s))
 
 
 def _limits_text(limits: Limits) -> str:

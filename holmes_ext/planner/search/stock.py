@@ -29,6 +29,13 @@ def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
 
     The sum of all causes is the step time: the simulated one if the candidate was simulated.
     """
+    if candidate not in result.known_causes:
+        result.known_causes[candidate] = _compute_causes(result, candidate)
+    return dict(result.known_causes[candidate])
+
+
+def _compute_causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
+    """Return the seconds of a step by cause, computed anew."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     stages = candidate.placement.stages  # of each: the clusters that it lies on
     stage_count = len(stages)
@@ -67,6 +74,13 @@ def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult
     layers on each stage; otherwise all stages get equally many. The plan is simulated if the
     candidate is.
     """
+    if candidate not in result.known_stock:
+        result.known_stock[candidate] = _compute_stock(result, candidate)
+    return result.known_stock[candidate]
+
+
+def _compute_stock(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
+    """Return the job without holmes, computed anew."""
     is_user_layout = bool(candidate.placement.names)  # only a given layout names its nodes
     split = candidate.split if is_user_layout else ()
     stock, same_sizes = result.stock(candidate.shape, split, candidate.placement.sizes.order)

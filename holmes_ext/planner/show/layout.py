@@ -101,20 +101,17 @@ def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
     raise HolmesError(f"{model.source}: key 'global_batch' is missing; {needed}")
 
 
-def beside(
-    search_result: SearchResult, job: Training, limits: Limits = Limits()
-) -> tuple[SearchResult, Training]:
+def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Training]:
     """Simulate the user's layout, to compare it with the plans of a search.
 
     Args:
-        search_result: Result of the search.
+        search_result: Request or result of the search.
         job: The job, with the layout.
-        limits: Limits of the user. A layout outside them is shown, but is not the best plan.
 
     Returns:
-        The result with the layout (as user_layout, and as a candidate if it is the fastest), and
-        the job. If the layout is impossible: the result as it is, and the job with a line on the
-        reason. Without given sizes: both as they are.
+        The result with the layout (user_layout), and the job. If the layout is impossible: the
+        result as it is, and the job with a line on the reason. Without given sizes: both as they
+        are.
     """
     if job.sizes is None:
         return search_result, job
@@ -129,10 +126,25 @@ def beside(
         return search_result, replace(
             job, lines=(*job.lines, f"not possible: your layout: {error}")
         )
+    return replace(search_result, user_layout=layout), job
+
+
+def compared(result: SearchResult, limits: Limits) -> SearchResult:
+    """Return a result in which nothing slower than the user's layout is the best plan.
+
+    It also has the plan that is nearest to the layout (`nearest`). Without a layout, the result does
+    not change.
+
+    Args:
+        limits: Limits of the user. A layout outside them is shown, but is not the best plan.
+    """
+    layout = result.user_layout
+    if layout is None:
+        return result
     if is_within(limits, layout):
-        search_result = search_result.with_known(layout)
-    search_result = replace(search_result, user_layout=layout)
-    return replace(search_result, nearest=nearest_to(search_result, layout)), job
+        result = result.with_known(layout)
+    nearest = result.nearest or nearest_to(result, layout)
+    return replace(result, nearest=nearest)
 
 
 def is_within(limits: Limits, layout: Candidate) -> bool:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.training import LEAVE_OUT, Training, sizes_given
@@ -36,12 +35,15 @@ from holmes_ext.planner.search.simulated import with_breadth_first, with_passes
 from holmes_ext.planner.search.space import parse_limits
 from holmes_ext.planner.search.spreading import with_spread
 from holmes_ext.planner.show import plan_page, search_table, start
-from holmes_ext.planner.show.layout import asked_for, beside, global_batch, limits_of
+from holmes_ext.planner.show.layout import asked_for, beside, compared, global_batch, limits_of
 from holmes_ext.planner.show.progress import ProgressBar
+from holmes_ext.planner.show.time_limit import TimeLimit
 from holmes_ext.words import grouped
 
 #: Share of the time limit for the forecasts of extensions.
 COMPANION_SHARE = 0.1
+#: Share of the time limit for the order of split backward passes, if the framework can split them.
+PASSES_SHARE = 0.3
 #: Exit status after Ctrl-C.
 INTERRUPTED_STATUS = 130
 
@@ -68,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--seconds",
         type=float,
-        default=60.0,
+        default=10.0,
         metavar="S",
-        help="time limit; ends early once the best is proven (default: 60); Ctrl-C: the best so far",
+        help="time limit; ends early once the best is proven (default: 10); Ctrl-C: the best so far",
     )
     add("--rows", type=int, default=10, metavar="N", help="rows of the table (default: 10)")
     add(
@@ -154,30 +156,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     links = Links.of_spec(spec)
     batch = global_batch(args, job, site)
     request = asked_for(Network(site, links), job, batch, limits_of(args, job))
-    more: dict[str, Any] = {}  # additional keys of --json
-    with ProgressBar(args.seconds, quiet=args.json) as bar:
-        end = time.monotonic() + args.seconds
-        # A quick first look; best_use() or proven() goes on until the best plan is proven.
-        result = search(request, args.seconds, bar.on_progress, args.rows, prove=False)
-        result, job = beside(
-            result, job, parse_limits(args.limit)
-        )  # adds the user's layout, if there is one
-        if not result.interrupted:
-            if args.nodelist:  # the user wants just these nodes
-                result = proven(with_spread(result), end, bar.on_progress)
-            else:
-                result = best_use(result, spec, end, bar.on_progress, args.rows)
-            if result.on_all is not None:  # the job is faster on fewer nodes
-                lines, more["leave_out"] = leave_out(result, result.on_all, args, job)
-                job = replace(job, lines=(*lines, *job.lines))
-                if (
-                    job.sizes is not None
-                ):  # given sizes are for all nodes, so show the plan for these
-                    result = result.on_all
-            if job.engine.breadth_first:  # the framework supports that order of passes
-                result = with_breadth_first(result)
-            if request.rules.splits:  # the framework can split backward passes and list their order
-                result = with_passes(result)
+    result, job, more = _search(args, spec, job, request)
     forecasts = _forecasts(args, result)
     for name, forecast in forecasts.items():
         more[name] = forecast.document()
@@ -196,6 +175,56 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     if args.output and not args.json:
         print(f"written: {args.output}")
     return INTERRUPTED_STATUS if result.interrupted else 0
+
+
+class _Found(NamedTuple):
+    """Result of the search, and what else it found out."""
+
+    result: SearchResult
+    job: Training  # with more lines for the user
+    more: dict[str, Any]  # additional keys of --json
+
+
+def _search(
+    args: argparse.Namespace, spec: SiteSpec, job: Training, request: SearchResult
+) -> _Found:
+    """Search for the best plan until it is proven, or so that the output is ready in time.
+
+    Args:
+        args: Arguments of `holmes plan`.
+        spec: Clusters and nodes available.
+        job: What to train.
+        request: Request of the search.
+    """
+    more: dict[str, Any] = {}
+    user_limits = parse_limits(args.limit)
+    time_limit = TimeLimit.of_arguments(args)
+    with ProgressBar(args.seconds, quiet=args.json) as bar:
+        request, job = beside(request, job)  # adds the user's layout, if there is one
+        # A quick first look; best_use() or proven() goes on until the best plan is proven.
+        seconds = time_limit.left_s
+        result = search(request, seconds, bar.on_progress, args.rows, prove=False)
+        result = compared(result, user_limits)
+        if result.interrupted:
+            return _Found(result, job, more)
+        output_begin = time_limit.output_begin(result)
+        end = output_begin
+        if request.rules.splits:  # a part of the time is for the order of split passes
+            end = time_limit.share_until(output_begin, share=1 - PASSES_SHARE)
+        if args.nodelist:  # the user wants just these nodes
+            result = proven(with_spread(result), end, bar.on_progress)
+        else:
+            result = best_use(result, spec, end, bar.on_progress, args.rows)
+        if result.on_all is not None:  # the job is faster on fewer nodes
+            lines, more["leave_out"] = leave_out(result, result.on_all, args, job)
+            job = replace(job, lines=(*lines, *job.lines))
+            if job.sizes is not None:  # given sizes are for all nodes, so show the plan for these
+                result = result.on_all
+        if job.engine.breadth_first:  # the framework supports that order of passes
+            result = with_breadth_first(result)
+        if request.rules.splits:  # the framework can split backward passes and list their order
+            result = with_passes(result, output_begin)
+    return _Found(compared(result, user_limits), job, more)
 
 
 def _check(args: argparse.Namespace, job: Training) -> None:
