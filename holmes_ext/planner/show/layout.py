@@ -252,9 +252,33 @@ def _candidate_of_layout(
     if plan is not None:
         layers = plan.stage_layers or layers
         nodes = plan.nodes
+    if shape.virtual > 1 and (layers or options.needs_model):
+        layers = _layers_of_chunks(shape, layers)
     # Flat: no all-reduce is hierarchical (first inside clusters, then between them). Only a
     # framework that reduces by itself can be flat: Megatron, the one with `hierarchical_zero`. It
     # reduces hierarchically if its flags ask for several optimizer instances. With all other
     # frameworks (None) holmes reduces, hierarchically where that is faster.
     is_flat = job.engine.hierarchical_zero is not None and command.instances <= 1
     return layout_candidate(result, sizes, shape, split=layers, nodes=nodes, flat=is_flat)
+
+
+def _layers_of_chunks(shape: Shape, layers: Sequence[int]) -> Sequence[int]:
+    """Return the layers of the stages in an interleaved schedule: () for even chunks.
+
+    A stage has several chunks of layers there. --holmes-partition may list the layers of all chunks,
+    for example 2,2,2,2 for two stages with two chunks each.
+
+    Args:
+        layers: Layers that --holmes-partition or a plan file lists; () if holmes is to choose them.
+
+    Raises:
+        HolmesError: The chunks are not even, or their number is another one.
+    """
+    chunks = shape.pipeline * shape.virtual
+    if len(layers) == chunks and len(set(layers)) == 1:
+        return ()
+    raise HolmesError(
+        f"--holmes-partition: the command has {shape.virtual} chunks of layers on each stage (interleaved "
+        "schedule), and only even ones can be planned; remove --holmes-partition, or "
+        "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
+    )
