@@ -273,14 +273,6 @@ def given_sizes(args: argparse.Namespace, spec: SiteSpec, job: Training) -> Give
     if described_model is not None and given_workload is not None:
         conflict = "--model or --profile says what the model computes and sends"
         raise HolmesError(f"{conflict}; give it or --workload (--gradient-bytes, ...), not both")
-    chunks = job.command_line.virtual
-    if args.partition != "uniform" and chunks > 1:
-        raise HolmesError(
-            f"--partition {args.partition}: the command has {chunks} chunks of layers on each stage "
-            "(interleaved schedule), and these stay even; remove "
-            "--num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank from the "
-            "command, or use --partition uniform"
-        )
     site = site_from_spec(spec)
     links = Links.of_spec(spec)
     plan = build_plan(

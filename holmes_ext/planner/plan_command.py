@@ -19,6 +19,7 @@ from holmes_ext.cli.plan import (
     status_of,
     workload,
 )
+from holmes_ext.cli.show.training import Training
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
@@ -59,10 +60,26 @@ def run(args: argparse.Namespace) -> int:
     if explains and job.model is None and not args.profile:
         advice = "give --model FILE (examples/models has some) or --profile FILE"
         raise HolmesError(f"--explain and --picture need to know the model: {advice}")
+    _check_partition(args, job)
     given = given_sizes(args, spec, job)
     if job.model is None and not explains:
         return show_given_sizes(given, args)
     return _show(args, given, explains)
+
+
+def _check_partition(args: argparse.Namespace, job: Training) -> None:
+    """Raise HolmesError if --partition is to divide the layers of an interleaved schedule.
+
+    A job with such a plan ends with an error, because the plan has layers of stages, not of chunks.
+    """
+    chunks = job.command_line.virtual
+    if args.partition != "uniform" and chunks > 1:
+        raise HolmesError(
+            f"--partition {args.partition}: the command has {chunks} chunks of layers on each stage "
+            "(interleaved schedule), and these stay even; remove "
+            "--num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank from the "
+            "command, or use --partition uniform"
+        )
 
 
 def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:

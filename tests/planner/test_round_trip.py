@@ -144,6 +144,11 @@ MEGATRON_LM = {
         "expert=2 tensor=2",
         "",
     ),
+    "experts without sequence parallelism": (
+        f"{LM} --num-experts 4 --tensor-model-parallel-size 2",
+        "tensor=4 pipeline=1",
+        "",
+    ),
     "order of the ranks": (
         f"{LM} --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping",
         "order=tp-cp-ep-dp-pp pipeline=2 tensor=2",
@@ -173,6 +178,8 @@ def test_printed_command_of_megatron_lm_has_the_promised_step(capsys, monkeypatc
     monkeypatch.chdir(tmp_path)
     edit = check_round_trip(capsys, tmp_path, command, limits)
     assert not set(gone.split()) & set(edit["command"])
+    if "--num-experts" in command and "tensor=1" not in limits:
+        assert "--sequence-parallel" in edit["command"]
 
 
 def zero(stage, **more):
@@ -285,7 +292,8 @@ def test_split_backward_passes_become_a_flag_of_the_command(capsys, monkeypatch,
         tmp_path,
         "train.py --deepspeed_config ds.json",
         "pipeline=4 tensor=1",
-        ["--schedule", "auto", "--model", MODEL],
+        # Without an end before the order of passes is found; the search itself takes a second.
+        ["--schedule", "auto", "--model", MODEL, "--seconds", "60"],
         config=zero(0, pipeline={"stages": 2}),
         again=["--model", MODEL],
     )

@@ -14,11 +14,12 @@ from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron.command_line.refusals import refusals
+from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import REDUCTIONS, rules_of
 from holmes_ext.plan.plan import Plan, load_plan
-from holmes_ext.plan.shape import shape_of
+from holmes_ext.plan.shape import Shape, shape_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.launch_flags import limited
 from holmes_ext.planner.search.as_plan import layout_candidate
@@ -44,9 +45,14 @@ def asked_for(
         # The framework itself can reduce hierarchically (under these ZeRO stages). Its flags choose
         # between flat and hierarchical reductions, so the search may try both.
         rules = replace(rules, reductions=REDUCTIONS)
+    model = job.known_model
+    if job.engine is ENGINES["megatron-lm"] and model.experts:
+        # Megatron-LM trains experts on several tensor-parallel ranks with --sequence-parallel only. With one
+        # tensor-parallel rank the flag changes nothing.
+        model = replace(model, sequence_parallel=True)
     request = SearchResult(
         network,
-        job.known_model,
+        model,
         global_batch=batch,
         limits=limits,
         rules=rules,
@@ -262,7 +268,7 @@ def _candidate_of_layout(
     return layout_candidate(result, sizes, shape, split=layers, nodes=nodes, flat=is_flat)
 
 
-def _layers_of_chunks(shape: Shape, layers: Sequence[int]) -> Sequence[int]:
+def _layers_of_chunks(shape: Shape, layers: tuple[int, ...]) -> tuple[int, ...]:
     """Return the layers of the stages in an interleaved schedule: () for even chunks.
 
     A stage has several chunks of layers there. --holmes-partition may list the layers of all chunks,
