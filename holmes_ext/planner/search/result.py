@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from math import inf
 from pathlib import Path
+from typing import Any, TypeVar
 
 from holmes_ext.document import load_json
 from holmes_ext.plan.arrange.orders import described, launched
@@ -25,6 +26,7 @@ from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 from holmes_ext.planner.search.space import Limits
 
+T = TypeVar("T")
 #: Steps that differ by less than this fraction are equal.
 EQUAL = 1e-9
 #: An optimality gap up to so many times EQUAL counts as zero.
@@ -163,6 +165,8 @@ class SearchResult:
     overlap: str = ""
     #: ZeRO 1 gathers the weights under the next forward pass.
     gather_overlap: bool = False
+    #: What remember() has computed.
+    remembered: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     #: Result for all nodes, if this one uses fewer nodes because the job is faster with them.
     on_all: SearchResult | None = None
 
@@ -287,20 +291,23 @@ class SearchResult:
             flat=flat,
         )
 
-    @cached_property
-    def known_causes(self) -> dict[Candidate, dict[str, float]]:
-        """Seconds of a step by cause, of the candidates for which they were computed (stock.py)."""
-        return {}
+    def remember(self, name: str, candidate: Candidate, compute: Callable[[], T]) -> T:
+        """Return compute(), which is called only once for each name and candidate.
 
-    @cached_property
-    def known_stock(self) -> dict[Candidate, tuple[SearchResult, Candidate]]:
-        """The job without holmes, for the candidates for which it was computed (stock.py)."""
-        return {}
+        Results that are copies of each other share what is remembered, as far as they have the same
+        network, model and rules.
+        """
+        job = (id(self.network), id(self.model), self.rules, self.overlap, self.gather_overlap)
+        key = (name, candidate, job)
+        if key not in self.remembered:
+            self.remembered[key] = compute()
+        value: T = self.remembered[key]
+        return value
 
     def __getstate__(self) -> dict[str, object]:
-        # Worker processes rebuild the cache of prices: it cannot be pickled.
-        caches = ("_cached_prices", "known_causes", "known_stock")
-        return {name: value for name, value in self.__dict__.items() if name not in caches}
+        # Worker processes rebuild the cache of prices, which cannot be pickled, and need no other.
+        state = {name: value for name, value in self.__dict__.items() if name != "_cached_prices"}
+        return {**state, "remembered": {}}
 
     def stock(
         self, shape: Shape, split: Sequence[int] = (), order: str = DEFAULT_ORDER
@@ -369,6 +376,7 @@ class SearchResult:
             user_layout=None,
             nearest=None,
             on_all=None,
+            remembered={},
             shapes=0,
             pruned=0,
             misfits=0,

@@ -162,7 +162,11 @@ def step_without(result: SearchResult, candidate: Candidate) -> float:
     The step is simulated if the candidate is; otherwise the closed form is used.
     """
     if candidate.simulated_s:
-        return folded_s(job_of(result, candidate, hide_stage_links=False))
+        return result.remember(
+            "framework's schedule",
+            candidate,
+            lambda: folded_s(job_of(result, candidate, hide_stage_links=False)),
+        )
     # link_load_s=None: sends between stages block as in the framework.
     framework_costs = replace(result.costs(candidate), link_load_s=None)
     return estimate(framework_costs, candidate.split).step_s

@@ -35,6 +35,8 @@ MAX_PASSES = 60_000
 #: takes as long as so many passes.
 WAN_PASS_FACTOR = 4
 HIERARCHICAL_PASSES = 1000
+#: If the time is short, it is kept for so many simulations, which the output of the best plan needs.
+RESERVED_SIMULATIONS = 6
 #: A plan is not simulated if its closed form exceeds the best simulated step by this factor.
 FAR = 1.5
 #: If there are more shapes, the best shape of each pipeline size comes first.
@@ -121,7 +123,7 @@ class Sketch:
             seconds: Time limit of the closed form, for all shapes together.
             progress: Called from time to time.
             simulate: Simulate steps; otherwise return the ranking by the closed form.
-            simulation_end: Moment of time.monotonic() after which no further plan is simulated.
+            simulation_end: Moment of time.monotonic() at which plans and the output must be simulated.
 
         Raises:
             HolmesError: No parallel sizes are possible, or no plan fits the memory.
@@ -347,8 +349,10 @@ def simulate_first(
         count: Most candidates to simulate.
         rows: Number of candidates to simulate even if they are slower than the best, up to the
             factor FAR.
-        end: Moment of time.monotonic() after which no further candidate is simulated.
+        end: Moment of time.monotonic() at which the best candidate and RESERVED_SIMULATIONS other
+            steps have to be simulated.
     """
+    longest_s = 0.0  # of a simulation
     passes_left = MAX_PASSES
     best_s = inf
     layers = result.model.layers
@@ -358,7 +362,8 @@ def simulate_first(
         # The closed form seldom exceeds the simulated step, so a candidate above the limit is not
         # faster. Nor are the following ones.
         limit_s = best_s if len(simulated) >= rows else FAR * best_s
-        is_over = bool(simulated) and time.monotonic() > end
+        now = time.monotonic()
+        is_over = bool(simulated) and now + RESERVED_SIMULATIONS * longest_s > end
         if len(simulated) == count or candidate.formula_s >= limit_s or is_over:
             others += result.candidates[number:]
             break
@@ -373,6 +378,7 @@ def simulate_first(
             continue
         passes_left -= needed_passes
         simulated.append(timed(result, candidate))
+        longest_s = max(longest_s, time.monotonic() - now)
         best_s = min(best_s, simulated[-1].step_s)
     simulated.sort(key=lambda plan: plan.simulated_s)
     if result.user_layout is not None:

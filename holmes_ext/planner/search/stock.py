@@ -29,9 +29,7 @@ def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
 
     The sum of all causes is the step time: the simulated one if the candidate was simulated.
     """
-    if candidate not in result.known_causes:
-        result.known_causes[candidate] = _compute_causes(result, candidate)
-    return dict(result.known_causes[candidate])
+    return dict(result.remember("causes", candidate, lambda: _compute_causes(result, candidate)))
 
 
 def _compute_causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
@@ -74,9 +72,7 @@ def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult
     layers on each stage; otherwise all stages get equally many. The plan is simulated if the
     candidate is.
     """
-    if candidate not in result.known_stock:
-        result.known_stock[candidate] = _compute_stock(result, candidate)
-    return result.known_stock[candidate]
+    return result.remember("stock", candidate, lambda: _compute_stock(result, candidate))
 
 
 def _compute_stock(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
@@ -117,8 +113,11 @@ def best_stock(result: SearchResult) -> Candidate | None:
     if user_layout:
         shape = user_layout.shape
         chosen |= dict.fromkeys(plan for plan in ranked if plan.shape == shape)
-    simulated_plans = []
-    for plan in chosen:
-        stock_request, _ = result.stock(plan.shape)
-        simulated_plans.append(timed(stock_request, plan))
+    simulated_plans = [_simulated_stock(result, plan) for plan in chosen]
     return min(simulated_plans, key=lambda plan: plan.step_s, default=None)
+
+
+def _simulated_stock(result: SearchResult, plan: Candidate) -> Candidate:
+    """Return a plan of the job without holmes with its simulated step."""
+    request, _ = result.stock(plan.shape)
+    return result.remember("simulated stock", plan, lambda: timed(request, plan))

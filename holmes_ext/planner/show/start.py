@@ -77,6 +77,11 @@ def step_without_plan_file(result: SearchResult) -> float:
     Such a job has the sizes and layers of the plan, and orders its nodes itself when it starts. Its
     order may differ from the plan's, which was found by simulation.
     """
+    return result.remember("no plan file", result.best, lambda: _own_order_s(result))
+
+
+def _own_order_s(result: SearchResult) -> float:
+    """Return the step with the best plan's flags in the job's own order of nodes, in seconds."""
     best = result.best
     engine_reduces = result.engine.hierarchical_zero is not None
     own = layout_candidate(

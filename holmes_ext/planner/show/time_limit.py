@@ -7,12 +7,11 @@ import time
 from dataclasses import dataclass
 
 from holmes_ext.planner.search.result import SearchResult
-from holmes_ext.planner.search.simulated import simulated
+from holmes_ext.planner.search.simulated import step_without
+from holmes_ext.planner.search.stock import best_stock
+from holmes_ext.planner.show.search_table import reasons
 from holmes_ext.planner.show.start import step_without_plan_file
 
-#: Simulated steps that the output needs: the seconds by cause of the best plan, the user's layout and the
-#: job without holmes, the step with the framework's schedule, and the baselines.
-OUTPUT_STEPS = 8
 #: Seconds in which the tables are drawn and the process ends.
 OUTPUT_S = 0.15
 
@@ -43,13 +42,14 @@ class TimeLimit:
         """Return the moment of time.monotonic() at which the output must begin, so that it ends in time.
 
         Args:
-            result: First plans of the search. The best of them shows how long the simulations and
-                the order of nodes, which the output needs, will take.
+            result: First plans of the search. The simulations that the output needs of its best plan
+                are done here: they show how long they take for a better plan. If there is none, the
+                output needs no others, because the result remembers them.
         """
         begin = time.monotonic()
-        simulated(result, result.best)
-        simulation_s = time.monotonic() - begin
-        begin = time.monotonic()
+        reasons(result)
+        best_stock(result)
+        step_without(result, result.best)
         step_without_plan_file(result)
-        order_s = time.monotonic() - begin
-        return self.end - OUTPUT_STEPS * simulation_s - order_s - OUTPUT_S
+        simulations_s = time.monotonic() - begin
+        return self.end - simulations_s - OUTPUT_S
