@@ -159,6 +159,11 @@ MEGATRON_LM = {
         "reduction=flat pipeline=2",
         "--num-distributed-optimizer-instances",
     ),
+    "optimizer instances come": (
+        f"{LM} --use-distributed-optimizer --pipeline-model-parallel-size 2",
+        "reduction=hierarchical clusters=data zero=1 pipeline=1",
+        "",
+    ),
     "flags of an earlier plan": (
         f"{LM} --holmes --holmes-cluster old.toml --holmes-sizes pipeline=2 --holmes-partition 3,5",
         "pipeline=1",

@@ -49,7 +49,7 @@ LEGEND = (
 #: Beginning of a line that other code recognizes.
 DOES_NOT_FIT = "your layout does not fit"
 #: What the output says beside a memory whose GPU has no known memory.
-NO_LIMIT = "no memory limit assumed (keys gpu, gpu_memory_bytes of cluster.toml)"
+NO_LIMIT = "no memory limit assumed (key gpu or gpu_memory_bytes of cluster.toml)"
 #: Causes below this share of the step have no row.
 SMALL_CAUSE = 1e-4
 
@@ -331,9 +331,9 @@ def why_lines(result: SearchResult) -> list[str]:
     stage = _fullest_stage(best)
     used = of_limit(best.memory_bytes[stage], best.limit_bytes[stage])
     terms = _terms_text(memory_terms(result, best))
-    if best.limit_bytes[stage] == inf:
-        used += f", {NO_LIMIT}"
-    lines.append(f"memory of the fullest stage: {used} ({terms})")
+    has_no_limit = best.limit_bytes[stage] == inf
+    note = f"; {NO_LIMIT}" if has_no_limit else ""
+    lines.append(f"memory of the fullest stage: {used} ({terms}){note}")
     if layout and not layout.fits:
         stage = _fullest_stage(layout)
         needed = of_limit(layout.memory_bytes[stage], layout.limit_bytes[stage])
