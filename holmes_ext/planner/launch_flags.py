@@ -64,6 +64,8 @@ class Launch:
     lacks: tuple[str, ...] = ()
     #: Code that the script itself needs, in words: its mesh, its schedule.
     script: str = ""
+    #: Environment variables that the framework needs for the plan, in words.
+    environment: str = ""
     #: Changes to the user's command that have the same effect; None without such a command.
     edit: CommandEdit | None = None
     #: Predicted step of the job that these flags start, in seconds. Without a plan file the job orders its
@@ -114,7 +116,11 @@ def launches(
     megatron_ds_flags = _megatron_deepspeed(candidate, model, global_batch)
     megatron_ds_flags += [*overlap_flags, *holmes]
     return {
-        "megatron-lm": Launch((*lm_flags, *holmes), lacks=tuple(lm_lacks)),
+        "megatron-lm": Launch(
+            (*lm_flags, *holmes),
+            lacks=tuple(lm_lacks),
+            environment=_megatron_lm_environment(candidate),
+        ),
         "deepspeed": Launch(tuple(ds_flags), {**config, **pipeline_config}, lacks),
         "megatron-deepspeed": Launch(tuple(megatron_ds_flags), config, lacks),
         "ddp": Launch(tuple(holmes), lacks=_unsupported(candidate, "ddp")),
@@ -225,6 +231,17 @@ def _megatron_lm(
             "reduction=flat, or zero=1)"
         )
     return flags, lacks
+
+
+def _megatron_lm_environment(candidate: Candidate) -> str:
+    """Return the environment variable that Megatron-LM needs for a plan, in words; "" for none."""
+    shape = candidate.shape
+    if shape.tensor == 1 and shape.context == 1:
+        return ""
+    return (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-LM requires with tensor or context parallelism on "
+        "GPUs before Blackwell"
+    )
 
 
 def _ds_config(candidate: Candidate, model: Model, global_batch: int) -> dict[str, Any]:

@@ -5,9 +5,13 @@ predicts the step of this new command. Both steps must have the same printed dig
 """
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from checkouts import checkout_or_skip
 
 from holmes_ext.cli.main import main
 
@@ -177,14 +181,94 @@ MEGATRON_LM = {
 }
 
 
+#: Name of a case -> words of the printed command, for the tests that have run.
+printed: dict[str, list[str]] = {}
+
+
 @pytest.mark.parametrize("name", MEGATRON_LM)
 def test_printed_command_of_megatron_lm_has_the_promised_step(capsys, monkeypatch, tmp_path, name):
     command, limits, gone = MEGATRON_LM[name]
     monkeypatch.chdir(tmp_path)
     edit = check_round_trip(capsys, tmp_path, command, limits)
+    printed[name] = edit["command"]
     assert not set(gone.split()) & set(edit["command"])
     if "--num-experts" in command and "tensor=1" not in limits:
         assert "--sequence-parallel" in edit["command"]
+
+
+VALIDATE = """
+import argparse, importlib.abc, importlib.machinery, json, os, sys, types, typing
+from unittest.mock import MagicMock
+sys.path.insert(0, sys.argv[1])
+typing.override = getattr(typing, "override", lambda method: method)  # Python < 3.12
+NAMES = ("transformers", "torchvision", "sentencepiece", "tiktoken", "triton", "pybind11", "six")
+
+# what is imported beside, and this environment lacks
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        is_absent = name.split(".")[0] in NAMES
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_absent else None
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__path__, module.__version__ = [], "3.0.0"
+        def mock(name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return MagicMock()
+        module.__getattr__ = mock
+        return module
+    def exec_module(self, module):
+        pass
+sys.meta_path.append(Absent())
+import torch
+torch.cuda.get_device_capability = lambda *given: (8, 0)
+torch.cuda.get_device_properties = lambda *given: MagicMock(major=8, minor=0)
+from megatron.training import arguments
+OTHERS = "--tokenizer-type NullTokenizer --train-iters 1 --lr 0.1 --use-cpu-initialization".split()
+problems = {}
+for name, words in json.loads(os.environ["TEST_COMMANDS"]).items():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.add_megatron_arguments(parser)
+    args, unknown = parser.parse_known_args([*words, *OTHERS])
+    unknown = [word for word in unknown if word.startswith("--") and "holmes" not in word]
+    args.rank, args.world_size = 0, 8
+    try:
+        arguments.validate_args(args)
+    except Exception as error:
+        problems[name] = repr(error)
+    if unknown:
+        problems[name] = unknown
+print(json.dumps(problems))
+"""
+
+
+def test_megatron_lm_accepts_the_printed_commands(tmp_path):
+    """Its own validate_args() ends with an error for flags that do not go together."""
+    folder = str(checkout_or_skip("Megatron-LM"))
+    commands = {
+        name: words[words.index("pretrain_gpt.py") + 1 :] for name, words in printed.items()
+    }
+    if not commands:
+        pytest.skip("the tests that print the commands have not run in this process")
+    environment = {
+        **os.environ,
+        "TORCHDYNAMO_DISABLE": "1",
+        "TORCHINDUCTOR_TLX_MODE": "off",  # torch 2.15 would ask Triton, which is a stand-in here
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "RANK": "0",
+        "WORLD_SIZE": "8",
+        "TEST_COMMANDS": json.dumps(commands),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", VALIDATE, folder],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
 def zero(stage, **more):

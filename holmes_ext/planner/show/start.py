@@ -59,6 +59,9 @@ def launches_of(
             # The framework runs the layout, so it can do the plan.
             holmes_flags = tuple(_holmes_flags(launch))
             launch = replace(launch, flags=holmes_flags, lacks=())
+        sizes = job.command_line.sizes
+        if sizes is not None and (sizes.tensor > 1 or sizes.context > 1):
+            launch = replace(launch, environment="")  # the command runs with it already
         request = Request(
             words=tuple(args.command),
             command_line=job.command_line,
@@ -166,5 +169,7 @@ def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
                 lines.append(f"ds_config.json: {json.dumps(launch.config)}")
         if launch.script:
             lines.append(f"in the script: {launch.script}")
+        if launch.environment:
+            lines.append(f"in the environment: {launch.environment}")
         result[name] = lines
     return result
