@@ -410,6 +410,8 @@ def _megatron_deepspeed(candidate: Candidate, model: Model, global_batch: int) -
     flags += ["--zero-stage", str(shape.zero)]
     if shape.pipeline == 1:
         flags.append("--no-pipeline-parallel")
+    if model.experts:
+        flags += ["--moe-expert-parallel-size", str(shape.expert)]
     if shape.recompute == "full":
         flags += ["--checkpoint-activations", "--deepspeed-activation-checkpointing"]
     return flags
