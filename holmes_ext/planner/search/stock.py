@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from math import inf
 
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.planner.search.result import Candidate, SearchResult
@@ -85,11 +87,17 @@ def _compute_stock(result: SearchResult, candidate: Candidate) -> tuple[SearchRe
     return stock, same_sizes
 
 
-def best_stock(result: SearchResult) -> Candidate | None:
-    """Return the fastest plan without holmes, over all shapes that the search examined; None if none fits.
+def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
+    """Return the fastest plan without holmes, over all shapes that the search examined.
 
     If the best plan with holmes is simulated, the plans that are fastest by the closed form are
     simulated.
+
+    Args:
+        end: Moment of time.monotonic() at which the simulations must have ended.
+
+    Returns:
+        None if no plan fits, or the time was too short to find the fastest.
     """
     user_layout = result.user_layout
     examined = list(result.candidates)
@@ -113,7 +121,14 @@ def best_stock(result: SearchResult) -> Candidate | None:
     if user_layout:
         shape = user_layout.shape
         chosen |= dict.fromkeys(plan for plan in ranked if plan.shape == shape)
-    simulated_plans = [_simulated_stock(result, plan) for plan in chosen]
+    simulated_plans: list[Candidate] = []
+    longest_s = 0.0  # of a simulation
+    for plan in chosen:
+        begin = time.monotonic()
+        if begin + longest_s > end:
+            return None
+        simulated_plans.append(_simulated_stock(result, plan))
+        longest_s = max(longest_s, time.monotonic() - begin)
     return min(simulated_plans, key=lambda plan: plan.step_s, default=None)
 
 

@@ -167,7 +167,8 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     if args.json:
         print(search_table.document(result, plan, job, starts, more))
     else:
-        search_table.show(result, args, job, starts)
+        end = TimeLimit.of_arguments(args).end
+        search_table.show(result, args, job, starts, end)
         show_wan(links.site(site), spec.notes)
         for forecast in forecasts.values():
             forecast.show()

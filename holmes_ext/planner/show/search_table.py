@@ -113,13 +113,18 @@ def split_text(split: Sequence[int]) -> str:
 
 
 def show(
-    result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch]
+    result: SearchResult,
+    args: argparse.Namespace,
+    job: Training,
+    starts: Mapping[str, Launch],
+    end: float = inf,
 ) -> None:
     """Print the result of a search: table of plans, optimality gap, reasons, and how to start the best.
 
     Args:
         job: What to train, with lines on it that are printed first.
         starts: Framework -> how to start the best plan.
+        end: Moment of time.monotonic() at which simulations for the output must have ended.
     """
     screen = Screen()
     best = result.best
@@ -148,7 +153,7 @@ def show(
             f"{result.nearest.step_s:.4g} s instead of {layout.step_s:.4g} s: add "
             f"--holmes-partition {','.join(map(str, result.nearest.split))}"
         )
-    _show_seconds_by_cause(screen, result)
+    _show_seconds_by_cause(screen, result, end)
     if args.explain:
         for line in explain(result):
             screen.line(line)
@@ -262,7 +267,7 @@ def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     return by_plan
 
 
-def _show_seconds_by_cause(screen: Screen, result: SearchResult) -> None:
+def _show_seconds_by_cause(screen: Screen, result: SearchResult, end: float = inf) -> None:
     """Print the best plan's schedule and thin stages, the table of seconds by cause, gains and memory."""
     for line in (*stage_link_lines(result, result.best), *thin_stages(result, result.best)):
         screen.line(line)
@@ -270,7 +275,7 @@ def _show_seconds_by_cause(screen: Screen, result: SearchResult) -> None:
     columns = [Column(head[0], wrap=20), *(Column(name, right=True) for name in head[1:])]
     styles = ["", *[""] * (len(rows) - 2), "bold"]  # the last row is the sum
     screen.table(columns, rows, title, styles)
-    for line in why_lines(result):
+    for line in why_lines(result, end):
         screen.line(line, "red" if line.startswith(DOES_NOT_FIT) else "")
 
 
@@ -305,10 +310,13 @@ def why_table(result: SearchResult) -> WhyTable:
     return WhyTable(f"where a step's seconds go ({origin})", ["", *by_plan], rows)
 
 
-def why_lines(result: SearchResult) -> list[str]:
+def why_lines(result: SearchResult, end: float = inf) -> list[str]:
     """Return sentences on the best plan's speedup over other plans, and on its memory.
 
     The other plans are the job without holmes ("stock") and the user's layout, if there is one.
+
+    Args:
+        end: Moment of time.monotonic() at which simulations must have ended.
     """
     best = result.best
     layout = result.user_layout
@@ -323,7 +331,7 @@ def why_lines(result: SearchResult) -> list[str]:
     if "yours" in steps_s:
         lines.append(f"{steps_s['yours'] / best_s:.2f} x your layout with holmes")
     if not is_alone:
-        fastest = best_stock(result)
+        fastest = best_stock(result, end)
         if fastest:
             ratio = fastest.step_s / best_s
             sizes = f"{sizes_text(fastest.shape)}: {fastest.step_s:.4g} s"

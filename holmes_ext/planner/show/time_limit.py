@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.simulated import step_without
-from holmes_ext.planner.search.stock import best_stock
 from holmes_ext.planner.show.search_table import reasons
 from holmes_ext.planner.show.start import step_without_plan_file
 
@@ -48,7 +47,6 @@ class TimeLimit:
         """
         begin = time.monotonic()
         reasons(result)
-        best_stock(result)
         step_without(result, result.best)
         step_without_plan_file(result)
         simulations_s = time.monotonic() - begin
