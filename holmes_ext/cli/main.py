@@ -18,6 +18,7 @@ import os
 import select
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 from holmes_ext import __version__, extensions
@@ -49,6 +50,8 @@ _ORDER = (
     "report",
     "tune",
 )
+#: Longest time that Python and the imports may take before a command begins, in seconds.
+_LONGEST_START_S = 60.0
 #: Commands of the package holmes_lab, which may be missing.
 _LAB_COMMANDS = ("lab", "demo")
 #: Output of `holmes` without arguments.
@@ -118,9 +121,11 @@ def main(argv: list[str] | None = None) -> int:
         or if the disk is full: a line was printed. 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if argv is None else argv
+    # A command of a process of its own began with the process.
+    begin = _process_begin() if argv is None else time.monotonic()
     try:
         try:
-            return _run_command(arguments)
+            return _run_command(arguments, begin)
         finally:
             sys.stdout.flush()
     except RemoteError:  # another process of the job has printed the message
@@ -154,14 +159,34 @@ def main(argv: list[str] | None = None) -> int:
         raise
 
 
-def _run_command(argv: list[str]) -> int:
-    """Parse a command line, run its command, and return the exit status."""
-    begin = time.monotonic()
+def _process_begin() -> float:
+    """Return the moment of time.monotonic() at which this process began; now if that is not known."""
+    now = time.monotonic()
+    try:
+        stat = Path("/proc/self/stat").read_text()
+        # The name of the program, in parentheses, may contain spaces. The process's start is the 20th
+        # field after it: clock ticks since the machine was started.
+        start_ticks = int(stat.rpartition(")")[2].split()[19])
+        start_s = start_ticks / os.sysconf("SC_CLK_TCK")
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
+    except (OSError, ValueError, IndexError, AttributeError):  # not Linux
+        return now
+    is_plausible = 0 <= age_s < _LONGEST_START_S  # containers may count from another moment
+    return now - age_s if is_plausible else now
+
+
+def _run_command(argv: list[str], begin: float) -> int:
+    """Parse a command line, run its command, and return the exit status.
+
+    Args:
+        argv: Arguments after "holmes".
+        begin: Moment of time.monotonic() from which on time limits count.
+    """
     if not argv:
         print(FIRST, end="")
         return 0
     args = _parse_arguments(argv)
-    args.begin = begin  # the time that a command reports includes its imports
+    args.begin = begin  # time limits and reported times include the imports
     status: int = args.run(args)
     return status
 

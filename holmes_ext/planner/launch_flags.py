@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.options import Options
 from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.sizes import PIPELINES_FIRST
+from holmes_ext.planner.command_edit import CommandEdit
 from holmes_ext.planner.search.result import Candidate
 from holmes_ext.planner.search.space import Limits
 
@@ -63,10 +64,23 @@ class Launch:
     lacks: tuple[str, ...] = ()
     #: Code that the script itself needs, in words: its mesh, its schedule.
     script: str = ""
+    #: Environment variables that the framework needs for the plan, in words.
+    environment: str = ""
+    #: Changes to the user's command that have the same effect; None without such a command.
+    edit: CommandEdit | None = None
+    #: Predicted step of the job that these flags start, in seconds. Without a plan file the job orders its
+    #: nodes itself, so its step may be longer than the plan's. 0: not predicted.
+    step_s: float = 0.0
 
 
 def launches(
-    candidate: Candidate, model: Model, global_batch: int, overlap: bool, cluster: str, plan: str
+    candidate: Candidate,
+    model: Model,
+    global_batch: int,
+    overlap: bool,
+    cluster: str,
+    plan: str,
+    options: Options = Options(),
 ) -> dict[str, Launch]:
     """Return framework -> how to start a candidate.
 
@@ -77,14 +91,15 @@ def launches(
         overlap: Gradient reductions overlap with the backward pass.
         cluster: File of the cluster description.
         plan: File of the plan; "" if none is written.
+        options: Options of the user with which the plan was made.
     """
     shape = candidate.shape
-    holmes = added(candidate, cluster, plan)  # flags of holmes itself
-    holmes_without_layers = added(candidate, cluster, plan, layers=False)
+    # flags of holmes itself
+    holmes = added(candidate, cluster, plan, options=options)
+    holmes_without_layers = added(candidate, cluster, plan, layers=False, options=options)
     overlap_flags = ["--holmes-overlap", "on" if overlap else "off"]
     lm_flags, lm_lacks = _megatron_lm(candidate, model, global_batch)
-    if overlap:
-        lm_flags.append("--overlap-grad-reduce")
+    lm_flags += ["--overlap-grad-reduce"] if overlap else overlap_flags
     config = _ds_config(candidate, model, global_batch)
     lacks = _unsupported(candidate, "deepspeed")
     pipeline_config = {}
@@ -101,7 +116,11 @@ def launches(
     megatron_ds_flags = _megatron_deepspeed(candidate, model, global_batch)
     megatron_ds_flags += [*overlap_flags, *holmes]
     return {
-        "megatron-lm": Launch((*lm_flags, *holmes), lacks=tuple(lm_lacks)),
+        "megatron-lm": Launch(
+            (*lm_flags, *holmes),
+            lacks=tuple(lm_lacks),
+            environment=_megatron_lm_environment(candidate),
+        ),
         "deepspeed": Launch(tuple(ds_flags), {**config, **pipeline_config}, lacks),
         "megatron-deepspeed": Launch(tuple(megatron_ds_flags), config, lacks),
         "ddp": Launch(tuple(holmes), lacks=_unsupported(candidate, "ddp")),
@@ -115,7 +134,13 @@ def launches(
     }
 
 
-def added(candidate: Candidate, cluster: str, plan: str, layers: bool = True) -> list[str]:
+def added(
+    candidate: Candidate,
+    cluster: str,
+    plan: str,
+    layers: bool = True,
+    options: Options = Options(),
+) -> list[str]:
     """Return the flags of holmes for a candidate.
 
     Without a plan the job makes one at its start, for the same layers.
@@ -124,16 +149,19 @@ def added(candidate: Candidate, cluster: str, plan: str, layers: bool = True) ->
         cluster: File of the cluster description.
         plan: File of the plan; "" for none.
         layers: The flags name the layers of the stages; False if the script itself divides them.
+        options: Options of the user with which the plan was made.
     """
     split = candidate.split
     flags = ["--holmes", "--holmes-cluster", cluster]
-    is_uneven = candidate.shape.virtual == 1 and split != uniform(sum(split), len(split))
+    is_uneven = candidate.shape.virtual == 1 and len(set(split)) > 1
     if plan:
         flags += ["--holmes-plan", plan]
     elif layers and is_uneven:
         flags += ["--holmes-partition", ",".join(map(str, split))]
     if candidate.schedule:
         flags += ["--holmes-schedule", "auto"]
+    if options.inflight == "off":
+        flags += ["--holmes-inflight", "off"]
     return flags
 
 
@@ -203,6 +231,17 @@ def _megatron_lm(
             "reduction=flat, or zero=1)"
         )
     return flags, lacks
+
+
+def _megatron_lm_environment(candidate: Candidate) -> str:
+    """Return the environment variable that Megatron-LM needs for a plan, in words; "" for none."""
+    shape = candidate.shape
+    if shape.tensor == 1 and shape.context == 1:
+        return ""
+    return (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-LM requires with tensor or context parallelism on "
+        "GPUs before Blackwell"
+    )
 
 
 def _ds_config(candidate: Candidate, model: Model, global_batch: int) -> dict[str, Any]:
@@ -371,6 +410,8 @@ def _megatron_deepspeed(candidate: Candidate, model: Model, global_batch: int) -
     flags += ["--zero-stage", str(shape.zero)]
     if shape.pipeline == 1:
         flags.append("--no-pipeline-parallel")
+    if model.experts:
+        flags += ["--moe-expert-parallel-size", str(shape.expert)]
     if shape.recompute == "full":
         flags += ["--checkpoint-activations", "--deepspeed-activation-checkpointing"]
     return flags

@@ -19,13 +19,15 @@ from holmes_ext.cli.plan import (
     status_of,
     workload,
 )
+from holmes_ext.cli.show.training import Training
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.planner.html.plan_pictures import draw_partitions
 from holmes_ext.planner.search.as_plan import times
-from holmes_ext.planner.show import experts, explain, search, search_table, subset
+from holmes_ext.planner.show import experts, explain, search, search_table, start, subset
+from holmes_ext.planner.show.layout import alone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,10 +60,26 @@ def run(args: argparse.Namespace) -> int:
     if explains and job.model is None and not args.profile:
         advice = "give --model FILE (examples/models has some) or --profile FILE"
         raise HolmesError(f"--explain and --picture need to know the model: {advice}")
+    _check_partition(args, job)
     given = given_sizes(args, spec, job)
     if job.model is None and not explains:
         return show_given_sizes(given, args)
     return _show(args, given, explains)
+
+
+def _check_partition(args: argparse.Namespace, job: Training) -> None:
+    """Raise HolmesError if --partition is to divide the layers of an interleaved schedule.
+
+    A job with such a plan ends with an error, because the plan has layers of stages, not of chunks.
+    """
+    chunks = job.command_line.virtual
+    if args.partition != "uniform" and chunks > 1:
+        raise HolmesError(
+            f"--partition {args.partition}: the command has {chunks} chunks of layers on each stage "
+            "(interleaved schedule), and these stay even; remove "
+            "--num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank from the "
+            "command, or use --partition uniform"
+        )
 
 
 def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
@@ -87,11 +105,11 @@ def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
     starts = {}  # framework -> how to start it
     # A profile has measured times of the layers, which the simulation of a model does not use.
     if job.model is not None and not args.profile and plan.sizes is not None:
-        layout = search.alone(plan, given.network, job, job.model)
+        layout = alone(plan, given.network, job, job.model)
         simulated_times = times(layout, layout.best)  # name -> seconds
         plan = replace(plan, predicted=plan.predicted | simulated_times)
         given = replace(given, plan=plan)
-        starts = search_table.launches_of(layout, args, job)
+        starts = start.launches_of(layout, args, job)
     if args.output:
         plan.save(args.output)
     estimates = {}

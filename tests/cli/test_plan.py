@@ -174,3 +174,31 @@ def test_a_cluster_file_that_can_be_read_once_is_enough(capsys):
     finally:
         os.close(ours)
     assert "predicted step" in capsys.readouterr().out
+
+
+INTERLEAVED = (
+    "pretrain_gpt.py --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 "
+    "--micro-batch-size 1 --global-batch-size 16 --vocab-size 5000 --pipeline-model-parallel-size 2 "
+    "--num-layers-per-virtual-pipeline-stage 2"
+).split()
+
+
+@pytest.mark.parametrize("method", ["balanced", "speed"])
+def test_layers_of_interleaved_stages_are_not_partitioned(method):
+    """The job refuses such a plan, too: it has as many layers as stages, not as chunks."""
+    with pytest.raises(HolmesError, match="2 chunks of layers on each stage"):
+        holmes("--pipeline", "2", "--partition", method, "--", *INTERLEAVED)
+
+
+def test_layers_of_even_chunks_may_be_listed(capsys):
+    even = ["--holmes", "--holmes-partition", "2,2,2,2"]
+    assert holmes("--search", "--limit", "pipeline=2", "--", *INTERLEAVED, *even) == 0
+    assert "P2 V2" in capsys.readouterr().out
+
+
+def test_layers_of_uneven_chunks_are_not_possible(capsys):
+    uneven = ["--holmes", "--holmes-partition", "3,5"]
+    assert holmes("--search", "--limit", "pipeline=2", "--", *INTERLEAVED, *uneven) == 0
+    assert "not possible: your layout: --holmes-partition: the command has 2 chunks" in (
+        capsys.readouterr().out
+    )

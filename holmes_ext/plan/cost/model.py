@@ -218,6 +218,11 @@ class Model:
         0.0,
         training=True,
     )
+    #: Tokens before padding, and the number of which each tensor-parallel rank gets a multiple: Megatron pads
+    #: the vocabulary to a multiple of vocabulary_multiple x the tensor-parallel size. 0: `vocabulary` holds
+    #: for every tensor-parallel size.
+    vocabulary_tokens: int = 0
+    vocabulary_multiple: int = 0
     gpu: Gpu = Gpu()
     gpus: dict[str, Gpu] = field(default_factory=dict)  # cluster -> its GPU, if it differs from gpu
     source: str = "model"  # file that the model was read from, for messages
@@ -299,7 +304,7 @@ class Model:
     def parameters(self) -> int:
         """Return the number of parameters of the whole model, a tied weight counted once."""
         embedding, *blocks, output = self.costs()
-        tied = self.vocabulary * self.hidden if self.tied else 0
+        tied = self._vocabulary_of(tensor=1) * self.hidden if self.tied else 0
         return round(
             embedding.parameters
             + sum(block.parameters for block in blocks)
@@ -319,6 +324,16 @@ class Model:
         block = self._block(tensor, context, expert)
         output = self._output(tensor, context)
         return (embedding, *[block] * self.layers, output)
+
+    def _vocabulary_of(self, tensor: int) -> int:
+        """Return the rows of the embedding, on all tensor-parallel ranks together.
+
+        Example: 50257 tokens with a multiple of 128 become 50304 rows on one rank, 50688 on four.
+        """
+        if not self.vocabulary_tokens or not self.vocabulary_multiple:
+            return self.vocabulary
+        multiple = self.vocabulary_multiple * tensor
+        return -(-self.vocabulary_tokens // multiple) * multiple  # rounded up
 
     def _tokens(self, context: int) -> float:
         """Return the number of tokens in a micro-batch on a rank."""
@@ -564,7 +579,7 @@ class Model:
         dropout_mask_bytes = elements / (tensor if self.sequence_parallel else 1)
         return Layer(
             kind="embedding",
-            tensors=(self.vocabulary * self.hidden / tensor, *position_tensors),
+            tensors=(self._vocabulary_of(tensor) * self.hidden / tensor, *position_tensors),
             forward_flops=elements,  # a lookup: one operation an element
             backward_flops=elements,
             activation_bytes=self._stage_activation_bytes(tensor, context),
@@ -581,13 +596,14 @@ class Model:
             context: Context-parallel size.
         """
         tokens = self._tokens(context)
-        logits = tokens * self.vocabulary / tensor
+        vocabulary = self._vocabulary_of(tensor)
+        logits = tokens * vocabulary / tensor
         input_bytes = 2 * tokens * self.hidden * self.activation_width  # inputs of norm and matrix
         logits_bytes = 4 * logits  # in 32 bits
         forward_flops = 2 * self.hidden * logits
         return Layer(
             kind="output",
-            tensors=(*self._norm_parameters, self.vocabulary * self.hidden / tensor),
+            tensors=(*self._norm_parameters, vocabulary * self.hidden / tensor),
             forward_flops=forward_flops,
             backward_flops=2 * forward_flops,
             activation_bytes=0.0,
@@ -611,7 +627,8 @@ class Model:
         """Return the bytes of a tied embedding's gradient that the first and last stage all-reduce."""
         if not self.tied or sizes.pipeline == 1:
             return 0.0
-        return self.vocabulary * self.hidden / sizes.tensor * self.gradient_width
+        vocabulary = self._vocabulary_of(sizes.tensor)
+        return vocabulary * self.hidden / sizes.tensor * self.gradient_width
 
     def copies(self, sizes: Sizes) -> int:
         """Return how many tensor-parallel ranks of a stage send the same activation to the next stage."""

@@ -6,6 +6,7 @@ stages on cluster nodes. A split is the number of layers (transformer blocks) of
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -99,8 +100,15 @@ class Evaluator:
     shape with a placement (the nodes of every stage).
     """
 
-    def __init__(self, result: SearchResult):
+    def __init__(self, result: SearchResult, end: float = inf):
+        """Prepare the examination of a request.
+
+        Args:
+            result: The request.
+            end: Moment of time.monotonic() after which a placement gets no further splits.
+        """
         self.result = result
+        self.end = end
         self.orders = Orders(result.network, result.gpus)
 
     def process(self, item: Item, bound_s: float, best_s: float) -> Outcome:
@@ -242,7 +250,8 @@ class Evaluator:
 
         def seconds_of(split: Split) -> float:
             """Return the simulated step of a split, and keep its plan; inf if it does not fit the memory."""
-            if split not in simulated and stages.fits(split):
+            is_over = bool(simulated) and time.monotonic() > self.end
+            if split not in simulated and not is_over and stages.fits(split):
                 candidate = result.candidate(shape, placement, split)
                 simulated_s = folded_s(job_of(result, candidate))
                 timed = replace(candidate, simulated_s=simulated_s)

@@ -261,12 +261,12 @@ class _NodeSets:
         request = self.best.on(Network(site_from_spec(spec), Links.of_spec(spec)))
         best_plan = self.best.best  # on the best set so far
         best_s = best_plan.step_s
-        all_shapes = shapes(request.network, request.model, request.global_batch, request.limits)
-        promising = [  # shapes whose lower bound is below the best step
-            shape
-            for shape in all_shapes
-            if ShapeBound(request.network, request.prices(shape), shape).seconds < best_s
-        ]
+        promising = []  # shapes whose lower bound is below the best step
+        for shape in shapes(request.network, request.model, request.global_batch, request.limits):
+            if time.monotonic() > self.end:  # too late for a search of the shapes
+                return None
+            if ShapeBound(request.network, request.prices(shape), shape).seconds < best_s:
+                promising.append(shape)
         if not promising:
             return None
         # A share of the remaining time, as other sets follow.

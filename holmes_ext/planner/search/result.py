@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
+from math import inf
 from pathlib import Path
+from typing import Any, TypeVar
 
 from holmes_ext.document import load_json
 from holmes_ext.plan.arrange.orders import described, launched
@@ -24,6 +26,7 @@ from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 from holmes_ext.planner.search.space import Limits
 
+T = TypeVar("T")
 #: Steps that differ by less than this fraction are equal.
 EQUAL = 1e-9
 #: An optimality gap up to so many times EQUAL counts as zero.
@@ -136,10 +139,16 @@ class SearchResult:
     #: Shape -> lower bound on the step time of its placements, in seconds; shapes that fit the
     #: memory only.
     ideals: dict[Shape, float] = field(default_factory=dict)
+    #: Lower bound on the step time of the shapes that no time was left to bound one by one, in
+    #: seconds; inf if there are none.
+    unbounded_s: float = inf
     #: None before a step was simulated.
     optimality_gap: OptimalityGap | None = None
     #: The layout that the user gave, if any.
     user_layout: Candidate | None = None
+    #: The plan that differs from this layout least: the same sizes with better layers of the
+    #: stages; None if there is none.
+    nearest: Candidate | None = None
     #: Number of shapes; of placements excluded by their bound; of shapes and placements that fit no
     #: memory.
     shapes: int = 0
@@ -158,6 +167,8 @@ class SearchResult:
     overlap: str = ""
     #: ZeRO 1 gathers the weights under the next forward pass.
     gather_overlap: bool = False
+    #: What remember() has computed.
+    remembered: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     #: Result for all nodes, if this one uses fewer nodes because the job is faster with them.
     on_all: SearchResult | None = None
 
@@ -184,6 +195,13 @@ class SearchResult:
     def tokens_per_s(self, candidate: Candidate) -> float:
         """Return the tokens that a plan trains per second."""
         return self.global_batch * self.model.sequence / candidate.step_s
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds in which all GPUs together compute a step; no plan is faster."""
+        ranks_of_type = [len(names) * self.network.processes for names in self.network.names]
+        flops = sum(ranks * gpu.flops for ranks, gpu in zip(ranks_of_type, self.gpus))
+        return self.batch_flops / flops
 
     @property
     def batch_flops(self) -> float:
@@ -281,9 +299,23 @@ class SearchResult:
             flat=flat,
         )
 
+    def remember(self, name: str, candidate: Candidate, compute: Callable[[], T]) -> T:
+        """Return compute(), which is called only once for each name and candidate.
+
+        Results that are copies of each other share what is remembered, as far as they have the same
+        network, model and rules.
+        """
+        job = (id(self.network), id(self.model), self.rules, self.overlap, self.gather_overlap)
+        key = (name, candidate, job)
+        if key not in self.remembered:
+            self.remembered[key] = compute()
+        value: T = self.remembered[key]
+        return value
+
     def __getstate__(self) -> dict[str, object]:
-        # Worker processes rebuild the cache of prices: it cannot be pickled.
-        return {name: value for name, value in self.__dict__.items() if name != "_cached_prices"}
+        # Worker processes rebuild the cache of prices, which cannot be pickled, and need no other.
+        state = {name: value for name, value in self.__dict__.items() if name != "_cached_prices"}
+        return {**state, "remembered": {}}
 
     def stock(
         self, shape: Shape, split: Sequence[int] = (), order: str = DEFAULT_ORDER
@@ -347,9 +379,12 @@ class SearchResult:
             model=model,
             candidates=[],
             ideals={},
+            unbounded_s=inf,
             optimality_gap=None,
             user_layout=None,
+            nearest=None,
             on_all=None,
+            remembered={},
             shapes=0,
             pruned=0,
             misfits=0,

@@ -94,7 +94,9 @@ def search(
     least_s = min(LEAST_FIRST_LOOK_S, SHORT_FIRST_LOOK_SHARE * seconds)
     first_look_s = max(least_s, FIRST_LOOK_SHARE * seconds) if simulate else seconds
     try:
-        found = Sketch(result, rows, only).run(first_look_s, progress, simulate)
+        found = Sketch(result, rows, only).run(
+            first_look_s, progress, simulate, simulation_end=begin + seconds
+        )
         if prove and simulate and not found.interrupted:
             found = proven(found, begin + seconds, progress)
     finally:
@@ -237,7 +239,7 @@ class _BranchAndBound:
         self.end = end
         self.best_s = result.best.step_s
         #: Least bound of all plans that were neither simulated nor excluded by their bound.
-        self.remaining_s = inf
+        self.remaining_s = result.unbounded_s
         self.interrupted = False
         #: Number of items processed, and its value at the last improvement by GAIN.
         self.processed = 0
@@ -264,13 +266,16 @@ class _BranchAndBound:
         With a WAN, also stop after PATIENCE parts (items) without a better plan.
         """
         self._push_shapes()
-        evaluator = Evaluator(self.result)
+        evaluator = Evaluator(self.result, self.end)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         processes = min(cores, MAX_PROCESSES)
         patience = PATIENCE if self.result.network.wan else inf
         while time.monotonic() < self.end and self.processed - self.improved_at < patience:
-            # Worker processes take a while to start, which a short search does not need.
-            if processes > 1 and time.monotonic() > self.begin + ALONE_S:
+            # Worker processes take a while to start, which a short search does not need, nor one
+            # that ends soon.
+            is_long = time.monotonic() > self.begin + ALONE_S
+            ends_soon = self.pool is None and time.monotonic() > self.end - ALONE_S
+            if processes > 1 and is_long and not ends_soon:
                 has_worked = self._process_in_workers(processes)
             else:
                 has_worked = self._process_here(evaluator)

@@ -8,8 +8,10 @@ hides slow links between stages.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import inf
 
 from holmes_ext.plan.cost.model import Memory, in_flight, stage_memory
 from holmes_ext.plan.cost.stages import estimate
@@ -160,7 +162,11 @@ def step_without(result: SearchResult, candidate: Candidate) -> float:
     The step is simulated if the candidate is; otherwise the closed form is used.
     """
     if candidate.simulated_s:
-        return folded_s(job_of(result, candidate, hide_stage_links=False))
+        return result.remember(
+            "framework's schedule",
+            candidate,
+            lambda: folded_s(job_of(result, candidate, hide_stage_links=False)),
+        )
     # link_load_s=None: sends between stages block as in the framework.
     framework_costs = replace(result.costs(candidate), link_load_s=None)
     return estimate(framework_costs, candidate.split).step_s
@@ -192,18 +198,25 @@ def _kept_micro_batches(candidate: Candidate, stage: int) -> float:
     return in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
 
 
-def with_passes(result: SearchResult) -> SearchResult:
+def with_passes(result: SearchResult, end: float = inf) -> SearchResult:
     """Return the result with a candidate in an optimized pass order first, if it beats the best.
 
     Only the MAX_SOLVED fastest simulated candidates are tried. The optimality gap stays that of
     1F1B schedules.
+
+    Args:
+        end: Moment of time.monotonic() after which no further candidate is tried.
     """
     simulated_plans = [
         candidate
         for candidate in result.candidates
         if candidate.simulated_s and not candidate.breadth_first
     ]
-    variants = (in_passes(result, candidate) for candidate in simulated_plans[:MAX_SOLVED])
+    variants = (
+        in_passes(result, candidate)
+        for candidate in simulated_plans[:MAX_SOLVED]
+        if time.monotonic() < end
+    )
     return _with_fastest(result, variants)
 
 

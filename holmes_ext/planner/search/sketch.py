@@ -35,6 +35,8 @@ MAX_PASSES = 60_000
 #: takes as long as so many passes.
 WAN_PASS_FACTOR = 4
 HIERARCHICAL_PASSES = 1000
+#: If the time is short, it is kept for so many simulations, which the output of the best plan needs.
+RESERVED_SIMULATIONS = 6
 #: A plan is not simulated if its closed form exceeds the best simulated step by this factor.
 FAR = 1.5
 #: If there are more shapes, the best shape of each pipeline size comes first.
@@ -51,6 +53,11 @@ FLOOR_S = 0.5
 NEAR = 1.2
 #: Progress is reported once for so many shapes.
 PROGRESS_EVERY = 16
+#: Lower bounds are computed for every STRIDE-th shape first, then for those between them: if the time
+#: ends, shapes of all kinds have one.
+STRIDE = 16
+#: The lower bounds of the shapes may take so many times as long as the closed form of the best shapes.
+BOUNDS_SHARE = 3.0
 #: Term of the memory -> how to make it smaller.
 FIXES = {
     "weights": "more GPUs, or a larger tensor or pipeline size",
@@ -106,7 +113,11 @@ class Sketch:
         self.nearest: tuple[float, Shape] | None = None
 
     def run(
-        self, seconds: float, progress: Progress | None = None, simulate: bool = True
+        self,
+        seconds: float,
+        progress: Progress | None = None,
+        simulate: bool = True,
+        simulation_end: float = inf,
     ) -> SearchResult:
         """Find the best plan of each shape by the closed form, then simulate the fastest plans.
 
@@ -117,14 +128,17 @@ class Sketch:
             seconds: Time limit of the closed form, for all shapes together.
             progress: Called from time to time.
             simulate: Simulate steps; otherwise return the ranking by the closed form.
+            simulation_end: Moment of time.monotonic() at which plans and the output must be simulated.
 
         Raises:
             HolmesError: No parallel sizes are possible, or no plan fits the memory.
         """
         result = self.result
-        end = time.monotonic() + seconds
+        begin = time.monotonic()
         try:
-            self._bound_shapes()
+            self._bound_shapes(begin + BOUNDS_SHARE * seconds)
+            # The lower bounds may have taken the time; the ranking gets at least a share of it.
+            end = max(begin + seconds, time.monotonic() + seconds / 2)
             self._rank_shapes(end, progress)
         except KeyboardInterrupt:
             if not result.candidates:
@@ -137,21 +151,38 @@ class Sketch:
             raise HolmesError(self._misfit_message() if result.shapes else self._no_sizes_message())
         result.candidates.sort(key=lambda plan: (plan.step_s, plan.peak_bytes))
         if simulate and not result.interrupted:
-            result = simulate_first(result, rows=self.rows)
+            result = simulate_first(result, rows=self.rows, end=simulation_end)
         if layout is not None:
             result = result.with_known(layout)
         return result
 
-    def _bound_shapes(self) -> None:
+    def _bound_shapes(self, end: float) -> None:
         """Compute the lower bound on the step time of every shape (parallel sizes), and keep it.
 
-        Shapes whose layers fit no memory are only counted.
+        Shapes whose layers fit no memory are only counted. If the time ends, the shapes that are
+        left are not examined; the time of the computation alone is the lower bound of all of them.
+
+        Args:
+            end: Moment of time.monotonic() at which to stop.
         """
         result = self.result
-        all_shapes = shapes(result.network, result.model, result.global_batch, result.limits)
-        for shape in self.only or all_shapes:
-            result.shapes += 1
-            ideal_s = ShapeBound(result.network, result.prices(shape), shape).seconds
+        listed = list(
+            self.only or shapes(result.network, result.model, result.global_batch, result.limits)
+        )
+        result.shapes += len(listed)
+        strided = [shape for start in range(STRIDE) for shape in listed[start::STRIDE]]
+        bounds_s: dict[Shape, float] = {}
+        has_fitting = False  # a shape whose layers fit the memory was examined
+        for shape in strided:
+            if has_fitting and time.monotonic() > end:
+                result.unbounded_s = result.computing_s
+                break
+            bounds_s[shape] = ShapeBound(result.network, result.prices(shape), shape).seconds
+            has_fitting = has_fitting or bounds_s[shape] < inf
+        for shape in listed:  # in this order, whatever the stride
+            ideal_s = bounds_s.get(shape)
+            if ideal_s is None:
+                continue
             if ideal_s < inf:
                 result.ideals[shape] = ideal_s
             else:  # inf: the layers fit no memory
@@ -345,7 +376,9 @@ def _usable_layout(result: SearchResult) -> Candidate | None:
     return layout if is_within_limits else None
 
 
-def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int = 1) -> SearchResult:
+def simulate_first(
+    result: SearchResult, count: int = MAX_SIMULATED, rows: int = 1, end: float = inf
+) -> SearchResult:
     """Simulate the fastest candidates, and return the result with these first.
 
     The budget of all simulations together is MAX_PASSES passes. The optimality gap is computed from
@@ -356,7 +389,10 @@ def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int =
         count: Most candidates to simulate.
         rows: Number of candidates to simulate even if they are slower than the best, up to the
             factor FAR.
+        end: Moment of time.monotonic() at which the best candidate and RESERVED_SIMULATIONS other
+            steps have to be simulated.
     """
+    longest_s = 0.0  # of a simulation
     passes_left = MAX_PASSES
     best_s = inf
     layers = result.model.layers
@@ -366,7 +402,9 @@ def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int =
         # The closed form seldom exceeds the simulated step, so a candidate above the limit is not
         # faster. Nor are the following ones.
         limit_s = best_s if len(simulated) >= rows else FAR * best_s
-        if len(simulated) == count or candidate.formula_s >= limit_s:
+        now = time.monotonic()
+        is_over = bool(simulated) and now + RESERVED_SIMULATIONS * longest_s > end
+        if len(simulated) == count or candidate.formula_s >= limit_s or is_over:
             others += result.candidates[number:]
             break
         shape = candidate.shape
@@ -380,12 +418,14 @@ def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int =
             continue
         passes_left -= needed_passes
         simulated.append(timed(result, candidate))
+        longest_s = max(longest_s, time.monotonic() - now)
         best_s = min(best_s, simulated[-1].step_s)
     simulated.sort(key=lambda plan: plan.simulated_s)
     layout = result.user_layout
     if layout is not None and not layout.simulated_s:
         result = replace(result, user_layout=timed(result, layout))
-    return result.ranked([*simulated, *others], min(result.ideals.values(), default=0.0))
+    bound_s = min(result.ideals.values(), default=0.0)
+    return result.ranked([*simulated, *others], min(bound_s, result.unbounded_s))
 
 
 def _limits_text(limits: Limits) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from math import inf
 
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.planner.search.result import Candidate, SearchResult
@@ -29,6 +31,11 @@ def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
 
     The sum of all causes is the step time: the simulated one if the candidate was simulated.
     """
+    return dict(result.remember("causes", candidate, lambda: _compute_causes(result, candidate)))
+
+
+def _compute_causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
+    """Return the seconds of a step by cause, computed anew."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     stages = candidate.placement.stages  # of each: the clusters that it lies on
     stage_count = len(stages)
@@ -67,6 +74,11 @@ def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult
     layers on each stage; otherwise all stages get equally many. The plan is simulated if the
     candidate is.
     """
+    return result.remember("stock", candidate, lambda: _compute_stock(result, candidate))
+
+
+def _compute_stock(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
+    """Return the job without holmes, computed anew."""
     is_user_layout = bool(candidate.placement.names)  # only a given layout names its nodes
     split = candidate.split if is_user_layout else ()
     stock, same_sizes = result.stock(candidate.shape, split, candidate.placement.sizes.order)
@@ -75,11 +87,17 @@ def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult
     return stock, same_sizes
 
 
-def best_stock(result: SearchResult) -> Candidate | None:
-    """Return the fastest plan without holmes, over all shapes that the search examined; None if none fits.
+def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
+    """Return the fastest plan without holmes, over all shapes that the search examined.
 
     If the best plan with holmes is simulated, the plans that are fastest by the closed form are
     simulated.
+
+    Args:
+        end: Moment of time.monotonic() at which the simulations must have ended.
+
+    Returns:
+        None if no plan fits, or the time was too short to find the fastest.
     """
     user_layout = result.user_layout
     examined = list(result.candidates)
@@ -103,8 +121,18 @@ def best_stock(result: SearchResult) -> Candidate | None:
     if user_layout:
         shape = user_layout.shape
         chosen |= dict.fromkeys(plan for plan in ranked if plan.shape == shape)
-    simulated_plans = []
+    simulated_plans: list[Candidate] = []
+    longest_s = 0.0  # of a simulation
     for plan in chosen:
-        stock_request, _ = result.stock(plan.shape)
-        simulated_plans.append(timed(stock_request, plan))
+        begin = time.monotonic()
+        if begin + longest_s > end:
+            return None
+        simulated_plans.append(_simulated_stock(result, plan))
+        longest_s = max(longest_s, time.monotonic() - begin)
     return min(simulated_plans, key=lambda plan: plan.step_s, default=None)
+
+
+def _simulated_stock(result: SearchResult, plan: Candidate) -> Candidate:
+    """Return a plan of the job without holmes with its simulated step."""
+    request, _ = result.stock(plan.shape)
+    return result.remember("simulated stock", plan, lambda: timed(request, plan))

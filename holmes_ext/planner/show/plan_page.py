@@ -16,6 +16,7 @@ from holmes_ext.planner.launch_flags import Launch, added
 from holmes_ext.planner.search.explain import thin_stages
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.show import search_table as shown
+from holmes_ext.planner.show.start import CANNOT, launch_lines
 
 
 def document(
@@ -84,8 +85,8 @@ def _launches(
             plan_file = args.output  # the file has the best plan
         flags = shlex.join(added(layout, args.cluster, plan_file))
         parts += [heading("your layout: add to your command line", 3), command(flags)]
-    for name, lines in shown.launch_lines(starts).items():
-        if lines[0].startswith(shown.CANNOT):  # the line is the reason, not a command
+    for name, lines in launch_lines(starts).items():
+        if lines[0].startswith(CANNOT):  # the line is the reason, not a command
             unsupported.append(f"{name} {' '.join(lines)}")
         else:
             parts += [heading(name, 3), command("\n".join(lines))]

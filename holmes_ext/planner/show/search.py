@@ -7,51 +7,43 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import Any, NamedTuple
 
 from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.training import LEAVE_OUT, Training, sizes_given
-from holmes_ext.cluster.site import Site, site_from_spec
+from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.sources.hostlist import folded
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.extensions import Contribution, contributions
-from holmes_ext.patches.megatron.command_line.refusals import refusals
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.engine import REDUCTIONS, rules_of
-from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.shape import shape_of
-from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.companion import PlanCompanion
 from holmes_ext.planner.html.pictures import pyplot, write
 from holmes_ext.planner.html.plan_pictures import draw_search
-from holmes_ext.planner.launch_flags import Launch, limited
-from holmes_ext.planner.search.as_plan import layout_candidate, plan_of
+from holmes_ext.planner.launch_flags import Launch
+from holmes_ext.planner.search.as_plan import plan_of
 from holmes_ext.planner.search.fewer import best_use
-from holmes_ext.planner.search.result import Candidate, SearchResult
+from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import proven, search
-from holmes_ext.planner.search.simulated import in_passes, timed, with_breadth_first, with_passes
-from holmes_ext.planner.search.space import Limits, parse_limits
+from holmes_ext.planner.search.simulated import with_breadth_first, with_passes
+from holmes_ext.planner.search.space import parse_limits
 from holmes_ext.planner.search.spreading import with_spread
-from holmes_ext.planner.show import plan_page, search_table
+from holmes_ext.planner.show import plan_page, search_table, start
+from holmes_ext.planner.show.layout import asked_for, beside, compared, global_batch, limits_of
+from holmes_ext.planner.show.progress import ProgressBar
+from holmes_ext.planner.show.time_limit import TimeLimit
 from holmes_ext.words import grouped
 
-#: Seconds of silence before the progress bar shows.
-SILENCE_S = 2.0
 #: Share of the time limit for the forecasts of extensions.
 COMPANION_SHARE = 0.1
+#: Share of the time limit for the order of split backward passes, if the framework can split them.
+PASSES_SHARE = 0.3
 #: Exit status after Ctrl-C.
 INTERRUPTED_STATUS = 130
 
@@ -78,11 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--seconds",
         type=float,
-        default=60.0,
+        default=10.0,
         metavar="S",
-        help="time limit; ends early once the best is proven (default: 60); Ctrl-C: the best so far",
+        help="time limit; ends early once the best is proven (default: 10); Ctrl-C: the best so far",
     )
     add("--rows", type=int, default=10, metavar="N", help="rows of the table (default: 10)")
+    add(
+        "--print-command",
+        action="store_true",
+        help="print the whole command (and ds_config) of the best plan, not only its changes",
+    )
     add(
         "--html",
         metavar="FILE",
@@ -159,39 +156,19 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     links = Links.of_spec(spec)
     batch = global_batch(args, job, site)
     request = asked_for(Network(site, links), job, batch, limits_of(args, job))
-    more: dict[str, Any] = {}  # additional keys of --json
-    with _Bar(quiet=args.json) as bar:
-        end = time.monotonic() + args.seconds
-        # A quick first look; best_use() or proven() goes on until the best plan is proven.
-        result = search(request, args.seconds, bar.on_progress, args.rows, prove=False)
-        result, job = beside(result, job)  # adds the user's layout, if there is one
-        if not result.interrupted:
-            if args.nodelist:  # the user wants just these nodes
-                result = proven(with_spread(result), end, bar.on_progress)
-            else:
-                result = best_use(result, spec, end, bar.on_progress, args.rows)
-            if result.on_all is not None:  # the job is faster on fewer nodes
-                lines, more["leave_out"] = leave_out(result, result.on_all, args, job)
-                job = replace(job, lines=(*lines, *job.lines))
-                if (
-                    job.sizes is not None
-                ):  # given sizes are for all nodes, so show the plan for these
-                    result = result.on_all
-            if job.engine.breadth_first:  # the framework supports that order of passes
-                result = with_breadth_first(result)
-            if request.rules.splits:  # the framework can split backward passes and list their order
-                result = with_passes(result)
+    result, job, more = _search(args, spec, job, request)
     forecasts = _forecasts(args, result)
     for name, forecast in forecasts.items():
         more[name] = forecast.document()
     plan = plan_of(result, result.best, job.options)
     if args.output:
         plan.save(args.output)
-    starts = search_table.launches_of(result, args, job)
+    starts = start.launches_of(result, args, job)
     if args.json:
         print(search_table.document(result, plan, job, starts, more))
     else:
-        search_table.show(result, args, job, starts)
+        end = TimeLimit.of_arguments(args).end
+        search_table.show(result, args, job, starts, end)
         show_wan(links.site(site), spec.notes)
         for forecast in forecasts.values():
             forecast.show()
@@ -199,6 +176,56 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     if args.output and not args.json:
         print(f"written: {args.output}")
     return INTERRUPTED_STATUS if result.interrupted else 0
+
+
+class _Found(NamedTuple):
+    """Result of the search, and what else it found out."""
+
+    result: SearchResult
+    job: Training  # with more lines for the user
+    more: dict[str, Any]  # additional keys of --json
+
+
+def _search(
+    args: argparse.Namespace, spec: SiteSpec, job: Training, request: SearchResult
+) -> _Found:
+    """Search for the best plan until it is proven, or so that the output is ready in time.
+
+    Args:
+        args: Arguments of `holmes plan`.
+        spec: Clusters and nodes available.
+        job: What to train.
+        request: Request of the search.
+    """
+    more: dict[str, Any] = {}
+    user_limits = parse_limits(args.limit)
+    time_limit = TimeLimit.of_arguments(args)
+    with ProgressBar(args.seconds, quiet=args.json) as bar:
+        request, job = beside(request, job)  # adds the user's layout, if there is one
+        # A quick first look; best_use() or proven() goes on until the best plan is proven.
+        seconds = time_limit.left_s
+        result = search(request, seconds, bar.on_progress, args.rows, prove=False)
+        result = compared(result, user_limits)
+        if result.interrupted:
+            return _Found(result, job, more)
+        output_begin = time_limit.output_begin(result)
+        end = output_begin
+        if request.rules.splits:  # a part of the time is for the order of split passes
+            end = time_limit.share_until(output_begin, share=1 - PASSES_SHARE)
+        if args.nodelist:  # the user wants just these nodes
+            result = proven(with_spread(result), end, bar.on_progress)
+        else:
+            result = best_use(result, spec, end, bar.on_progress, args.rows)
+        if result.on_all is not None:  # the job is faster on fewer nodes
+            lines, more["leave_out"] = leave_out(result, result.on_all, args, job)
+            job = replace(job, lines=(*lines, *job.lines))
+            if job.sizes is not None:  # given sizes are for all nodes, so show the plan for these
+                result = result.on_all
+        if job.engine.breadth_first:  # the framework supports that order of passes
+            result = with_breadth_first(result)
+        if request.rules.splits:  # the framework can split backward passes and list their order
+            result = with_passes(result, output_begin)
+    return _Found(compared(result, user_limits), job, more)
 
 
 def _check(args: argparse.Namespace, job: Training) -> None:
@@ -258,10 +285,10 @@ def leave_out(
         f"{LEAVE_OUT}{', '.join(parts)}: a job on {folded(nodes)} takes {fewer_s:.4g} s a step, on all "
         f"nodes {all_s:.4g} s, {all_s / fewer_s:.2f} times as long"
     ]
-    starts = search_table.launches_of(fewer, args, job, plan="")
+    starts = start.launches_of(fewer, args, job, plan="")
     if job.sizes is not None:
-        for name, flags in search_table.launch_lines(starts).items():
-            lines.append(f"  {name}: {' '.join(flags)}")
+        for name, texts in start.launch_lines(starts).items():
+            lines.append(f"  {name}: {'; '.join(texts)}")
     return lines, {
         "nodes": left_out,
         "nodelist": folded(nodes),
@@ -270,48 +297,6 @@ def leave_out(
         "best": search_table.row(fewer.best, fewer),
         "launch": {name: asdict(launch) for name, launch in starts.items()},
     }
-
-
-def asked_for(
-    network: Network, job: Training, batch: int, limits: Limits = Limits()
-) -> SearchResult:
-    """Return the request of a search for a job on a network: a SearchResult without candidates.
-
-    `stock_overlap` says which reductions the framework overlaps without holmes.
-
-    Args:
-        batch: Sequences of a step.
-        limits: Limits of the search space.
-    """
-    rules = rules_of(job.engine, job.options, job.is_gloo, overlap=job.overlap)
-    if job.engine.hierarchical_zero is not None:
-        # The framework itself can reduce hierarchically (under these ZeRO stages). Its flags choose
-        # between flat and hierarchical reductions, so the search may try both.
-        rules = replace(rules, reductions=REDUCTIONS)
-    request = SearchResult(
-        network,
-        job.known_model,
-        global_batch=batch,
-        limits=limits,
-        rules=rules,
-        engine=job.engine,
-        stock_overlap=job.engine.overlaps,
-    )
-    command_line = job.command_line  # what the job's command line sets; framework "" without one
-    if not command_line.framework:
-        return request
-    return replace(
-        request,
-        stock_overlap=command_line.overlap,
-        gather_overlap=command_line.gather_overlap,
-    )
-
-
-def limits_of(args: argparse.Namespace, job: Training) -> Limits:
-    """Return the limits of the search: those of --limit and those of the framework, if one is named."""
-    limits = parse_limits(args.limit)
-    framework = args.framework or job.command_line.framework
-    return limited(limits, job.engine, framework) if framework else limits
 
 
 def check_pictures(args: argparse.Namespace, job: Training) -> None:
@@ -352,136 +337,3 @@ def draw(
     # With --json, stdout has only the JSON.
     for path in written:
         print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)
-
-
-def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Training]:
-    """Simulate the user's layout, to compare it with the plans of a search.
-
-    Returns:
-        The result with the layout (as user_layout, and as a candidate if it is the fastest), and
-        the job. If the layout is impossible: the result as it is, and the job with a line on the
-        reason. Without given sizes: both as they are.
-    """
-    if job.sizes is None:
-        return search_result, job
-    try:
-        # complete(): computes the sizes that the user left out from the number of ranks.
-        sizes = job.sizes.complete(
-            search_result.network.world, search_result.network.site.ranks_of_every_node
-        )
-        layout = timed(search_result, _candidate_of_layout(search_result, job, sizes))
-    except HolmesError as error:
-        return search_result, replace(
-            job, lines=(*job.lines, f"not possible: your layout: {error}")
-        )
-    return replace(search_result.with_known(layout), user_layout=layout), job
-
-
-def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchResult:
-    """Return a result with only the layout of a given plan, simulated in the plan's order of nodes.
-
-    Args:
-        plan: Plan with complete parallel sizes.
-    """
-    assert plan.sizes is not None
-    # A fixed number of micro-batches, from which the batch follows below.
-    model = replace(model, global_batch=0, micro_batches=model.micro_batches_of(plan.sizes.data))
-    batch = model.micro_batches * model.micro_batch * plan.sizes.data
-    request = asked_for(network, replace(job, model=model), batch)
-    layout = timed(request, _candidate_of_layout(request, job, plan.sizes, plan))
-    if request.rules.splits:  # the framework can split backward passes and list their order
-        layout = in_passes(request, layout) or layout
-    return replace(request, user_layout=layout, candidates=[layout])
-
-
-def _candidate_of_layout(
-    result: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None
-) -> Candidate:
-    """Return the candidate of the job's layout; raise HolmesError if the framework refuses it.
-
-    Args:
-        sizes: Complete parallel sizes.
-        plan: Plan with the order of nodes and the layers of the stages, if there is one.
-    """
-    command = job.command_line
-    options = job.options
-    is_partitioned = bool(options.plan) or options.partition != "uniform"
-    # refusals() yields the reasons why Megatron cannot run the command line; the first ends the
-    # planning.
-    for refusal in refusals(command, sizes, result.network.world, is_partitioned):
-        raise HolmesError(refusal)
-    shape = shape_of(result.model, sizes, *job.zero_and_chunks)
-    layers = command.stage_layers
-    nodes: Sequence[str] = ()
-    if plan is not None:
-        layers = plan.stage_layers or layers
-        nodes = plan.nodes
-    # Flat: no all-reduce is hierarchical (first inside clusters, then between them). Only a
-    # framework that reduces by itself can be flat: Megatron, the one with `hierarchical_zero`. It
-    # reduces hierarchically if its flags ask for several optimizer instances. With all other
-    # frameworks (None) holmes reduces, hierarchically where that is faster.
-    is_flat = job.engine.hierarchical_zero is not None and command.instances <= 1
-    return layout_candidate(result, sizes, shape, split=layers, nodes=nodes, flat=is_flat)
-
-
-def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
-    """Return the sequences of a step on all nodes of `site`.
-
-    They come from --global-batch, the model, or the command line's micro-batches, in this order.
-
-    Raises:
-        HolmesError: None of these names them.
-    """
-    model = job.known_model
-    given: int | None = args.global_batch
-    if given is not None:
-        return given
-    if model.global_batch:
-        return model.global_batch
-    # `command_line` is what the script's command line states. If it names the model, job.known_model has
-    # the micro-batches of the command line.
-    if job.command_line.model is not None and job.sizes is not None:
-        sizes = job.sizes.complete(site.world_size, site.ranks_of_every_node)
-        return model.micro_batches * model.micro_batch * sizes.data
-    needed = "a search needs it, or --global-batch N (sequences of a step)"
-    raise HolmesError(f"{model.source}: key 'global_batch' is missing; {needed}")
-
-
-class _Bar(Progress):
-    """Progress bar on stderr, shown after SILENCE_S seconds and only on a terminal."""
-
-    def __init__(self, quiet: bool):
-        """Create the bar, still hidden.
-
-        Args:
-            quiet: Never show it.
-        """
-        count = TextColumn("{task.completed:.0f} of {task.total:.0f}")
-        console = Console(stderr=True)
-        may_show = console.is_terminal and not quiet
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            count,
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,  # the bar disappears at the end
-            disable=not may_show,
-        )
-        self.begin = time.monotonic()
-        self.task = self.add_task("searching", visible=False)
-
-    def on_progress(self, done: int, left: int, best: float, gap: float) -> None:
-        """Update the bar; the search calls this from time to time.
-
-        Args:
-            done: Items of the search that were examined.
-            left: Items that are left.
-            best: Best step so far, in seconds; inf before the first.
-            gap: Largest fraction of that step that another plan could save; 1 before a step was
-                simulated.
-        """
-        text = "searching" if best == inf else f"best so far {best:.4g} s"
-        text += f", simulated; at most {gap:.1%} can be saved" if gap < 1 else ""
-        visible = time.monotonic() - self.begin > SILENCE_S
-        self.update(self.task, description=text, completed=done, total=done + left, visible=visible)

@@ -19,11 +19,12 @@ from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.html.plan_pictures import of_limit
-from holmes_ext.planner.launch_flags import Launch, added, launches
+from holmes_ext.planner.launch_flags import Launch, added
 from holmes_ext.planner.search.explain import NEGLIGIBLE, explain, thin_stages
-from holmes_ext.planner.search.result import Candidate, SearchResult
+from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, step_without
 from holmes_ext.planner.search.stock import CAUSES, best_stock, causes, stock_like
+from holmes_ext.planner.show.start import show_launches, start_line
 from holmes_ext.units import format_bytes
 
 #: Columns of the table of plans. A column with a `drop` is left out on a narrow screen, the greatest first.
@@ -45,9 +46,10 @@ LEGEND = (
     "T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x "
     "micro-batches; of each shape the best arrangement; step: simulated, ~ in closed form only"
 )
-#: Beginnings of lines that other code recognizes.
+#: Beginning of a line that other code recognizes.
 DOES_NOT_FIT = "your layout does not fit"
-CANNOT = "cannot do this plan"
+#: What the output says beside a memory whose GPU has no known memory.
+NO_LIMIT = "no memory limit assumed (key gpu or gpu_memory_bytes of cluster.toml)"
 #: Causes below this share of the step have no row.
 SMALL_CAUSE = 1e-4
 
@@ -55,7 +57,7 @@ SMALL_CAUSE = 1e-4
 class RankedPlan(NamedTuple):
     """A row of the table of plans."""
 
-    name: str  # number, "yours" or "all"
+    name: str  # number, "yours", "nearest" or "all"
     candidate: Candidate
     result: SearchResult
 
@@ -77,10 +79,12 @@ def distinct(result: SearchResult) -> list[Candidate]:
 
 
 def ranked(result: SearchResult, count: int) -> list[RankedPlan]:
-    """Return the rows of the table of plans: up to two to compare with, and the `count` best."""
+    """Return the rows of the table of plans: up to three to compare with, and the `count` best."""
     rows = []
     if result.user_layout:  # the layout of the user's command line
         rows.append(RankedPlan("yours", result.user_layout, result))
+    if result.nearest and result.nearest.key != result.best.key:  # the best has a row of its own
+        rows.append(RankedPlan("nearest", result.nearest, result))
     if result.on_all:  # the best plans use fewer nodes: the best one on all nodes
         rows.append(RankedPlan("all", result.on_all.best, result.on_all))
     for number, candidate in enumerate(distinct(result)[:count], 1):
@@ -109,13 +113,18 @@ def split_text(split: Sequence[int]) -> str:
 
 
 def show(
-    result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch]
+    result: SearchResult,
+    args: argparse.Namespace,
+    job: Training,
+    starts: Mapping[str, Launch],
+    end: float = inf,
 ) -> None:
     """Print the result of a search: table of plans, optimality gap, reasons, and how to start the best.
 
     Args:
         job: What to train, with lines on it that are printed first.
         starts: Framework -> how to start the best plan.
+        end: Moment of time.monotonic() at which simulations for the output must have ended.
     """
     screen = Screen()
     best = result.best
@@ -128,8 +137,23 @@ def show(
         text = f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {other.step_s:.4g} s without"
         screen.line(f"{text}; the optimality gap is of 1F1B's orders", "bold")
     order = result.describe(best)  # clusters along the pipeline
-    screen.line(f"best plan: {order}; layers of the stages: {split_text(best.split)}")
-    _show_seconds_by_cause(screen, result)
+    # A layout is not the best plan if --limit excludes it, even if it is faster.
+    layout = result.user_layout
+    is_slower = layout is not None and layout.fits and layout.step_s < best.step_s * (1 - EQUAL)
+    title = "best plan within --limit" if is_slower else "best plan"
+    screen.line(f"{title}: {order}; layers of the stages: {split_text(best.split)}")
+    if is_slower and layout:
+        screen.line(
+            f"your layout is faster: {layout.step_s:.4g} s a step; --limit excludes it from the search",
+            "yellow",
+        )
+    if result.nearest and layout:
+        screen.line(
+            f"nearest: your sizes with layers {split_text(result.nearest.split)}, "
+            f"{result.nearest.step_s:.4g} s instead of {layout.step_s:.4g} s: add "
+            f"--holmes-partition {','.join(map(str, result.nearest.split))}"
+        )
+    _show_seconds_by_cause(screen, result, end)
     if args.explain:
         for line in explain(result):
             screen.line(line)
@@ -137,11 +161,9 @@ def show(
         screen.line("your layout: add to your command line", "bold")
         holmes_flags = added(result.user_layout, args.cluster, plan="")  # without a plan file
         screen.line(f"  {shlex.join(holmes_flags)}")
-    _show_launches(screen, starts)
+    show_launches(screen, starts, args.print_command)
     if not args.output:
-        screen.line(
-            "the job orders its nodes when it starts; --output plan.json fixes what is shown"
-        )
+        screen.line(start_line(result, starts))
 
 
 def _show_counts(screen: Screen, result: SearchResult) -> None:
@@ -180,33 +202,7 @@ def show_given(
     holmes_flags = added(layout, args.cluster, plan=args.output or "")
     screen.line(f"  {shlex.join(holmes_flags)}")
     if lacks_framework_flags:
-        _show_launches(screen, starts)
-
-
-def _show_launches(screen: Screen, starts: Mapping[str, Launch]) -> None:
-    for name, lines in launch_lines(starts).items():
-        screen.line(f"{name}:", "bold")
-        for line in lines:
-            screen.line(f"  {line}")
-
-
-def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
-    """Return framework -> lines to print: how it starts the plan, or why it cannot.
-
-    Lines on a start are the flags, then additions to the config file and to the script, if needed.
-    """
-    result = {}
-    for name, launch in starts.items():
-        if launch.lacks:  # properties of the plan that the framework does not support
-            result[name] = [f"{CANNOT}: {'; '.join(launch.lacks)}; or search with --for {name}"]
-            continue
-        lines = [shlex.join(launch.flags)]
-        if launch.config:
-            lines.append(f"ds_config.json: {json.dumps(launch.config)}")
-        if launch.script:
-            lines.append(f"in the script: {launch.script}")
-        result[name] = lines
-    return result
+        show_launches(screen, starts, args.print_command)
 
 
 def _show_table(screen: Screen, result: SearchResult, rows: Sequence[RankedPlan]) -> None:
@@ -216,6 +212,10 @@ def _show_table(screen: Screen, result: SearchResult, rows: Sequence[RankedPlan]
     legend = LEGEND
     if result.user_layout:
         legend += "; yours: with holmes, as it is"
+    if any(row.name == "nearest" for row in rows):
+        legend += "; nearest: your tensor and pipeline sizes, other layers"
+    if any(inf in row.candidate.limit_bytes for row in rows):
+        legend += f"; memory: {NO_LIMIT}"
     if result.on_all:
         legend += "; all: the best of all nodes"
     screen.line(legend, "dim")
@@ -267,7 +267,7 @@ def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     return by_plan
 
 
-def _show_seconds_by_cause(screen: Screen, result: SearchResult) -> None:
+def _show_seconds_by_cause(screen: Screen, result: SearchResult, end: float = inf) -> None:
     """Print the best plan's schedule and thin stages, the table of seconds by cause, gains and memory."""
     for line in (*stage_link_lines(result, result.best), *thin_stages(result, result.best)):
         screen.line(line)
@@ -275,7 +275,7 @@ def _show_seconds_by_cause(screen: Screen, result: SearchResult) -> None:
     columns = [Column(head[0], wrap=20), *(Column(name, right=True) for name in head[1:])]
     styles = ["", *[""] * (len(rows) - 2), "bold"]  # the last row is the sum
     screen.table(columns, rows, title, styles)
-    for line in why_lines(result):
+    for line in why_lines(result, end):
         screen.line(line, "red" if line.startswith(DOES_NOT_FIT) else "")
 
 
@@ -310,10 +310,13 @@ def why_table(result: SearchResult) -> WhyTable:
     return WhyTable(f"where a step's seconds go ({origin})", ["", *by_plan], rows)
 
 
-def why_lines(result: SearchResult) -> list[str]:
+def why_lines(result: SearchResult, end: float = inf) -> list[str]:
     """Return sentences on the best plan's speedup over other plans, and on its memory.
 
     The other plans are the job without holmes ("stock") and the user's layout, if there is one.
+
+    Args:
+        end: Moment of time.monotonic() at which simulations must have ended.
     """
     best = result.best
     layout = result.user_layout
@@ -328,7 +331,7 @@ def why_lines(result: SearchResult) -> list[str]:
     if "yours" in steps_s:
         lines.append(f"{steps_s['yours'] / best_s:.2f} x your layout with holmes")
     if not is_alone:
-        fastest = best_stock(result)
+        fastest = best_stock(result, end)
         if fastest:
             ratio = fastest.step_s / best_s
             sizes = f"{sizes_text(fastest.shape)}: {fastest.step_s:.4g} s"
@@ -336,7 +339,9 @@ def why_lines(result: SearchResult) -> list[str]:
     stage = _fullest_stage(best)
     used = of_limit(best.memory_bytes[stage], best.limit_bytes[stage])
     terms = _terms_text(memory_terms(result, best))
-    lines.append(f"memory of the fullest stage: {used} ({terms})")
+    has_no_limit = best.limit_bytes[stage] == inf
+    note = f"; {NO_LIMIT}" if has_no_limit else ""
+    lines.append(f"memory of the fullest stage: {used} ({terms}){note}")
     if layout and not layout.fits:
         stage = _fullest_stage(layout)
         needed = of_limit(layout.memory_bytes[stage], layout.limit_bytes[stage])
@@ -399,27 +404,6 @@ def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
     return [
         f"stage links: sends that do not block, {depths} micro-batches in flight{memory}: {gain}"
     ]
-
-
-def launches_of(
-    result: SearchResult, args: argparse.Namespace, job: Training, plan: str | None = None
-) -> dict[str, Launch]:
-    """Return how to start the best plan: framework -> Launch.
-
-    If the arguments or the job's command line name a framework, it is the only entry.
-
-    Args:
-        plan: Plan file that the commands load; "" for none; None for the file of --output, if given.
-    """
-    framework = args.framework or job.command_line.framework
-    if plan is None:
-        plan = args.output or ""
-    by_framework = launches(
-        result.best, result.model, result.global_batch, result.rules.overlap, args.cluster, plan
-    )
-    if not framework:
-        return by_framework
-    return {name: launch for name, launch in by_framework.items() if name == framework}
 
 
 def document(

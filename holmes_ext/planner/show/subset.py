@@ -42,7 +42,7 @@ from holmes_ext.planner.search.search import search
 from holmes_ext.planner.search.sketch import simulate_first
 from holmes_ext.planner.search.space import Limits
 from holmes_ext.planner.search.subset import Counts, Priced, Subsets, best_subset
-from holmes_ext.planner.show.search import asked_for, global_batch, limits_of
+from holmes_ext.planner.show.layout import asked_for, global_batch, limits_of
 from holmes_ext.units import format_seconds
 
 #: Output formats of --as.

@@ -103,6 +103,8 @@ def describe(argv: Sequence[str]) -> CommandLine:
         # In DeepSpeed, the expert-parallel group of a layer is no larger than the layer's number of experts.
         expert_counts = settings.get("experts", [1])
         settings["expert"] = min(settings["expert"], *expert_counts)
+    if "checkpoint_interval" in settings:  # of DeepSpeed's pipeline engine; 0: no recomputation
+        settings.setdefault("recompute", "full" if settings["checkpoint_interval"] else "none")
 
     model = None
     trouble = ""

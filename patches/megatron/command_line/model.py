@@ -88,6 +88,7 @@ def model_of(
     if has_experts:
         values |= _expert_fields(settings, is_deepspeed, assumed)
     values["vocabulary"] = _padded_vocabulary(settings, assumed)
+    values |= _padding_fields(settings)
     # With a fused attention kernel, no attention scores are kept for the backward pass.
     values["flash"] = _is_attention_fused(settings, is_deepspeed, assumed)
     # Layers that DeepSpeed's pipeline engine recomputes together in the backward pass; 0: none. A
@@ -148,6 +149,19 @@ def _padded_vocabulary(settings: Mapping[str, Any], assumed: list[str]) -> int:
     if not multiple:
         return int(vocabulary)
     return ceil(vocabulary / multiple) * multiple
+
+
+def _padding_fields(settings: Mapping[str, Any]) -> dict[str, int]:
+    """Return the fields of Model with which it pads the vocabulary for other tensor-parallel sizes.
+
+    There are none if a flag gives the padded number, which then holds for every size.
+    """
+    if "padded_vocabulary" in settings:
+        return {}
+    return {
+        "vocabulary_tokens": settings.get("vocabulary", GPT2_VOCABULARY),
+        "vocabulary_multiple": settings.get("divisible", VOCABULARY_MULTIPLE),
+    }
 
 
 def _is_attention_fused(

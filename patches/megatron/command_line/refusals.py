@@ -27,6 +27,12 @@ def refusals(
     if model is None:
         return
     tensor_flag = "--tensor-model-parallel-size"
+    is_megatron_lm = command_line.framework == "megatron-lm"
+    if is_megatron_lm and model.experts and sizes.tensor > 1 and not model.sequence_parallel:
+        yield (
+            f"experts with {tensor_flag} {sizes.tensor}: Megatron-LM ends with an error at the first step; "
+            "add --sequence-parallel"
+        )
     yield from _line_if_indivisible(
         "--num-attention-heads", model.heads, tensor_flag, sizes.tensor, chunks=1, world=world
     )

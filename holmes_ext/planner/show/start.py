@@ -1,0 +1,175 @@
+"""How to start a plan, as text: changes to the user's command, or the flags of each framework."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+
+from holmes_ext.cli.show.table import Screen
+from holmes_ext.cli.show.training import Training, sizes_given
+from holmes_ext.plan.engine import HIERARCHICAL
+from holmes_ext.planner.launch_flags import Launch, launches
+from holmes_ext.planner.search.as_plan import layout_candidate
+from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.planner.search.simulated import in_passes, timed
+from holmes_ext.planner.show.layout import framework_of_command
+from holmes_ext.planner.suggest import Request, edit_of, runs_already
+
+#: Beginning of a line that other code recognizes.
+CANNOT = "cannot do this plan"
+CHANGE = "change your command line"
+
+
+def launches_of(
+    result: SearchResult, args: argparse.Namespace, job: Training, plan: str | None = None
+) -> dict[str, Launch]:
+    """Return how to start the best plan: framework -> Launch.
+
+    If the arguments or the job's command line name a framework, it is the only entry. If the
+    command line has flags of this framework, the Launch has the changes to the command, too.
+
+    Args:
+        plan: Plan file that the commands load; "" for none; None for the file of --output, if given.
+    """
+    if plan is None:
+        plan = args.output or ""
+    by_framework = launches(
+        result.best,
+        result.model,
+        result.global_batch,
+        result.rules.overlap,
+        args.cluster,
+        plan,
+        job.options,
+    )
+    step_s = result.best.step_s if plan else step_without_plan_file(result)
+    by_framework = {name: replace(launch, step_s=step_s) for name, launch in by_framework.items()}
+    of_command = framework_of_command(args, job)
+    framework = args.framework or of_command
+    if not framework:
+        return by_framework
+    launch = by_framework[framework]
+    if args.command and framework == (of_command or framework):
+        # Sizes in options of `holmes plan` are not those of the command.
+        layout = None if sizes_given(args) else result.user_layout
+        if runs_already(result.best, layout):
+            # The framework runs the layout, so it can do the plan.
+            holmes_flags = tuple(_holmes_flags(launch))
+            launch = replace(launch, flags=holmes_flags, lacks=())
+        sizes = job.command_line.sizes
+        if sizes is not None and (sizes.tensor > 1 or sizes.context > 1):
+            launch = replace(launch, environment="")  # the command runs with it already
+        request = Request(
+            words=tuple(args.command),
+            command_line=job.command_line,
+            framework=framework,
+            candidate=result.best,
+            layers=result.model.layers,
+            layout=layout,
+        )
+        launch = replace(launch, edit=edit_of(request, launch))
+    return {framework: launch}
+
+
+def step_without_plan_file(result: SearchResult) -> float:
+    """Return the step of a job with the best plan's flags, but without its plan file, in seconds.
+
+    Such a job has the sizes and layers of the plan, and orders its nodes itself when it starts. Its
+    order may differ from the plan's, which was found by simulation.
+    """
+    return result.remember("no plan file", result.best, lambda: _own_order_s(result))
+
+
+def _own_order_s(result: SearchResult) -> float:
+    """Return the step with the best plan's flags in the job's own order of nodes, in seconds."""
+    best = result.best
+    engine_reduces = result.engine.hierarchical_zero is not None
+    own = layout_candidate(
+        result,
+        best.placement.sizes,
+        best.shape,
+        split=best.split,
+        flat=engine_reduces and HIERARCHICAL not in best.reductions,
+    )
+    if own.placement == best.placement or best.breadth_first or not best.simulated_s:
+        return best.step_s
+    own = timed(result, own)
+    if best.schedule:
+        own = in_passes(result, own) or own
+    return own.step_s
+
+
+def start_line(result: SearchResult, starts: Mapping[str, Launch]) -> str:
+    """Return a line on the order of the nodes in a job that has no plan file."""
+    best_text = f"{result.best.step_s:.4g}"
+    step_texts = {f"{launch.step_s:.4g}" for launch in starts.values()} - {best_text}
+    if not step_texts:
+        return "the job orders its nodes when it starts; --output plan.json fixes what is shown"
+    return (
+        f"the job orders its nodes itself when it starts, and then takes {', '.join(step_texts)} s a step; "
+        f"with --output plan.json it takes the plan's order, and {best_text} s"
+    )
+
+
+def _holmes_flags(launch: Launch) -> list[str]:
+    """Return the flags of holmes among the flags of a launch, with their values."""
+    flags = []
+    is_of_holmes = False
+    for word in launch.flags:
+        if word.startswith("--"):
+            is_of_holmes = word.startswith("--holmes")
+        if is_of_holmes:
+            flags.append(word)
+    return flags
+
+
+def show_launches(
+    screen: Screen, starts: Mapping[str, Launch], print_command: bool = False
+) -> None:
+    """Print how each framework starts a plan.
+
+    Args:
+        print_command: Print the whole new command, too, if there is one.
+    """
+    lines_of = launch_lines(starts)
+    for name, launch in starts.items():
+        is_change = launch.edit is not None and not launch.lacks
+        screen.line(f"{name}: {CHANGE}" if is_change else f"{name}:", "bold")
+        for line in lines_of[name]:
+            screen.line(f"  {line}")
+        if launch.edit is None or launch.lacks:
+            continue
+        if print_command:
+            screen.line(f"{name}: the new command", "bold")
+            for line in launch.edit.whole_lines():
+                screen.line(line)
+        else:
+            screen.line("  --print-command prints the whole new command", "dim")
+
+
+def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
+    """Return framework -> lines to print: how it starts the plan, or why it cannot.
+
+    If there is a command to change, the lines say what to remove, to change and to add. Otherwise
+    they are the flags, then additions to the config file and to the script, if needed.
+    """
+    result = {}
+    for name, launch in starts.items():
+        if launch.lacks:  # properties of the plan that the framework does not support
+            result[name] = [f"{CANNOT}: {'; '.join(launch.lacks)}; or search with --for {name}"]
+            continue
+        if launch.edit is not None:
+            lines = launch.edit.lines()
+        else:
+            lines = [shlex.join(launch.flags)]
+            if launch.config:
+                lines.append(f"ds_config.json: {json.dumps(launch.config)}")
+        if launch.script:
+            lines.append(f"in the script: {launch.script}")
+        if launch.environment:
+            lines.append(f"in the environment: {launch.environment}")
+        result[name] = lines
+    return result

@@ -1,0 +1,53 @@
+"""Time limit of `holmes plan`: when the search has to stop so that the command ends in time."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.planner.search.simulated import step_without
+from holmes_ext.planner.show.search_table import reasons
+from holmes_ext.planner.show.start import step_without_plan_file
+
+#: Seconds in which the tables are drawn and the process ends.
+OUTPUT_S = 0.15
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """Time limit of a command, counted from the start of its process."""
+
+    end: float  # moment of time.monotonic()
+
+    @classmethod
+    def of_arguments(cls, args: argparse.Namespace) -> TimeLimit:
+        """Return the limit of --seconds."""
+        begin = getattr(args, "begin", time.monotonic())  # main() sets it
+        return cls(end=begin + args.seconds)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the end; never negative."""
+        return max(0.0, self.end - time.monotonic())
+
+    def share_until(self, end: float, share: float) -> float:
+        """Return the moment of time.monotonic() after a share of the time from now to `end`."""
+        now = time.monotonic()
+        return now + share * max(0.0, end - now)
+
+    def output_begin(self, result: SearchResult) -> float:
+        """Return the moment of time.monotonic() at which the output must begin, so that it ends in time.
+
+        Args:
+            result: First plans of the search. The simulations that the output needs of its best plan
+                are done here: they show how long they take for a better plan. If there is none, the
+                output needs no others, because the result remembers them.
+        """
+        begin = time.monotonic()
+        reasons(result)
+        step_without(result, result.best)
+        step_without_plan_file(result)
+        simulations_s = time.monotonic() - begin
+        return self.end - simulations_s - OUTPUT_S

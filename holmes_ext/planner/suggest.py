@@ -1,0 +1,241 @@
+"""Changes that make the user's training command run a plan.
+
+    edit_of(request, launch) -> CommandEdit
+
+plan_flags.py has the flags that a plan decides, and command_edit.py changes the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holmes_ext.patches.deepspeed import ds_config
+from holmes_ext.patches.megatron.command_line.describe import CommandLine
+from holmes_ext.planner.command_edit import CommandEdit, by_flag, edited, edited_config
+from holmes_ext.planner.launch_flags import Launch
+from holmes_ext.planner.plan_flags import (
+    DECIDED,
+    FSDP_CHECKPOINTS,
+    HOLMES,
+    LAYERS,
+    NEEDS,
+    RECOMPUTE,
+    WORDS_AFTER,
+)
+from holmes_ext.planner.search.result import Candidate
+
+#: Frameworks whose flags are the tables of plan_flags.py.
+MEGATRONS = ("megatron-lm", "megatron-deepspeed")
+#: Flags that describe the model. A command that has a model keeps its own.
+_MODEL_FLAGS = ("--num-experts", "--moe-router-topk")
+#: Flags whose default is 1.
+_SIZES_OF_ONE = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--expert-model-parallel-size",
+)
+#: Tables of a ds_config with the precision; a ds_config that exists keeps its own.
+_PRECISION_TABLES = ("bf16", "bfloat16", "fp16")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A training command, and the plan that it is to run."""
+
+    words: tuple[str, ...]  # of the command, launcher included
+    command_line: CommandLine  # what holmes reads from the words
+    framework: str  # key of ENGINES whose flags the command has
+    candidate: Candidate  # the plan
+    layers: int  # of the model
+    #: The layout that the words describe; None if it is not possible, or options changed it.
+    layout: Candidate | None = None
+
+
+def edit_of(request: Request, launch: Launch) -> CommandEdit:
+    """Return the changes to a command and its ds_config with which it runs a plan.
+
+    Args:
+        request: The command and the plan.
+        launch: Flags and ds_config of the plan.
+    """
+    words = request.words
+    wanted = by_flag(launch.flags)
+    config = ds_config.from_arguments(list(words))
+    config_flag = next((flag for flag in ds_config.FLAGS if flag in wanted), "")
+    config_file = ""
+    if config_flag:
+        config_file = wanted.pop(config_flag)[0]
+        if config is not None:  # the command names a ds_config: its path stays
+            config_file = config.path
+        else:
+            wanted[config_flag] = (config_file,)
+    if request.framework in MEGATRONS:
+        wanted = _as_the_command_spells(request, wanted)
+    unwanted = set(_unwanted(request, wanted))
+    untouched = set(_untouched(request))
+    wanted = {flag: values for flag, values in wanted.items() if flag not in untouched}
+    flags, command = edited(words, wanted, WORDS_AFTER, unwanted - untouched)
+    if not config_file:
+        return CommandEdit(flags, command)
+    content = config.content if config is not None else {}
+    keys, new_content = edited_config(
+        content,
+        wanted=_wanted_keys(request, launch, content),
+        unwanted=list(_unwanted_keys(request, wanted, content)),
+    )
+    return CommandEdit(flags, command, config_file, keys, new_content)
+
+
+def runs_already(candidate: Candidate, layout: Candidate | None) -> bool:
+    """Return whether the user's layout is the plan itself, so that its sizes need no change."""
+    if layout is None:
+        return False
+    has_same_schedule = (candidate.breadth_first, candidate.schedule) == (
+        layout.breadth_first,
+        layout.schedule,
+    )
+    has_same_reductions = candidate.reductions == layout.reductions
+    same_plan = candidate.shape == layout.shape and candidate.split == layout.split
+    same_order = candidate.placement.sizes.order == layout.placement.sizes.order
+    return same_plan and same_order and has_same_reductions and has_same_schedule
+
+
+def _as_the_command_spells(
+    request: Request, wanted: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Return the flags of a plan with the flags that the command already uses for the same settings.
+
+    Args:
+        wanted: Flag -> its values, as launch_flags.py writes them.
+    """
+    shape = request.candidate.shape
+    present = {word.partition("=")[0] for word in request.words}
+    spelled = dict(wanted)
+    if request.command_line.model is not None:
+        for flag in _MODEL_FLAGS:
+            spelled.pop(flag, None)
+    for flag in _SIZES_OF_ONE:
+        if spelled.get(flag) == ("1",) and flag not in present:
+            del spelled[flag]  # the framework's default
+    layers_per_chunk = "--num-layers-per-virtual-pipeline-stage"
+    if layers_per_chunk in present and shape.virtual > 1:
+        spelled.pop("--num-virtual-stages-per-pipeline-rank", None)
+        chunks = shape.pipeline * shape.virtual
+        spelled[layers_per_chunk] = (str(request.layers // chunks),)
+    expert_tensor = "--expert-tensor-parallel-size"
+    sizes = request.command_line.sizes
+    old_tensor = str(sizes.tensor) if sizes is not None else "1"
+    is_default = _last_value(request.words, expert_tensor) == old_tensor
+    if is_default and shape.tensor > 1:  # the default is the tensor size: it stays that
+        spelled[expert_tensor] = (str(shape.tensor),)
+    return spelled
+
+
+def _last_value(words: Sequence[str], flag: str) -> str:
+    """Return the value of a flag in a command, of the last one if it is there several times."""
+    value = ""
+    for word, following in zip(words, [*words[1:], ""]):
+        name, equals, joined_value = word.partition("=")
+        if name == flag:
+            value = joined_value if equals else following
+    return value
+
+
+def _unwanted(request: Request, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yield the flags that a command must not have if it is to run the plan.
+
+    Args:
+        wanted: Flags that it must have.
+    """
+    if runs_already(request.candidate, request.layout):
+        return
+    if request.framework not in MEGATRONS:
+        # The script's own flags may have the names of Megatron's.
+        yield from (flag for flag in (*HOLMES, "--holmes-partition") if flag not in wanted)
+        return
+    yield from (flag for flag in DECIDED if flag not in wanted)
+    for flag, is_met in NEEDS.items():
+        if not is_met(request.candidate.shape):
+            yield flag
+    for flag, value in FSDP_CHECKPOINTS:
+        if _last_value(request.words, flag) == value:
+            yield flag
+
+
+def _untouched(request: Request) -> Iterator[str]:
+    """Yield the flags that stay as they are, because they already say what the plan needs."""
+    if request.framework not in MEGATRONS:
+        return
+    candidate = request.candidate
+    command_line = request.command_line
+    if command_line.model is not None:
+        recompute = command_line.model.recompute
+    else:
+        recompute = command_line.training.get("recompute", "none")
+    if recompute == candidate.shape.recompute:
+        yield from RECOMPUTE
+    layout = request.layout
+    if layout is not None and "--holmes-plan" not in request.words:
+        same_chunks = layout.shape.virtual == candidate.shape.virtual
+        if layout.split == candidate.split and same_chunks:
+            yield from LAYERS
+
+
+def _wanted_keys(request: Request, launch: Launch, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that the ds_config of a plan must have, joined by dots, with their values.
+
+    Args:
+        content: The ds_config of the command; {} if there is none.
+    """
+    if runs_already(request.candidate, request.layout):
+        return {}
+    shape = request.candidate.shape
+    wanted = {}
+    for name, value in launch.config.items():
+        if name in _PRECISION_TABLES and content:
+            continue  # a precision is the user's choice
+        if isinstance(value, dict):
+            for key, nested_value in value.items():
+                wanted[f"{name}.{key}"] = nested_value
+        else:
+            wanted[name] = value
+    if "--fp16" in request.words and "bf16.enabled" in wanted:
+        wanted["fp16.enabled"] = wanted.pop("bf16.enabled")
+    # Keys that repeat what flags say must agree with them.
+    values_of_optional_keys = {
+        "pipeline": {
+            "stages": shape.pipeline,
+            "activation_checkpoint_interval": int(shape.recompute == "full"),
+        },
+        "tensor_parallel": {"autotp_size": shape.tensor},
+    }
+    for table, values in values_of_optional_keys.items():
+        for key, value in values.items():
+            if key in (content.get(table) or {}):
+                wanted[f"{table}.{key}"] = value
+    return wanted
+
+
+def _unwanted_keys(
+    request: Request, wanted: Mapping[str, tuple[str, ...]], content: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield keys of a ds_config that contradict the plan, joined by dots.
+
+    Args:
+        wanted: Flags of the new command.
+        content: The ds_config of the command.
+    """
+    if runs_already(request.candidate, request.layout):
+        return
+    candidate = request.candidate
+    overlap_comm = (content.get("zero_optimization") or {}).get("overlap_comm")
+    overlaps = wanted.get("--holmes-overlap")
+    is_given_twice = overlap_comm is not None and overlaps is not None
+    if is_given_twice and bool(overlap_comm) != (overlaps == ("on",)):
+        yield "zero_optimization.overlap_comm"
+    if len(set(candidate.split)) > 1:
+        yield "pipeline.partition"
+    if candidate.shape.context == 1:
+        yield "sequence_parallel_size"

@@ -1,0 +1,85 @@
+"""Tests a search whose time ends early: it returns plans, and its lower bound stays true.
+
+No test measures a time.
+"""
+
+import time
+from math import inf
+
+import pytest
+from clusters import example
+
+from holmes_ext.cli.main import _process_begin
+from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.engine import Rules
+from holmes_ext.planner.search import sketch
+from holmes_ext.planner.search.evaluate import Evaluator, PlacedShape
+from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.planner.search.search import search
+from holmes_ext.planner.search.simulated import with_passes
+from holmes_ext.planner.search.stock import causes
+
+MODEL = Model(
+    layers=12, hidden=512, heads=8, sequence=128, vocabulary=8000, global_batch=16, gpu=Gpu(20e12)
+)
+PAST = -inf  # a moment of time.monotonic() that is over
+
+
+def request(name="two_clusters_8"):
+    return SearchResult(Network(example(name)), MODEL, 16, rules=Rules(overlap=True))
+
+
+@pytest.mark.parametrize("name", ["two_clusters_8", "four_us_regions_64"])
+def test_search_without_time_finds_a_plan_and_bounds_all_others(name):
+    found = search(request(name), seconds=0.0)
+    everything = search(request(name), prove=False)
+    assert found.best.simulated_s and found.shapes == everything.shapes
+    assert len(found.ideals) < len(everything.ideals)
+    least_s = min(plan.step_s for plan in everything.candidates)
+    assert found.optimality_gap.bound_s <= found.computing_s < least_s
+
+
+def test_lower_bounds_without_an_end_are_those_of_every_shape_in_order():
+    found = search(request(), prove=False)
+    assert found.unbounded_s == inf
+    listed = list(sketch.shapes(found.network, MODEL, 16, found.limits))
+    assert list(found.ideals) == [shape for shape in listed if shape in found.ideals]
+    assert found.shapes == len(listed) == len(found.ideals) + found.misfits
+
+
+def test_only_one_plan_is_simulated_after_the_end():
+    result = search(request(), prove=False, simulate=False)
+    simulated = sketch.simulate_first(result, rows=10, end=PAST).candidates
+    assert [bool(plan.simulated_s) for plan in simulated[:2]] == [True, False]
+    assert len(simulated) == len(result.candidates)
+
+
+def test_a_placement_gets_one_split_after_the_end():
+    result = search(request(), prove=False)
+    shape = next(s for s in result.ideals if s.pipeline == 4 and s.virtual == 1)
+    placement = Evaluator(result).placements(shape).listed[0]
+    item = PlacedShape(shape, placement, is_tightened=True)
+    plans = {}
+    for end in (PAST, inf):
+        outcome = Evaluator(result, end).process(item, bound_s=0.0, best_s=inf)
+        plans[end] = len(outcome.candidates)
+    assert plans[PAST] == 1 < plans[inf]
+
+
+def test_no_order_of_passes_is_sought_after_the_end():
+    result = search(request(), prove=False)
+    assert with_passes(result, end=PAST) is result
+
+
+def test_seconds_by_cause_are_computed_once(monkeypatch):
+    result = search(request(), prove=False)
+    first = causes(result, result.best)
+    monkeypatch.setattr("holmes_ext.planner.search.stock.simulated", None)
+    assert causes(result, result.best) == first
+    with pytest.raises(TypeError):  # other rules are another job
+        causes(result.on(result.network), result.best)
+
+
+def test_process_began_before_this_moment():
+    assert 0 <= time.monotonic() - _process_begin()
