@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from holmes_ext.cluster.gpus import KNOWN_GPUS
 from holmes_ext.cluster.nic import KINDS
-from holmes_ext.cluster.spec import KNOWN_GPUS
 from holmes_ext.units import format_seconds
 
 
@@ -68,7 +68,7 @@ KEYS = (
         "nodes",
         _LIST,
         "",
-        'host names; `"gpu[00-15]"` stands for sixteen hosts, `"gpu[1,4-6]"` for four',
+        'host names; `"gpu[00-15]"` stands for sixteen hosts, `"gpu[1,4-6]"` for four, `"a1,b1"` for two',
     ),
     Key(
         "[[cluster]]",
@@ -159,7 +159,13 @@ KEYS = (
         "rate that all traffic between the two clusters shares, each way",
     ),
     Key("[[between]]", "latency", _TIME, "[ethernet]'s", "latency from node to node, one way"),
-    Key("[node.HOST]", "include", _LIST, "the cluster's", "patterns for one host that differs"),
+    Key(
+        "[node.HOST]",
+        "include",
+        _LIST,
+        "the cluster's",
+        'patterns for one host that differs, or for several: `[node."gpu[01-04]"]`',
+    ),
     Key("[node.HOST]", "exclude", _LIST, "the cluster's", "patterns for one host that differs"),
     Key(
         "[node.HOST]",

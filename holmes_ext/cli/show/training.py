@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holmes_ext.cli.show.table import Screen
-from holmes_ext.cluster.spec import KNOWN_GPUS, SiteSpec, accelerator_of
+from holmes_ext.cluster.gpus import KNOWN_GPUS, accelerator_of
+from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options, misspelt_flag, parse_flags
@@ -25,7 +26,6 @@ from holmes_ext.plan.cost.model import Model, load_model, on_clusters
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.shape import with_zero, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
-from holmes_ext.words import did_you_mean
 
 #: Options that name parallel sizes.
 SIZES = ("pipeline", "tensor", "context", "expert", "order")
@@ -192,10 +192,11 @@ def _lines_about_unknown_gpus(spec: SiteSpec) -> Iterator[str]:
         }
         missing = [key for key, value in value_of_key.items() if not value]
         if missing:
-            hint = did_you_mean(cluster.gpu, KNOWN_GPUS)
+            # No "did you mean": most names that are similar to a GPU's are those of another GPU.
             yield (
-                f"not known: gpu {cluster.gpu!r} of cluster {cluster.name}: {hint}; "
-                f"without {', '.join(missing)} in cluster.toml these are not counted"
+                f"not known: gpu {cluster.gpu!r} of cluster {cluster.name}; without "
+                f"{', '.join(missing)} in cluster.toml these are not counted "
+                f"(known: {', '.join(KNOWN_GPUS)})"
             )
 
 

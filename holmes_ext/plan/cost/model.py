@@ -53,7 +53,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holmes_ext.cluster.spec import SiteSpec, accelerator_of
+from holmes_ext.cluster.gpus import accelerator_of
+from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.sizes import Sizes
