@@ -28,6 +28,15 @@ class Accelerator:
     flops: float = 0.0  # FLOP/s of the kernels of a training step
     memory_bytes: float = 0.0
     link_bps: float = 0.0  # bits/s to the other GPUs of the node, each way
+    #: FLOP/s of whole training steps, waits included: the FLOPs of a step / GPUs / seconds of the step.
+    #: model_flops does not count what is computed again (MFU); hardware_flops does (HFU).
+    model_flops: float = 0.0
+    hardware_flops: float = 0.0
+
+    @property
+    def any_flops(self) -> float:
+        """The given FLOP/s of kernels, or else those of whole steps, which are fewer; 0 without any."""
+        return self.flops or self.hardware_flops or self.model_flops
 
 
 #: Part of the dense 16-bit peak that the kernels of a training step are assumed to reach.
@@ -130,6 +139,7 @@ _MEMORY = re.compile(r"(?<![A-Z0-9])(\d{2,3}) ?G[BI]?(?![A-Z0-9])")
 _SLICE = re.compile(r"(?<![A-Z0-9])(MIG|\d+[CG]\.\d+GB)(?![A-Z0-9])")
 #: Smallest memory of the CPU of a Grace superchip, in GB; larger than that of any GPU.
 _SMALLEST_CPU_GB = 400
+_LETTERS_LIKE_DIGITS = str.maketrans({"O": "0", "I": "1", "L": "1", "Z": "2", " ": "", "-": ""})
 _VENDOR = re.compile(r"^(NVIDIA|AMD|TESLA|GEFORCE|QUADRO|INSTINCT)[-_ ]+", re.IGNORECASE)
 
 
@@ -199,6 +209,16 @@ def gpu_name(text: str) -> str:
     while _VENDOR.match(name):
         name = _VENDOR.sub("", name)
     return name
+
+
+def misspelt_model(name: str) -> str:
+    """Return the known model that a name means if letters in it stand for digits, otherwise "".
+
+    "A10O" means "A100". "B20" means nothing known: a GPU with other digits is another GPU.
+    """
+    digits = name.upper().translate(_LETTERS_LIKE_DIGITS)
+    models = {model.upper().translate(_LETTERS_LIKE_DIGITS): model for model in KNOWN_GPUS}
+    return models.get(digits, "")
 
 
 def names_one_model(texts: list[str]) -> str:

@@ -134,7 +134,22 @@ KEYS = (
         "gpu_flops",
         "a number",
         "of `gpu`",
-        "FLOP/s that training reaches on one GPU, not the data sheet's",
+        "FLOP/s of the kernels of a training step on one GPU, without waits; not the data sheet's",
+    ),
+    Key(
+        "[[cluster]]",
+        "gpu_model_flops",
+        "a number",
+        "none",
+        "in place of `gpu_flops`: FLOP/s of whole steps on one GPU, as Megatron-LM's logs print them: the "
+        "model's FLOPs without recomputation / GPUs / seconds of a step",
+    ),
+    Key(
+        "[[cluster]]",
+        "gpu_hardware_flops",
+        "a number",
+        "none",
+        "in place of `gpu_flops`: the same with recomputation, as Megatron-DeepSpeed's logs print them",
     ),
     Key("[[cluster]]", "gpu_memory_bytes", "a number", "of `gpu`", "memory of one GPU"),
     Key(

@@ -63,6 +63,8 @@ _IPV4 = re.compile(r"\d+\.\d+\.\d+\.\d+")
 MAX_RAILS = 8
 #: Largest number of characters of NCCL's name of a network.
 _LONGEST_NET = 64
+#: Keys of a cluster that give the speed of its GPUs.
+_SPEED_KEYS = ("gpu_flops", "gpu_model_flops", "gpu_hardware_flops")
 #: Upper limit of FLOP/s and bytes, which only keeps nonsense out.
 _LARGEST_NUMBER = 1e30
 
@@ -311,8 +313,7 @@ def _read_cluster(table: Table) -> ClusterSpec:
         raise HolmesError(f"{table.at('kind')}: {kind!r} is not one of {', '.join(KINDS)}")
     nodes = _read_nodes(table, name)
     fabric = _read_name(table, "fabric", "ethernet" if kind == "ethernet" else name)
-    gpu_flops = _read_positive(table, "gpu_flops")
-    gpu_memory_bytes = _read_positive(table, "gpu_memory_bytes")
+    accelerator = _read_accelerator(table)
     if kind != "ethernet" and fabric == "ethernet":
         advice = f"name the {kind} fabric otherwise"
         raise HolmesError(f"{table.at('fabric')}: 'ethernet' is the network of all nodes; {advice}")
@@ -326,14 +327,30 @@ def _read_cluster(table: Table) -> ClusterSpec:
         rate_bps=table.rate("rate", required=fabric != "ethernet"),
         latency_s=latency_of(table, KINDS[kind].latency_s),
         uplink_bps=table.rate("uplink", required=False),
-        accelerator=Accelerator(
-            flops=gpu_flops,
-            memory_bytes=gpu_memory_bytes,
-            link_bps=table.rate("nvlink", required=False),
-        ),
+        accelerator=accelerator,
     )
     _check_cluster(cluster, table)
     return cluster
+
+
+def _read_accelerator(table: Table) -> Accelerator:
+    """Return the numbers of a cluster's GPUs that its `[[cluster]]` gives.
+
+    Raises:
+        HolmesError: a number is not above 0, or several keys give the speed.
+    """
+    speeds = [key for key in _SPEED_KEYS if key in table.values]
+    if len(speeds) > 1:
+        raise HolmesError(
+            f"{table.at(speeds[1])}: {speeds[0]} gives the speed of a GPU already; give one of them"
+        )
+    return Accelerator(
+        flops=_read_positive(table, "gpu_flops"),
+        memory_bytes=_read_positive(table, "gpu_memory_bytes"),
+        link_bps=table.rate("nvlink", required=False),
+        model_flops=_read_positive(table, "gpu_model_flops"),
+        hardware_flops=_read_positive(table, "gpu_hardware_flops"),
+    )
 
 
 def _check_cluster(cluster: ClusterSpec, table: Table) -> None:

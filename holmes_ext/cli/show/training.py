@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holmes_ext.cli.show.table import Screen
-from holmes_ext.cluster.gpus import KNOWN_GPUS, accelerator_of
+from holmes_ext.cluster.gpus import accelerator_of, misspelt_model
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
@@ -24,6 +24,7 @@ from holmes_ext.patches.megatron.command_line.describe import CommandLine, descr
 from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan.cost.model import Model, load_model, on_clusters
 from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.reached import with_kernel_flops
 from holmes_ext.plan.shape import with_zero, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
 
@@ -103,6 +104,10 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
         ]
         model = on_clusters(model, spec)  # with the GPU of each cluster
     sizes = _sizes_of_job(args, command_line)  # sizes in options win over those in the command
+    if model is not None:
+        # Clusters of which cluster.toml gives the speed of whole steps.
+        model, lines_about_steps = with_kernel_flops(model, spec, sizes)
+        lines = [*lines_about_steps, *lines]
     if sizes and command_line.sizes and sizes.pipeline != command_line.sizes.pipeline:
         # Options give another number of stages than the command. Its layers of each stage, and its
         # virtual chunks of a stage (parts of the model on one rank), fit only its own number.
@@ -167,8 +172,7 @@ def _line_about_assumed_speed(
         return
     unknown = []  # names of clusters
     for cluster in spec.clusters:
-        has_flops = bool(cluster.accelerator.flops or accelerator_of(cluster.gpu))
-        if not has_flops:
+        if not cluster.accelerator.any_flops and accelerator_of(cluster.gpu) is None:
             unknown.append(cluster.name)
     if unknown:
         yield (
@@ -186,17 +190,17 @@ def _lines_about_unknown_gpus(spec: SiteSpec) -> Iterator[str]:
         if not cluster.gpu or accelerator_of(cluster.gpu) is not None:
             continue
         value_of_key = {
-            "gpu_flops": cluster.accelerator.flops,
+            "gpu_flops": cluster.accelerator.any_flops,
             "gpu_memory_bytes": cluster.accelerator.memory_bytes,
             "nvlink": cluster.accelerator.link_bps,
         }
         missing = [key for key, value in value_of_key.items() if not value]
         if missing:
-            # No "did you mean": most names that are similar to a GPU's are those of another GPU.
+            meant = misspelt_model(cluster.gpu)
+            hint = f"did you mean {meant!r}?" if meant else "docs/clusters.md lists the known ones"
             yield (
-                f"not known: gpu {cluster.gpu!r} of cluster {cluster.name}; without "
-                f"{', '.join(missing)} in cluster.toml these are not counted "
-                f"(known: {', '.join(KNOWN_GPUS)})"
+                f"not known: gpu {cluster.gpu!r} of cluster {cluster.name}: {hint}; "
+                f"without {', '.join(missing)} in cluster.toml these are not counted"
             )
 
 

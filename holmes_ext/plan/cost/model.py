@@ -652,6 +652,7 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
 
     Every number of a GPU comes from the first source that has it: the numbers in cluster.toml,
     [gpu.cluster.NAME] of the model file, the GPU's product name in cluster.toml, [gpu] of the model file.
+    FLOP/s of whole steps in cluster.toml count as those of kernels; plan/reached.py is more exact.
     """
     gpus = {}
     for cluster in spec.clusters:
@@ -664,6 +665,8 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
         numbers: dict[str, Any] = {}
         for item in fields(Gpu):
             candidates = [getattr(source, item.name, 0.0) for source in sources]
+            if item.name == "flops":
+                candidates[0] = cluster.accelerator.any_flops
             numbers[item.name] = next(filter(None, candidates), 0.0)  # 0: the source lacks it
         gpus[cluster.name] = Gpu(**numbers)
     return replace(model, gpus=gpus)
