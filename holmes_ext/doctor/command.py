@@ -26,6 +26,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.plan import Plan, check_plan, load_plan
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
+from holmes_ext.words import counted
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ def _check_launcher(command: Command, site: Site) -> Iterator[Finding]:
     if nodes.isdecimal() and int(nodes) != len(site.nodes):
         yield problem(
             "--nnodes",
-            what=f"is {nodes}, but the clusters have {len(site.nodes)} nodes",
+            what=f"is {nodes}, but the clusters have {counted(len(site.nodes), 'node')}",
             why="the job waits for ranks that never come, or ends at start-up",
             mend="start it on all nodes of cluster.toml, or take nodes out of the file",
         )
@@ -242,7 +243,7 @@ def _check_launcher(command: Command, site: Site) -> Iterator[Finding]:
     if wrong:
         yield problem(
             "--nproc-per-node",
-            what=f"is {processes}, but node {wrong[0].name} has {wrong[0].processes} processes in "
+            what=f"is {processes}, but node {wrong[0].name} has {counted(wrong[0].processes, 'process')} in "
             f"cluster.toml",
             why="the job ends at start-up",
             mend="make them agree (key 'processes')",

@@ -16,7 +16,7 @@ from typing import Any
 
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
-from holmes_ext.words import grouped, some_of
+from holmes_ext.words import counted, grouped, some_of
 
 VERSION = 1
 #: Steps at the start that do not count, because they load modules, connect ranks and fill
@@ -175,7 +175,7 @@ def load(directory: str | Path) -> Run:
     run = Run(ranks, [*notes, *_notes_on(ranks)])
     if not run.steps:
         raise HolmesError(
-            f"{files[0].parent}: no step is finished on all of its {len(ranks)} ranks"
+            f"{files[0].parent}: no step is finished on all of its {counted(len(ranks), 'rank')}"
         )
     return run
 

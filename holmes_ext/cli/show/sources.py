@@ -29,7 +29,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.document import read_text, save
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import parse_rate
-from holmes_ext.words import did_you_mean, grouped, named_values, some_of
+from holmes_ext.words import counted, did_you_mean, grouped, named_values, some_of
 
 T = TypeVar("T")
 
@@ -303,8 +303,8 @@ def _print_changes(
         _say(f"{path}: cluster {name}: added {folded(added)}")
     for cluster in additions.clusters:
         _say(
-            f"{path or 'found'}: cluster {cluster.name}: {len(cluster.nodes)} x {cluster.processes} "
-            f"processes, {cluster.kind}: {folded(cluster.nodes)}"
+            f"{path or 'found'}: cluster {cluster.name}: {len(cluster.nodes)} x "
+            f"{counted(cluster.processes, 'process')}, {cluster.kind}: {folded(cluster.nodes)}"
         )
     if existing:
         if not additions.nodes and not additions.clusters:

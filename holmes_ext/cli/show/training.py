@@ -27,6 +27,7 @@ from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.reached import with_kernel_flops
 from holmes_ext.plan.shape import with_zero, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
+from holmes_ext.words import counted
 
 #: Options that name parallel sizes.
 SIZES = ("pipeline", "tensor", "context", "expert", "order")
@@ -311,7 +312,7 @@ def _summary_of_command(model: Model, command_line: CommandLine) -> str:
         command_line: What was read from the command.
     """
     precision = "32-bit" if model.activation_width == _WIDTH_OF_32_BITS else "16-bit"
-    parts = [f"{model.layers} layers, {model.parameters:.3g} parameters"]
+    parts = [f"{counted(model.layers, 'layer')}, {model.parameters:.3g} parameters"]
     if model.experts:
         parts.append(f"{model.experts} experts, {model.experts_per_token} a token")
     gradient_bits = 8 * model.gradient_width  # the width is in bytes
@@ -320,7 +321,9 @@ def _summary_of_command(model: Model, command_line: CommandLine) -> str:
     if model.global_batch:
         parts.append(f"global batch {model.global_batch}")
     else:
-        parts.append(f"{model.micro_batches} micro-batches")
+        parts.append(
+            f"{model.micro_batches} micro-batch" + ("es" if model.micro_batches != 1 else "")
+        )
     parts.append(f"recompute {model.recompute}")
     if model.sequence_parallel:
         parts.append("sequence parallel")

@@ -46,7 +46,7 @@ from holmes_ext.planner.search.simulated import in_passes, timed, with_breadth_f
 from holmes_ext.planner.search.space import Limits, parse_limits
 from holmes_ext.planner.search.spreading import with_spread
 from holmes_ext.planner.show import plan_page, search_table
-from holmes_ext.words import grouped
+from holmes_ext.words import counted, grouped
 
 #: Seconds of silence before the progress bar shows.
 SILENCE_S = 2.0
@@ -249,9 +249,9 @@ def leave_out(
     parts = []
     for cluster, names in left_out.items():
         if cluster in remaining_clusters:
-            parts.append(f"{len(names)} nodes of {cluster} ({folded(names)})")
+            parts.append(f"{counted(len(names), 'node')} of {cluster} ({folded(names)})")
         else:
-            parts.append(f"{cluster} ({len(names)} nodes)")
+            parts.append(f"{cluster} ({counted(len(names), 'node')})")
     fewer_s = fewer.best.step_s
     all_s = on_all.best.step_s
     lines = [
