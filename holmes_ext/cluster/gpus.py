@@ -135,6 +135,8 @@ _ALIASES = {
 _WORD = re.compile(r"[A-Z0-9]+")
 #: Memory in a name: "40GB", "80 GB", "144G". Not "3g.20gb", which is a slice: see _SLICE.
 _MEMORY = re.compile(r"(?<![A-Z0-9])(\d{2,3}) ?G[BI]?(?![A-Z0-9])")
+#: Memory at the end of a name that a site gave: "h100-96", "v100_32".
+_MEMORY_AT_END = re.compile(r"(?<=[A-Z0-9])[-_](\d{2,3})$")
 #: Slice of a GPU (MIG): "1g.5gb", "MIG 3g.20gb", "mig-1g.10gb".
 _SLICE = re.compile(r"(?<![A-Z0-9])(MIG|\d+[CG]\.\d+GB)(?![A-Z0-9])")
 #: Smallest memory of the CPU of a Grace superchip, in GB; larger than that of any GPU.
@@ -153,7 +155,7 @@ def accelerator_of(name: str) -> Accelerator | None:
         name: Name as a driver, label or scheduler writes it, such as "NVIDIA A100-SXM4-40GB",
             "NVIDIA-H100-NVL" or "gh200".
     """
-    upper = name.upper()
+    upper = _spaced(name)
     if _SLICE.search(upper):
         return None
     model = _model_in(upper)
@@ -164,10 +166,15 @@ def accelerator_of(name: str) -> Accelerator | None:
         accelerator = _FORMS.get((model, word), accelerator)
         if word in _CARD_FORMS:
             accelerator = replace(accelerator, link_bps=0.0)
-    memory = _MEMORY.search(upper.replace("_", "-"))
+    memory = _MEMORY.search(upper.replace("_", "-")) or _MEMORY_AT_END.search(upper)
     if memory and not _is_memory_of_cpu(model, memory[1]):
         accelerator = replace(accelerator, memory_bytes=float(memory[1]) * 1e9)
     return accelerator
+
+
+def _spaced(name: str) -> str:
+    """Return a name in upper case, with a dash before a form that is written without one: "H100NVL"."""
+    return re.sub(r"(?<=\d)(?=NVL\b|PCIE\b|SXM\d?\b)", "-", name.upper())
 
 
 def _is_memory_of_cpu(model: str, gigabytes: str) -> bool:
@@ -202,7 +209,7 @@ def gpu_name(text: str) -> str:
     accelerator = accelerator_of(text)
     if accelerator is None:
         return text
-    model = _model_in(text.upper())
+    model = _model_in(_spaced(text))
     if accelerator == KNOWN_GPUS[model]:
         return model
     name = text

@@ -35,6 +35,8 @@ _NUMBERED = re.compile(r"(.*?)[-_.]?\d+\D*")
 _XNAME = re.compile(r"x\d+c\d+s\d+b\d+n\d+")
 #: Name of the cluster of all nodes with such names.
 _XNAME_SERIES = "x"
+#: Role of a pod or node in a job, at the end of a name without its number.
+_ROLE = re.compile(r"(?:^|[-_.])(?:master|launcher|head|chief|leader|worker)$", re.IGNORECASE)
 _RANK = re.compile(r"rank\s+\d+\s*=\s*(\S+)(?:\s+slots?\s*=\s*\S+)?", re.IGNORECASE)
 #: Item of PBS's exec_host: "gpu01/0*8", "gpu01/0-7", "gpu01/3".
 _PBS_ITEM = re.compile(r"([^/+\s]+)/(\d+)(?:\*(\d+)|-(\d+))?")
@@ -231,14 +233,18 @@ def _slots_among(words: Sequence[str], where: str) -> str:
         if equals and key.lower() in _SLOT_KEYS:
             if not value:
                 raise HolmesError(f"{where}: {word!r:.80} has no number; {_EXAMPLE}")
+            if slots:
+                raise HolmesError(f"{where}: the number of slots is given twice; {_EXAMPLE}")
             slots = value
         elif equals and key.lower() in _OTHER_KEYS:
             if "slots" in key.lower():
-                limit = word
+                limit = value
         else:
             raise HolmesError(f"{where}: {word!r:.80} is not known in a hostfile; {_EXAMPLE}")
     if limit and not slots:
-        raise HolmesError(f"{where}: {limit} without slots=N leaves the number open; {_EXAMPLE}")
+        raise HolmesError(f"{where}: max_slots without slots leaves the number open; {_EXAMPLE}")
+    if limit.isdecimal() and slots.isdecimal() and 0 < int(limit) < int(slots):
+        raise HolmesError(f"{where}: {slots} slots are more than max_slots={limit}")
     return slots
 
 
@@ -269,7 +275,7 @@ def _name_without_number(host: str) -> str:
     """Return the name of a host up to its last number.
 
     "gpu01" gives "gpu", and "rack1-ib-7.site.org" gives "rack1-ib". Names of places in an HPE Cray
-    give "x".
+    give "x". The role of a pod is no part of the name: "job-master-0" and "job-worker-1" give "job".
     """
     short_name = host.partition(".")[0]
     if _XNAME.fullmatch(short_name):
@@ -277,4 +283,4 @@ def _name_without_number(host: str) -> str:
     match = _NUMBERED.fullmatch(short_name)
     if match is None or not match[1]:
         return short_name
-    return match[1]
+    return _ROLE.sub("", match[1]) or "pods"

@@ -223,7 +223,7 @@ def _parse_node(item: Mapping[str, Any], path: str) -> FoundNode | None:
         fabric=_fabric_of(labels),
         rate_bps=_rate_bps(labels),
         labels=tuple(labels[label] for label in _GROUPS if label in labels),
-        why_not=_reason_unusable(spec, status) or _reason_no_gpus(resources),
+        why_not=_reason_unusable(spec, status) or _reason_no_gpus(labels, resources),
     )
 
 
@@ -330,14 +330,16 @@ def _reason_unusable(spec: Mapping[str, Any], status: Mapping[str, Any]) -> str:
     return "cordoned" if spec.get("unschedulable") else ""
 
 
-def _reason_no_gpus(resources: Mapping[str, Any]) -> str:
+def _reason_no_gpus(labels: Mapping[str, str], resources: Mapping[str, Any]) -> str:
     """Return the reason why a pod gets none of a node's GPUs, "" if pods do.
 
     Args:
+        labels: Label -> value.
         resources: Resource -> number that the node has.
     """
+    is_slice = "-MIG-" in labels.get("nvidia.com/gpu.product", "")
     slices = [name for name in resources if name.startswith("nvidia.com/mig-")]
-    if any(_parse_count(resources[name]) for name in slices):
+    if is_slice or any(_parse_count(resources[name]) for name in slices):
         return "divided into MIG slices, which NCCL cannot join"
     if any(name in resources and not _parse_count(resources[name]) for name in _GPU_RESOURCES):
         return "without a GPU that can be allocated"

@@ -58,6 +58,9 @@ _ITEM = re.compile(r"(?:[^,(]|\([^)]*\))+")
 _GPU = re.compile(r"gpu(?::(\d*[A-Za-z][^:(),]*))?(?::(\d+))?(?:\([^)]*\))?")
 #: Features of nodes in the output of scontrol, and in slurm.conf.
 _FEATURE_KEYS = ("AvailableFeatures", "Features", "Feature")
+#: Keys that describe a node in slurm.conf or in the output of scontrol. Other files of Slurm (gres.conf,
+#: job_container.conf) have NodeName lines without them.
+_HARDWARE_KEYS = ("CPUs=", "CPUTot=", "Procs=", "Sockets=", "RealMemory=", "Gres=", "State=")
 _FILE_ADVICE = "write it with: scontrol show node --oneliner > nodes.txt"
 
 
@@ -176,6 +179,10 @@ def nodes_of_file(
     text = sys.stdin.read() if path == "-" else read_text(path, _FILE_ADVICE)
     if "NodeName=" not in text:
         raise HolmesError(f"{path}: no line has NodeName=; {_FILE_ADVICE}")
+    if not any(key in text for key in _HARDWARE_KEYS) or "File=/dev/" in text:
+        raise HolmesError(
+            f"{path}: its NodeName lines do not describe hardware: not slurm.conf; {_FILE_ADVICE}"
+        )
     return parse_nodes(text, topology or parse_topology("", path), partitions)
 
 
