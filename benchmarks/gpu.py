@@ -32,7 +32,7 @@ from emulated import emulated_gpus
 from harness import Row, chosen_cases, finish, kept_rows, parser, tell, write
 from holmes_lab import Lab
 from holmes_lab.cores import core_times
-from holmes_lab.gpu.build import VARIABLE as CACHE
+from holmes_lab.gpu.cache import VARIABLE as CACHE
 from holmes_lab.gpu.libraries import libraries
 
 from holmes_ext.cluster.spec import parse_spec

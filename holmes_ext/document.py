@@ -17,6 +17,7 @@ All readers raise HolmesError.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import json
@@ -391,16 +392,29 @@ def quoted(text: str) -> str:
 
 
 def read_text(path: str | Path, advice: str) -> str:
-    """Return the text of a UTF-8 file.
+    """Return the text of a UTF-8 file; a byte order mark at its start is left out.
+
+    A UTF-16 file with a byte order mark is read, too: PowerShell's `>` writes such files.
 
     Args:
         path: The file.
         advice: End of the error message if the file cannot be read.
     """
     try:
-        return _read(path).decode()
+        return decode_text(_read(path))
     except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
         raise HolmesError(f"{path}: cannot be read ({why(error)}); {advice}") from None
+
+
+def decode_text(data: bytes) -> str:
+    """Return the text of bytes in UTF-8, or in UTF-16 with a byte order mark, without the mark.
+
+    Raises:
+        UnicodeDecodeError: the bytes are something else.
+    """
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return data.decode("utf-16")
+    return data.decode("utf-8-sig")
 
 
 def _read(path: str | Path) -> bytes:

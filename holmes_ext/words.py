@@ -130,6 +130,27 @@ def some_of(items: Iterable[object], most: int = 8, separator: str = ", ") -> st
     return separator.join(texts)
 
 
+#: Verb after several things -> verb after one.
+_SINGULAR_VERBS = {"are": "is", "have": "has", "do": "does"}
+
+
+def counted(number: int, noun: str, verb: str = "") -> str:
+    """Return a number with its noun, and a verb: "1 node", "3 nodes", "1 process has", "0 ranks are".
+
+    Args:
+        number: The number.
+        noun: The noun for one thing; "s" is added for several, "es" after "s", "x" and "ch".
+        verb: The verb for several things, one of _SINGULAR_VERBS; "" for none.
+    """
+    if number == 1:
+        text = f"{number} {noun}"
+        verb = _SINGULAR_VERBS.get(verb, "")
+    else:
+        ending = "es" if noun.endswith(("s", "x", "ch")) else "s"
+        text = f"{number} {noun}{ending}"
+    return f"{text} {verb}" if verb else text
+
+
 def why(error: Exception) -> str:
     """Return the message of an error without its number, such as "No such file or directory"."""
     return str(getattr(error, "strerror", None) or error)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 from holmes_lab.gpu import nccl_source
-from holmes_lab.gpu.build import cache_folder
+from holmes_lab.gpu.cache import cache_folder
 from holmes_lab.gpu.job import GpuClock, Gpus, stock_nccl_settings
 from holmes_lab.gpu.libraries import advised_nccl, libraries
 from holmes_lab.gpu.torch_build import find_torch

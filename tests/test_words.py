@@ -1,4 +1,4 @@
-from holmes_ext.words import did_you_mean, grouped, nearest, some_of, why
+from holmes_ext.words import counted, did_you_mean, grouped, nearest, some_of, why
 
 
 def test_nearest():
@@ -32,3 +32,12 @@ def test_why():
 
 def test_grouped():
     assert grouped([("b", 1), ("a", 2), ("b", 3)]) == {"b": [1, 3], "a": [2]}
+
+
+def test_a_number_with_its_noun():
+    assert [counted(number, "node") for number in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
+    assert counted(1, "process") == "1 process" and counted(8, "process") == "8 processes"
+    assert counted(2, "micro-batch") == "2 micro-batches"
+    assert (
+        counted(1, "layer", "are") == "1 layer is" and counted(3, "layer", "are") == "3 layers are"
+    )

@@ -35,7 +35,7 @@ from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.plan.workload import Workload
-from holmes_ext.words import some_of
+from holmes_ext.words import counted, some_of
 
 _ABOUT = """Place the pipeline stages of a job on nodes, choose the network of each group, and predict
 the step time: for a training command after --, for given sizes, or for the best sizes of a model."""
@@ -455,7 +455,7 @@ def _title_of_stages(plan: Plan, sizes: Sizes) -> str:
         size = getattr(sizes, name)
         if size != 1 or name in ("pipeline", "data"):
             texts.append(f"{name} {size}")
-    return f"{plan.world_size} ranks on {len(plan.nodes)} nodes: {' x '.join(texts)}"
+    return f"{counted(plan.world_size, 'rank')} on {counted(len(plan.nodes), 'node')}: {' x '.join(texts)}"
 
 
 class _StageRow(NamedTuple):

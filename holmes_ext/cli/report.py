@@ -20,7 +20,7 @@ from holmes_ext.report.figures import JoinedRow, Summary, summarize
 from holmes_ext.report.files import Run, load
 from holmes_ext.report.trace import chosen_step, trace
 from holmes_ext.units import format_rate, format_seconds
-from holmes_ext.words import some_of
+from holmes_ext.words import counted, some_of
 
 #: Columns of the table of groups.
 GROUPS = (
@@ -169,8 +169,8 @@ def headline(summary: Summary) -> str:
     """Return the first line of a report: ranks, steps, step time, and tokens/s if known."""
     fastest_s, slowest_s = summary.spread
     line = (
-        f"run {summary.run}: {summary.world} ranks, {summary.steps} steps of {summary.step_s:.4f} s "
-        f"(median; {fastest_s:.4f} to {slowest_s:.4f})"
+        f"run {summary.run}: {counted(summary.world, 'rank')}, {counted(summary.steps, 'step')} of "
+        f"{summary.step_s:.4f} s (median; {fastest_s:.4f} to {slowest_s:.4f})"
     )
     if summary.tokens_per_second:
         line += f", {summary.tokens_per_second:,.0f} tokens/s"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from holmes_ext.cluster.gpus import KNOWN_GPUS
 from holmes_ext.cluster.nic import CLUSTER_KINDS, KINDS
-from holmes_ext.cluster.spec import KNOWN_GPUS
 from holmes_ext.units import format_seconds
 
 
@@ -69,7 +69,7 @@ KEYS = (
         "nodes",
         _LIST,
         "",
-        'host names; `"gpu[00-15]"` stands for sixteen hosts, `"gpu[1,4-6]"` for four',
+        'host names; `"gpu[00-15]"` stands for sixteen hosts, `"gpu[1,4-6]"` for four, `"a1,b1"` for two',
     ),
     Key(
         "[[cluster]]",
@@ -136,7 +136,22 @@ KEYS = (
         "gpu_flops",
         "a number",
         "of `gpu`",
-        "FLOP/s that training reaches on one GPU, not the data sheet's",
+        "FLOP/s of the kernels of a training step on one GPU, without waits; not the data sheet's",
+    ),
+    Key(
+        "[[cluster]]",
+        "gpu_model_flops",
+        "a number",
+        "none",
+        "in place of `gpu_flops`: FLOP/s of whole steps on one GPU, as Megatron-LM's logs print them: the "
+        "model's FLOPs without recomputation / GPUs / seconds of a step",
+    ),
+    Key(
+        "[[cluster]]",
+        "gpu_hardware_flops",
+        "a number",
+        "none",
+        "in place of `gpu_flops`: the same with recomputation, as Megatron-DeepSpeed's logs print them",
     ),
     Key("[[cluster]]", "gpu_memory_bytes", "a number", "of `gpu`", "memory of one GPU"),
     Key(
@@ -161,7 +176,13 @@ KEYS = (
         "rate that all traffic between the two clusters shares, each way",
     ),
     Key("[[between]]", "latency", _TIME, "[ethernet]'s", "latency from node to node, one way"),
-    Key("[node.HOST]", "include", _LIST, "the cluster's", "patterns for one host that differs"),
+    Key(
+        "[node.HOST]",
+        "include",
+        _LIST,
+        "the cluster's",
+        'patterns for one host that differs, or for several: `[node."gpu[01-04]"]`',
+    ),
     Key("[node.HOST]", "exclude", _LIST, "the cluster's", "patterns for one host that differs"),
     Key(
         "[node.HOST]",

@@ -14,18 +14,14 @@
 
 All keys with their types and defaults are in keys.py.
 
-The GPUs of a cluster are a known model, or three numbers that replace the known ones:
+The GPUs of a cluster are a known model (gpus.py), or three numbers that replace the known ones or
+describe any other GPU:
 
     [[cluster]]
     gpu = "A100"                   # sets the numbers below; "NVIDIA A100-SXM4-40GB" does, too
-    gpu_flops = 150e12             # FLOP/s that training reaches, not the data sheet's peak
+    gpu_flops = 150e12             # FLOP/s of the kernels of a training step, not the sheet's peak
     gpu_memory_bytes = 80e9
     nvlink = "2400Gb/s"            # of one GPU, each way, to the others of its node
-
-Memory and NVLink of known models come from data sheets. The FLOP/s are an assumption: 150 TFLOP/s
-on Ampere (48 % of the peak of 312; Narayanan et al. 2021, arXiv 2104.04473, table 1, measured 140
-to 163) and 400 TFLOP/s on Hopper (40 % of the peak of 989). Measured values give better
-predictions.
 """
 
 from __future__ import annotations
@@ -38,6 +34,7 @@ from pathlib import Path
 from typing import Annotated
 
 from holmes_ext.checks import InRange, check_fields
+from holmes_ext.cluster.gpus import Accelerator
 from holmes_ext.cluster.kind_keys import check_kind, check_network
 from holmes_ext.cluster.nic import KINDS
 from holmes_ext.cluster.sources.hostlist import expand
@@ -55,49 +52,6 @@ from holmes_ext.document import Table, digest_of, parse_toml, read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import nearest
 
-
-@dataclass(frozen=True)
-class Accelerator:
-    """Speed and memory of one GPU. A value of 0 is unknown."""
-
-    flops: float = 0.0  # FLOP/s that training reaches
-    memory_bytes: float = 0.0
-    link_bps: float = 0.0  # bits/s to the other GPUs of the node, each way
-
-
-#: GPU model -> its numbers.
-KNOWN_GPUS = {
-    "A100": Accelerator(flops=150e12, memory_bytes=80e9, link_bps=2400e9),
-    "A800": Accelerator(flops=150e12, memory_bytes=80e9, link_bps=1600e9),
-    "H100": Accelerator(flops=400e12, memory_bytes=80e9, link_bps=3600e9),
-    "H800": Accelerator(flops=400e12, memory_bytes=80e9, link_bps=1600e9),
-    "H200": Accelerator(flops=400e12, memory_bytes=141e9, link_bps=3600e9),
-}
-#: Memory in the name of a GPU.
-_MEMORY = re.compile(r"(\d+) ?GB", re.IGNORECASE)
-
-
-def accelerator_of(name: str) -> Accelerator | None:
-    """Return the speed, memory and NVLink rate of a GPU by its name, None for an unknown model.
-
-    A memory size in the name replaces that of the model. A PCIe card has no NVLink: 0 bits/s.
-
-    Args:
-        name: Name as the driver writes it, such as "NVIDIA A100-SXM4-40GB".
-    """
-    words = re.split(r"[^A-Z0-9]+", name.upper())
-    models = [word for word in words if word in KNOWN_GPUS]
-    if not models:
-        return None
-    accelerator = KNOWN_GPUS[models[0]]
-    memory = _MEMORY.search(name)
-    if memory:
-        accelerator = replace(accelerator, memory_bytes=float(memory[1]) * 1e9)
-    if "PCIE" in words:
-        accelerator = replace(accelerator, link_bps=0.0)
-    return accelerator
-
-
 #: Version of the file format.
 VERSION = 2
 _UPGRADE = (
@@ -105,8 +59,11 @@ _UPGRADE = (
     "[[between]]"
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_IPV4 = re.compile(r"\d+\.\d+\.\d+\.\d+")
 #: Largest number of fast NICs of an emulated node.
 MAX_RAILS = 8
+#: Keys of a cluster that give the speed of its GPUs.
+_SPEED_KEYS = ("gpu_flops", "gpu_model_flops", "gpu_hardware_flops")
 #: Upper limit of FLOP/s and bytes, which only keeps nonsense out.
 _LARGEST_NUMBER = 1e30
 
@@ -250,7 +207,9 @@ class SiteSpec:
 
 
 def short_name(host: str) -> str:
-    """Return a host name up to its first dot: "gpu01" for "gpu01.site.org"."""
+    """Return a host name up to its first dot: "gpu01" for "gpu01.site.org"; an IP address as it is."""
+    if _IPV4.fullmatch(host):
+        return host
     return host.split(".")[0]
 
 
@@ -288,10 +247,7 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
         )
     node_table = top.table("node", default={})
     cluster_of_node = _check_clusters(clusters, source)
-    overrides = {
-        host: _read_override(node_table.table(host), host, cluster_of_node, source)
-        for host in list(node_table.values)
-    }
+    overrides = _read_overrides(node_table, cluster_of_node, source)
     fabrics = {"ethernet", *(cluster.fabric for cluster in clusters)}
     links = parse_links(top.table("link", default={}), fabrics)
     ethernet_rate_bps = ethernet.rate("rate")
@@ -319,7 +275,7 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
 def _read_nodes(table: Table, cluster: str) -> tuple[str, ...]:
     """Return the hosts of a cluster from its key `nodes`.
 
-    An item of the key is a host name or a host list such as "gpu[00-15]".
+    An item of the key is a host name or a host list such as "gpu[00-15,20]".
 
     Args:
         table: The cluster's table.
@@ -355,8 +311,7 @@ def _read_cluster(table: Table) -> ClusterSpec:
     check_kind(table, kind)
     nodes = _read_nodes(table, name)
     fabric = _read_name(table, "fabric", "ethernet" if kind == "ethernet" else name)
-    gpu_flops = _read_positive(table, "gpu_flops")
-    gpu_memory_bytes = _read_positive(table, "gpu_memory_bytes")
+    accelerator = _read_accelerator(table)
     net = table.take("net", str, "")
     check_network(table, kind, fabric, net)
     # into() reads the keys that are not given here, and raises for unknown ones.
@@ -370,17 +325,33 @@ def _read_cluster(table: Table) -> ClusterSpec:
         rate_bps=table.rate("rate", required=fabric != "ethernet"),
         latency_s=latency_of(table, KINDS[kind].latency_s),
         uplink_bps=table.rate("uplink", required=False),
-        accelerator=Accelerator(
-            flops=gpu_flops,
-            memory_bytes=gpu_memory_bytes,
-            link_bps=table.rate("nvlink", required=False),
-        ),
+        accelerator=accelerator,
     )
     if kind == "ethernet" and "rails" in table.values:
         raise HolmesError(
             f"{table.at('rails')}: nodes of kind 'ethernet' have no fast NIC; remove it"
         )
     return cluster
+
+
+def _read_accelerator(table: Table) -> Accelerator:
+    """Return the numbers of a cluster's GPUs that its `[[cluster]]` gives.
+
+    Raises:
+        HolmesError: a number is not above 0, or several keys give the speed.
+    """
+    speeds = [key for key in _SPEED_KEYS if key in table.values]
+    if len(speeds) > 1:
+        raise HolmesError(
+            f"{table.at(speeds[1])}: {speeds[0]} gives the speed of a GPU already; give one of them"
+        )
+    return Accelerator(
+        flops=_read_positive(table, "gpu_flops"),
+        memory_bytes=_read_positive(table, "gpu_memory_bytes"),
+        link_bps=table.rate("nvlink", required=False),
+        model_flops=_read_positive(table, "gpu_model_flops"),
+        hardware_flops=_read_positive(table, "gpu_hardware_flops"),
+    )
 
 
 def _read_name(table: Table, key: str, *default: str) -> str:
@@ -410,6 +381,29 @@ def _read_positive(table: Table, key: str) -> float:
     if key in table.values and not 0 < value < _LARGEST_NUMBER:
         raise HolmesError(f"{table.at(key)}: {value!r} must be above 0")
     return value
+
+
+def _read_overrides(
+    node_table: Table, cluster_of_node: dict[str, str], source: str
+) -> dict[str, NodeOverride]:
+    """Return the settings in all tables `[node.HOST]` and `[node."HOST[1-4]"]`, host by host.
+
+    Args:
+        node_table: The table that holds these tables.
+        cluster_of_node: Node -> its cluster, for all nodes of the file.
+        source: Path of the file, for the error message.
+
+    Raises:
+        HolmesError: no cluster has a host, a host has two tables, or a key is unknown.
+    """
+    overrides: dict[str, NodeOverride] = {}
+    for hosts in list(node_table.values):
+        table = node_table.table(hosts)
+        for host in expand(hosts, f"{source}: key 'node.{hosts}'"):
+            if host in overrides:
+                raise HolmesError(f"{source}: key 'node.{hosts}': node {host!r} has two tables")
+            overrides[host] = _read_override(table, host, cluster_of_node, source)
+    return overrides
 
 
 def _read_override(

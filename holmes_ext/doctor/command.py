@@ -36,6 +36,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.plan import Plan, check_plan, load_plan
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
+from holmes_ext.words import counted
 
 
 @dataclass(frozen=True)

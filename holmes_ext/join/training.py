@@ -32,7 +32,7 @@ from holmes_ext.join.token import token_from, warning_of
 from holmes_ext.options import Options
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.sockets import address_text, is_loopback
-from holmes_ext.words import tell_user
+from holmes_ext.words import counted, tell_user
 
 if TYPE_CHECKING:
     from holmes_ext.join.loop import OuterLoop, Record
@@ -160,7 +160,7 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     privacy = _privacy(options, address)
     _job = _Job(address, settings, token, options)
     atexit.register(end)
-    interval = f"{settings.every} steps" if settings.every else f"{settings.seconds:g} s"
+    interval = counted(settings.every, "step") if settings.every else f"{settings.seconds:g} s"
     coordinator = address_text(address.host, address.port)
     line = (
         f"job {address.job} joins others at {coordinator}: {settings.algorithm}, every {interval} in "

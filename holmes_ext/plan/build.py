@@ -25,6 +25,7 @@ from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import StageLoad, Workload
+from holmes_ext.words import counted
 
 
 def build_plan(
@@ -177,7 +178,7 @@ def costs_of(
     predicted = None
     if model is not None:
         if model.layers < sizes.pipeline:
-            problem = f"{model.layers} layers are too few for {sizes.pipeline} pipeline stages"
+            problem = f"{counted(model.layers, 'layer', 'are')} too few for {sizes.pipeline} pipeline stages"
             raise HolmesError(f"{model.source}: {problem}; every stage needs one")
         predicted = price(network, placement, RankModel.of(model, sizes), rules)
     if profile is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model, states
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.words import counted
 
 _ZERO_STAGES = 4  # 0 to 3
 
@@ -88,9 +89,8 @@ def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int =
             f"{model.source}: expert size {sizes.expert} is more than the {experts} experts"
         )
     if model.layers < chunks:
-        problem = (
-            f"{model.layers} layers are too few for {sizes.pipeline} stages of {virtual} chunks"
-        )
+        layers = counted(model.layers, "layer", "are")
+        problem = f"{layers} too few for {sizes.pipeline} stages of {virtual} chunks"
         raise HolmesError(f"{model.source}: {problem}; every chunk needs one")
     if virtual > 1 and (micro_batches % sizes.pipeline or model.layers % chunks):
         layers = f"{model.layers} layers by {sizes.pipeline} x {virtual} chunks"

@@ -34,7 +34,7 @@ from holmes_ext.patches.deepspeed.features import PARTITION
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Call, by_name
 from holmes_ext.runtime import session
-from holmes_ext.words import tell_user
+from holmes_ext.words import counted, tell_user
 
 _BORDER_LIST = re.compile(r"\s*\d+(\s*,\s*\d+)+\s*")  # a partition_method such as "0,6,9"
 #: PipelineModule -> the borders that DeepSpeed made, if planned borders have replaced them. A checkpoint that
@@ -92,10 +92,9 @@ def borders_of(names: Sequence[str | None], stage_layers: Sequence[int], source:
         if block_class is None:
             actual = "no layer class that repeats"
         else:
-            actual = f"{len(block_indices)} layers of class {block_class}"
-        planned = (
-            f"{source}: key 'stage_layers': {'+'.join(map(str, stage_layers))} = {total} layers"
-        )
+            actual = f"{counted(len(block_indices), 'layer')} of class {block_class}"
+        layers = "+".join(map(str, stage_layers))
+        planned = f"{source}: key 'stage_layers': {layers} = {counted(total, 'layer')}"
         raise HolmesError(f"{planned}, but the model has {actual}; make the plan for this model")
     # The first stage begins at layer 0. Each later stage begins at its first block: with n blocks in all the
     # stages before it, that is block n.

@@ -31,6 +31,7 @@ from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.groups.grid import check_grid
 from holmes_ext.runtime.session import Session, tell
+from holmes_ext.words import counted
 
 
 class _Job:
@@ -83,7 +84,9 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
         f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {expert_tensor}"
     )
     if ranks_of_stage % (expert_tensor * sizes.expert):
-        raise HolmesError(f"{expert_sizes} does not divide the {ranks_of_stage} ranks of a stage")
+        raise HolmesError(
+            f"{expert_sizes} does not divide the {counted(ranks_of_stage, 'rank')} of a stage"
+        )
     expert_data = ranks_of_stage // (expert_tensor * sizes.expert)
     # megatron-core computes the ranks of each stage twice: from the sizes of the experts, and from
     # the other sizes. Both give the same ranks if a stage has consecutive ranks ("pp" is last in

@@ -31,6 +31,7 @@ from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.receive_order import listed_passes
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 from holmes_ext.runtime.session import Session, tell
+from holmes_ext.words import counted
 
 
 class PlannedRuntime(NamedTuple):
@@ -186,7 +187,7 @@ def _misfit_of_passes(schedule: Any, order: PassOrder) -> str:
     if micro_batches != order.micro_batches:
         return f"a step has {micro_batches} micro-batches, but the plan lists passes of {order.micro_batches}"
     if stage.num_stages != planned_stages:
-        return f"it has {stage.num_stages} stages, but the plan has {planned_stages}"
+        return f"it has {counted(stage.num_stages, 'stage')}, but the plan has {planned_stages}"
     return ""
 
 

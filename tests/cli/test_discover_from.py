@@ -146,7 +146,7 @@ def test_kubernetes_and_hostfile(tmp_path, capsys):
     "argv, message",
     [
         (("slrm",), "did you mean 'slurm'?"),
-        (("slurm", "x.json"), "--from slurm: it takes no file"),
+        (("slurm", "x.txt", "y.txt"), "--from slurm: it takes one file at most"),
         (("kubernetes",), "--from kubernetes: it is read from one file"),
         (("kubernetes", "none.json"), "none.json: cannot be read"),
         (

@@ -248,3 +248,41 @@ def test_mutated_files_give_a_site_or_one_clear_line():
         except HolmesError as error:
             assert str(error).startswith("f.toml: ")
     assert 20 < good < 580  # the mutations neither always nor never matter
+
+
+def test_one_notation_for_ranges_of_hosts():
+    text = (
+        'version = 2\n[ethernet]\nrate = "1Gb/s"\n[[cluster]]\nname = "a"\nkind = "ethernet"\n'
+        'nodes = ["gpu[001-002,020]", "b1, b2", "gpu00[4,7]"]\n'
+        '[node."gpu[001-002]"]\nethernet = "eth1"\n[node."b1,b2"]\nethernet = "eth2"\n'
+    )
+    spec = parse_spec(text)
+    names = ("gpu001", "gpu002", "gpu020", "b1", "b2", "gpu004", "gpu007")
+    assert spec.clusters[0].nodes == names
+    assert {host: override.ethernet for host, override in spec.overrides.items()} == {
+        "gpu001": "eth1",
+        "gpu002": "eth1",
+        "b1": "eth2",
+        "b2": "eth2",
+    }
+    with pytest.raises(HolmesError, match="node 'b1' has two tables"):
+        parse_spec(text + "[node.b1]\n")
+
+
+def test_the_reported_range_of_hosts(tmp_path):
+    inputs = Path(__file__).parents[1] / "inputs" / "nodes_notation" / "cluster.toml"
+    assert len(load_spec(inputs).clusters[0].nodes) == 17
+
+
+def test_a_byte_order_mark_is_ignored(tmp_path):
+    file = tmp_path / "cluster.toml"
+    for encoding in ("utf-8-sig", "utf-16"):  # Windows editors and PowerShell
+        file.write_text(GOOD, encoding=encoding)
+        assert load_spec(file).clusters == parse_spec(GOOD).clusters
+
+
+def test_two_ip_addresses_are_not_the_same_host():
+    """They have the same text before the first dot."""
+    text = GOOD.replace('"extra"', '"10.1.0.1"')
+    assert parse_spec(text).known_as("10.1.0.1") == "10.1.0.1"
+    assert parse_spec(text).known_as("10.2.0.1") == ""

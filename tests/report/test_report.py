@@ -388,3 +388,19 @@ def test_a_change_that_is_no_change_is_named(tmp_path, capsys):
     learned(place, (5, [2, 1], "4+1", 0.9))
     assert main(["report", str(tmp_path)]) == 2
     assert "rank0.jsonl: line" in capsys.readouterr().err
+
+
+def test_a_report_after_a_full_disk_says_which_steps_it_covers(tmp_path):
+    place = write(tmp_path, steps=8)
+    lines = (place / "rank1.jsonl").read_text().splitlines(keepends=True)
+    (place / "rank1.jsonl").write_text("".join(lines[:-3]))  # its last three steps are missing
+    with (place / "rank0.jsonl").open("a") as file:
+        file.write('{"end":"closed"}\n')
+    (note,) = [note for note in load(place).notes if "did not close" in note]
+    assert note.startswith(
+        "rank 1 did not close the file (the job still runs, was killed, or the disk"
+    )
+    assert note.endswith("the report covers 3 steps, 2 to 4; rank 0 has steps up to 7")
+    with (place / "rank1.jsonl").open("a") as file:
+        file.write('{"end":"closed"}\n')
+    assert not [note for note in load(place).notes if "did not close" in note]

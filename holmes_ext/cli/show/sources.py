@@ -29,7 +29,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.document import read_text, save
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import parse_rate
-from holmes_ext.words import did_you_mean, grouped, named_values, some_of
+from holmes_ext.words import counted, did_you_mean, grouped, named_values, some_of
 
 T = TypeVar("T")
 
@@ -60,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="source",
         nargs="+",
         metavar=("slurm|kubernetes|hostfile", "FILE"),
-        help="read nodes from Slurm (scontrol); from a FILE with the output of kubectl get nodes -o json; or "
-        "from a hostfile of mpirun or deepspeed; FILE - is standard input",
+        help="read nodes from Slurm (scontrol), or from a FILE with the output of scontrol show node; from a "
+        "FILE with the output of kubectl get nodes -o json; or from a hostfile of mpirun, deepspeed, SGE, "
+        "PBS or LSF; FILE - is standard input",
     )
     add(
         "--output",
@@ -188,8 +189,8 @@ def _read_listed_nodes(args: argparse.Namespace) -> list[FoundNode]:
         raise HolmesError(f"--from {source!r}: {did_you_mean(source, SOURCES)}")
     if SOURCES[source].needs_file and len(files) != 1:
         raise HolmesError(f"--from {source}: it is read from one file: --from {source} FILE")
-    if not SOURCES[source].needs_file and files:
-        raise HolmesError(f"--from {source}: it takes no file: --from {source}")
+    if len(files) > 1:
+        raise HolmesError(f"--from {source}: it takes one file at most: --from {source} FILE")
     if source != "slurm" and (args.partition or args.topology):
         raise HolmesError(
             f"--partition and --topology only apply to --from slurm, not to --from {source}"
@@ -202,6 +203,8 @@ def _read_listed_nodes(args: argparse.Namespace) -> list[FoundNode]:
     if args.topology:
         text = read_text(args.topology, "name a topology.conf or topology.yaml")
         topology = parse_topology(text, args.topology)
+    if files:
+        return slurm.nodes_of_file(files[0], args.partition, topology)
     return slurm.nodes_of_slurm(args.partition, topology)
 
 
@@ -302,8 +305,8 @@ def _print_changes(
         _say(f"{path}: cluster {name}: added {folded(added)}")
     for cluster in additions.clusters:
         _say(
-            f"{path or 'found'}: cluster {cluster.name}: {len(cluster.nodes)} x {cluster.processes} "
-            f"processes, {cluster.kind}: {folded(cluster.nodes)}"
+            f"{path or 'found'}: cluster {cluster.name}: {len(cluster.nodes)} x "
+            f"{counted(cluster.processes, 'process')}, {cluster.kind}: {folded(cluster.nodes)}"
         )
     if existing:
         if not additions.nodes and not additions.clusters:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holmes_ext.cli.show.table import Screen
-from holmes_ext.cluster.spec import KNOWN_GPUS, SiteSpec, accelerator_of
+from holmes_ext.cluster.gpus import accelerator_of, misspelt_model
+from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options, misspelt_flag, parse_flags
@@ -23,9 +24,10 @@ from holmes_ext.patches.megatron.command_line.describe import CommandLine, descr
 from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan.cost.model import Model, load_model, on_clusters
 from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.reached import with_kernel_flops
 from holmes_ext.plan.shape import with_zero, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
-from holmes_ext.words import did_you_mean
+from holmes_ext.words import counted
 
 #: Options that name parallel sizes.
 SIZES = ("pipeline", "tensor", "context", "expert", "order")
@@ -103,6 +105,10 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
         ]
         model = on_clusters(model, spec)  # with the GPU of each cluster
     sizes = _sizes_of_job(args, command_line)  # sizes in options win over those in the command
+    if model is not None:
+        # Clusters of which cluster.toml gives the speed of whole steps.
+        model, lines_about_steps = with_kernel_flops(model, spec, sizes)
+        lines = [*lines_about_steps, *lines]
     if sizes and command_line.sizes and sizes.pipeline != command_line.sizes.pipeline:
         # Options give another number of stages than the command. Its layers of each stage, and its
         # virtual chunks of a stage (parts of the model on one rank), fit only its own number.
@@ -167,8 +173,7 @@ def _line_about_assumed_speed(
         return
     unknown = []  # names of clusters
     for cluster in spec.clusters:
-        has_flops = bool(cluster.accelerator.flops or accelerator_of(cluster.gpu))
-        if not has_flops:
+        if not cluster.accelerator.any_flops and accelerator_of(cluster.gpu) is None:
             unknown.append(cluster.name)
     if unknown:
         yield (
@@ -186,13 +191,14 @@ def _lines_about_unknown_gpus(spec: SiteSpec) -> Iterator[str]:
         if not cluster.gpu or accelerator_of(cluster.gpu) is not None:
             continue
         value_of_key = {
-            "gpu_flops": cluster.accelerator.flops,
+            "gpu_flops": cluster.accelerator.any_flops,
             "gpu_memory_bytes": cluster.accelerator.memory_bytes,
             "nvlink": cluster.accelerator.link_bps,
         }
         missing = [key for key, value in value_of_key.items() if not value]
         if missing:
-            hint = did_you_mean(cluster.gpu, KNOWN_GPUS)
+            meant = misspelt_model(cluster.gpu)
+            hint = f"did you mean {meant!r}?" if meant else "docs/clusters.md lists the known ones"
             yield (
                 f"not known: gpu {cluster.gpu!r} of cluster {cluster.name}: {hint}; "
                 f"without {', '.join(missing)} in cluster.toml these are not counted"
@@ -306,7 +312,7 @@ def _summary_of_command(model: Model, command_line: CommandLine) -> str:
         command_line: What was read from the command.
     """
     precision = "32-bit" if model.activation_width == _WIDTH_OF_32_BITS else "16-bit"
-    parts = [f"{model.layers} layers, {model.parameters:.3g} parameters"]
+    parts = [f"{counted(model.layers, 'layer')}, {model.parameters:.3g} parameters"]
     if model.experts:
         parts.append(f"{model.experts} experts, {model.experts_per_token} a token")
     gradient_bits = 8 * model.gradient_width  # the width is in bytes
@@ -315,7 +321,9 @@ def _summary_of_command(model: Model, command_line: CommandLine) -> str:
     if model.global_batch:
         parts.append(f"global batch {model.global_batch}")
     else:
-        parts.append(f"{model.micro_batches} micro-batches")
+        parts.append(
+            f"{model.micro_batches} micro-batch" + ("es" if model.micro_batches != 1 else "")
+        )
     parts.append(f"recompute {model.recompute}")
     if model.sequence_parallel:
         parts.append("sequence parallel")

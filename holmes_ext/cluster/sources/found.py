@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from holmes_ext.cluster.nic import CLUSTER_KINDS, KINDS
-from holmes_ext.cluster.spec import KNOWN_GPUS
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import some_of
 
@@ -78,18 +77,6 @@ def kind_of(words: Iterable[str]) -> str:
     tokens = {token for text in words for token in _WORD.findall(text.lower())}
     kinds = [name for name, kind in KINDS.items() if tokens.intersection(kind.words)]
     return kinds[0] if len(kinds) == 1 else ""
-
-
-def gpu_name(text: str) -> str:
-    """Return the known GPU model in a name, or the name itself if it has none.
-
-    "NVIDIA-H100-80GB-HBM3", "h100" and "tesla_h100" all give "H100".
-    """
-    words = _WORD.findall(text.lower())
-    for name in KNOWN_GPUS:
-        if name.lower() in words:
-            return name
-    return text
 
 
 def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:

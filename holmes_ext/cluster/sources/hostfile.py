@@ -1,59 +1,94 @@
-"""Reader of hostfiles as mpirun, deepspeed and pdsh use them: hosts and their slots.
+"""Reader of hostfiles: hosts and the number of processes that each of them runs.
 
-    gpu01 slots=8                Open MPI, deepspeed
-    gpu02 slots=8 max_slots=8    Open MPI
-    gpu01:8                      MPICH, Intel MPI
-    gpu01                        a slot for each line with the host
+    gpu01 slots=8                     Open MPI, deepspeed; also slots = 8, and user@gpu01
+    gpu02 slots=8 max_slots=8         Open MPI
+    gpu[03-04] slots=8                ranges of hosts, as Slurm and pdsh write them
+    gpu01:8                           MPICH, Intel MPI
+    gpu01:8,gpu02:8                   horovodrun -H
+    gpu01                             PBS, LSF: a slot for each line with the host
+    gpu01 8 gpu02 8                   LSF, LSB_MCPU_HOSTS
+    gpu01/0*8+gpu02/0*8               PBS, exec_host
+    gpu01 8 gpu.q@gpu01 UNDEFINED     SGE, PE_HOSTFILE
+    rank 0=gpu01 slot=0-3             Open MPI, rankfile: a process for each line
 
 A hostfile says nothing about NICs. Hosts form a cluster if they have the same number of slots and
-the same name up to the last number: such hosts mostly were bought and cabled together.
+the same name up to the last number: such hosts mostly were bought and cabled together. HPE Cray
+names nodes by their place (x1000c0s0b0n0: cabinet, chassis, slot, board, node); all such nodes are
+on one network.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from holmes_ext.cluster.sources.found import FoundNode
+from holmes_ext.cluster.sources.hostlist import expand, split_items
 from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NUMBERED = re.compile(r"(.*?)[-_.]?\d+\D*")
+#: Place of a node in an HPE Cray EX system: cabinet, chassis, slot, board, node.
+_XNAME = re.compile(r"x\d+c\d+s\d+b\d+n\d+")
+#: Name of the cluster of all nodes with such names.
+_XNAME_SERIES = "x"
+#: Role of a pod or node in a job, at the end of a name without its number.
+_ROLE = re.compile(r"(?:^|[-_.])(?:master|launcher|head|chief|leader|worker)$", re.IGNORECASE)
+_RANK = re.compile(r"rank\s+\d+\s*=\s*(\S+)(?:\s+slots?\s*=\s*\S+)?", re.IGNORECASE)
+#: Item of PBS's exec_host: "gpu01/0*8", "gpu01/0-7", "gpu01/3".
+_PBS_ITEM = re.compile(r"([^/+\s]+)/(\d+)(?:\*(\d+)|-(\d+))?")
+#: Keys of a line that give the number of processes.
+_SLOT_KEYS = ("slots", "cpus", "cpu", "count")
+#: Keys of a line that do not change how many processes a host runs.
+_OTHER_KEYS = (
+    "max_slots",
+    "max-slots",
+    "slots_max",
+    "username",
+    "user",
+    "user_name",
+    "port",
+    "binding",
+    "bindings",
+    "ifname",
+    "boards",
+    "sockets",
+    "num_cores",
+)
+#: Columns of SGE's PE_HOSTFILE: host, number, queue, processors.
+_SGE_COLUMNS = 4
 _MOST_SLOTS = 1024
+_EXAMPLE = "lines are like `gpu01 slots=8`"
+
+
+class _Entry(NamedTuple):
+    """Host on a line, and its processes there."""
+
+    host: str
+    slots: str  # text of the number; "" if the line gives none: one process
+    adds_up: bool = False  # whether further lines with the host add processes
 
 
 def read_hostfile(path: str) -> list[FoundNode]:
-    """Return the hosts of a hostfile.
+    """Return the hosts of a hostfile as nodes, for a cluster.toml.
 
     Raises:
-        HolmesError: the file cannot be read, or a line is wrong.
+        HolmesError: the file cannot be read, a line is wrong, or a host is an IP address.
     """
-    slots: dict[str, int] = {}  # host -> number
-    for number, line in enumerate(read_text(path, "name a hostfile").splitlines(), start=1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        host, colon, count = words[0].partition(":")
-        if not _HOST.fullmatch(host):
-            raise HolmesError(
-                f"{path}: line {number}: {words[0]!r:.80} is not a host; lines are like `gpu01 slots=8`"
-            )
-        stated = count if colon else _value_among(words[1:], "slots")
-        if not stated:  # each line without a number is one more slot of the host
-            slots[host] = slots.get(host, 0) + 1
-            continue
-        if not stated.isdecimal() or not 0 < int(stated) <= _MOST_SLOTS:
-            raise HolmesError(
-                f"{path}: line {number}: {stated!r:.20} slots; it must be 1 to {_MOST_SLOTS}"
-            )
-        if host in slots:
-            raise HolmesError(f"{path}: line {number}: host {host!r} is named twice")
-        slots[host] = int(stated)
-    if not slots:
-        raise HolmesError(f"{path}: no host is named; lines are like `gpu01 slots=8`")
     nodes = []
-    for host, slot_count in slots.items():
+    for host, slot_count in read_slots(path).items():
+        if _is_address(host):
+            raise HolmesError(
+                f"{path}: {host} is an IP address, but nodes report their host names, and cluster.toml "
+                "must have the same: write the name that `hostname` prints on it"
+            )
+        if host == "localhost":
+            raise HolmesError(
+                f"{path}: every node calls itself localhost: write the name that `hostname` prints"
+            )
         # A hostfile says nothing about networks. But hosts that were cabled together are mostly
         # numbered in one series (gpu01, gpu02, ...): its name stands for their fabric.
         series = _name_without_number(host)
@@ -61,23 +96,191 @@ def read_hostfile(path: str) -> list[FoundNode]:
     return nodes
 
 
-def _value_among(words: Sequence[str], name: str) -> str:
-    """Return the value of NAME=VALUE among the words of a line, "" if no word sets the name."""
-    value = ""
+def read_slots(path: str) -> dict[str, int]:
+    """Return the hosts of a hostfile with the number of processes of each, in the file's order.
+
+    Raises:
+        HolmesError: the file cannot be read, or a line is wrong.
+    """
+    slots: dict[str, int] = {}
+    adding_hosts: set[str] = set()  # hosts of which each line adds processes
+    for number, line in enumerate(read_text(path, "name a hostfile").splitlines(), start=1):
+        where = f"{path}: line {number}"
+        for entry in _parse_line(line.partition("#")[0].strip(), where):
+            count = _parse_slots(entry.slots, where)
+            if entry.host in slots and entry.slots and not entry.adds_up:
+                raise HolmesError(f"{where}: host {entry.host!r} is named twice")
+            if entry.host in slots and (not entry.slots) != (entry.host in adding_hosts):
+                raise HolmesError(
+                    f"{where}: host {entry.host!r} is named with and without a number of slots"
+                )
+            if not entry.slots:
+                adding_hosts.add(entry.host)
+            slots[entry.host] = slots.get(entry.host, 0) + count
+    if not slots:
+        raise HolmesError(f"{path}: no host is named; {_EXAMPLE}")
+    return slots
+
+
+def _parse_slots(text: str, where: str) -> int:
+    """Return the number of processes that a line gives, 1 if it gives none.
+
+    Raises:
+        HolmesError: the text is not a number from 1 to _MOST_SLOTS.
+    """
+    if not text:
+        return 1
+    if not text.isdecimal() or not 0 < int(text) <= _MOST_SLOTS:
+        raise HolmesError(f"{where}: {text!r:.20} slots; it must be 1 to {_MOST_SLOTS}")
+    return int(text)
+
+
+def _parse_line(line: str, where: str) -> Iterator[_Entry]:
+    """Yield the hosts of a line of a hostfile, in any of the notations of this module.
+
+    Args:
+        line: The line without its comment.
+        where: File and line, for error messages.
+
+    Raises:
+        HolmesError: the line has another form.
+    """
+    if not line:
+        return
+    if line.lower().startswith("rank ") and "=" in line:
+        yield _parse_rank(line, where)
+        return
+    if "/" in line.split()[0]:
+        yield from _parse_pbs(line, where)
+        return
+    # "slots = 8" is one setting, as "slots=8" is.
+    words = re.sub(r"\s*=\s*", "=", line).split()
+    if len(words) > 1 and words[1].isdecimal():
+        yield from _parse_numbers(words, where)
+        return
+    slots = _slots_among(words[1:], where)
+    for item in split_items(words[0]):
+        host, colon, count = item.rpartition(":")
+        is_numbered = bool(colon) and ":" not in host
+        text = count if is_numbered else slots
+        if is_numbered and not count:
+            raise HolmesError(f"{where}: {item!r:.80} has no number after the colon; {_EXAMPLE}")
+        for name in _expand_host(host if is_numbered else item, where):
+            yield _Entry(name, text)
+
+
+def _parse_rank(line: str, where: str) -> _Entry:
+    """Return the host of a line of Open MPI's rankfile, such as "rank 0=gpu01 slot=0-3".
+
+    Raises:
+        HolmesError: the line has another form, or names the host by its position ("+n0").
+    """
+    match = _RANK.fullmatch(line)
+    if match is None or not _HOST.fullmatch(match[1]):
+        raise HolmesError(
+            f"{where}: {line!r:.80} names no host; lines of a rankfile are like `rank 0=gpu01 slot=0-3`"
+        )
+    return _Entry(match[1], "")
+
+
+def _parse_pbs(line: str, where: str) -> Iterator[_Entry]:
+    """Yield the hosts of PBS's exec_host, such as "gpu01/0*8+gpu02/0*8".
+
+    Raises:
+        HolmesError: the line has another form.
+    """
+    for item in line.split("+"):
+        match = _PBS_ITEM.fullmatch(item)
+        if match is None or not _HOST.fullmatch(match[1]):
+            raise HolmesError(f"{where}: {item!r:.80} is not a host; {_EXAMPLE}")
+        host, first, times, last = match.groups()
+        count = times or "1"
+        if last:
+            count = str(int(last) - int(first) + 1)
+        yield _Entry(host, count, adds_up=True)
+
+
+def _parse_numbers(words: Sequence[str], where: str) -> Iterator[_Entry]:
+    """Yield the hosts of a line with numbers after them.
+
+    LSF writes pairs of host and number. SGE writes a host, its number, the queue, and processors.
+
+    Raises:
+        HolmesError: a word is not what the two notations have there.
+    """
+    numbers = words[1::2]
+    if len(words) % 2 == 0 and all(number.isdecimal() for number in numbers):
+        pairs = list(zip(words[::2], numbers))
+    elif len(words) <= _SGE_COLUMNS:
+        pairs = [(words[0], words[1])]
+    else:
+        raise HolmesError(f"{where}: {' '.join(words)!r:.80} is not hosts with numbers; {_EXAMPLE}")
+    for host, count in pairs:
+        for name in _expand_host(host, where):
+            yield _Entry(name, count, adds_up=True)
+
+
+def _slots_among(words: Sequence[str], where: str) -> str:
+    """Return the number of processes in the settings of a line, "" if there is none.
+
+    Raises:
+        HolmesError: a word is no known setting.
+    """
+    slots = ""
+    limit = ""
     for word in words:
-        key, _, text = word.partition("=")
-        if key == name:
-            value = text
-    return value
+        key, equals, value = word.partition("=")
+        if equals and key.lower() in _SLOT_KEYS:
+            if not value:
+                raise HolmesError(f"{where}: {word!r:.80} has no number; {_EXAMPLE}")
+            if slots:
+                raise HolmesError(f"{where}: the number of slots is given twice; {_EXAMPLE}")
+            slots = value
+        elif equals and key.lower() in _OTHER_KEYS:
+            if "slots" in key.lower():
+                limit = value
+        else:
+            raise HolmesError(f"{where}: {word!r:.80} is not known in a hostfile; {_EXAMPLE}")
+    if limit and not slots:
+        raise HolmesError(f"{where}: max_slots without slots leaves the number open; {_EXAMPLE}")
+    if limit.isdecimal() and slots.isdecimal() and 0 < int(limit) < int(slots):
+        raise HolmesError(f"{where}: {slots} slots are more than max_slots={limit}")
+    return slots
+
+
+def _expand_host(text: str, where: str) -> list[str]:
+    """Return the hosts that a word of a hostfile names: one, or those of a range; no user before "@".
+
+    Raises:
+        HolmesError: the word does not name a host.
+    """
+    name = text.rpartition("@")[2]
+    hosts = [name] if _is_address(name) else expand(name, where)
+    for host in hosts or [name]:
+        if not _HOST.fullmatch(host) and not _is_address(host):
+            raise HolmesError(f"{where}: {text!r:.80} is not a host; {_EXAMPLE}")
+    return hosts
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a text is an IP address, such as "10.21.0.11"."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _name_without_number(host: str) -> str:
     """Return the name of a host up to its last number.
 
-    "gpu01" gives "gpu", and "rack1-ib-7.site.org" gives "rack1-ib".
+    "gpu01" gives "gpu", and "rack1-ib-7.site.org" gives "rack1-ib". Names of places in an HPE Cray
+    give "x". The role of a pod is no part of the name: "job-master-0" and "job-worker-1" give "job".
     """
     short_name = host.partition(".")[0]
+    if _XNAME.fullmatch(short_name):
+        return _XNAME_SERIES
     match = _NUMBERED.fullmatch(short_name)
     if match is None or not match[1]:
         return short_name
-    return match[1]
+    return _ROLE.sub("", match[1]) or "pods"

@@ -1,8 +1,9 @@
 """Reader and writer of host lists: "gpu[003-005,012],login1", "rack[0-1]node[00-15]".
 
-Slurm and cluster.toml use them. Brackets hold numbers and ranges. A number keeps its leading zeros.
-With several brackets, the last one counts fastest. The format is documented in Slurm's manual of
-scontrol, under `show hostnames`.
+Slurm, pdsh, hostfiles, cluster.toml and --nodelist use them. Brackets hold numbers and ranges. A
+number keeps its leading zeros. With several brackets, the last one counts fastest. The format is
+documented in Slurm's manual of scontrol, under `show hostnames`. Two additions: blanks may follow
+a comma, and a range may have a step as in ClusterShell ("n[0-6/2]" is n0, n2, n4, n6).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from holmes_ext.errors import HolmesError
 MAX_NODES = 100_000
 _ITEM = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18})(?:/([1-9][0-9]{0,8}))?)?")
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 
 
@@ -33,7 +34,7 @@ def expand(text: str, where: str) -> list[str]:
     Raises:
         HolmesError: `text` is not a list of hosts, or names more than MAX_NODES.
     """
-    text = text.strip()
+    text = re.sub(r"\s*,\s*", ",", text.strip())
     items = _ITEM.findall(text)
     if ",".join(items) != text:
         raise HolmesError(f"{where}: {text!r:.80} is not a list of hosts such as gpu[01-04],x1")
@@ -49,6 +50,11 @@ def expand(text: str, where: str) -> list[str]:
             raise HolmesError(f"{where}: {text!r:.80} names more than {MAX_NODES} hosts")
         hosts += ["".join(pieces) for pieces in product(*choices)]
     return hosts
+
+
+def split_items(text: str) -> list[str]:
+    """Return the parts of a text between commas outside of brackets: "a[1,3]:8,b1" has two."""
+    return re.split(r",(?![^\[]*\])", text)
 
 
 def _expand_bracket(inside: str, text: str, where: str) -> Iterator[str]:
@@ -76,8 +82,9 @@ def _expand_bracket(inside: str, text: str, where: str) -> Iterator[str]:
             raise HolmesError(
                 f"{where}: range {part} in {text!r:.80} names more than {MAX_NODES} hosts"
             )
+        step = int(match[3] or 1)
         width = len(match[1])
-        for number in range(first, last + 1):
+        for number in range(first, last + 1, step):
             yield f"{number:0{width}d}"
 
 

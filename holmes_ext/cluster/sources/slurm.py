@@ -1,4 +1,4 @@
-"""Reader of Slurm's nodes: `scontrol show node`, `scontrol show topology`.
+"""Reader of Slurm's nodes: `scontrol show node`, `scontrol show topology`, or NodeName lines of slurm.conf.
 
 kind of NIC    a feature names it (ib, hdr, roce, ...); otherwise it comes from the user
 processes      one for each GPU of the node's generic resources (gres)
@@ -14,15 +14,18 @@ import contextlib
 import re
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from packaging.version import Version
 
-from holmes_ext.cluster.sources.found import FoundNode, gpu_name, kind_of
+from holmes_ext.cluster.gpus import gpu_name, names_one_model
+from holmes_ext.cluster.sources.found import FoundNode, kind_of
+from holmes_ext.cluster.sources.hostlist import expand
 from holmes_ext.cluster.sources.topology import Topology, parse_topology
-from holmes_ext.cluster.spec import KNOWN_GPUS
+from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
@@ -52,7 +55,13 @@ _FIELD = re.compile(r"(?:^| )([A-Za-z][\w:]*)=")
 #: Item of a list whose items may have commas in brackets: "gpu:a100:4(S:0,1),craynetwork:4".
 _ITEM = re.compile(r"(?:[^,(]|\([^)]*\))+")
 #: GPUs in the generic resources of a node: "gpu:h100:8(S:0-1)", "gpu:8", "gpu:a100_3g.40gb:4".
-_GPU = re.compile(r"gpu(?::([A-Za-z][^:(),]*))?(?::(\d+))?(?:\([^)]*\))?")
+_GPU = re.compile(r"gpu(?::(\d*[A-Za-z][^:(),]*))?(?::(\d+))?(?:\([^)]*\))?")
+#: Features of nodes in the output of scontrol, and in slurm.conf.
+_FEATURE_KEYS = ("AvailableFeatures", "Features", "Feature")
+#: Keys that describe a node in slurm.conf or in the output of scontrol. Other files of Slurm (gres.conf,
+#: job_container.conf) have NodeName lines without them.
+_HARDWARE_KEYS = ("CPUs=", "CPUTot=", "Procs=", "Sockets=", "RealMemory=", "Gres=", "State=")
+_FILE_ADVICE = "write it with: scontrol show node --oneliner > nodes.txt"
 
 
 class NodeStates(NamedTuple):
@@ -154,11 +163,34 @@ def nodes_of_slurm(
     return parse_nodes(listed, topology, partitions)
 
 
+def nodes_of_file(
+    path: str, partitions: Sequence[str] = (), topology: Topology | None = None
+) -> list[FoundNode]:
+    """Return the nodes in a file with the output of `scontrol show node`, or in a slurm.conf.
+
+    Args:
+        path: The file, "-" for standard input.
+        partitions: Partitions whose nodes are wanted; () for all nodes.
+        topology: Topology of the network. None: the file says nothing about it.
+
+    Raises:
+        HolmesError: the file cannot be read or has no nodes, or a partition has no node.
+    """
+    text = sys.stdin.read() if path == "-" else read_text(path, _FILE_ADVICE)
+    if "NodeName=" not in text:
+        raise HolmesError(f"{path}: no line has NodeName=; {_FILE_ADVICE}")
+    if not any(key in text for key in _HARDWARE_KEYS) or "File=/dev/" in text:
+        raise HolmesError(
+            f"{path}: its NodeName lines do not describe hardware: not slurm.conf; {_FILE_ADVICE}"
+        )
+    return parse_nodes(text, topology or parse_topology("", path), partitions)
+
+
 def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -> list[FoundNode]:
     """Return the nodes with GPUs. If no node has a GPU, return all nodes, each with one process.
 
     Args:
-        text: Output of `scontrol show node --oneliner`.
+        text: Output of `scontrol show node`, with or without --oneliner, or content of a slurm.conf.
         topology: Topology of the network.
         partitions: Partitions whose nodes are wanted; () for all nodes.
 
@@ -178,7 +210,7 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
         gpus = _parse_gpus(record.get("Gres", ""))
         gpu = gpus.model
         if gpus.number and not gpu:
-            gpu = _gpu_in_features(features)
+            gpu = names_one_model(features)
         nodes.append(
             FoundNode(
                 name,
@@ -187,7 +219,7 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
                 gpu=gpu_name(gpu),
                 fabric=fabric_of.get(name, ""),
                 labels=(*node_partitions, *features),
-                why_not=_reason_unusable(record.get("State", "")),
+                why_not=_reason_unusable(record.get("State", "UNKNOWN")),
             )
         )
     with_gpus = [node for node in nodes if node.processes]
@@ -222,23 +254,57 @@ def idle_nodes() -> NodeStates:
         idle=[
             record["NodeName"]
             for record in records
-            if not _reason_unusable(record.get("State", ""))
+            if not _reason_unusable(record.get("State", "UNKNOWN"))
         ],
         features={record["NodeName"]: _features_of(record) for record in records},
     )
 
 
 def _parse_records(text: str) -> list[dict[str, str]]:
-    """Return the fields of every node in the output of `scontrol show node --oneliner`."""
-    records = [_parse_fields(line) for line in text.splitlines()]
-    return [record for record in records if "NodeName" in record]
+    """Return the fields of every node in the output of `scontrol show node`, or in a slurm.conf.
+
+    A node begins with NodeName=, and may go on over several lines: those of scontrol without
+    --oneliner are indented, those of slurm.conf end with a backslash. In slurm.conf, NodeName= may
+    list several nodes, and NodeName=DEFAULT gives the fields of the nodes below it.
+    """
+    joined = re.sub(r"\\\n|\n[ \t]+", " ", text)
+    records: list[dict[str, str]] = []
+    defaults: dict[str, str] = {}
+    partitions_of: dict[str, list[str]] = {}  # node -> partitions, by the PartitionName= lines
+    for line in joined.splitlines():
+        fields = _parse_fields(line.strip())
+        name = fields.get("NodeName", "")
+        if name.upper() == "DEFAULT":
+            defaults = fields
+        elif name:
+            for node in expand(name, "NodeName"):
+                records.append({**defaults, **fields, "NodeName": node})
+        elif "PartitionName" in fields and "Nodes" in fields:
+            for node in _nodes_of_partition(fields["Nodes"]):
+                partitions_of.setdefault(node, []).append(fields["PartitionName"])
+    for record in records:
+        partitions = partitions_of.get(record["NodeName"], []) + partitions_of.get("ALL", [])
+        if partitions:
+            record.setdefault("Partitions", ",".join(partitions))
+    return records
+
+
+def _nodes_of_partition(text: str) -> list[str]:
+    """Return the nodes that a partition of slurm.conf names, [] for names of sets of nodes."""
+    if text.startswith("("):
+        return []
+    return expand(text, "PartitionName")
 
 
 def _parse_fields(line: str) -> dict[str, str]:
     """Return the fields of a line such as "NodeName=a0 Gres=gpu:8 OS=Linux 6.1 #1 SMP ...".
 
+    A line that is a comment has no fields.
+
     A value may have spaces: it ends where the next KEY= begins.
     """
+    if line.startswith("#"):
+        return {}
     matches = list(_FIELD.finditer(line))
     ends = [match.start() for match in matches[1:]] + [len(line)]
     return {match[1]: line[match.end() : end].strip() for match, end in zip(matches, ends)}
@@ -250,7 +316,8 @@ def _split_words(text: str | None) -> list[str]:
 
 
 def _features_of(record: Mapping[str, str]) -> list[str]:
-    return _split_words(record.get("AvailableFeatures"))
+    values = [record[key] for key in _FEATURE_KEYS if key in record]
+    return _split_words(values[0] if values else None)
 
 
 def _parse_gpus(gres: str) -> _Gpus:
@@ -265,26 +332,20 @@ def _parse_gpus(gres: str) -> _Gpus:
     return _Gpus(models[0] if models else "", count)
 
 
-def _gpu_in_features(features: Sequence[str]) -> str:
-    """Return the GPU model that the features of a node name, "" for none or several."""
-    models = {gpu_name(feature) for feature in features}.intersection(KNOWN_GPUS)
-    if len(models) != 1:
-        return ""
-    return models.pop()
-
-
 def _reason_unusable(state: str) -> str:
     """Return the reason why a node cannot start a job, "" if it can.
 
     Args:
-        state: State of the node in Slurm: "IDLE", "MIXED", "IDLE+DRAIN", "DOWN*". The star marks a
-            node that does not respond; other characters at the end concern power saving and
+        state: State of the node in Slurm: "IDLE", "MIXED", "IDLE+DRAIN", "DOWN*", "IDLE*+DRAIN". The star
+            marks a node that does not respond; other such characters concern power saving and
             reservations.
     """
-    base, *flags = state.rstrip("*~#!%$@^-").split("+")
+    if state.upper() == "UNKNOWN":  # a slurm.conf does not tell the state
+        return ""
+    base, *flags = [part.rstrip("*~#!%$@^-") for part in state.split("+")]
     if base not in _FREE_STATES:
         return base.lower() or "unknown"
     for flag in flags:
         if flag in _UNAVAILABLE_FLAGS:
             return flag.lower().replace("_", " ")
-    return "not responding" if state.endswith("*") else ""
+    return "not responding" if "*" in state else ""

@@ -20,6 +20,7 @@ from holmes_ext.join.coordinator.reports import Hello
 from holmes_ext.join.coordinator.rounds import Rounds
 from holmes_ext.join.coordinator.state import HEARTBEAT_S, MOST_JOBS, Member, RunState, patience_s
 from holmes_ext.join.coordinator.versions import Versions
+from holmes_ext.words import counted
 
 #: Rounds by which a job's round may exceed the median job's, more than any run makes. Otherwise a job
 #: that reports reports.MOST would leave no numbers for the next rounds.
@@ -90,7 +91,9 @@ class Membership:
         # hello.peers: jobs with which this one has exchanged. After a restart of the coordinator, decisions
         # by majority wait for those that have not reconnected yet.
         self._awaited_peers.expect(hello.peers, now)
-        state.events.append(f"job {name} is here ({len(hello.addresses)} ranks, {member.state})")
+        state.events.append(
+            f"job {name} is here ({counted(len(hello.addresses), 'rank')}, {member.state})"
+        )
         return {"verdict": "hello", "round": state.number, "state": member.state}
 
     def enter(self, name: str, now: float) -> Reply | None:

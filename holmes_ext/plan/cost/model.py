@@ -53,7 +53,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holmes_ext.cluster.spec import SiteSpec, accelerator_of
+from holmes_ext.cluster.gpus import accelerator_of
+from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.sizes import Sizes
@@ -671,6 +672,7 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
 
     Every number of a GPU comes from the first source that has it: the numbers in cluster.toml,
     [gpu.cluster.NAME] of the model file, the GPU's product name in cluster.toml, [gpu] of the model file.
+    FLOP/s of whole steps in cluster.toml count as those of kernels; plan/reached.py is more exact.
     """
     gpus = {}
     for cluster in spec.clusters:
@@ -683,6 +685,8 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
         numbers: dict[str, Any] = {}
         for item in fields(Gpu):
             candidates = [getattr(source, item.name, 0.0) for source in sources]
+            if item.name == "flops":
+                candidates[0] = cluster.accelerator.any_flops
             numbers[item.name] = next(filter(None, candidates), 0.0)  # 0: the source lacks it
         gpus[cluster.name] = Gpu(**numbers)
     return replace(model, gpus=gpus)

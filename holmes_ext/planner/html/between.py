@@ -13,6 +13,7 @@ from holmes_ext.planner.html.pictures import CLUSTERS, PAPER, pyplot
 from holmes_ext.planner.search.changed import StepTimes, with_ethernet, with_latency, with_site
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.units import format_rate, format_seconds
+from holmes_ext.words import counted
 
 #: Factors on the rates of cluster.toml in the what-if picture.
 FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
@@ -44,7 +45,9 @@ def draw_clusters(result: SearchResult) -> Any:
     for index, name in enumerate(names):
         count = sum(node.cluster == name for node in site.nodes)
         uplink = site.wan.uplink_of.get(name)
-        text = f"{name}\n{count} nodes" + (f"\nuplink {format_rate(uplink)}" if uplink else "")
+        text = f"{name}\n{counted(count, 'node')}" + (
+            f"\nuplink {format_rate(uplink)}" if uplink else ""
+        )
         x, y = position[name]
         axis.scatter(x, y, s=2600, color=CLUSTERS[index % len(CLUSTERS)], zorder=2)
         axis.text(x, y, text, ha="center", va="center", fontsize=8, color="#111111", zorder=3)

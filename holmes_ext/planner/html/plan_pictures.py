@@ -28,7 +28,7 @@ from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.simulated import simulated
 from holmes_ext.planner.search.stock import CAUSES, stock_like
 from holmes_ext.units import format_bytes
-from holmes_ext.words import why
+from holmes_ext.words import counted, why
 
 #: Cause (stock.CAUSES) -> color.
 CAUSE_COLORS = dict(
@@ -82,7 +82,9 @@ def placement(result: SearchResult) -> Any:
             in_legend.add(index)
             left += ranks
         memory = format_bytes(best.memory_bytes[stage])
-        text = f"{best.split[stage]} layers, {memory}, gradients: {best.reductions[stage]}"
+        text = (
+            f"{counted(best.split[stage], 'layer')}, {memory}, gradients: {best.reductions[stage]}"
+        )
         margin = 0.01 * stage_ranks
         axis.text(left + margin, stage, text, va="center", fontsize=8)
         nodes = _nodes_of(result, stage)
@@ -221,7 +223,7 @@ def draw_partitions(costs: StageCosts, estimates: Mapping[str, Estimate], path: 
             axis.barh(range(costs.stages), values, left=left, color=color, label=label)
             left = [start + value for start, value in zip(left, values)]
         for stage, layers in enumerate(estimate.stage_layers):
-            text = f" {layers} layers, {memory_text(estimate, costs, stage)}"
+            text = f" {counted(layers, 'layer')}, {memory_text(estimate, costs, stage)}"
             axis.text(0, stage, text, va="center", fontsize=7, color="white")
         name_rows(axis, costs.names)
         axis.set_title(f"{name}: {estimate.step_s:.4g} s", loc="left", fontsize=10)

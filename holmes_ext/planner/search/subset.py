@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.planner.bound.nodes import Family
+from holmes_ext.words import counted
 
 #: Number of nodes of each cluster.
 Counts = tuple[int, ...]
@@ -123,7 +124,7 @@ def best_subset(
     available = sum(idle)
     if available < count or count < 1:
         raise HolmesError(
-            f"{count} nodes requested, {available} available; ask for 1 to {available}"
+            f"{counted(count, 'node')} requested, {available} available; ask for 1 to {available}"
         )
     unit = max(1, unit)
     clusters = range(len(idle))

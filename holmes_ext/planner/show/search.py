@@ -38,7 +38,7 @@ from holmes_ext.planner.show import plan_page, search_table, start
 from holmes_ext.planner.show.layout import asked_for, beside, compared, global_batch, limits_of
 from holmes_ext.planner.show.progress import ProgressBar
 from holmes_ext.planner.show.time_limit import TimeLimit
-from holmes_ext.words import grouped
+from holmes_ext.words import counted, grouped
 
 #: Share of the time limit for the forecasts of extensions.
 COMPANION_SHARE = 0.1
@@ -276,9 +276,9 @@ def leave_out(
     parts = []
     for cluster, names in left_out.items():
         if cluster in remaining_clusters:
-            parts.append(f"{len(names)} nodes of {cluster} ({folded(names)})")
+            parts.append(f"{counted(len(names), 'node')} of {cluster} ({folded(names)})")
         else:
-            parts.append(f"{cluster} ({len(names)} nodes)")
+            parts.append(f"{cluster} ({counted(len(names), 'node')})")
     fewer_s = fewer.best.step_s
     all_s = on_all.best.step_s
     lines = [

@@ -24,12 +24,19 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 #: Longest wait for a callback at exit, in seconds. The callback of an operation that never ends never runs.
 CALLS_S = 2.0
 #: Time at exit, in seconds, in which the backend's thread frees the last function and its tensors.
 FREE_S = 0.02
+#: Longest time at exit, in seconds, that gloo's threads get if they still run after FREE_S. On a busy
+#: machine, a thread may wait longer than FREE_S for a CPU.
+_RUNNING_S = 2.0
+_CHECKS = 4  # in FREE_S
+#: Names that torch and gloo give to threads which run operations.
+_GLOO_THREAD = "gloo"
 
 #: Event -> longest wait for it, in seconds from the beginning of the exit.
 _awaited: weakref.WeakKeyDictionary[threading.Event, float] = weakref.WeakKeyDictionary()
@@ -66,8 +73,29 @@ def before_exit(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def let_threads_free_tensors() -> None:
-    """Sleep a moment, so that gloo's threads can free the tensors of the last operation."""
-    time.sleep(FREE_S)
+    """Sleep until gloo's threads have had the time to free the tensors of the last operation.
+
+    The threads need the GIL for that, which this thread does not hold while it sleeps. They have freed
+    everything when none of them runs, or waits for a CPU, in _CHECKS checks one after the other.
+    """
+    deadline = time.monotonic() + _RUNNING_S
+    idle_checks = 0
+    while idle_checks < _CHECKS and time.monotonic() < deadline:
+        time.sleep(FREE_S / _CHECKS)
+        idle_checks = 0 if _has_running_gloo_thread() else idle_checks + 1
+
+
+def _has_running_gloo_thread() -> bool:
+    """Return whether a thread of gloo in this process runs or waits for a CPU, by its state in /proc."""
+    for file in Path("/proc/self/task").glob("*/stat"):
+        try:
+            # "4711 (pt_gloo_runloop) S 1 ...": number, name, state
+            name, _, values = file.read_text(errors="replace").partition(") ")
+        except OSError:  # the thread has ended
+            continue
+        if _GLOO_THREAD in name and values[:1] in ("R", "D"):
+            return True
+    return False
 
 
 @cache

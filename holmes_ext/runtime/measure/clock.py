@@ -26,6 +26,7 @@ whether it counts as a training step.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -89,6 +90,9 @@ def _first_parameter(optimizer: Any) -> Any:
 
 
 QUESTIONS = 5
+#: Seconds between two looks for a key that another node will set.
+_SHORTEST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.1
 Clock = Callable[[], float]
 
 
@@ -103,7 +107,12 @@ class Offset(NamedTuple):
 
 
 def answer(
-    store: Any, prefix: str, nodes: Sequence[int], timeout_s: float, clock: Clock = time.monotonic
+    store: Any,
+    prefix: str,
+    nodes: Sequence[int],
+    timeout_s: float,
+    clock: Clock = time.monotonic,
+    ended: threading.Event | None = None,
 ) -> None:
     """Send the time of rank 0's clock to all other nodes, one node after the other. Rank 0 calls this.
 
@@ -115,18 +124,50 @@ def answer(
         nodes: Numbers of the other nodes.
         timeout_s: Seconds after which a node that does not ask is skipped.
         clock: The clock of this node.
+        ended: When it is set, this function returns; None: never.
     """
     for node in nodes:
         try:
+            _await_key(store, f"{prefix}/ask/{node}/0", timeout_s, ended)
             for number in range(QUESTIONS):  # questions of each node
                 store.wait([f"{prefix}/ask/{node}/{number}"], timedelta(seconds=timeout_s))
                 store.set(f"{prefix}/answer/{node}/{number}", repr(clock()))
         except RuntimeError:  # the store: no question in time
-            continue
+            if ended is not None and ended.is_set():
+                return
+
+
+def _await_key(store: Any, key: str, timeout_s: float, ended: threading.Event | None) -> None:
+    """Wait for a key of the store that another node will set, perhaps much later.
+
+    The key is asked for again and again, because a thread that waits inside of the store could not be ended:
+    if it came back while the interpreter shuts down, it would abort the process (status 134).
+
+    Args:
+        store: The job's key-value store.
+        key: The key.
+        timeout_s: Seconds to wait.
+        ended: When it is set, waiting ends; None: never.
+
+    Raises:
+        RuntimeError: the key is not there in time, or waiting has ended, or the store is lost.
+    """
+    deadline = time.monotonic() + timeout_s
+    event = ended or threading.Event()
+    pause_s = _SHORTEST_PAUSE_S
+    while not store.check([key]):
+        if event.wait(pause_s) or time.monotonic() > deadline:
+            raise RuntimeError(f"no {key} in the store")
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def ask(
-    store: Any, prefix: str, node: int, timeout_s: float, clock: Clock = time.monotonic
+    store: Any,
+    prefix: str,
+    node: int,
+    timeout_s: float,
+    clock: Clock = time.monotonic,
+    ended: threading.Event | None = None,
 ) -> Offset:
     """Return the offset of this node's clock from that of rank 0's node, as in NTP.
 
@@ -139,6 +180,7 @@ def ask(
         node: Number of this node.
         timeout_s: Seconds to wait for an answer.
         clock: The clock of this node.
+        ended: When it is set, this function raises RuntimeError; None: never.
 
     Raises:
         RuntimeError: Rank 0 does not answer in time.
@@ -148,6 +190,8 @@ def ask(
     for number in range(QUESTIONS):
         asked_at = clock()
         store.set(f"{prefix}/ask/{node}/{number}", "")
+        if number == 0:  # rank 0 may answer other nodes first
+            _await_key(store, f"{prefix}/answer/{node}/0", timeout_s, ended)
         store.wait([f"{prefix}/answer/{node}/{number}"], timedelta(seconds=timeout_s))
         remote_time = float(store.get(f"{prefix}/answer/{node}/{number}"))
         answered_at = clock()

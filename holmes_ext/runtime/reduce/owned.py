@@ -36,6 +36,7 @@ import torch.distributed as dist
 from holmes_ext.runtime.backend import backend_of
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.steps import ThreadPipeline
+from holmes_ext.words import counted
 
 if TYPE_CHECKING:
     from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
@@ -157,7 +158,7 @@ class ReduceToOwners:
 
     def describe(self) -> str:
         """Return this reduction in words, for messages to the user."""
-        return f"reduction over {len(self._ranks)} ranks, each part to the rank that owns it"
+        return f"reduction over {counted(len(self._ranks), 'rank')}, each part to the rank that owns it"
 
     def _reduce_along_chains(self, spans: list[_OwnedSpan]) -> None:
         """Sum each span along a chain of all ranks that ends at the span's owner.

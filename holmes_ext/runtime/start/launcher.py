@@ -23,6 +23,7 @@ from holmes_ext.cluster.sources.hostlist import expand
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import counted
 
 
 @dataclass(frozen=True)
@@ -367,14 +368,15 @@ def check_hosts(hosts: dict[str, int], spec: SiteSpec) -> None:
     if len(hosts) > node_count:
         extra = next(host for host in hosts if host not in known_names)
         raise HolmesError(
-            f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {node_count} nodes: "
-            f"host {extra!r} is in no cluster; add it to a cluster's nodes, or take it out of the hostfile"
+            f"the deepspeed launcher's hostfile has {counted(len(hosts), 'host')}, "
+            f"{spec.source} {counted(node_count, 'node')}: host {extra!r} is in no cluster; "
+            "add it to a cluster's nodes, or take it out of the hostfile"
         )
     for host, name in known_names.items():
         cluster = spec.cluster_of(name)
         if hosts[host] != cluster.processes:
             raise HolmesError(
-                f"the deepspeed launcher's hostfile starts {hosts[host]} processes on {host!r}, but in "
-                f"{spec.source} key 'cluster.{cluster.name}.processes' is {cluster.processes}; make the "
-                "slots and the key agree"
+                f"the deepspeed launcher's hostfile starts {counted(hosts[host], 'process')} on {host!r}, "
+                f"but in {spec.source} key 'cluster.{cluster.name}.processes' is {cluster.processes}; make "
+                "the slots and the key agree"
             )

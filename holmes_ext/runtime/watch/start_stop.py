@@ -18,7 +18,7 @@ from holmes_ext.runtime import hooks
 from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.measure.clock import StepCounter
 from holmes_ext.runtime.session import Session
-from holmes_ext.runtime.start.store import STORE_S, connect
+from holmes_ext.runtime.start.store import ENDED_S, STORE_S, connect
 from holmes_ext.runtime.watch import nccl_errors as flight_recorder
 from holmes_ext.runtime.watch import nics
 from holmes_ext.runtime.watch.as_planned import Comparison
@@ -45,6 +45,8 @@ class _Running:
     watchdog: Watchdog | None = None
     nics: NicWatch | None = None
     metrics: Metrics | None = None
+    clock: threading.Thread | None = None  # compares this node's clock with that of rank 0's node
+    stopped = threading.Event()  # ends the thread `clock`
     hooks: list[Any] = []  # torch's handles of optimizer hooks
 
 
@@ -117,8 +119,11 @@ def stop(reason: str = "training is over") -> None:
         with suppress(RuntimeError):  # a GPU has failed
             recorder.settle(_SETTLE_S)
     unhook_optimizers()
+    _Running.stopped.set()
     if _Running.watchdog is not None:
         _Running.watchdog.stop()
+    if _Running.clock is not None:
+        _Running.clock.join(ENDED_S)
     if _Running.writer is not None:
         _Running.writer.close()
     if _Running.metrics is not None:
@@ -126,6 +131,7 @@ def stop(reason: str = "training is over") -> None:
     _Running.writer = None
     _Running.watchdog = None
     _Running.metrics = None
+    _Running.clock = None
 
 
 def watch_nics(patience_s: float) -> None:
@@ -288,15 +294,19 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take)
     if store is not None and process.local_rank == 0:
         thread = threading.Thread(
             target=_compare_clocks,
-            args=(current, store, prefix, writer),
+            args=(current, store, prefix, writer, _Running.stopped),
             name="holmes clock",
             daemon=True,
         )
+        _Running.clock = thread
+        _Running.stopped.clear()
         thread.start()
     return [f"telemetry: {Path(directory).absolute() / run} (holmes report {directory})"]
 
 
-def _compare_clocks(current: Session, store: Any, prefix: str, writer: Writer) -> None:
+def _compare_clocks(
+    current: Session, store: Any, prefix: str, writer: Writer, stopped: threading.Event
+) -> None:
     """Measure the offset of this node's clock from that of rank 0's node, and write it into the telemetry.
 
     The node of rank 0 answers the other nodes. Without an answer nothing is written, and the report says that
@@ -306,11 +316,11 @@ def _compare_clocks(current: Session, store: Any, prefix: str, writer: Writer) -
     node_index = nodes.index(current.node.name)
     try:
         if node_index == 0:
-            clock.answer(store, prefix, range(1, len(nodes)), timeout_s=_START_S)
+            clock.answer(store, prefix, range(1, len(nodes)), timeout_s=_START_S, ended=stopped)
             offset = clock.Offset(0.0, error_s=0.0)
         else:
             # Twice as long: rank 0's node may wait for another node first.
-            offset = clock.ask(store, prefix, node_index, timeout_s=_START_S * 2)
+            offset = clock.ask(store, prefix, node_index, timeout_s=_START_S * 2, ended=stopped)
         writer.put({"clock": offset})
     except RuntimeError:  # no answer in time, or the store is lost
         pass

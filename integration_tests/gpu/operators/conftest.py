@@ -30,7 +30,8 @@ def has_cuda_build() -> bool:
 def emulated_environment() -> dict[str, str]:
     """Build the emulated GPU if needed, and return the environment of a process with two such GPUs."""
     from holmes_lab.gpu import recipes
-    from holmes_lab.gpu.build import build, cache_folder
+    from holmes_lab.gpu.build import build
+    from holmes_lab.gpu.cache import cache_folder
     from holmes_lab.gpu.compiler import find_compiler
     from holmes_lab.gpu.torch_build import find_torch
 

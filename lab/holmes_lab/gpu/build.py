@@ -24,9 +24,9 @@ from pathlib import Path
 from threading import Event
 
 from holmes_ext.errors import HolmesError
+from holmes_lab.gpu.cache import make_cache
 from holmes_lab.gpu.recipes import BUILD_FOLDER, OUTPUT, BuildStep, BuildUnit
 
-VARIABLE = "HOLMES_GPU_CACHE"
 #: Function that shows progress. Arguments: finished commands, all commands, name of the last output.
 OnProgress = Callable[[int, int, str], None]
 #: Seconds without use after which an outdated component is removed: 30 days.
@@ -51,12 +51,6 @@ class _Command:
         return (self.folder / self.step.output).exists()
 
 
-def cache_folder() -> Path:
-    """Return the folder of built components: $HOLMES_GPU_CACHE, or a folder in the user's cache."""
-    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(VARIABLE) or Path(user_cache, "holmes_ext", "gpu")).absolute()
-
-
 def build(
     components: Sequence[BuildUnit], cache: Path, on_progress: OnProgress = ignore_progress
 ) -> dict[str, Path]:
@@ -71,7 +65,8 @@ def build(
         The folder of each component, by its name.
 
     Raises:
-        HolmesError: A command failed. The message has the compiler's first error.
+        HolmesError: A command failed, and the message has the compiler's first error. Or the cache
+            cannot be written.
     """
     # Component -> its folder in the cache, if the component is built.
     built = {unit.name: cache / unit.folder for unit in components}
@@ -79,7 +74,7 @@ def build(
         for folder in built.values():
             os.utime(folder)  # _remove_outdated() goes by this time
         return built
-    cache.mkdir(parents=True, exist_ok=True)
+    make_cache(cache)
     with ExitStack() as locks:
         for unit in components:
             locks.enter_context(_lock(cache / f"{unit.folder}.lock", on_progress))

@@ -18,7 +18,8 @@ from pathlib import Path
 from holmes_ext.cluster.nccl import LAB_PLUGIN
 from holmes_ext.errors import HolmesError
 from holmes_lab.gpu import recipes
-from holmes_lab.gpu.build import OnProgress, build, cache_folder, ignore_progress
+from holmes_lab.gpu.build import OnProgress, build, ignore_progress
+from holmes_lab.gpu.cache import cache_folder
 from holmes_lab.gpu.compiler import find_compiler
 from holmes_lab.gpu.nccl_source import DEFAULT, REPOSITORY, TRIED, NcclSource, find_nccl
 from holmes_lab.gpu.torch_build import TorchBuild, find_torch, python_of

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_ext.errors import HolmesError
+from holmes_lab.gpu.cache import make_cache, user_cache
 
 VARIABLE = "HOLMES_NCCL_SOURCE"
 REPOSITORY = "https://github.com/NVIDIA/nccl"
@@ -64,9 +65,8 @@ def default_nccl_folder(version: str | None = None) -> Path:
     Args:
         version: Version of NCCL in the folder, such as "2.30.7"; None for the folder of any version.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = "nccl" if version is None else f"nccl-{version}"
-    return Path(base, "holmes_ext", name).absolute()
+    return Path(user_cache(), "holmes_ext", name).absolute()
 
 
 def find_nccl(option: str | None, cache: Path, wanted: str = DEFAULT) -> NcclSource:
@@ -178,7 +178,7 @@ def _unpack(archive: Path, cache: Path) -> Path:
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     target = cache / f"nccl-source-{digest[:16]}"
     if not target.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
+        make_cache(cache)
         draft = Path(tempfile.mkdtemp(prefix="unpacking-", dir=cache))
         try:
             with tarfile.open(archive) as content:

@@ -69,3 +69,17 @@ def test_folding_loses_nothing(seed):
         for _ in range(rng.randrange(1, 60))
     }
     assert set(expand(folded(names), "here")) == names
+
+
+@pytest.mark.parametrize(
+    "text, hosts",
+    [
+        ("gpu[001-003,020]", ["gpu001", "gpu002", "gpu003", "gpu020"]),
+        ("gpu00[1-2,7]", ["gpu001", "gpu002", "gpu007"]),
+        ("a1, a2 ,a3", ["a1", "a2", "a3"]),
+        ("n[0-6/2]", ["n0", "n2", "n4", "n6"]),
+        ("n[01-09/4,20]", ["n01", "n05", "n09", "n20"]),
+    ],
+)
+def test_notations_of_other_programs(text, hosts):
+    assert expand(text, "here") == hosts

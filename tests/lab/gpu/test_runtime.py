@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from holmes_lab.gpu import recipes
-from holmes_lab.gpu.build import build, cache_folder
+from holmes_lab.gpu.build import build
+from holmes_lab.gpu.cache import cache_folder
 from holmes_lab.gpu.compiler import find_compiler
 from holmes_lab.gpu.races import missing_waits
 

@@ -1,9 +1,14 @@
 """A thread of the backend that asks for an interpreter which ends would abort the process (status 134)."""
 
+import hashlib
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
+
+from holmes_ext.runtime.groups import callbacks
 
 #: A callback that asks for the interpreter all the time, for longer than it takes to end.
 PROGRAM = """
@@ -65,3 +70,22 @@ def test_what_a_call_returns_and_raises_passes():
     assert twice.wait() == 6
     with pytest.raises(RuntimeError):
         broken.wait()
+
+
+def test_the_exit_waits_for_a_thread_of_gloo_that_still_runs():
+    """A time limit alone is not enough: on a busy machine the thread may wait longer for a CPU."""
+    started, finished = threading.Event(), threading.Event()
+
+    def run():
+        name = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+        name.write_text("pt_gloo_runloop")
+        started.set()
+        hashlib.sha256(bytes(150_000_000))  # runs without the GIL, as gloo does
+        finished.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    started.wait()
+    callbacks.let_threads_free_tensors()
+    assert finished.is_set()
+    thread.join()

@@ -27,3 +27,23 @@ def test_a_node_that_does_not_ask_is_passed_over():
 def test_nobody_answers():
     with pytest.raises(RuntimeError):
         clock.ask(dist.HashStore(), "p", 1, 0.1)
+
+
+@pytest.mark.parametrize("waits", [clock.ask, clock.answer])
+def test_waiting_for_another_node_can_be_ended(waits):
+    """A thread that waits inside of the store while the interpreter ends would abort the process."""
+    node, ended = 1 if waits is clock.ask else [1], threading.Event()
+    errors = []
+
+    def run():
+        try:
+            waits(dist.HashStore(), "p", node, 600.0, ended=ended)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    ended.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert errors == (["no p/answer/1/0 in the store"] if waits is clock.ask else [])

@@ -1,0 +1,187 @@
+"""FLOP/s of a GPU's kernels, from the FLOP/s that whole training steps reach.
+
+Two kinds of figures are published for a GPU:
+
+    kernels        the FLOPs of a step / the time in which its kernels run
+    whole steps    the FLOPs of a step / the time of the step, which also has pipeline bubbles and exposed
+                   communication. Training logs and papers give this figure, often as MFU (part of the peak)
+
+The cost model adds bubbles and communication to the time of kernels, so it needs the first figure. With the
+second one it would count them twice: BLOOM-176B on 384 A100 reached 150 TFLOP/s in whole steps of 105 s, and
+kernels of 150 TFLOP/s give steps of 129 s.
+
+This module finds the FLOP/s of kernels for which the predicted step of a given layout, without holmes and on
+one cluster alone, is the one that the figure of whole steps stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from holmes_ext.cluster.gpus import Accelerator
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import ClusterSpec, SiteSpec
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.arrange.orders import launched
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.network import Network, stock_fabric
+from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.cost.price import price
+from holmes_ext.plan.cost.stages import RankModel, predict
+from holmes_ext.plan.engine import Rules
+from holmes_ext.plan.sizes import Sizes
+
+#: Largest ratio of the FLOP/s of kernels to those of whole steps that is looked for.
+_LARGEST_RATIO = 8.0
+#: Halvings of the interval that holds the ratio: the result is exact to 0.1 %.
+_HALVINGS = 12
+#: FLOPs of the forward and backward pass, as a multiple of those of the forward pass.
+_BOTH_PASSES = 3
+
+
+class KernelFlops(NamedTuple):
+    """Model with the FLOP/s of kernels in each cluster, and lines for the user."""
+
+    model: Model
+    lines: list[str]
+
+
+def with_kernel_flops(model: Model, spec: SiteSpec, sizes: Sizes | None) -> KernelFlops:
+    """Return the model with FLOP/s of kernels for clusters that give those of whole steps.
+
+    The layout that reached the figure is taken to be the user's, on all nodes of the cluster alone. If it
+    does not fit the cluster, the figure counts as that of kernels, and a line says so.
+
+    Args:
+        model: The model with the GPU of each cluster.
+        spec: The clusters.
+        sizes: Parallel sizes of the user's layout; None: not known.
+
+    Raises:
+        HolmesError: communication alone takes longer than the whole step that a figure stands for.
+    """
+    gpus = dict(model.gpus)
+    lines = []
+    for cluster in spec.clusters:
+        key = _key_of(cluster.accelerator)
+        if not key:
+            continue
+        try:
+            flops = _kernel_flops(model, spec, cluster, sizes)
+        except _LayoutUnknown as error:
+            lines.append(
+                f"assumed: {key} of cluster {cluster.name} is that of kernels (gpu_flops), because {error}"
+            )
+            continue
+        gpus[cluster.name] = replace(gpus[cluster.name], flops=flops)
+        lines.append(
+            f"cluster {cluster.name}: kernels at {flops / 1e12:.4g} TFLOP/s, with which this layout alone "
+            f"there, without holmes, reaches {key} = {cluster.accelerator.any_flops / 1e12:.4g}e12"
+        )
+    return KernelFlops(replace(model, gpus=gpus), lines)
+
+
+class _LayoutUnknown(Exception):
+    """The layout that reached a figure of whole steps is not known. The text says why."""
+
+
+def _key_of(accelerator: Accelerator) -> str:
+    """Return the key of cluster.toml that gives FLOP/s of whole steps, "" if none does."""
+    if accelerator.hardware_flops:
+        return "gpu_hardware_flops"
+    return "gpu_model_flops" if accelerator.model_flops else ""
+
+
+def _kernel_flops(model: Model, spec: SiteSpec, cluster: ClusterSpec, sizes: Sizes | None) -> float:
+    """Return the FLOP/s of a cluster's kernels, from its FLOP/s of whole steps.
+
+    Args:
+        model: The model with the GPU of each cluster.
+        spec: The clusters.
+        cluster: The cluster.
+        sizes: Parallel sizes of the user's layout; None: not known.
+
+    Raises:
+        _LayoutUnknown: the sizes are not known, or do not fit the cluster alone.
+        HolmesError: communication alone takes longer than the whole step.
+    """
+    if sizes is None:
+        raise _LayoutUnknown("the parallel sizes are not known")
+    alone = spec.only(cluster.nodes)
+    network = Network(site_from_spec(alone), Links.of_spec(alone))
+    site = network.site
+    try:
+        complete = replace(sizes, data=0).complete(site.world_size, site.processes)
+        micro_batches = model.micro_batches_of(complete.data)
+        network = Network(site, network.links, single_fabric=stock_fabric(site))
+        placement = launched(network, complete)
+    except HolmesError as error:
+        raise _LayoutUnknown(f"the layout does not fit it alone: {error}") from None
+
+    whole_steps = cluster.accelerator.any_flops
+    counts_recomputation = bool(cluster.accelerator.hardware_flops)
+    step_flops = _flops_of_step(model, micro_batches * complete.data, counts_recomputation)
+    target_s = step_flops / site.world_size / whole_steps
+
+    rules = Rules(hide_stage_links=False)  # the framework's own schedule
+
+    def step_s(kernel_flops: float) -> float:
+        """Return the predicted step without holmes for kernels of this speed, in seconds."""
+        gpu = replace(model.gpus[cluster.name], flops=kernel_flops)
+        on_cluster = replace(model, gpu=gpu, gpus={cluster.name: gpu})
+        costs = price(network, placement, RankModel.of(on_cluster, complete), rules)
+        return predict(costs, uniform(costs.blocks, costs.stages)).step_s
+
+    return whole_steps * _ratio(lambda ratio: step_s(whole_steps * ratio), target_s, cluster.name)
+
+
+def _flops_of_step(model: Model, micro_batches: int, counts_recomputation: bool) -> float:
+    """Return the FLOPs of a training step of all ranks together.
+
+    Args:
+        model: The model.
+        micro_batches: Micro-batches of all data-parallel ranks together.
+        counts_recomputation: Whether passes that are computed again count.
+    """
+    # FlashAttention computes scores again inside of a kernel. No log counts that.
+    counted = replace(model, flash=False)
+    if not counts_recomputation:
+        counted = replace(counted, recompute="none")
+    layers = counted.costs()
+    if counts_recomputation:
+        flops = sum(layer.forward_flops + layer.backward_flops for layer in layers)
+    else:
+        flops = _BOTH_PASSES * sum(layer.forward_flops for layer in layers)
+    return flops * micro_batches
+
+
+def _ratio(step_s: Callable[[float], float], target_s: float, cluster: str) -> float:
+    """Return the ratio of the FLOP/s of kernels to those of whole steps, by bisection.
+
+    Args:
+        step_s: Ratio -> predicted seconds of a step. A larger ratio never makes the step longer.
+        target_s: Seconds of the step that is looked for.
+        cluster: Name of the cluster, for the error message.
+
+    Raises:
+        HolmesError: no ratio up to _LARGEST_RATIO makes the step so short.
+    """
+    low = 1 / _LARGEST_RATIO
+    high = _LARGEST_RATIO
+    shortest_s = step_s(high)
+    if shortest_s > target_s:
+        raise HolmesError(
+            f"cluster {cluster!r}: its FLOP/s of whole steps mean a step of {target_s:.4g} s, but with "
+            f"the rates in cluster.toml communication alone takes {shortest_s:.4g} s; check the rates, "
+            "or give gpu_flops"
+        )
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        if step_s(middle) > target_s:
+            low = middle
+        else:
+            high = middle
+    return high
