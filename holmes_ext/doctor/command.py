@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.doctor.command_words import Command, split_command
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
 from holmes_ext.errors import HolmesError
@@ -26,38 +26,10 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.plan import Plan, check_plan, load_plan
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
+from holmes_ext.words import some_of
 
-
-@dataclass(frozen=True)
-class Command:
-    """A training command, split at its script."""
-
-    launcher: tuple[str, ...]  # words before the script, e.g. torchrun and its options
-    script: str  # "" if the command starts a module
-    arguments: tuple[str, ...]  # of the script or module
-
-
-def split_command(words: Sequence[str]) -> Command:
-    """Split a training command at its script or module.
-
-    The script is the first word that ends in .py. Without a script, the module after the last -m counts, and
-    its name stays among the launcher's words.
-
-    Raises:
-        HolmesError: The command has neither.
-    """
-    for number, word in enumerate(words):
-        if word.endswith(".py") and not word.startswith("-"):
-            return Command(tuple(words[:number]), script=word, arguments=tuple(words[number + 1 :]))
-    if "-m" in words:
-        # The last -m: the launcher itself may have been started with python -m.
-        last_option = max(number for number, word in enumerate(words) if word == "-m")
-        end = last_option + 2  # position after -m and the module's name
-        return Command(tuple(words[:end]), script="", arguments=tuple(words[end:]))
-    raise HolmesError(
-        f"holmes doctor -- {' '.join(words)[:80]}: no training script (FILE.py, or -m MODULE) "
-        "in the command; give the whole command"
-    )
+#: Number of words that one finding lists.
+MAX_LISTED = 4
 
 
 def check_command(
@@ -88,6 +60,20 @@ def check_command(
     elif command.script:
         yield from check_script(Path(command.script))
         yield from check_megatron_deepspeed(Path(command.script).resolve().parent)
+    if command.hides:
+        yield note(
+            "the command",
+            what=command.hides.partition(";")[0],
+            why="its model and sizes are not checked against the clusters",
+            mend=f"look at `holmes plan`, and {command.hides.rpartition('; ')[2]}",
+        )
+    if command.unread:
+        yield note(
+            "the command",
+            what=f"{some_of(command.unread, MAX_LISTED)} has no value here",
+            why="the flag is not checked",
+            mend="write the value",
+        )
     about = "the command's flags"
     try:
         options, rest = parse_flags(list(command.arguments), environ)

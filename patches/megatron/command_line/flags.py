@@ -204,7 +204,7 @@ SETTING_OF_KEY = _table(
     ("context", int, "sequence_parallel_size"),
 )
 
-_SEVERAL_KINDS = "layers of several kinds, such as Mamba"
+_SEVERAL_KINDS = "several kinds of layers (Mamba, attention, MLP)"
 #: Flag -> the model that it shows, which is no stack of equal transformer blocks. holmes predicts no
 #: such model (other_models.py).
 MODEL_OF_FLAG = {
@@ -371,8 +371,8 @@ FLAG_PREFIXES_WITHOUT_EFFECT = tuple(
     layernorm- add-qkv openai-gelu squared-relu onnx attention-softmax softmax-type fp16-lm-cross
     cross-entropy activation-func glu-linear-offset use-fused fused- use-te use-transformer-engine te-rng
     disable-jit disable-mem-efficient disable-bf16-reduced enable-cuda-graph cuda-graph external-cuda
-    no-fp8-wgrad fp8-margin fp8-interval fp8-amax fp8-recipe fp8-quantization fp8-quantizer fp8-output fp4-recipe
-    fp4-quantization fp4-quantizer first-last-layers
+    no-fp8-wgrad fp8-margin fp8-interval fp8-amax fp8-recipe fp8-quantization fp8-quantizer fp8-output
+    fp4-recipe fp4-quantization fp4-quantizer first-last-layers
     num-layers-at use-kitchen kitchen- enable-experimental flash-attention-version flash-decode
     batch-invariant output-logit no-tp-comm tp-comm-overlap- tp-comm-bootstrap recompute-method
     delay-offload delta-offload activation-offload offload-modules min-offloaded fine-grained-offloading

@@ -15,8 +15,8 @@ from holmes_ext.patches.megatron.command_line.flags import MODEL_OF_FLAG
 #: Beginning of a training script's name -> the model that the script trains.
 MODEL_OF_SCRIPT = {
     "pretrain_t5": "an encoder and a decoder",
-    "pretrain_mamba": "layers of several kinds, such as Mamba",
-    "pretrain_hybrid": "layers of several kinds, such as Mamba",
+    "pretrain_mamba": "several kinds of layers (Mamba, attention, MLP)",
+    "pretrain_hybrid": "several kinds of layers (Mamba, attention, MLP)",
     "pretrain_retro": "a decoder with retrieval",
     "pretrain_ict": "two encoders",
     "pretrain_vision": "a model of images",
@@ -42,7 +42,7 @@ def refuse_other_models(flags: Mapping[str, Sequence[str]], script: str) -> None
             raise _refusal(" ".join([flag, *flags[flag]]), model)
     spec = " ".join(flags.get("--spec", ()))
     if any(text in spec.lower() for text in _SPECS):
-        raise _refusal(f"--spec {spec}", "layers of several kinds")
+        raise _refusal(f"--spec {spec}", "several kinds of layers")
     # T5 has a sequence of its encoder and another one of its decoder.
     if "--encoder-seq-length" in flags and "--decoder-seq-length" in flags:
         raise _refusal("--decoder-seq-length", "an encoder and a decoder")

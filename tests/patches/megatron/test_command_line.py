@@ -403,7 +403,7 @@ def test_a_frequency_of_experts_far_too_long_fills_no_memory():
     tracemalloc.stop()
 
 
-HYBRID = "a model with layers of several kinds"
+HYBRID = "a model with several kinds of layers"
 
 
 @pytest.mark.parametrize(
