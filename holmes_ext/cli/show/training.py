@@ -346,7 +346,7 @@ def _lines_about_command(command: Command, command_line: CommandLine, model_file
             line += f", {name.replace('_', ' ')} {value}"
         lines.append(line)
         if command.hides:
-            lines.append(f"not counted: settings that {command.hides.partition(';')[0]}")
+            lines.append(f"not counted: {command.hides.partition(';')[0]}")
     else:
         if command_line.model is not None:
             lines.append(f"read: {_summary_of_command(command_line.model, command_line)}")
