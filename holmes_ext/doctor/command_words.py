@@ -71,8 +71,17 @@ CONSOLE_MODULES = {
     "swift.cli.sft": _CHECKPOINT,
     "oumi": _FILE,
 }
-#: Launcher scripts -> where the model comes from.
-CONSOLE_SCRIPTS = {"deepy.py": _FILE}  # GPT-NeoX
+#: End of a script's path -> where the model comes from.
+CONSOLE_SCRIPTS = {
+    "deepy.py": _FILE,  # GPT-NeoX
+    "swift/cli/sft.py": _CHECKPOINT,
+    "swift/cli/pt.py": _CHECKPOINT,
+    "swift/cli/rlhf.py": _CHECKPOINT,
+}
+
+
+#: Argument that gives a value to a key of a configuration (Hydra), such as trainer.num_nodes=4.
+_CONFIGURED = re.compile(r"[+~]*[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,11 @@ class Command:
             found.append(f"{before} {word}" if is_value else word)
         return tuple(dict.fromkeys(found))
 
+    @property
+    def configured(self) -> tuple[str, ...]:
+        """Arguments that are no flags but values for keys of a configuration file (KEY.KEY=VALUE)."""
+        return tuple(word for word in self.arguments if _CONFIGURED.fullmatch(word))
+
 
 def split_command(words: Sequence[str]) -> Command:
     """Split a training command at its script, module or console command.
@@ -117,7 +131,7 @@ def split_command(words: Sequence[str]) -> Command:
     for number, word in enumerate(words):
         before, after = tuple(words[:number]), tuple(words[number + 1 :])
         if word.endswith(".py") and not word.startswith("-"):
-            hides = CONSOLE_SCRIPTS.get(PurePosixPath(word).name, "")
+            hides = _hidden_by_script(word)
             return Command(before, script=word, arguments=after, hides=_way_out(word, hides))
         if word in ("-m", "--module") and after and _is_module(after[0]):
             if after[0] in LAUNCHER_MODULES:
@@ -143,6 +157,14 @@ def split_command(words: Sequence[str]) -> Command:
     raise HolmesError(
         f"{text}: no training script (FILE.py, or -m MODULE) in the command; give the whole command"
     )
+
+
+def _hidden_by_script(path: str) -> str:
+    """Return where the model of a script in CONSOLE_SCRIPTS comes from; "" for other scripts."""
+    for end, hides in CONSOLE_SCRIPTS.items():
+        if f"/{path}".endswith(f"/{end}"):
+            return hides
+    return ""
 
 
 def _is_module(word: str) -> bool:

@@ -59,6 +59,7 @@ OPTIONS = {
     "mpiexec": _MPIRUN,
     "orterun": _MPIRUN,
     "horovodrun": _MPIRUN,
+    "aprun": _MPIRUN,
 }
 #: Variables that a command may set for its launcher (NNODES=2 megatron sft ...), for ms-swift and others.
 VARIABLES = {"NNODES": "nodes", "NPROC_PER_NODE": "processes"}

@@ -151,6 +151,18 @@ def test_a_console_command_with_a_model_file_is_planned(planned):
     assert "yours T2 D16" in output
 
 
+def test_values_for_a_configuration_are_named(planned):
+    model = Path(__file__).resolve().parents[2] / "examples" / "models" / "gpt_7.5b.toml"
+    command = (
+        "python megatron_gpt_pretraining.py trainer.num_nodes=4 model.tensor_model_parallel_size=2"
+    )
+    _, output, _ = planned(command, "--model", str(model), "--global-batch", "64")
+    assert (
+        "not read: trainer.num_nodes=4, model.tensor_model_parallel_size=2: only flags are"
+        in output
+    )
+
+
 ALL = "the plan is for all 4 nodes of cluster.toml; --nodelist LIST before -- names the job's"
 
 

@@ -81,6 +81,7 @@ def test_a_module_is_found_after_its_launcher(line, module, arguments):
         ("xtuner train config.py --deepspeed zero3", "xtuner train"),
         ("litgpt pretrain --config x.yaml", "litgpt pretrain"),
         ("python ./deepy.py train.py -d configs 20B.yml", "./deepy.py"),
+        ("python -m pdb /opt/swift/cli/sft.py --model x", "/opt/swift/cli/sft.py"),
         ("torchrun -m torchtitan.train --job.config_file x.toml", "-m torchtitan.train"),
     ],
 )
@@ -121,6 +122,12 @@ def test_arguments_with_variables_of_a_shell_are_named():
     command = split_command(shlex.split(line))
     assert command.unread == ("--num-layers $LAYERS", "--lr=$LR", "$(cat args)")
     assert launched(command).nodes_option == "--nnodes $NNODES" and not launched(command).nodes
+
+
+def test_values_for_keys_of_a_configuration_are_told_from_flags():
+    line = "python train.py --config-name gpt trainer.num_nodes=4 +model.optim.lr=1 --x=a.b=c y=2"
+    command = split_command(line.split())
+    assert command.configured == ("trainer.num_nodes=4", "+model.optim.lr=1")
 
 
 #: Command -> nodes, processes on each node, hosts (0 or (): not given).

@@ -355,6 +355,11 @@ def _lines_about_command(command: Command, command_line: CommandLine, model_file
     if command.unread:
         words = some_of(command.unread, MAX_LISTED)
         lines.append(f"not read: {words}: a variable without a value here; write the value")
+    if command.configured:
+        words = some_of(command.configured, MAX_LISTED)
+        lines.append(
+            f"not read: {words}: only flags are; give --model, --sizes and --global-batch before --"
+        )
     if command_line.unknown:
         # Arguments that holmes does not know. The plan is made as if they were not there.
         words = ", ".join(command_line.unknown)

@@ -88,7 +88,12 @@ MODEL = _table(
     ("padded_vocabulary", int, "--padded-vocab-size", "--pad-vocab-size-to"),
     ("divisible", int, "--make-vocab-size-divisible-by"),
     ("divisible", 0, "--no-pad-vocab-size"),
-    ("tokenizer", str, "--tokenizer-type"),
+    (
+        "tokenizer",
+        str,
+        "--tokenizer-type",
+        "--patch-tokenizer-type",
+    ),  # the second is Pai-Megatron's
     ("tokenizer_model", str, "--tokenizer-model", "--tokenizer-name-or-path"),
     ("gated", True, "--swiglu"),
     ("geglu", True, "--quick-geglu"),
@@ -100,15 +105,15 @@ MODEL = _table(
     ("experts", list, "--num-experts"),  # Megatron-DeepSpeed's may differ from layer to layer
     ("experts_per_token", int, "--moe-router-topk", "--topk"),
     ("expert_ffn", int, "--moe-ffn-hidden-size"),
-    ("shared_ffn", int, "--moe-shared-expert-intermediate-size"),
+    ("shared_ffn", int, "--shared-moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"),
     ("expert_frequency", str, "--moe-layer-freq", "--expert-interval"),
     ("residual", {"residual": True, "": False}, "--mlp-type"),  # an MLP beside the experts
     # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
     ("latent", True, "--multi-latent-attention"),
     ("query_rank", int, "--q-lora-rank"),
     ("key_value_rank", int, "--kv-lora-rank"),
-    ("latent_head_size", int, "--qk-head-dim"),
-    ("rotary_size", int, "--qk-pos-emb-head-dim"),
+    ("latent_head_size", int, "--qk-nope-head-dim", "--qk-head-dim"),
+    ("rotary_size", int, "--qk-rope-head-dim", "--qk-pos-emb-head-dim"),
     ("value_size", int, "--v-head-dim"),
 )
 
@@ -235,12 +240,15 @@ REASON_NOT_COUNTED: dict[str, str] = {
         "DeepSpeed's old name for --deepspeed_config is not read": "--deepscale_config",
         "attention is counted as plain multi-head (or grouped) attention": """
         --experimental-attention-variant
-        --linear-attention-freq --window-size --attention-output-gate --export-force-local-attention
+        --linear-attention-freq --window-size --sliding-window --attention-output-gate
+        --export-force-local-attention
         sparse_attention""",
         "layers that predict further tokens are not counted": "--mtp-num-layers",
         "frozen layers are counted as trained": """
         --freeze-all-layers --freeze-LM --freeze-ViT --freeze-sound-model --freeze-llm --freeze-vit
-        --freeze-aligner --freeze-parameters --freeze-parameters-ratio""",
+        --freeze-aligner --freeze-parameters --freeze-parameters-ratio --bitfit""",
+        "only the language model that the other flags describe is counted": """
+        --model-provider --language-model-type --vision-model-type""",
         "adapters (LoRA) are counted as training of all weights": """
         --train-type --tuner-type --lora-rank --lora-alpha --lora-dropout --target-modules --peft""",
         "experts are counted as evenly used, their traffic as all-to-alls in 16 bits": """
@@ -250,7 +258,7 @@ REASON_NOT_COUNTED: dict[str, str] = {
         --moe-combine-bwd-dtype --moe-extended-tp --use-tutel""",
         "the stages' layers are counted as even": """
         --mtp-standalone --pipeline-model-parallel-split-rank --standalone-embedding-stage
-        pipeline.partition""",
+        --pp-partition-method pipeline.partition""",
         "the teacher's forward pass is not counted": """
         --kd --mos --load-teacher --num-layers-teacher --export-kd-teacher-load""",
         "every step is counted with the full batch and sequence": """
@@ -340,16 +348,19 @@ FLAG_PREFIXES_WITHOUT_EFFECT = tuple(
     f"--{name}"
     for name in """
     data-path data-cache data-args data-impl data-per-class data-parallel-random split train- valid- test-
-    full-validation multiple-validation validation-set per-split per-dataset mock-data vocab-file vocab-extra
+    full-validation multiple-validation validation-set per-split per-dataset mock-data vocab-file
+    vocab-extra
     merge-file tokenizer- no-tokenizer tiktoken- null-tokenizer use-gigatoken chat-template trust-remote
     num-workers dataloader- no-create-attention-mask no-mmap-bin mmap-warmup num-dataset-builder
     object-storage mid-level-dataset allow-ambiguous reset- eod-mask-loss mask-prob mask-type mask-factor
     short-seq-prob sample-rate fim- sft phase-transition repeated-dataloader return-data-index aml-data
-    use-dataset-only dataset- finetune hf- retro- eval skip-train
+    use-dataset-only dataset max-padding-length finetune hf- retro- eval skip-train
     start-eval prompt- key- task pretrained-checkpoint enable-msc disable-msc conversation apply- img-
     patch-dim num-channels num-classes classes-fraction iterations-to-skip
-    lr min-lr decoupled- warmup override-opt use-checkpoint-opt start-weight-decay end-weight-decay
-    weight-decay no-weight-decay clip-grad adam- sgd- muon- lion- use-mup mup- loss-scale initial-loss-scale
+    lr min-lr decoupled- warmup override-opt override-lr use-checkpoint-opt start-weight-decay
+    end-weight-decay
+    weight-decay no-weight-decay clip-grad adam- sgd- muon- lion- use-mup mup norm-target-loss
+    loss-scale initial-loss-scale
     min-loss-scale hysteresis init-method embedding-init init-model hidden-dropout attention-dropout seed
     head-lr-mult dump-param calculate-per-token check-for no-check-for optimizer-cuda-graph
     use-precision-aware universal-checkpoint use-torch-optimizer overlap-cpu-optimizer no-pin-
@@ -357,7 +368,8 @@ FLAG_PREFIXES_WITHOUT_EFFECT = tuple(
     moe-input-jitter create-moe-param mtp-loss mtp-hybrid use-pin-memory kd-alpha kd-beta kd-temp grpo- rl-
     langrl- refit- mtp-detach mtp-hsm mtp-use-repeated num-experts-teacher hidden-size-teacher
     num-attention-heads-teacher num-experts-switch
-    save load no-save no-load ckpt no-ckpt dist-ckpt use-dist-ckpt async- use-persistent-ckpt auto-detect-ckpt
+    save load no-save no-load ckpt no-ckpt dist-ckpt use-dist-ckpt async- use-persistent-ckpt
+    auto-detect-ckpt
     non-persistent exit- replication verify-integrity override-ckpt distrib-optim no-strict-fsdp kill-switch
     use-mp-args no-use-tokenizer log- no-log logging-level timing- no-barrier tensorboard- wandb- profile
     use-pytorch-profiler pytorch-profiler record- memory-snapshot nvtx config-logger one-logger
@@ -368,7 +380,8 @@ FLAG_PREFIXES_WITHOUT_EFFECT = tuple(
     lazy-mpu local-rank local_rank fake-process-group use-mcore use-legacy no-masked-softmax no-bias-
     no-rope no-persist no-gradient- no-query-key rotary- rope- use-rope yarn- no-yarn mscale norm-epsilon
     normalization qk-layernorm qk-clip qk-l2
-    layernorm- add-qkv openai-gelu squared-relu onnx attention-softmax softmax-type fp16-lm-cross
+    layernorm- embed-layernorm abort-on-unmet sync-tp-duplicated add-qkv openai-gelu squared-relu
+    onnx attention-softmax softmax-type fp16-lm-cross
     cross-entropy activation-func glu-linear-offset use-fused fused- use-te use-transformer-engine te-rng
     disable-jit disable-mem-efficient disable-bf16-reduced enable-cuda-graph cuda-graph external-cuda
     no-fp8-wgrad fp8-margin fp8-interval fp8-amax fp8-recipe fp8-quantization fp8-quantizer fp8-output
@@ -380,12 +393,14 @@ FLAG_PREFIXES_WITHOUT_EFFECT = tuple(
     tile- contigious- synchronize-each zero-contigious zero-reduce-scatter deepspeed-activation
     no-async-tensor no-clone-scatter cache-mla mla-down dsa- no-dsa linear- mamba- disable-mamba gdp- mhc-
     ds-sequence-parallel-fpdt- moe-grouped moe-permute moe-router- moe-use- moe-single moe-upcycling
-    moe-min-capacity moe-eval-capacity-factor moe-token-dropping moe-apply moe-mlp-glu moe-deepep moe-hybridep
+    moe-min-capacity moe-eval-capacity-factor moe-token-dropping moe-apply moe-mlp-glu moe-deepep
+    moe-hybridep
     moe-flex-dispatcher-num moe-ncclep moe-pad-experts-for moe-enable-routing
     moe-shared-expert-gate moe-shared-expert-glu
     moe-expert-rank moe-paged-stash- use-grouped disable-moe-top2
     inference ds-inference nccl-all-reduce-for symmetric-ar decode-only enable-chunked num-speculative
-    use-same-sampling mlp-chunks swin- vision- dino- ict- biencoder bert- titles- query-in-block use-one-sent
+    use-same-sampling mlp-chunks swin- vision- dino- ict- biencoder bert- titles- query-in-block
+    use-one-sent
     evidence- retriever- block-data embedding-path indexer- no-data-sharding output-bert max-tokens-to-oom
     distributed- pipeline-model-parallel-comm-backend use-ring-exchange no-overlap-p2p
     overlap-p2p-communication no-scatter-gather no-align align- ddp-pad ddp-average ddp-param DDP-impl

@@ -16,6 +16,7 @@ from holmes_ext.patches.megatron.command_line.expert_layers import count_expert_
 from holmes_ext.patches.megatron.command_line.other_models import (
     refuse_other_models,
     sequence_of_language_model,
+    with_task_of_script,
 )
 from holmes_ext.patches.megatron.command_line.vocabulary import padded_vocabulary
 from holmes_ext.plan.cost.model import Model
@@ -81,6 +82,7 @@ def model_of(
             transformer blocks, or Model refuses the values.
     """
     refuse_other_models(flags, script)
+    settings = with_task_of_script(settings, script, assumed)
     settings = sequence_of_language_model(settings, assumed)
     for name, flag in REQUIRED_FLAGS.items():
         if name not in settings:
@@ -144,7 +146,16 @@ def _batch_fields(settings: Mapping[str, Any], assumed: list[str]) -> dict[str, 
 
     Args:
         assumed: Lines for the user about assumptions; a line is appended if the default is used.
+
+    Raises:
+        HolmesError: The number is 0.
     """
+    for name, flag in (
+        ("global_batch", "--global-batch-size"),
+        ("micro_batches", "gradient_accumulation_steps"),
+    ):
+        if settings.get(name) == 0:
+            raise HolmesError(f"{flag} is 0; it must be 1 or more")
     if "global_batch" in settings:
         return {"global_batch": settings["global_batch"]}
     if "micro_batches" not in settings:

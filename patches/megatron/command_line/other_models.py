@@ -64,6 +64,24 @@ def _refusal(shown_by: str, model: str) -> HolmesError:
     )
 
 
+def with_task_of_script(
+    settings: Mapping[str, Any], script: str, assumed: list[str]
+) -> dict[str, Any]:
+    """Return the settings with those that follow from the task of the training script.
+
+    pretrain_bert.py trains the same transformer blocks as a GPT, with the vocabulary of BERT.
+
+    Args:
+        settings: Name of a setting -> value.
+        script: File name of the training script, "" if it is not known.
+        assumed: Lines for the user about assumptions; a line is appended for pretrain_bert.py.
+    """
+    if not script.startswith("pretrain_bert"):
+        return dict(settings)
+    assumed.append(f"a GPT of the same sizes: the pooler and the heads of {script} are not counted")
+    return {"tokenizer": "BertWordPieceLowerCase", **settings}
+
+
 def sequence_of_language_model(settings: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
     """Return the settings with the layers and the sequence that Megatron's transformer blocks have.
 

@@ -28,7 +28,8 @@ VOCABULARY_OF_TOKENIZER = {
     "gemma-2": 256000,
     "falcon": 65024,
     "bloom": 250880,
-    "opt-": 50272,
+    "facebook/opt": 50272,
+    "bertwordpiece": 30522,
     "gpt-neox": 50432,
     "gpt2": 50257,
 }

@@ -69,6 +69,8 @@ MOVES = [
     (BF16, "--pad-vocab-size-to 250880", "parameters", "up"),
     (NO_VOCABULARY, "--tokenizer-model /models/Meta-Llama-3-8B", "parameters", "up"),
     (NO_VOCABULARY, "--tokenizer-name-or-path bigscience/bloom", "parameters", "up"),
+    (NO_VOCABULARY, "--patch-tokenizer-type LLama3Tokenizer", "parameters", "up"),
+    (f"pretrain_bert.py {NO_VOCABULARY}", "--tokenizer-type GPT2BPETokenizer", "parameters", "up"),
     (NO_LAYERS, "--encoder-num-layers 16", "step", "up"),
     (NO_SEQUENCE, "--encoder-seq-length 1024", "step", "up"),
     (BF16, "--decoder-seq-length 1024", "step", "up"),
@@ -77,6 +79,8 @@ MOVES = [
     (LATENT, "--q-lora-rank 64", "parameters", "down"),
     (LATENT, "--kv-lora-rank 64", "parameters", "up"),
     (LATENT, "--qk-head-dim 256", "parameters", "up"),
+    (LATENT, "--qk-nope-head-dim 256", "parameters", "up"),
+    (LATENT, "--qk-rope-head-dim 128", "step", "up"),
     (LATENT, "--qk-pos-emb-head-dim 128", "step", "up"),
     (LATENT, "--v-head-dim 256", "step", "up"),
     (f"{BF16} --ffn-hidden-size 4096", "--swiglu", "step", "up"),
@@ -91,6 +95,7 @@ MOVES = [
     (DS_MOE, "--topk 2", "step", "up"),
     (MOE, "--moe-ffn-hidden-size 8192", "step", "up"),
     (MOE, "--moe-shared-expert-intermediate-size 4096", "step", "up"),
+    (MOE, "--shared-moe-ffn-hidden-size 4096", "step", "up"),
     (MOE, "--moe-layer-freq ([0]+[1]*3)*2", "parameters", "down"),
     (DS_MOE, "--expert-interval 4", "parameters", "down"),
     (DS_MOE, "--mlp-type residual", "step", "up"),
@@ -427,6 +432,17 @@ def test_a_model_that_is_no_stack_of_equal_blocks_is_refused(words, part):
     described = describe(words.split())
     assert described.model is None and part in described.trouble
     assert not described.unknown and "add it" not in described.trouble
+
+
+def test_a_batch_of_0_is_refused_with_its_flag():
+    described = describe([*BF16.split(), "--global-batch-size", "0"])
+    assert described.trouble == "--global-batch-size is 0; it must be 1 or more"
+
+
+def test_a_bert_is_counted_as_a_gpt_and_this_is_said():
+    described = describe(["pretrain_bert.py", *NO_VOCABULARY.split()])
+    assert described.model.vocabulary == 30720
+    assert any("heads of pretrain_bert.py are not counted" in line for line in described.assumed)
 
 
 def test_a_flag_is_harmless_by_its_whole_words_only():
