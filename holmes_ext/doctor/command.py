@@ -141,7 +141,7 @@ def _check_plan(
     else:
         plan = build_plan(site, sizes)
     has_own_partition = bool(options.plan) or options.partition != "uniform"
-    yield from _check_layout(rest, plan, has_own_partition)
+    yield from _check_layout([command.script, *rest], plan, has_own_partition)
     if config is not None and config.digest:
         for line in ds_config.check(config, plan, options.overlap):
             yield note(config.path, what=line, why="the setting does nothing", mend="remove it")
@@ -162,7 +162,7 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
     framework would refuse it at start-up. Another is an unknown flag that resembles one of holmes.
 
     Args:
-        rest: Arguments of the script without the flags that holmes knows.
+        rest: The script and its arguments without the flags that holmes knows.
         plan: The plan of the job.
         partitioned: Whether holmes assigns the layers to pipeline stages, instead of the framework.
     """
@@ -176,6 +176,13 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
                 why="holmes does not read it",
                 mend="write it so",
             )
+    if described.trouble:
+        yield note(
+            "the command",
+            what=described.trouble,
+            why="the model's layers and heads are not compared with the sizes",
+            mend="look whether the framework takes the command",
+        )
     if described.model is not None and plan.sizes is not None:
         # refusals(): one sentence for each check of the framework that these sizes fail.
         for line in refusals(described, plan.sizes, plan.world_size, partitioned):

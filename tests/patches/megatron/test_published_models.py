@@ -53,7 +53,7 @@ MODELS = {
         "--group-query-attention --num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096 "
         f"--tokenizer-type Llama2Tokenizer {LLAMA}",
         68_976_648_192,
-        "ROCm/Megatron-LM examples/llama; meta-llama/Llama-2-70b-hf",
+        "alibaba/Pai-Megatron-Patch examples/llama2/run_mcore_llama2_70b.sh; meta-llama/Llama-2-70b-hf",
     ),
     "Llama-3 8B": Published(
         "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
