@@ -43,21 +43,22 @@ def check_command(
         environ: Environment variables of the command.
     """
     command = split_command(words)
-    if command.launcher and not shutil.which(command.launcher[0]):
+    if command.program and not shutil.which(command.program):
         yield problem(
-            command.launcher[0],
+            command.program,
             what="there is no such program",
             why="the command cannot start",
             mend="install it, or give its path",
         )
-    if command.script and not Path(command.script).is_file():
+    is_script_here = bool(command.script) and Path(command.script).is_file()
+    if command.script and not is_script_here and not command.runs_elsewhere:
         yield problem(
             command.script,
             what="there is no such file",
             why="the command cannot start",
             mend=f"give the script's path from here ({os.getcwd()})",
         )
-    elif command.script:
+    elif is_script_here:
         yield from check_script(Path(command.script))
         yield from check_megatron_deepspeed(Path(command.script).resolve().parent)
     if command.hides:

@@ -35,6 +35,23 @@ LAUNCHER_MODULES = (
     "cProfile",
     "coverage",
 )
+#: Programs that run a command on another machine or in a container, where paths may mean other files.
+_ELSEWHERE = (
+    *(
+        "ssh",
+        "docker",
+        "podman",
+        "nerdctl",
+        "singularity",
+        "apptainer",
+        "enroot",
+        "shifter",
+        "sarus",
+    ),
+    *("kubectl", "ray", "sbatch", "pdsh", "clush"),
+)
+#: Assignment before a program: NNODES=2 megatron sft ...
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _LAUNCHERS = ("torchrun", "deepspeed", "accelerate", "mpirun", "mpiexec", "horovodrun", "srun")
 #: Shells may start shells; deeper texts stay as they are.
 _MAX_DEPTH = 4
@@ -99,6 +116,23 @@ class Command:
         """All words of the command, with those of a shell's text."""
         script = (self.script,) if self.script else ()
         return (*self.launcher, *script, *self.arguments)
+
+    @property
+    def program(self) -> str:
+        """The program that the command starts, "" if it has only a script."""
+        programs = [word for word in self.launcher if not _ASSIGNMENT.fullmatch(word)]
+        return programs[0] if programs else ""
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether the script's path may mean another file than here.
+
+        This is so in a container, on another host, and after `cd` in the text of a shell.
+        """
+        names = {PurePosixPath(word).name for word in self.launcher}
+        has_shell = not names.isdisjoint(SHELLS)
+        has_image = any(word.startswith("--container-image") for word in self.launcher)
+        return has_shell or has_image or not names.isdisjoint(_ELSEWHERE)
 
     @property
     def unread(self) -> tuple[str, ...]:

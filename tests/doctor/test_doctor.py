@@ -2,6 +2,7 @@
 process."""
 
 import json
+import shlex
 import subprocess
 import sys
 import types
@@ -187,6 +188,23 @@ def test_a_command_inside_of_a_shell_is_checked(tmp_path):
     lines = [f"{f.about}: {f.what}" for f in check_command(words, load_spec(CLUSTER), {})]
     assert not [line for line in lines if "is not among the script's arguments" in line]
     assert [line for line in lines if "pipeline=3" in line or "pipeline 3" in line]
+
+
+@pytest.mark.parametrize(
+    "line, is_missing",
+    [
+        ("{python} none.py --holmes", True),
+        ("A=1 B=2 {python} none.py --holmes", True),
+        ("bash -c 'cd /elsewhere; {python} none.py --holmes'", False),
+        ("env apptainer exec image.sif python none.py --holmes", False),
+        ("env srun --container-image=x python none.py --holmes", False),
+    ],
+)
+def test_a_script_is_looked_for_only_where_the_command_runs_here(line, is_missing):
+    words = shlex.split(line.format(python=sys.executable))
+    lines = [f"{f.level} {f.about}: {f.what}" for f in check_command(words, None, {})]
+    assert ("problem none.py: there is no such file" in lines) == is_missing
+    assert not [line for line in lines if "there is no such program" in line]
 
 
 def test_what_a_command_hides_is_a_note(tmp_path):

@@ -74,6 +74,7 @@ class CommandLine:
     training: dict[str, Any] = field(default_factory=dict)
     backend: str = ""  # of torch.distributed; "" if no flag names it
     instances: int = 1  # of Megatron-LM's distributed optimizer
+    layers_flag: str = "--num-layers"  # that gives the number of layers
 
 
 class LayerSplit(NamedTuple):
@@ -145,6 +146,7 @@ def describe(argv: Sequence[str]) -> CommandLine:
         training=training,
         backend=backend_words[0] if backend_words else "",
         instances=settings.get("instances", 1),
+        layers_flag="--encoder-num-layers" if "encoder_layers" in settings else "--num-layers",
     )
 
 

@@ -96,7 +96,7 @@ MODEL = _table(
     ),  # the second is Pai-Megatron's
     ("tokenizer_model", str, "--tokenizer-model", "--tokenizer-name-or-path"),
     ("gated", True, "--swiglu"),
-    ("geglu", True, "--quick-geglu"),
+    ("geglu", True, "--quick-geglu", "--geglu"),
     ("geglu", {"": True}, "--glu-activation"),  # BigScience's: swiglu, geglu, liglu or reglu
     ("bias", False, "--disable-bias-linear"),
     ("tied", False, "--untie-embeddings-and-output-weights"),

@@ -16,6 +16,7 @@ from holmes_ext.patches.megatron.command_line.flags import (
     SETTING_OF_KEY,
     VALUES_WITHOUT_EFFECT,
 )
+from holmes_ext.patches.megatron.command_line.refusals import refusals
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.shape import shape_of
@@ -85,6 +86,7 @@ MOVES = [
     (LATENT, "--v-head-dim 256", "step", "up"),
     (f"{BF16} --ffn-hidden-size 4096", "--swiglu", "step", "up"),
     (BF16, "--quick-geglu", "step", "up"),
+    (BF16, "--geglu", "step", "up"),
     (BF16, "--disable-bias-linear", "parameters", "down"),
     (BF16, "--untie-embeddings-and-output-weights", "parameters", "up"),
     (BF16, "--position-embedding-type rope", "parameters", "down"),
@@ -443,6 +445,16 @@ def test_a_bert_is_counted_as_a_gpt_and_this_is_said():
     described = describe(["pretrain_bert.py", *NO_VOCABULARY.split()])
     assert described.model.vocabulary == 30720
     assert any("heads of pretrain_bert.py are not counted" in line for line in described.assumed)
+
+
+def test_a_refusal_names_the_flag_of_layers_that_the_command_has():
+    words = NO_LAYERS.replace(
+        "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 3"
+    )
+    described = describe(words.split())
+    sizes = Sizes(pipeline=3, tensor=2, data=2)
+    (line,) = refusals(described, sizes, world=12)
+    assert line.startswith("--encoder-num-layers 8 does not divide by")
 
 
 def test_a_flag_is_harmless_by_its_whole_words_only():
