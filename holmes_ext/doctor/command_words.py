@@ -219,11 +219,13 @@ def _way_out(name: str, hides: str) -> str:
 def _with_shell_text(words: list[str], environ: Mapping[str, str], depth: int) -> list[str]:
     """Return the words of a command with those of a shell's text (bash -c TEXT) in place of the text.
 
-    The text of `ssh HOST COMMAND` and of `sbatch --wrap TEXT` is one, too. If the text has several
-    commands, only the one that trains counts.
+    The text of `ssh HOST COMMAND`, `sbatch --wrap TEXT` and `eval TEXT` is one, too, and so is a command
+    that is a single word. If the text has several commands, only the one that trains counts.
     """
     if depth == _MAX_DEPTH:
         return words
+    if len(words) == 1 and " " in words[0].strip():  # the whole command between quotes
+        return _training_command(words[0], environ, depth)
     for number, word in enumerate(words):
         name = PurePosixPath(word).name
         text_number = 0
@@ -231,7 +233,7 @@ def _with_shell_text(words: list[str], environ: Mapping[str, str], depth: int) -
         if name in SHELLS:
             text_number = _number_of_shell_text(words, number)
             text = words[text_number] if text_number else ""
-        elif word == "--wrap" and number + 1 < len(words):
+        elif word in ("--wrap", "eval") and number + 1 < len(words):
             text_number = number + 1
             text = words[text_number]
             end = text_number + 1

@@ -36,6 +36,8 @@ WRAPPED = [
     f"ray job submit --address http://a:1 -- torchrun --nnodes 2 {SCRIPT}",
     f"ssh node1 torchrun --nnodes 2 {SCRIPT}",
     f"ssh -p 22 -o A=b root@node1 'cd /work; torchrun --nnodes 2 {SCRIPT}'",
+    f"'torchrun --nnodes 2 {SCRIPT}'",
+    f"qrsh -inherit -V node1 eval 'torchrun --nnodes 2 {SCRIPT}'",
     f"uv run torchrun --nnodes 2 {SCRIPT}",
     f"python -u -m torch.distributed.run --nnodes 2 {SCRIPT}",
     f"python3 -m torch.distributed.launch --nnodes=2 {SCRIPT}",

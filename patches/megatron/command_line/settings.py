@@ -104,6 +104,10 @@ def read_settings(argv: Sequence[str]) -> Settings:
             unknown.append(flag)
 
     config = ds_config.from_arguments(list(argv))  # None: the command line names no ds_config
+    trainer_file = " ".join(flags.get("--deepspeed", []))
+    if config is None and trainer_file.endswith(".json"):
+        # transformers' Trainer and scripts like it: --deepspeed FILE
+        config = ds_config.from_arguments([ds_config.FLAGS[0], trainer_file])
     if config is not None and not config.digest:
         # No digest: the content could not be read. The file is missing, or is no JSON.
         file_name = Path(config.path).name

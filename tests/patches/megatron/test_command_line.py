@@ -344,6 +344,14 @@ def test_ds_config_counts_where_the_flags_differ(tmp_path):
     assert "ds.json: cannot be read as JSON: its settings are not counted" in said.not_counted
 
 
+def test_the_ds_config_of_a_trainer_is_read(tmp_path):
+    """transformers' Trainer takes the file as --deepspeed FILE."""
+    (tmp_path / "ds.json").write_text(json.dumps({**BASE, "zero_optimization": {"stage": 3}}))
+    described = describe(["train.py", "--deepspeed", str(tmp_path / "ds.json"), "--lr", "1"])
+    assert described.training["zero"] == 3 and described.training["micro_batch"] == 2
+    assert describe(["train.py", "--deepspeed", "--lr", "1"]).training == {}
+
+
 def test_no_name_is_in_two_tables():
     both = {
         "--optimizer-cpu-offload",
