@@ -61,12 +61,12 @@ def check_command(
     elif is_script_here:
         yield from check_script(Path(command.script))
         yield from check_megatron_deepspeed(Path(command.script).resolve().parent)
-    if command.hides:
+    if command.hidden_model:
         yield note(
             "the command",
-            what=command.hides.partition(";")[0],
+            what=command.hidden_model.partition(";")[0],
             why="its model and sizes are not checked against the clusters",
-            mend=f"look at `holmes plan`, and {command.hides.rpartition('; ')[2]}",
+            mend=f"look at `holmes plan`, and {command.hidden_model.rpartition('; ')[2]}",
         )
     if command.unread:
         yield note(

@@ -4,7 +4,7 @@
 
 Programs around the launcher (env, numactl, nohup, docker, singularity, ssh, a shell with -c ...) are part of
 the launcher. The text of a shell is split into words by shell_text.py. Some console commands train without
-a script of the user, and take model and sizes from files; `Command.hides` says so.
+a script of the user, and take the model from a file: `Command.hidden_model` is the message about that.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ class Command:
     launcher: tuple[str, ...]  # words before the script, e.g. torchrun and its options
     script: str  # "" if the command starts a module or a console command
     arguments: tuple[str, ...]  # of the script or module
-    #: What holmes cannot read, as a line for the user with the way out; "" for a script with its arguments.
-    hides: str = ""
+    #: Message with the way out if the program takes its model from a checkpoint, a file or a recipe, which
+    #: holmes does not read; "" if its arguments describe the model.
+    hidden_model: str = ""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -163,24 +164,24 @@ def split_command(words: Sequence[str]) -> Command:
     """
     words = _with_shell_text(list(words), os.environ, depth=0)
     for number, word in enumerate(words):
-        before, after = tuple(words[:number]), tuple(words[number + 1 :])
+        before = tuple(words[:number])
+        after = tuple(words[number + 1 :])
         if word.endswith(".py") and not word.startswith("-"):
-            hides = _hidden_by_script(word)
-            return Command(before, script=word, arguments=after, hides=_way_out(word, hides))
+            message = _message_about_model(word, _origin_of_script(word))
+            return Command(before, script=word, arguments=after, hidden_model=message)
         if word in ("-m", "--module") and after and _is_module(after[0]):
-            if after[0] in LAUNCHER_MODULES:
+            module = after[0]
+            if module in LAUNCHER_MODULES:
                 continue
-            hides = _way_out(f"-m {after[0]}", CONSOLE_MODULES.get(after[0], ""))
-            return Command((*before, word, after[0]), script="", arguments=after[1:], hides=hides)
-        subcommands, hides = CONSOLE_COMMANDS.get(PurePosixPath(word).name, ((), ""))
-        if hides and (not subcommands or after[:1] and after[0] in subcommands):
-            name = " ".join([word, *(after[:1] if subcommands else ())])
-            return Command(
-                (*before, word),
-                script="",
-                arguments=after,
-                hides=_way_out(name, hides),
-            )
+            message = _message_about_model(f"-m {module}", CONSOLE_MODULES.get(module, ""))
+            launcher = (*before, word, module)
+            return Command(launcher, script="", arguments=after[1:], hidden_model=message)
+        subcommands, origin = CONSOLE_COMMANDS.get(PurePosixPath(word).name, ((), ""))
+        has_subcommand = bool(after) and after[0] in subcommands
+        if origin and (has_subcommand or not subcommands):
+            program = f"{word} {after[0]}" if has_subcommand else word
+            message = _message_about_model(program, origin)
+            return Command((*before, word), script="", arguments=after, hidden_model=message)
     text = " ".join(words)[:80]
     scripts = [word for word in words if word.endswith(SCRIPT_ENDS)]
     if scripts:
@@ -193,11 +194,11 @@ def split_command(words: Sequence[str]) -> Command:
     )
 
 
-def _hidden_by_script(path: str) -> str:
+def _origin_of_script(path: str) -> str:
     """Return where the model of a script in CONSOLE_SCRIPTS comes from; "" for other scripts."""
-    for end, hides in CONSOLE_SCRIPTS.items():
+    for end, origin in CONSOLE_SCRIPTS.items():
         if f"/{path}".endswith(f"/{end}"):
-            return hides
+            return origin
     return ""
 
 
@@ -206,12 +207,17 @@ def _is_module(word: str) -> bool:
     return all(part.isidentifier() for part in word.split("."))
 
 
-def _way_out(name: str, hides: str) -> str:
-    """Return the line for the user about a command that hides its model, "" if it hides nothing."""
-    if not hides:
+def _message_about_model(program: str, origin: str) -> str:
+    """Return the message about a program whose model is elsewhere, "" for an empty origin.
+
+    Args:
+        program: The program as in the command, such as "megatron sft".
+        origin: Where it takes the model from: an entry of CONSOLE_COMMANDS or the like, or "".
+    """
+    if not origin:
         return ""
     return (
-        f"{name} {hides}, which holmes does not read; give --model FILE, --sizes "
+        f"{program} {origin}, which holmes does not read; give --model FILE, --sizes "
         "pipeline=N,tensor=N and --global-batch N before --"
     )
 

@@ -63,8 +63,6 @@ OPTIONS = {
 }
 #: Variables that a command may set for its launcher (NNODES=2 megatron sft ...), for ms-swift and others.
 VARIABLES = {"NNODES": "nodes", "NPROC_PER_NODE": "processes"}
-
-
 #: Numbers with more digits count as not given.
 MAX_DIGITS = 6
 
@@ -80,14 +78,14 @@ class Launched:
     processes_option: str = ""  # that gives `processes`
 
 
-def launched(command: Command) -> Launched:
+def count_launched(command: Command) -> Launched:
     """Return the nodes and processes that the launchers of a command start.
 
     A value that is no number, such as $SLURM_NNODES or 2:4, counts as not given, but its option is kept.
     """
     words = command.launcher
-    if command.hides:  # a console command, such as "tune run --nnodes 2", is its own launcher
-        words = command.words
+    if command.hidden_model:
+        words = command.words  # a console command is its own launcher: tune run --nnodes 2
     result = Launched()
     for values in _options_of_launchers(words):
         result = _started_by(values, result)
@@ -102,9 +100,9 @@ def _started_by(values: dict[str, _Option], outer: Launched) -> Launched:
         values: "nodes", "processes", "total" or "hosts" -> the launcher's option.
         outer: What the launchers around it start: each of their processes is a launcher of this kind.
     """
-    nodes, processes, total = (
-        values.get(name, _Option()) for name in ("nodes", "processes", "total")
-    )
+    nodes = values.get("nodes", _Option())
+    processes = values.get("processes", _Option())
+    total = values.get("total", _Option())
     hosts = _hosts(values["hosts"].value) if "hosts" in values else outer.hosts
     result = Launched(outer.nodes, hosts=hosts, nodes_option=outer.nodes_option)
     if nodes.text:
@@ -158,8 +156,11 @@ def _options_of_launchers(words: Sequence[str]) -> list[dict[str, _Option]]:
         meaning = meaning_of_option.get(name, "")
         attached = meaning_of_option.get(word[:2], "")  # such as -N4
         if meaning:
-            value = value if equals else next_word
-            found[-1][meaning] = _Option(word if equals else f"{word} {value}", value)
+            text = word
+            if not equals:
+                value = next_word
+                text = f"{word} {value}"
+            found[-1][meaning] = _Option(text, value)
         elif attached and word[2:].isdecimal():
             found[-1][attached] = _Option(word, word[2:])
     return found

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from holmes_ext.doctor.command_words import split_command
-from holmes_ext.doctor.launched import launched
+from holmes_ext.doctor.launched import count_launched
 from holmes_ext.errors import HolmesError
 
 SCRIPT = "pretrain_gpt.py --num-layers 24 --bf16"
@@ -47,9 +47,9 @@ WRAPPED = [
 @pytest.mark.parametrize("line", WRAPPED)
 def test_the_script_is_found_inside_of_wrappers(line):
     command = split_command(shlex.split(line))
-    assert command.script == "pretrain_gpt.py" and not command.hides and not command.unread
+    assert command.script == "pretrain_gpt.py" and not command.hidden_model and not command.unread
     assert command.arguments == ("--num-layers", "24", "--bf16")
-    assert launched(command).nodes == 2
+    assert count_launched(command).nodes == 2
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_module_is_found_after_its_launcher(line, module, arguments):
     ],
 )
 def test_a_console_command_says_what_it_hides_and_the_way_out(line, program):
-    hides = split_command(shlex.split(line)).hides
+    hides = split_command(shlex.split(line)).hidden_model
     assert hides.startswith(f"{program} takes the model ")
     assert "give --model FILE, --sizes" in hides and "\n" not in hides
 
@@ -97,7 +97,7 @@ def test_a_console_command_says_what_it_hides_and_the_way_out(line, program):
     "line", ["srun -p megatron python a.py", "python a.py tune run", "torchrun nemo/a.py llm"]
 )
 def test_other_words_are_no_console_commands(line):
-    assert not split_command(line.split()).hides
+    assert not split_command(line.split()).hidden_model
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,10 @@ def test_arguments_with_variables_of_a_shell_are_named():
     )
     command = split_command(shlex.split(line))
     assert command.unread == ("--num-layers $LAYERS", "--lr=$LR", "$(cat args)")
-    assert launched(command).nodes_option == "--nnodes $NNODES" and not launched(command).nodes
+    assert (
+        count_launched(command).nodes_option == "--nnodes $NNODES"
+        and not count_launched(command).nodes
+    )
 
 
 def test_values_for_keys_of_a_configuration_are_told_from_flags():
@@ -159,5 +162,5 @@ LAUNCHED = {
 
 @pytest.mark.parametrize("line", LAUNCHED)
 def test_nodes_and_processes_are_those_of_the_launcher(line):
-    start = launched(split_command(line.split()))
+    start = count_launched(split_command(line.split()))
     assert (start.nodes, start.processes, start.hosts) == LAUNCHED[line]

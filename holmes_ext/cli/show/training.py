@@ -107,8 +107,8 @@ def _training_of(
         lines: Lines for the user about what was read.
     """
     model = _model_of_job(args, command_line)
-    if model is None and command.hides:
-        raise HolmesError(command.hides)
+    if model is None and command.hidden_model:
+        raise HolmesError(command.hidden_model)
     # Lines for the user, in the order of the output: assumed speed of GPUs, GPUs that are not
     # known, what was read from the command, and what in it does not count.
     if model is not None:
@@ -345,8 +345,8 @@ def _lines_about_command(command: Command, command_line: CommandLine, model_file
         for name, value in command_line.training.items():
             line += f", {name.replace('_', ' ')} {value}"
         lines.append(line)
-        if command.hides:
-            lines.append(f"not counted: {command.hides.partition(';')[0]}")
+        if command.hidden_model:
+            lines.append(f"not counted: {command.hidden_model.partition(';')[0]}")
     else:
         if command_line.model is not None:
             lines.append(f"read: {_summary_of_command(command_line.model, command_line)}")
