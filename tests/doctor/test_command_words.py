@@ -1,5 +1,7 @@
 """Tests that the training script is found in commands with wrappers, shells and several launchers."""
 
+import contextlib
+import random
 import shlex
 
 import pytest
@@ -164,3 +166,45 @@ LAUNCHED = {
 def test_nodes_and_processes_are_those_of_the_launcher(line):
     start = count_launched(split_command(line.split()))
     assert (start.nodes, start.processes, start.hosts) == LAUNCHED[line]
+
+
+#: Words that commands and broken commands are made of.
+FRAGMENTS = [
+    *("srun", "-N", "4", "bash", "-c", "-lc", "torchrun", "--nnodes", "2:4", "ssh", "host", "a.py"),
+    *(
+        "-m",
+        "x.y",
+        "tune",
+        "run",
+        "eval",
+        "--wrap",
+        "cd /x; torchrun a.py $Y | tee",
+        "'",
+        "$(",
+        "((",
+    ),
+    *(
+        "mpirun",
+        "-H",
+        "a:8,b[",
+        "-np",
+        "A=B",
+        "-o",
+        "deepspeed",
+        "--num_gpus",
+        "megatron",
+        "sft",
+        "",
+    ),
+]
+
+
+def test_no_words_end_in_another_error_than_that_of_a_command_without_a_script():
+    """500 random commands are split, or refused with a HolmesError."""
+    random_words = random.Random(1)
+    for _ in range(500):
+        words = random_words.choices(FRAGMENTS, k=random_words.randrange(1, 9))
+        with contextlib.suppress(HolmesError):
+            command = split_command(words)
+            assert count_launched(command).nodes >= 0
+            assert set(command.configured) | set(command.arguments) == set(command.arguments)
