@@ -18,7 +18,7 @@ from holmes_ext.patches.megatron.command_line.other_models import (
     sequence_of_language_model,
     with_task_of_script,
 )
-from holmes_ext.patches.megatron.command_line.vocabulary import padded_vocabulary
+from holmes_ext.patches.megatron.command_line.vocabulary import padded_vocabulary, vocabulary_tokens
 from holmes_ext.plan.cost.model import Model
 
 #: Setting -> its flag, for settings without which there is no model.
@@ -107,7 +107,8 @@ def model_of(
     has_experts = max(settings.get("experts", [0])) > 1
     if has_experts:
         values |= _expert_fields(settings, is_deepspeed, assumed)
-    values["vocabulary"] = padded_vocabulary(settings, assumed)
+    tokens = vocabulary_tokens(settings, assumed)
+    values["vocabulary"] = padded_vocabulary(settings, tokens)
     # With a fused attention kernel, no attention scores are kept for the backward pass.
     values["flash"] = _is_attention_fused(settings, is_deepspeed, assumed)
     # Layers that DeepSpeed's pipeline engine recomputes together in the backward pass; 0: none. A

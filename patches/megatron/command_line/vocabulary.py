@@ -35,24 +35,38 @@ VOCABULARY_OF_TOKENIZER = {
 }
 
 
-def padded_vocabulary(settings: Mapping[str, Any], assumed: list[str]) -> int:
-    """Return the number of rows of the embedding: the vocabulary, padded as Megatron pads it.
+def vocabulary_tokens(settings: Mapping[str, Any], assumed: list[str]) -> int:
+    """Return the number of tokens in the vocabulary, without padding.
 
-    Each tensor-parallel rank gets an equal number of rows, a multiple of --make-vocab-size-divisible-by.
+    Without --vocab-size it is that of the named tokenizer if it is well known, otherwise that of GPT-2.
     Flags that give the padded number (--padded-vocab-size, --pad-vocab-size-to) take precedence.
 
     Args:
         settings: Name of a setting -> value.
         assumed: Lines for the user about assumptions; a line is appended if no flag gives the vocabulary.
     """
+    for setting in ("padded_vocabulary", "vocabulary"):
+        if settings.get(setting):
+            return int(settings[setting])
+    return _assumed_vocabulary(settings, assumed)
+
+
+def padded_vocabulary(settings: Mapping[str, Any], tokens: int) -> int:
+    """Return the number of rows of the embedding: the vocabulary, padded as Megatron pads it.
+
+    Each tensor-parallel rank gets an equal number of rows, a multiple of --make-vocab-size-divisible-by.
+
+    Args:
+        settings: Name of a setting -> value.
+        tokens: Tokens in the vocabulary, from vocabulary_tokens().
+    """
     if "padded_vocabulary" in settings:
-        return int(settings["padded_vocabulary"])
-    vocabulary = settings.get("vocabulary") or _assumed_vocabulary(settings, assumed)
+        return tokens
     multiple_of_rank = settings.get("divisible", VOCABULARY_MULTIPLE)  # 0: no padding
     multiple = multiple_of_rank * settings.get("tensor", 1)
     if not multiple:
-        return int(vocabulary)
-    return ceil(vocabulary / multiple) * multiple
+        return tokens
+    return ceil(tokens / multiple) * multiple
 
 
 def _assumed_vocabulary(settings: Mapping[str, Any], assumed: list[str]) -> int:
