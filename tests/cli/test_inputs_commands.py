@@ -17,7 +17,7 @@ GPT = (
     "--micro-batch-size 1 --global-batch-size 64 --vocab-size 50257 --bf16"
 )
 #: Options for a search that ends at once.
-SHORT = ["--seconds", "1", "--rows", "1", "--limit", "pipeline=1", "--limit", "tensor=1"]
+SHORT = ["--seconds", "0.3", "--rows", "1", "--limit", "pipeline=1", "--limit", "tensor=1"]
 
 
 @pytest.fixture
