@@ -42,7 +42,7 @@ from holmes_ext.options import default_of, flag, help_of, names, variable
 from holmes_ext.options import variables as environment_variables
 from holmes_ext.patches import all_patches
 from holmes_ext.patches.megatron.command_line import flags as megatron_flags
-from holmes_ext.patches.megatron.command_line.flags import REASON_NOT_COUNTED
+from holmes_ext.patches.megatron.command_line.flags import MODEL_OF_FLAG, REASON_NOT_COUNTED
 from holmes_ext.plan import plan
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.planner.search import search
@@ -126,11 +126,12 @@ def features() -> str:
 
 
 def command_lines() -> str:
-    """Return two Markdown tables of Megatron's flags and DeepSpeed's configuration keys.
+    """Return three Markdown tables of Megatron's flags and DeepSpeed's configuration keys.
 
     `holmes plan -- COMMAND` reads the flags and keys of the first table. It does not use those of
     the second table ("named"), but names them to the user with a reason. A row of the second table
-    has a reason, and all flags and keys with this reason.
+    has a reason, and all flags and keys with this reason. With a flag of the third table, the model
+    is refused.
     """
     read = {
         "sizes": megatron_flags.SIZES,
@@ -143,6 +144,11 @@ def command_lines() -> str:
         why: [name for name, other in REASON_NOT_COUNTED.items() if other == why]
         for why in REASON_NOT_COUNTED.values()
     }
+    # Model that is no stack of equal transformer blocks -> flags that show it.
+    refused = {
+        model: [name for name, other in MODEL_OF_FLAG.items() if other == model]
+        for model in MODEL_OF_FLAG.values()
+    }
     return "\n".join(
         table(
             head,
@@ -151,6 +157,7 @@ def command_lines() -> str:
         for head, found in (
             (("read", "flags and keys"), read),
             (("named", "flags and keys"), named),
+            (("refused: a model with", "flags"), refused),
         )
     )
 

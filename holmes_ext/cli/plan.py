@@ -13,9 +13,10 @@ from dataclasses import Field, dataclass, fields
 from typing import Any, NamedTuple, get_type_hints
 
 from holmes_ext.cli.parts import command_parts
+from holmes_ext.cli.show.command_nodes import training_on_nodes
 from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.cli.show.training import Training, training_of
+from holmes_ext.cli.show.training import Training, lines_before_error
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.sources.hostlist import expand, folded, runs
 from holmes_ext.cluster.spec import SiteSpec, load_spec
@@ -200,7 +201,9 @@ def run(args: argparse.Namespace) -> int:
         status: int | None = part.run(args)  # None: the arguments are not for this extension
         if status is not None:
             return status
-    return show_given_sizes(given_sizes(args, *inputs(args)), args)
+    spec, job = inputs(args)
+    with lines_before_error(job.lines):
+        return show_given_sizes(given_sizes(args, spec, job), args)
 
 
 def inputs(args: argparse.Namespace) -> tuple[SiteSpec, Training]:
@@ -216,7 +219,7 @@ def inputs(args: argparse.Namespace) -> tuple[SiteSpec, Training]:
     spec = load_spec(args.cluster)
     if args.nodelist:
         spec = only(spec, args.nodelist, "--nodelist")
-    return spec, training_of(args, spec)
+    return training_on_nodes(args, spec)
 
 
 def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
@@ -241,17 +244,14 @@ def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
 
 @dataclass(frozen=True)
 class GivenSizes:
-    """Plan, costs and predicted step for the parallel sizes that the user gave to `holmes plan`.
-
-    given_sizes() makes it. Costs are the seconds and bytes of the layers on each pipeline stage.
-    """
+    """Plan, costs and predicted step for the parallel sizes that the user gave to `holmes plan`."""
 
     spec: SiteSpec
     site: Site  # with measured rates, if there are any
     network: Network
     job: Training
     plan: Plan
-    costs: StageCosts | None  # of a model or profile; None for a nominal model
+    costs: StageCosts | None  # seconds and bytes of each stage's layers; None for a nominal model
     step: Estimate | None  # predicted step; None if the sizes are unknown
     nominal: bool  # no model, profile or workload was given
 

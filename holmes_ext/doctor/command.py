@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.doctor.command_words import split_command
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.forwarded import check_forwarded
 from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
@@ -36,39 +36,10 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.plan import Plan, check_plan, load_plan
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
-from holmes_ext.words import counted
+from holmes_ext.words import some_of
 
-
-@dataclass(frozen=True)
-class Command:
-    """A training command, split at its script."""
-
-    launcher: tuple[str, ...]  # words before the script, e.g. torchrun and its options
-    script: str  # "" if the command starts a module
-    arguments: tuple[str, ...]  # of the script or module
-
-
-def split_command(words: Sequence[str]) -> Command:
-    """Split a training command at its script or module.
-
-    The script is the first word that ends in .py. Without a script, the module after the last -m counts, and
-    its name stays among the launcher's words.
-
-    Raises:
-        HolmesError: The command has neither.
-    """
-    for number, word in enumerate(words):
-        if word.endswith(".py") and not word.startswith("-"):
-            return Command(tuple(words[:number]), script=word, arguments=tuple(words[number + 1 :]))
-    if "-m" in words:
-        # The last -m: the launcher itself may have been started with python -m.
-        last_option = max(number for number, word in enumerate(words) if word == "-m")
-        end = last_option + 2  # position after -m and the module's name
-        return Command(tuple(words[:end]), script="", arguments=tuple(words[end:]))
-    raise HolmesError(
-        f"holmes doctor -- {' '.join(words)[:80]}: no training script (FILE.py, or -m MODULE) "
-        "in the command; give the whole command"
-    )
+#: Number of words that one finding lists.
+MAX_LISTED = 4
 
 
 def variables_of_command(words: Sequence[str]) -> dict[str, str]:
@@ -99,23 +70,38 @@ def check_command(
     """
     command = split_command(words)
     environ = {**environ, **exported_variables(command.launcher)}
-    if command.launcher and not shutil.which(command.launcher[0]):
+    if command.program and not shutil.which(command.program):
         yield problem(
-            command.launcher[0],
+            command.program,
             what="there is no such program",
             why="the command cannot start",
             mend="install it, or give its path",
         )
-    if command.script and not Path(command.script).is_file():
+    is_script_here = bool(command.script) and Path(command.script).is_file()
+    if command.script and not is_script_here and not command.runs_elsewhere:
         yield problem(
             command.script,
             what="there is no such file",
             why="the command cannot start",
             mend=f"give the script's path from here ({os.getcwd()})",
         )
-    elif command.script:
+    elif is_script_here:
         yield from check_script(Path(command.script))
         yield from check_megatron_deepspeed(Path(command.script).resolve().parent)
+    if command.hidden_model:
+        yield note(
+            "the command",
+            what=command.hidden_model.partition(";")[0],
+            why="its model and sizes are not checked against the clusters",
+            mend=f"look at `holmes plan`, and {command.hidden_model.rpartition('; ')[2]}",
+        )
+    if command.unread:
+        yield note(
+            "the command",
+            what=f"{some_of(command.unread, MAX_LISTED)} has no value here",
+            why="the flag is not checked",
+            mend="write the value",
+        )
     about = "the command's flags"
     try:
         options, rest = parse_flags(list(command.arguments), environ)
@@ -142,7 +128,7 @@ def check_command(
             yield from check_launch(launches, spec)
         elif node is not None:
             yield from check_prefix_of_job(node, node_count(launches))
-        yield from _check_plan(launches, options, rest, spec)
+        yield from _check_plan(command.script, launches, options, rest, spec)
     except HolmesError as error:
         yield problem(
             about,
@@ -153,11 +139,16 @@ def check_command(
 
 
 def _check_plan(
-    launches: Sequence[LaunchedNodes], options: Options, rest: list[str], spec: SiteSpec | None
+    script: str,
+    launches: Sequence[LaunchedNodes],
+    options: Options,
+    rest: list[str],
+    spec: SiteSpec | None,
 ) -> Iterator[Finding]:
     """Yield findings about parallel sizes and DeepSpeed's configuration, compared with the clusters.
 
     Args:
+        script: Path of the training script; "" without one.
         launches: What the launchers of the command start.
         options: The flags of holmes in the command.
         rest: The other arguments of the script.
@@ -190,7 +181,7 @@ def _check_plan(
     else:
         plan = build_plan(site, sizes)
     has_own_partition = bool(options.plan) or options.partition != "uniform"
-    yield from _check_layout(rest, plan, has_own_partition)
+    yield from _check_layout([script, *rest], plan, has_own_partition)
     if config is not None and config.digest:
         for line in ds_config.check(config, plan, options.overlap):
             yield note(config.path, what=line, why="the setting does nothing", mend="remove it")
@@ -210,7 +201,7 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
     framework would refuse it at start-up. Another is an unknown flag that resembles one of holmes.
 
     Args:
-        rest: Arguments of the script without the flags that holmes knows.
+        rest: The script and its arguments without the flags that holmes knows.
         plan: The plan of the job.
         partitioned: Whether holmes assigns the layers to pipeline stages, instead of the framework.
     """
@@ -232,6 +223,13 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
                 why="holmes does not read it",
                 mend="write it so",
             )
+    if described.trouble:
+        yield note(
+            "the command",
+            what=described.trouble,
+            why="the model's layers and heads are not compared with the sizes",
+            mend="look whether the framework takes the command",
+        )
     if described.model is not None and plan.sizes is not None:
         # refusals(): one sentence for each check of the framework that these sizes fail.
         for line in refusals(described, plan.sizes, plan.world_size, partitioned):

@@ -19,8 +19,9 @@ from holmes_ext.cli.plan import (
     status_of,
     workload,
 )
-from holmes_ext.cli.show.training import Training
+from holmes_ext.cli.show.training import Training, lines_before_error
 from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
@@ -50,6 +51,12 @@ def run(args: argparse.Namespace) -> int:
     if subset.wanted(args):  # --nodes: choose the nodes
         return subset.run(args)
     spec, job = inputs(args)
+    with lines_before_error(job.lines):
+        return _run_with(args, spec, job)
+
+
+def _run_with(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
+    """Run the part of the planner that the arguments name, for clusters and a job that were read."""
     if args.experts:
         site, links = site_from_spec(spec), Links.of_spec(spec)
         return experts.run(args, build_plan(site, job.sizes, workload(args), links=links))

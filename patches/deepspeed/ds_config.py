@@ -31,25 +31,27 @@ class DsConfig:
 def from_arguments(argv: list[str]) -> DsConfig | None:
     """Return the ds_config file that a command line names, or None if it names none.
 
-    A file that cannot be read, or is no JSON, gets empty content and digest. DeepSpeed itself reports it.
+    If several flags name a file, the last one counts, as in argparse. A file that cannot be read, or is
+    no JSON, gets empty content and digest. DeepSpeed itself reports it.
     """
+    path = None
     for item, following in zip(argv, [*argv[1:], ""]):
         # The path is in the same word ("--deepspeed_config=path"), or it is the following word.
         name, equals, value = item.partition("=")
-        if name not in FLAGS:
-            continue
-        path = value if equals else following
-        try:
-            data = Path(path).read_bytes()
-            content = json.loads(data)
-        except (OSError, ValueError):
-            return DsConfig(path, content={}, digest="")
-        return DsConfig(
-            path,
-            content=content if isinstance(content, dict) else {},
-            digest=hashlib.sha256(data).hexdigest()[:16],  # 16 digits are enough to compare files
-        )
-    return None
+        if name in FLAGS:
+            path = value if equals else following
+    if path is None:
+        return None
+    try:
+        data = Path(path).read_bytes()
+        content = json.loads(data)
+    except (OSError, ValueError):
+        return DsConfig(path, content={}, digest="")
+    return DsConfig(
+        path,
+        content=content if isinstance(content, dict) else {},
+        digest=hashlib.sha256(data).hexdigest()[:16],  # 16 digits are enough to compare files
+    )
 
 
 def checked(config: DsConfig, current: Session) -> list[str]:

@@ -2,6 +2,7 @@
 process."""
 
 import json
+import shlex
 import subprocess
 import sys
 import types
@@ -17,7 +18,8 @@ from sysfs_builder import dgx_a100, ports_down
 from holmes_ext.cli.main import main
 from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.doctor import frameworks as health
-from holmes_ext.doctor.command import check_command, split_command
+from holmes_ext.doctor.command import check_command
+from holmes_ext.doctor.command_words import split_command
 from holmes_ext.doctor.nics import check_machine
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import Feature, Patch, all_patches
@@ -213,6 +215,50 @@ def test_the_script_of_a_command_line():
     assert command.script == "" and command.arguments == ("--x",)
     with pytest.raises(HolmesError, match="no training script"):
         split_command(["echo"])
+
+
+def test_a_command_inside_of_a_shell_is_checked(tmp_path):
+    """The launcher and the flags of holmes are found in the text of the shell."""
+    text = f"cd {tmp_path} && torchrun --nnodes 9 {script(tmp_path)} --holmes --holmes-sizes pipeline=3"
+    words = ["bash", "-c", f"{text} 2>&1 | tee log"]
+    lines = [f"{f.about}: {f.what}" for f in check_command(words, load_spec(CLUSTER), {})]
+    assert not [line for line in lines if "is not among the script's arguments" in line]
+    assert [line for line in lines if "pipeline=3" in line or "pipeline 3" in line]
+
+
+@pytest.mark.parametrize(
+    "line, is_missing",
+    [
+        ("{python} none.py --holmes", True),
+        ("A=1 B=2 {python} none.py --holmes", True),
+        ("bash -c 'cd /elsewhere; {python} none.py --holmes'", False),
+        ("env apptainer exec image.sif python none.py --holmes", False),
+        ("env srun --container-image=x python none.py --holmes", False),
+    ],
+)
+def test_a_script_is_looked_for_only_where_the_command_runs_here(line, is_missing):
+    words = shlex.split(line.format(python=sys.executable))
+    lines = [f"{f.level} {f.about}: {f.what}" for f in check_command(words, None, {})]
+    assert ("problem none.py: there is no such file" in lines) == is_missing
+    assert not [line for line in lines if "there is no such program" in line]
+
+
+def test_what_a_command_hides_is_a_note(tmp_path):
+    words = ["bash", "-c", f"torchrun {script(tmp_path)} --holmes --lr $LR"]
+    lines = [f"{f.level} {f.what}" for f in check_command(words, None, {})]
+    assert "note --lr $LR has no value here" in lines
+    words = "megatron sft --model Qwen/Qwen3-8B --holmes".split()
+    lines = [f"{f.level} {f.what}" for f in check_command(words, None, {})]
+    assert (
+        "note megatron sft takes the model from a checkpoint, which holmes does not read" in lines
+    )
+
+
+def test_a_model_that_is_not_predicted_is_a_note(tmp_path):
+    model = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+    arguments = f"{model} --micro-batch-size 1 --is-hybrid-model --holmes".split()
+    lines = [line for line in findings(tmp_path, *arguments) if "is not predicted" in line]
+    assert len(lines) == 1 and lines[0].startswith("note the command: --is-hybrid-model: a model")
 
 
 def test_code_that_runs_at_every_start_is_told(tmp_path):

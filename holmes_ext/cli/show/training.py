@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from holmes_ext.cli.show.table import Screen
 from holmes_ext.cluster.gpus import accelerator_of, misspelt_model
 from holmes_ext.cluster.spec import SiteSpec
-from holmes_ext.doctor.command import split_command
+from holmes_ext.doctor.command_words import Command, split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options, misspelt_flag, parse_flags
 from holmes_ext.patches import features
@@ -27,12 +28,14 @@ from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.reached import with_kernel_flops
 from holmes_ext.plan.shape import with_zero, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
-from holmes_ext.words import counted
+from holmes_ext.words import counted, some_of
 
 #: Options that name parallel sizes.
 SIZES = ("pipeline", "tensor", "context", "expert", "order")
 #: Begin of a line that names nodes without which the job would be faster.
 LEAVE_OUT = "leave out "
+#: Number of words that one line lists.
+MAX_LISTED = 4
 _WIDTH_OF_32_BITS = 4  # bytes
 
 
@@ -64,14 +67,7 @@ class Training:
 
     def show(self, screen: Screen) -> None:
         """Print what was read from the training command, assumed, and not counted."""
-        for line in self.lines:
-            if line.startswith(LEAVE_OUT):
-                style = "bold"
-            elif line.startswith("not "):
-                style = "yellow"
-            else:
-                style = "dim"
-            screen.line(line, style)
+        show_lines(screen, self.lines)
 
 
 def sizes_given(args: argparse.Namespace) -> bool:
@@ -89,13 +85,34 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     Raises:
         HolmesError: an argument or file is wrong, or the command names only a part of a model.
     """
-    command_line = _read_command(args.command) if args.command else CommandLine()
+    command = _command_of(args.command or [])
+    command_line = _read_command(command)
+    lines = _lines_about_command(command, command_line, args.model or "")
+    with lines_before_error(lines):
+        return _training_of(args, spec, command, command_line, lines)
+
+
+def _training_of(
+    args: argparse.Namespace,
+    spec: SiteSpec,
+    command: Command,
+    command_line: CommandLine,
+    lines: list[str],
+) -> Training:
+    """Return the job of the arguments of `holmes plan`, as training_of() does.
+
+    Args:
+        args: Arguments of `holmes plan`.
+        spec: The clusters.
+        command: The training command; without words if there is none.
+        command_line: What was read from the command.
+        lines: Lines for the user about what was read.
+    """
     model = _model_of_job(args, command_line)
+    if model is None and command.hidden_model:
+        raise HolmesError(command.hidden_model)
     # Lines for the user, in the order of the output: assumed speed of GPUs, GPUs that are not
     # known, what was read from the command, and what in it does not count.
-    lines: list[str] = []
-    if args.command:
-        lines = _lines_about_command(command_line, args.model or "")
     if model is not None:
         # How fast the GPUs are comes from the model's file or from cluster.toml.
         lines = [
@@ -118,19 +135,44 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
         near = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
         if near:
             raise HolmesError(f"{word}: did you mean {near}?")
-    options = _options_of_job(args)
+    options = _options_of_job(args, command)
     return Training(
         model=model,
         sizes=sizes,
         command_line=command_line,
         lines=tuple(lines),
         options=options,
-        engine=engine_of(args.framework or command_line.framework, args.command or ()),
+        engine=engine_of(args.framework or command_line.framework, command.words),
         is_gloo=command_line.backend == "gloo",  # else NCCL
         # Gradients are reduced during the backward pass, unless --overlap off of `holmes plan` or
         # --holmes-overlap off in the command switches that off.
         overlap=args.overlap == "on" and options.overlap != "off",
     )
+
+
+@contextmanager
+def lines_before_error(lines: Iterable[str]) -> Iterator[None]:
+    """Print lines about the training command on standard error if the block raises HolmesError.
+
+    A refusal often follows from a flag that was read in another way than the user thinks, or not at all.
+    """
+    try:
+        yield
+    except HolmesError:
+        show_lines(Screen(stderr=True), lines)
+        raise
+
+
+def show_lines(screen: Screen, lines: Iterable[str]) -> None:
+    """Print lines about the training command, those that need attention in colour."""
+    for line in lines:
+        if line.startswith(LEAVE_OUT):
+            style = "bold"
+        elif line.startswith("not "):
+            style = "yellow"
+        else:
+            style = "dim"
+        screen.line(line, style)
 
 
 def _model_of_job(args: argparse.Namespace, command_line: CommandLine) -> Model | None:
@@ -205,9 +247,9 @@ def _lines_about_unknown_gpus(spec: SiteSpec) -> Iterator[str]:
             )
 
 
-def _options_of_job(args: argparse.Namespace) -> Options:
+def _options_of_job(args: argparse.Namespace, command: Command) -> Options:
     """Return holmes's options: flags in the command, HOLMES_DISABLE, --inflight, --schedule."""
-    options, _ = parse_flags(list(args.command or ()), os.environ)
+    options, _ = parse_flags(list(command.words), os.environ)
     if args.inflight == "off":
         options = replace(options, inflight="off")
     if args.schedule == "auto":
@@ -231,22 +273,36 @@ def _with_values_of_command(model: Model, values: dict[str, Any]) -> Model:
     return with_zero(replace(model, **values), zero)
 
 
-def _read_command(words: list[str]) -> CommandLine:
-    """Return the description of the job in a training command and its --holmes-... flags.
-
-    Sizes and layers of stages in flags of holmes replace those in the script's own arguments.
+def _command_of(words: list[str]) -> Command:
+    """Return the training command after --, split at its script.
 
     Args:
         words: The command with its launcher (torchrun ... SCRIPT ARGUMENTS), or the script's
-            arguments alone.
+            arguments alone; [] if there is no command.
+
+    Raises:
+        HolmesError: The words are neither: the command hides its script, such as in a shell script.
     """
+    arguments_alone = Command(launcher=(), script="", arguments=tuple(words))
+    if not words or words[0].startswith("-"):
+        return arguments_alone
     try:
-        arguments = list(split_command(words).arguments)
-    except HolmesError:  # no launcher, so all words are the script's arguments
-        arguments = words
+        return split_command(words)
+    except HolmesError:
+        described = describe(words)
+        if described.framework or described.sizes:  # a program of the user with Megatron's flags
+            return arguments_alone
+        raise
+
+
+def _read_command(command: Command) -> CommandLine:
+    """Return the description of the job in a training command and its --holmes-... flags.
+
+    Sizes and layers of stages in flags of holmes replace those in the script's own arguments.
+    """
     # {}: environment variables (HOLMES_...) of this machine do not count for the job.
-    options, others = parse_flags(arguments, {})
-    command_line = describe(others)
+    options, others = parse_flags(list(command.arguments), {})
+    command_line = describe([command.script, *others])
     sizes = command_line.sizes
     if options.sizes:
         sizes = parse_sizes(options.sizes, "--holmes-sizes")
@@ -277,14 +333,17 @@ def _sizes_of_job(args: argparse.Namespace, command_line: CommandLine) -> Sizes 
     return replace(sizes or Sizes(), **given)
 
 
-def _lines_about_command(command_line: CommandLine, model_file: str) -> list[str]:
+def _lines_about_command(command: Command, command_line: CommandLine, model_file: str) -> list[str]:
     """Return lines for the user: what was read from the training command, and what was not.
 
     Args:
-        command_line: The training command.
+        command: The training command; there are no lines if it has no words.
+        command_line: What was read from the command.
         model_file: File of --model, "" if the command names the model.
     """
-    lines = []
+    lines: list[str] = []
+    if not command.words:
+        return lines
     if model_file:
         # Example: "read: the model from a.toml, from the command line sizes, micro batch 4".
         line = f"read: the model from {model_file}, from the command line sizes"
@@ -292,15 +351,25 @@ def _lines_about_command(command_line: CommandLine, model_file: str) -> list[str
         for name, value in command_line.training.items():
             line += f", {name.replace('_', ' ')} {value}"
         lines.append(line)
+        if command.hidden_model:
+            lines.append(f"not counted: {command.hidden_model.partition(';')[0]}")
     else:
         if command_line.model is not None:
             lines.append(f"read: {_summary_of_command(command_line.model, command_line)}")
         lines += [f"assumed: {line}" for line in command_line.assumed]
     lines += [f"not counted: {line}" for line in command_line.not_counted]
+    if command.unread:
+        words = some_of(command.unread, MAX_LISTED)
+        lines.append(f"not read: {words}: a variable without a value here; write the value")
+    if command.configured:
+        words = some_of(command.configured, MAX_LISTED)
+        lines.append(
+            f"not read: {words}: only flags are; give --model, --sizes and --global-batch before --"
+        )
     if command_line.unknown:
         # Arguments that holmes does not know. The plan is made as if they were not there.
         words = ", ".join(command_line.unknown)
-        lines.append(f"not known to holmes, taken to change nothing: {words}")
+        lines.append(f"not known to holmes, so their effect is not counted: {words}")
     return lines
 
 

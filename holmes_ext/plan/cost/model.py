@@ -30,6 +30,8 @@ Special cases:
                           the last stage keeps a copy, and the first and last stage all-reduce its gradient.
     sequence parallelism  Divides the activations, kept or sent to the next stage, by t (arXiv 2205.05198,
                           equation 4).
+    latent attention      Queries, keys and values are computed from compressed ones (DeepSeek-V2, arXiv
+                          2405.04434): other parameters and FLOPs.
     experts               A token passes through `experts_per_token` expert MLPs. If only some blocks have
                           experts, every block counts as the mean of all blocks.
 
@@ -148,8 +150,8 @@ def _key(text: str, default: Any = MISSING, training: bool = False) -> Any:
 class _BlockWidths(NamedTuple):
     """Widths of the matrices of a transformer block; with experts, the mean of all blocks."""
 
-    query: int  # heads x head size
-    key_value: int  # key-value heads x head size
+    query: float  # heads x head size
+    key_value: float  # key-value heads x head size
     dense_mlp: float  # inner width of the MLP that every token passes through
     expert_mlp: int  # inner width of one expert
     token_mlp: float  # inner widths of all MLPs that one token passes through, added up
@@ -186,6 +188,17 @@ class Model:
     ffn: int = _key("width inside the MLP; 0: 4 x hidden", 0)
     groups: int = _key("key-value heads; 0: as many as heads", 0)
     head_size: int = _key("width of a head; 0: hidden / heads", 0)
+    key_value_rank: int = _key(
+        "width of the compressed keys and values of multi-head latent attention; 0: no such attention",
+        0,
+    )
+    query_rank: int = _key(
+        "width of the compressed query of latent attention; 0: not compressed", 0
+    )
+    rotary_size: int = _key(
+        "width of a head's position part in latent attention, beside head_size", 0
+    )
+    value_size: int = _key("width of a head's value in latent attention; 0: head_size", 0)
     gated: bool = _key("the MLP is gated (SwiGLU)", False)
     bias: bool = _key("linear layers and norms have a bias", True)
     tied: bool = _key("the output layer shares the embedding's weight", True)
@@ -270,6 +283,8 @@ class Model:
                 raise self._error(name, f"{value!r} is not one of {', '.join(choices)}")
 
     def _check_heads(self) -> None:
+        if self.key_value_rank and self.groups not in (0, self.heads):
+            raise self._error("groups", "latent attention (key_value_rank) has no shared heads")
         is_hidden_divided = bool(self.head_size) or self.hidden % self.heads == 0
         key_value_heads = self.groups or self.heads
         if not is_hidden_divided or self.heads % key_value_heads:
@@ -412,9 +427,16 @@ class Model:
             active_experts = self.experts_per_token
         dense_mlp = (1 - expert_share) * self._ffn + expert_share * self.shared_ffn
         expert_mlp = self.expert_ffn or self._ffn
+        query: float = self.heads * head_size
+        key_value: float = key_value_heads * head_size
+        if self.key_value_rank:
+            # In latent attention, query and key have one width and the value has another. Attention
+            # multiplies and keeps as much as with the mean of both widths for all three.
+            query = self.heads * (head_size + self.rotary_size + self._value_size) / 2
+            key_value = query
         return _BlockWidths(
-            query=self.heads * head_size,
-            key_value=key_value_heads * head_size,
+            query=query,
+            key_value=key_value,
             dense_mlp=dense_mlp,
             expert_mlp=expert_mlp,
             token_mlp=dense_mlp + expert_share * active_experts * expert_mlp,
@@ -456,11 +478,46 @@ class Model:
             router = (h * self.experts * widths.expert_share,)  # only blocks with experts have one
         return (
             *self._norm_parameters,
-            *self._linear_tensors(h, widths.query + 2 * widths.key_value, tensor),
-            *self._linear_tensors(widths.query, h, tensor),
+            *self._attention_tensors(widths, tensor),
             *self._norm_parameters,
             *router,
             *self._mlp_tensors(widths.dense_mlp, tensor),
+        )
+
+    @property
+    def _value_size(self) -> int:
+        """Width of a head's value."""
+        return self.value_size or self.head_size or self.hidden // self.heads
+
+    def _attention_tensors(self, widths: _BlockWidths, tensor: int) -> tuple[float, ...]:
+        """Return the number of elements of each parameter of attention on a tensor-parallel rank.
+
+        Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) compresses the input of a block to
+        two latent vectors, which have norms. Query, keys and values are computed from the latents.
+        Every tensor-parallel rank has the whole matrices that compress.
+        """
+        h = self.hidden
+        if not self.key_value_rank:
+            return (
+                *self._linear_tensors(h, widths.query + 2 * widths.key_value, tensor),
+                *self._linear_tensors(widths.query, h, tensor),
+            )
+        head_size = self.head_size or h // self.heads
+        query_width = self.heads * (head_size + self.rotary_size)
+        key_value_width = self.heads * (head_size + self._value_size)
+        query_tensors: tuple[float, ...] = (h * query_width / tensor,)
+        if self.query_rank:
+            query_tensors = (
+                h * self.query_rank,
+                self.query_rank,  # norm
+                self.query_rank * query_width / tensor,
+            )
+        return (
+            *query_tensors,
+            h * (self.key_value_rank + self.rotary_size),  # all heads share the position part
+            self.key_value_rank,  # norm
+            self.key_value_rank * key_value_width / tensor,
+            self.heads * self._value_size * h / tensor,  # of the output
         )
 
     def _expert_parameters(self, widths: _BlockWidths, tensor: int, expert: int) -> float:
@@ -477,6 +534,8 @@ class Model:
             tensor: Tensor-parallel size, which divides all FLOPs of the result except `scores`.
         """
         attention_parameters = 2 * self.hidden * (widths.query + widths.key_value)
+        if self.key_value_rank:
+            attention_parameters = sum(self._attention_tensors(widths, tensor=1))
         mlp_parameters = self._mlp_matrices * self.hidden * widths.token_mlp
         # Each parameter takes one multiplication and one addition per token.
         matrix_flops = 2 * tokens * (attention_parameters + mlp_parameters)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from holmes_ext.cli.plan import only
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.cli.show.training import Training, training_of
+from holmes_ext.cli.show.training import Training, lines_before_error, training_of
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.sources import request, slurm
 from holmes_ext.cluster.sources.hostlist import folded
@@ -230,8 +230,7 @@ def run(args: argparse.Namespace) -> int:
     job = training_of(args, spec)
     if job.model is None:
         raise HolmesError(
-            "--nodes: nothing says what to train; write the command after --, or give --model "
-            "FILE (examples/models has some)"
+            "--nodes: nothing says what to train; write the command after --, or give --model FILE"
         )
     total = len(spec.cluster_by_node)
     if not 0 < args.nodes <= total:
@@ -239,10 +238,11 @@ def run(args: argparse.Namespace) -> int:
         raise HolmesError(
             f"--nodes {args.nodes}: {spec.source} has {counted(total, 'node')}{idle}; ask for 1 to {total}"
         )
-    available = _available_nodes(args, spec, job)
-    # Kept for the end: a search over all sizes on the best subsets (several shapes), or simulation.
-    reserved_share = SIZES_SHARE if len(available.shapes) > 1 else TABLE_SHARE
-    subsets = available.best(end - reserved_share * args.seconds)
+    with lines_before_error(job.lines):
+        available = _available_nodes(args, spec, job)
+        # Kept for the end: a search over all sizes on the best subsets (several shapes), or simulation.
+        reserved_share = SIZES_SHARE if len(available.shapes) > 1 else TABLE_SHARE
+        subsets = available.best(end - reserved_share * args.seconds)
     ranked = _simulate_best(subsets, available, end)
     parts = [_chosen_nodes(spec, all_nodes, subset.counts) for subset in ranked]
     if args.output:

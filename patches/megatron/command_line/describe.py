@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
@@ -73,6 +74,7 @@ class CommandLine:
     training: dict[str, Any] = field(default_factory=dict)
     backend: str = ""  # of torch.distributed; "" if no flag names it
     instances: int = 1  # of Megatron-LM's distributed optimizer
+    layers_flag: str = "--num-layers"  # that gives the number of layers
 
 
 class LayerSplit(NamedTuple):
@@ -113,7 +115,14 @@ def describe(argv: Sequence[str]) -> CommandLine:
         from holmes_ext.patches.megatron.command_line.model import model_of
 
         try:
-            model = model_of(settings, zero_stage, is_deepspeed, assumed)
+            model = model_of(
+                settings,
+                flags=command_line.flags,
+                script=_script_of(argv),
+                zero_stage=zero_stage,
+                is_deepspeed=is_deepspeed,
+                assumed=assumed,
+            )
         except HolmesError as error:
             trouble = str(error)
     layers = model.layers if model is not None else 0
@@ -139,6 +148,7 @@ def describe(argv: Sequence[str]) -> CommandLine:
         training=training,
         backend=backend_words[0] if backend_words else "",
         instances=settings.get("instances", 1),
+        layers_flag="--encoder-num-layers" if "encoder_layers" in settings else "--num-layers",
     )
 
 
@@ -193,9 +203,16 @@ def overlaps(option: str, argv: Sequence[str]) -> bool:
     return option == "on"
 
 
+def _script_of(argv: Sequence[str]) -> str:
+    """Return the file name of the script with which a command line begins, or "" if it has none."""
+    first = argv[0] if argv else ""
+    return Path(first).name if first.endswith(".py") else ""
+
+
 def _framework_of(settings: Mapping[str, Any], is_deepspeed: bool) -> str:
     """Return the framework whose flags describe the model, or "" if no flag describes a model."""
-    describes_model = any(name in settings for name in ("layers", "hidden", "heads"))
+    names = ("layers", "encoder_layers", "hidden", "heads")
+    describes_model = any(name in settings for name in names)
     if not describes_model:
         return ""
     return "megatron-deepspeed" if is_deepspeed else "megatron-lm"

@@ -8,6 +8,8 @@ holmes predicts the step time of a job from its command line. The tables say how
         Flags and keys that change the time or memory of a step, but are not counted in the
         prediction, with the reason. VALUES_WITHOUT_EFFECT has the values with which some of them
         change nothing after all.
+    MODEL_OF_FLAG
+        Flags of models that holmes does not predict.
     FLAG_PREFIXES_WITHOUT_EFFECT, KEY_PREFIXES_WITHOUT_EFFECT
         Beginnings of flags and keys that change neither sizes, memory nor traffic, or by less than
         0.1 % (the bias of a norm).
@@ -65,9 +67,16 @@ SIZES = _table(
 #: Sizes and parts of the model.
 MODEL = _table(
     ("layers", int, "--num-layers"),
+    (
+        "encoder_layers",
+        int,
+        "--encoder-num-layers",
+    ),  # another name of --num-layers, or T5's encoder
     ("hidden", int, "--hidden-size"),
     ("heads", int, "--num-attention-heads"),
     ("sequence", int, "--seq-length"),
+    ("encoder_sequence", int, "--encoder-seq-length"),  # another name of --seq-length
+    ("decoder_sequence", int, "--decoder-seq-length"),
     ("ffn", int, "--ffn-hidden-size"),
     ("head_size", int, "--kv-channels"),
     ("query_groups", int, "--num-query-groups"),  # counts with --group-query-attention
@@ -75,12 +84,20 @@ MODEL = _table(
     ("groups", int, "--num-key-value-heads"),  # Megatron-DeepSpeed's
     ("max_positions", int, "--max-position-embeddings"),
     ("vocabulary", int, "--vocab-size"),
-    ("padded_vocabulary", int, "--padded-vocab-size"),
+    # The second is of BigScience's Megatron-DeepSpeed.
+    ("padded_vocabulary", int, "--padded-vocab-size", "--pad-vocab-size-to"),
     ("divisible", int, "--make-vocab-size-divisible-by"),
     ("divisible", 0, "--no-pad-vocab-size"),
-    ("tokenizer", str, "--tokenizer-type"),
+    (
+        "tokenizer",
+        str,
+        "--tokenizer-type",
+        "--patch-tokenizer-type",
+    ),  # the second is Pai-Megatron's
+    ("tokenizer_model", str, "--tokenizer-model", "--tokenizer-name-or-path"),
     ("gated", True, "--swiglu"),
-    ("geglu", True, "--quick-geglu"),
+    ("geglu", True, "--quick-geglu", "--geglu"),
+    ("geglu", {"": True}, "--glu-activation"),  # BigScience's: swiglu, geglu, liglu or reglu
     ("bias", False, "--disable-bias-linear"),
     ("tied", False, "--untie-embeddings-and-output-weights"),
     ("positions", {"learned_absolute": "learned", "": "none"}, "--position-embedding-type"),
@@ -88,9 +105,16 @@ MODEL = _table(
     ("experts", list, "--num-experts"),  # Megatron-DeepSpeed's may differ from layer to layer
     ("experts_per_token", int, "--moe-router-topk", "--topk"),
     ("expert_ffn", int, "--moe-ffn-hidden-size"),
-    ("shared_ffn", int, "--moe-shared-expert-intermediate-size"),
+    ("shared_ffn", int, "--shared-moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"),
     ("expert_frequency", str, "--moe-layer-freq", "--expert-interval"),
     ("residual", {"residual": True, "": False}, "--mlp-type"),  # an MLP beside the experts
+    # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+    ("latent", True, "--multi-latent-attention"),
+    ("query_rank", int, "--q-lora-rank"),
+    ("key_value_rank", int, "--kv-lora-rank"),
+    ("latent_head_size", int, "--qk-nope-head-dim", "--qk-head-dim"),
+    ("rotary_size", int, "--qk-rope-head-dim", "--qk-pos-emb-head-dim"),
+    ("value_size", int, "--v-head-dim"),
 )
 
 #: Batch size, precision, optimizer, recomputation, and the split of the layers.
@@ -185,6 +209,17 @@ SETTING_OF_KEY = _table(
     ("context", int, "sequence_parallel_size"),
 )
 
+_SEVERAL_KINDS = "several kinds of layers (Mamba, attention, MLP)"
+#: Flag -> the model that it shows, which is no stack of equal transformer blocks. holmes predicts no
+#: such model (other_models.py).
+MODEL_OF_FLAG = {
+    "--hybrid-layer-pattern": _SEVERAL_KINDS,
+    "--hybrid-override-pattern": _SEVERAL_KINDS,
+    "--is-hybrid-model": _SEVERAL_KINDS,
+    "--hybrid-attention-ratio": _SEVERAL_KINDS,
+    "--hybrid-mlp-ratio": _SEVERAL_KINDS,
+    "--decoder-num-layers": "an encoder and a decoder",
+}
 
 #: Flag, or key of ds_config -> why the prediction does not count it. The literal below is the other way
 #: round: reason -> flags and keys.
@@ -195,10 +230,8 @@ REASON_NOT_COUNTED: dict[str, str] = {
         --yaml-cfg --heterogeneous-layers-config-path""",
         "the checkpoint's arguments are not read; give the flags themselves": "--use-checkpoint-args",
         "every layer is counted as the transformer block that the other flags describe": """
-        --heterogeneous-layers-config-encoded-json --is-hybrid-model --hybrid-layer-pattern
-        --hybrid-override-pattern --spec --enable-mhc-connections --encoder-num-layers
-        --decoder-num-layers --retro-add-retriever --vision-pretraining --enable-gpt-oss
-        compression_training""",
+        --heterogeneous-layers-config-encoded-json --spec --enable-mhc-connections
+        --retro-add-retriever --vision-pretraining --enable-gpt-oss compression_training""",
         "computing and activations are counted as in 16 bits; gpu_flops of cluster.toml can say what is "
         "reached": """
         --te-precision-config-file --fp8-format --fp8-hybrid --fp8-e4m3 --fp4-format --fp8-param-gather
@@ -206,11 +239,18 @@ REASON_NOT_COUNTED: dict[str, str] = {
         "holmes chooses each group's network": "--nccl-communicator-config-path",
         "DeepSpeed's old name for --deepspeed_config is not read": "--deepscale_config",
         "attention is counted as plain multi-head (or grouped) attention": """
-        --multi-latent-attention --q-lora-rank --kv-lora-rank --experimental-attention-variant
-        --linear-attention-freq --window-size --attention-output-gate --export-force-local-attention
+        --experimental-attention-variant
+        --linear-attention-freq --window-size --sliding-window --attention-output-gate
+        --export-force-local-attention
         sparse_attention""",
         "layers that predict further tokens are not counted": "--mtp-num-layers",
-        "frozen layers are counted as trained": "--freeze-all-layers",
+        "frozen layers are counted as trained": """
+        --freeze-all-layers --freeze-LM --freeze-ViT --freeze-sound-model --freeze-llm --freeze-vit
+        --freeze-aligner --freeze-parameters --freeze-parameters-ratio --bitfit""",
+        "only the language model that the other flags describe is counted": """
+        --model-provider --language-model-type --vision-model-type""",
+        "adapters (LoRA) are counted as training of all weights": """
+        --train-type --tuner-type --lora-rank --lora-alpha --lora-dropout --target-modules --peft""",
         "experts are counted as evenly used, their traffic as all-to-alls in 16 bits": """
         --moe-latent-size --moe-expert-capacity-factor --moe-train-capacity-factor
         --moe-pad-expert-input-to-capacity --moe-token-dispatcher-type --moe-enable-deepep
@@ -218,7 +258,7 @@ REASON_NOT_COUNTED: dict[str, str] = {
         --moe-combine-bwd-dtype --moe-extended-tp --use-tutel""",
         "the stages' layers are counted as even": """
         --mtp-standalone --pipeline-model-parallel-split-rank --standalone-embedding-stage
-        pipeline.partition""",
+        --pp-partition-method pipeline.partition""",
         "the teacher's forward pass is not counted": """
         --kd --mos --load-teacher --num-layers-teacher --export-kd-teacher-load""",
         "every step is counted with the full batch and sequence": """
@@ -308,16 +348,19 @@ FLAG_PREFIXES_WITHOUT_EFFECT = tuple(
     f"--{name}"
     for name in """
     data-path data-cache data-args data-impl data-per-class data-parallel-random split train- valid- test-
-    full-validation multiple-validation validation-set per-split per-dataset mock-data vocab-file vocab-extra
+    full-validation multiple-validation validation-set per-split per-dataset mock-data vocab-file
+    vocab-extra
     merge-file tokenizer- no-tokenizer tiktoken- null-tokenizer use-gigatoken chat-template trust-remote
     num-workers dataloader- no-create-attention-mask no-mmap-bin mmap-warmup num-dataset-builder
     object-storage mid-level-dataset allow-ambiguous reset- eod-mask-loss mask-prob mask-type mask-factor
     short-seq-prob sample-rate fim- sft phase-transition repeated-dataloader return-data-index aml-data
-    use-dataset-only encoder-seq-length decoder-seq-length dataset- finetune hf- retro- eval skip-train
+    use-dataset-only dataset max-padding-length finetune hf- retro- eval skip-train
     start-eval prompt- key- task pretrained-checkpoint enable-msc disable-msc conversation apply- img-
     patch-dim num-channels num-classes classes-fraction iterations-to-skip
-    lr min-lr decoupled- warmup override-opt use-checkpoint-opt start-weight-decay end-weight-decay
-    weight-decay no-weight-decay clip-grad adam- sgd- muon- lion- use-mup mup- loss-scale initial-loss-scale
+    lr min-lr decoupled- warmup override-opt override-lr use-checkpoint-opt start-weight-decay
+    end-weight-decay
+    weight-decay no-weight-decay clip-grad adam- sgd- muon- lion- use-mup mup norm-target-loss
+    loss-scale initial-loss-scale
     min-loss-scale hysteresis init-method embedding-init init-model hidden-dropout attention-dropout seed
     head-lr-mult dump-param calculate-per-token check-for no-check-for optimizer-cuda-graph
     use-precision-aware universal-checkpoint use-torch-optimizer overlap-cpu-optimizer no-pin-
@@ -325,7 +368,8 @@ FLAG_PREFIXES_WITHOUT_EFFECT = tuple(
     moe-input-jitter create-moe-param mtp-loss mtp-hybrid use-pin-memory kd-alpha kd-beta kd-temp grpo- rl-
     langrl- refit- mtp-detach mtp-hsm mtp-use-repeated num-experts-teacher hidden-size-teacher
     num-attention-heads-teacher num-experts-switch
-    save load no-save no-load ckpt no-ckpt dist-ckpt use-dist-ckpt async- use-persistent-ckpt auto-detect-ckpt
+    save load no-save no-load ckpt no-ckpt dist-ckpt use-dist-ckpt async- use-persistent-ckpt
+    auto-detect-ckpt
     non-persistent exit- replication verify-integrity override-ckpt distrib-optim no-strict-fsdp kill-switch
     use-mp-args no-use-tokenizer log- no-log logging-level timing- no-barrier tensorboard- wandb- profile
     use-pytorch-profiler pytorch-profiler record- memory-snapshot nvtx config-logger one-logger
@@ -334,28 +378,35 @@ FLAG_PREFIXES_WITHOUT_EFFECT = tuple(
     check-weight-hash adlr- moe-routing-trace moe-per-layer-logging logits- manual-gc no-manual-gc
     empty-unused-memory deterministic iter-per-epoch no-initialization use-cpu-initialization
     lazy-mpu local-rank local_rank fake-process-group use-mcore use-legacy no-masked-softmax no-bias-
-    no-rope no-persist no-gradient- no-query-key rotary- rope- use-rope yarn- no-yarn mscale norm qk-
-    layernorm- add-qkv openai-gelu squared-relu onnx attention-softmax softmax-type fp16-lm-cross
-    cross-entropy activation-func glu- use-fused fused- use-te use-transformer-engine te-rng disable-jit
-    disable-mem-efficient disable-bf16-reduced enable-cuda-graph cuda-graph external-cuda no-fp8-wgrad
-    fp8-margin fp8-interval fp8-amax fp8-recipe fp8-quant fp8-output fp4-recipe fp4-quant first-last-layers
+    no-rope no-persist no-gradient- no-query-key rotary- rope- use-rope yarn- no-yarn mscale norm-epsilon
+    normalization qk-layernorm qk-clip qk-l2
+    layernorm- embed-layernorm abort-on-unmet sync-tp-duplicated add-qkv openai-gelu squared-relu
+    onnx attention-softmax softmax-type fp16-lm-cross
+    cross-entropy activation-func glu-linear-offset use-fused fused- use-te use-transformer-engine te-rng
+    disable-jit disable-mem-efficient disable-bf16-reduced enable-cuda-graph cuda-graph external-cuda
+    no-fp8-wgrad fp8-margin fp8-interval fp8-amax fp8-recipe fp8-quantization fp8-quantizer fp8-output
+    fp4-recipe fp4-quantization fp4-quantizer first-last-layers
     num-layers-at use-kitchen kitchen- enable-experimental flash-attention-version flash-decode
     batch-invariant output-logit no-tp-comm tp-comm-overlap- tp-comm-bootstrap recompute-method
     delay-offload delta-offload activation-offload offload-modules min-offloaded fine-grained-offloading
     cpu-offloading-retain wgrad-deferral ep-overlap window-attn relative- mrope scattered
-    tile- contigious- synchronize-each zero-contig zero-reduce-scatter deepspeed-activation no-async-tensor
-    no-clone-scatter v-head-dim cache-mla mla-down dsa- no-dsa linear- mamba- disable-mamba gdp- mhc-
+    tile- contigious- synchronize-each zero-contigious zero-reduce-scatter deepspeed-activation
+    no-async-tensor no-clone-scatter cache-mla mla-down dsa- no-dsa linear- mamba- disable-mamba gdp- mhc-
     ds-sequence-parallel-fpdt- moe-grouped moe-permute moe-router- moe-use- moe-single moe-upcycling
-    moe-min-capacity moe-eval-cap moe-token-drop moe-apply moe-mlp-glu moe-deepep moe-hybridep
-    moe-flex-dispatcher-num moe-ncclep moe-pad-experts-for moe-enable-routing moe-shared-expert-g
+    moe-min-capacity moe-eval-capacity-factor moe-token-dropping moe-apply moe-mlp-glu moe-deepep
+    moe-hybridep
+    moe-flex-dispatcher-num moe-ncclep moe-pad-experts-for moe-enable-routing
+    moe-shared-expert-gate moe-shared-expert-glu
     moe-expert-rank moe-paged-stash- use-grouped disable-moe-top2
     inference ds-inference nccl-all-reduce-for symmetric-ar decode-only enable-chunked num-speculative
-    use-same-sampling mlp-chunks swin- vision- dino- ict- biencoder bert- titles- query-in-block use-one-sent
+    use-same-sampling mlp-chunks swin- vision- dino- ict- biencoder bert- titles- query-in-block
+    use-one-sent
     evidence- retriever- block-data embedding-path indexer- no-data-sharding output-bert max-tokens-to-oom
     distributed- pipeline-model-parallel-comm-backend use-ring-exchange no-overlap-p2p
     overlap-p2p-communication no-scatter-gather no-align align- ddp-pad ddp-average ddp-param DDP-impl
     no-contiguous disable-gloo sharp- high-priority create-all-gather use-nccl-ub disable-symmetric fsdp-
-    suggested-comm keep-fp8 megatron-fsdp-version megatron-fsdp-enable megatron-fsdp-max gtp- deepscale
+    suggested-communication keep-fp8 megatron-fsdp-version megatron-fsdp-enable megatron-fsdp-max gtp-
+    deepscale
 """.split()
 )
 #: Beginnings of ds_config keys that change neither sizes, memory nor traffic. The literal below has them

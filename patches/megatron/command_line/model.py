@@ -8,12 +8,21 @@ line for the user.
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Mapping
-from math import ceil
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.megatron.command_line.expert_layers import count_expert_layers
+from holmes_ext.patches.megatron.command_line.other_models import (
+    refuse_other_models,
+    sequence_of_language_model,
+    with_task_of_script,
+)
+from holmes_ext.patches.megatron.command_line.vocabulary import (
+    padded_vocabulary,
+    padding_fields,
+    vocabulary_tokens,
+)
 from holmes_ext.plan.cost.model import Model
 
 #: Setting -> its flag, for settings without which there is no model.
@@ -35,10 +44,6 @@ MODEL_FIELDS = (
     "shared_ffn",
     "sequence_parallel",
 )
-#: Tokens in GPT-2's vocabulary, which is assumed if no flag gives another number.
-GPT2_VOCABULARY = 50257
-#: Megatron pads the vocabulary to a multiple of this number x the tensor-parallel size.
-VOCABULARY_MULTIPLE = 128
 #: Megatron rounds the width of a gated MLP down to a multiple of this number.
 GATED_FFN_MULTIPLE = 64
 #: Bytes of the moments that an optimizer keeps for one parameter. ADAM_MOMENT_BYTES for all other optimizers.
@@ -46,17 +51,30 @@ MOMENT_BYTES = {"sgd": 4.0, "lion": 4.0, "muon": 4.0}
 ADAM_MOMENT_BYTES = 8.0
 #: Values of --attention-backend with which attention keeps its scores for the backward pass.
 UNFUSED_ATTENTION = ("unfused", "local")
-#: Larger numbers are refused in an expression such as "[1]*24", so that a short text cannot fill the memory.
-MAX_PATTERN_NUMBER = 10_000
+#: Megatron-LM's defaults for multi-head latent attention: setting -> value.
+LATENT_DEFAULTS = {
+    "query_rank": 0,  # the query is not compressed
+    "key_value_rank": 32,
+    "latent_head_size": 128,
+    "rotary_size": 64,
+    "value_size": 128,
+}
 
 
 def model_of(
-    settings: Mapping[str, Any], zero_stage: int, is_deepspeed: bool, assumed: list[str]
+    settings: Mapping[str, Any],
+    flags: Mapping[str, Sequence[str]],
+    script: str,
+    zero_stage: int,
+    is_deepspeed: bool,
+    assumed: list[str],
 ) -> Model:
     """Return the model that the settings of a command line describe.
 
     Args:
         settings: Name of a setting -> value, such as "layers" -> 24. flags.py has the names.
+        flags: Flag of the command line -> the words that follow it.
+        script: File name of the training script, "" if it is not known.
         zero_stage: ZeRO stage of the job, 0 to 3.
         is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from
             Megatron-LM's.
@@ -64,8 +82,12 @@ def model_of(
             line is appended, such as "vocabulary 50257 (GPT-2's)".
 
     Raises:
-        HolmesError: A flag that every model needs is missing, or Model refuses the values.
+        HolmesError: A flag that every model needs is missing, the model is no stack of equal
+            transformer blocks, or Model refuses the values.
     """
+    refuse_other_models(flags, script)
+    settings = with_task_of_script(settings, script, assumed)
+    settings = sequence_of_language_model(settings, assumed)
     for name, flag in REQUIRED_FLAGS.items():
         if name not in settings:
             way_out = "add it, or give the model with --holmes-model FILE"
@@ -79,6 +101,8 @@ def model_of(
         assumed.append(
             "as many key-value heads as heads: --num-query-groups needs --group-query-attention"
         )
+    if settings.get("latent"):
+        values |= _latent_fields(settings)
     values["ffn"] = _ffn_width(settings)
     values["gated"] = settings.get("gated", False) or settings.get("geglu", False)
     values["positions"] = settings.get("positions", "learned")
@@ -87,8 +111,9 @@ def model_of(
     has_experts = max(settings.get("experts", [0])) > 1
     if has_experts:
         values |= _expert_fields(settings, is_deepspeed, assumed)
-    values["vocabulary"] = _padded_vocabulary(settings, assumed)
-    values |= _padding_fields(settings)
+    tokens = vocabulary_tokens(settings, assumed)
+    values["vocabulary"] = padded_vocabulary(settings, tokens)
+    values |= padding_fields(settings, tokens)
     # With a fused attention kernel, no attention scores are kept for the backward pass.
     values["flash"] = _is_attention_fused(settings, is_deepspeed, assumed)
     # Layers that DeepSpeed's pipeline engine recomputes together in the backward pass; 0: none. A
@@ -97,6 +122,13 @@ def model_of(
     default_recompute = "full" if checkpoint_interval else "none"
     values["recompute"] = settings.get("recompute", default_recompute)
     return Model(**values, source="the command line")
+
+
+def _latent_fields(settings: Mapping[str, Any]) -> dict[str, int]:
+    """Return the fields of Model for multi-head latent attention, with Megatron-LM's defaults."""
+    sizes = {name: settings.get(name, default) for name, default in LATENT_DEFAULTS.items()}
+    sizes["head_size"] = sizes.pop("latent_head_size")  # without the part for positions
+    return sizes
 
 
 def _ffn_width(settings: Mapping[str, Any]) -> int:
@@ -120,48 +152,21 @@ def _batch_fields(settings: Mapping[str, Any], assumed: list[str]) -> dict[str, 
 
     Args:
         assumed: Lines for the user about assumptions; a line is appended if the default is used.
+
+    Raises:
+        HolmesError: The number is 0.
     """
+    for name, flag in (
+        ("global_batch", "--global-batch-size"),
+        ("micro_batches", "gradient_accumulation_steps"),
+    ):
+        if settings.get(name) == 0:
+            raise HolmesError(f"{flag} is 0; it must be 1 or more")
     if "global_batch" in settings:
         return {"global_batch": settings["global_batch"]}
     if "micro_batches" not in settings:
         assumed.append("one micro-batch a step, as Megatron does without --global-batch-size")
     return {"micro_batches": settings.get("micro_batches", 1)}
-
-
-def _padded_vocabulary(settings: Mapping[str, Any], assumed: list[str]) -> int:
-    """Return the number of rows of the embedding: the vocabulary, padded as Megatron pads it.
-
-    Each tensor-parallel rank gets an equal number of rows, a multiple of --make-vocab-size-divisible-by.
-
-    Args:
-        assumed: Lines for the user about assumptions; a line is appended if no flag gives the vocabulary.
-    """
-    if "padded_vocabulary" in settings:
-        return int(settings["padded_vocabulary"])
-    if "vocabulary" not in settings:
-        tokenizer = f"{settings['tokenizer']}'s" if "tokenizer" in settings else "the tokenizer's"
-        assumed.append(
-            f"vocabulary {GPT2_VOCABULARY} (GPT-2's): {tokenizer} is not looked up; --vocab-size gives it"
-        )
-    vocabulary = settings.get("vocabulary", GPT2_VOCABULARY)
-    multiple_of_rank = settings.get("divisible", VOCABULARY_MULTIPLE)  # 0: no padding
-    multiple = multiple_of_rank * settings.get("tensor", 1)
-    if not multiple:
-        return int(vocabulary)
-    return ceil(vocabulary / multiple) * multiple
-
-
-def _padding_fields(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Return the fields of Model with which it pads the vocabulary for other tensor-parallel sizes.
-
-    There are none if a flag gives the padded number, which then holds for every size.
-    """
-    if "padded_vocabulary" in settings:
-        return {}
-    return {
-        "vocabulary_tokens": settings.get("vocabulary", GPT2_VOCABULARY),
-        "vocabulary_multiple": settings.get("divisible", VOCABULARY_MULTIPLE),
-    }
 
 
 def _is_attention_fused(
@@ -282,7 +287,7 @@ def _expert_fields(
         )
     default_frequency = "2" if is_deepspeed else "1"
     frequency = settings.get("expert_frequency", default_frequency)
-    expert_layers = _count_expert_layers(frequency, layers, is_deepspeed)
+    expert_layers = count_expert_layers(frequency, layers, is_deepspeed)
     if expert_layers < layers:
         assumed.append(
             f"experts in {expert_layers} of {layers} layers: each layer counts as the mean"
@@ -297,53 +302,3 @@ def _expert_fields(
         # Width of an MLP that all tokens use, beside the experts.
         fields["shared_ffn"] = settings.get("ffn") or 4 * settings["hidden"]
     return fields
-
-
-def _count_expert_layers(frequency: str, layers: int, is_deepspeed: bool) -> int:
-    """Return the number of layers that have experts.
-
-    Args:
-        frequency: Value of --moe-layer-freq or --expert-interval. A number N gives experts to every N-th
-            layer. An expression such as "([0]+[1]*23)*2" has a 1 for each layer with experts.
-        layers: Number of all layers, which is returned if the text is neither.
-    """
-    if frequency.isdecimal() and int(frequency):
-        interval = int(frequency)
-        # Megatron-LM gives experts to the first of N layers, Megatron-DeepSpeed to the last.
-        count = layers // interval if is_deepspeed else ceil(layers / interval)
-        return max(1, count)
-    try:
-        pattern = _evaluate_layer_pattern(ast.parse(frequency, mode="eval").body)
-    except (SyntaxError, ValueError, TypeError):
-        return layers
-    if not pattern:
-        return layers
-    layers_with_experts = sum(map(bool, pattern))
-    return max(1, round(layers * layers_with_experts / len(pattern)))
-
-
-def _evaluate_layer_pattern(node: ast.expr) -> Any:
-    """Return the value of a layer pattern, such as "([0]+[1]*2)*2", without running it as Python code.
-
-    The value is a list with a number for each layer: here [0, 1, 1, 0, 1, 1], where 1 is a layer with
-    experts. The expression may have numbers, lists, + and *, with Python's meaning.
-
-    Args:
-        node: Syntax tree of the expression, or of a part of it.
-
-    Raises:
-        ValueError: The expression has other parts, or a number of MAX_PATTERN_NUMBER or more.
-    """
-    if isinstance(node, ast.Constant):
-        # A mistyped number such as "[1]*240000000000" would fill the memory.
-        is_small_number = isinstance(node.value, int) and node.value < MAX_PATTERN_NUMBER
-        if is_small_number:
-            return node.value
-    if isinstance(node, ast.List):
-        return [_evaluate_layer_pattern(element) for element in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        # Of lists as of numbers: [0] + [1] is [0, 1], and [1] * 2 is [1, 1].
-        left = _evaluate_layer_pattern(node.left)
-        right = _evaluate_layer_pattern(node.right)
-        return left + right if isinstance(node.op, ast.Add) else left * right
-    raise ValueError(ast.dump(node))

@@ -47,7 +47,7 @@ def refusals(
         return
     # Without a split of the layers, Megatron-LM gives each chunk of each stage the same number.
     lines = _line_if_indivisible(
-        "--num-layers",
+        command_line.layers_flag,
         model.layers,
         "--pipeline-model-parallel-size",
         sizes.pipeline,

@@ -16,6 +16,7 @@ from holmes_ext.patches.deepspeed.ds_config import DsConfig
 from holmes_ext.patches.megatron.command_line.flags import (
     FLAG_PREFIXES_WITHOUT_EFFECT,
     KEY_PREFIXES_WITHOUT_EFFECT,
+    MODEL_OF_FLAG,
     REASON_NOT_COUNTED,
     SETTING_OF_FLAG,
     SETTING_OF_KEY,
@@ -23,6 +24,13 @@ from holmes_ext.patches.megatron.command_line.flags import (
     SettingRule,
 )
 
+#: Flags that a program with Megatron's options under names with underscores (ms-swift, Megatron-LLM)
+#: nearly always gets. With one of them, all underscores count as hyphens.
+FLAGS_WITH_UNDERSCORES = (
+    "--tensor_model_parallel_size",
+    "--pipeline_model_parallel_size",
+    "--num_attention_heads",
+)
 #: Numbers with more digits are ignored: no setting is that large.
 MAX_DIGITS = 12
 
@@ -48,14 +56,18 @@ class Settings:
 def words_by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
     """Return each flag of a command line with the words that follow it.
 
-    If a flag is given twice, the last one counts, as in argparse.
+    If a flag is given twice, the last one counts, as in argparse. Names such as --num_layers become
+    --num-layers if the command line has one of FLAGS_WITH_UNDERSCORES.
     """
+    has_underscores = any(word.partition("=")[0] in FLAGS_WITH_UNDERSCORES for word in argv)
     words_of: dict[str, list[str]] = {}
     following: list[str] = []  # words after the latest flag; those before the first are dropped
     for word in argv:
         flag, equals, value = word.partition("=")
         is_flag = flag.startswith("--") and flag != "--" and " " not in flag
         if is_flag:
+            if has_underscores:
+                flag = flag.replace("_", "-")
             following = [value] if equals else []
             words_of[flag] = following
         else:
@@ -88,10 +100,14 @@ def read_settings(argv: Sequence[str]) -> Settings:
         if flag in REASON_NOT_COUNTED:
             if not _is_value_without_effect(flag, " ".join(following), tensor_size):
                 not_counted[flag] = REASON_NOT_COUNTED[flag]
-        elif flag not in SETTING_OF_FLAG and not flag.startswith(FLAG_PREFIXES_WITHOUT_EFFECT):
+        elif flag not in SETTING_OF_FLAG and flag not in MODEL_OF_FLAG and not has_no_effect(flag):
             unknown.append(flag)
 
     config = ds_config.from_arguments(list(argv))  # None: the command line names no ds_config
+    trainer_file = " ".join(flags.get("--deepspeed", []))
+    if config is None and trainer_file.endswith(".json"):
+        # transformers' Trainer and scripts like it: --deepspeed FILE
+        config = ds_config.from_arguments([ds_config.FLAGS[0], trainer_file])
     if config is not None and not config.digest:
         # No digest: the content could not be read. The file is missing, or is no JSON.
         file_name = Path(config.path).name
@@ -167,6 +183,21 @@ def _key_not_counted(key: str) -> str:
         if key == entry or key.startswith(f"{entry}."):
             return entry
     return ""
+
+
+def has_no_effect(flag: str) -> bool:
+    """Return whether FLAG_PREFIXES_WITHOUT_EFFECT has a flag, or the first of its words.
+
+    The entry --save stands for --save and --save-interval, but not for --saved. An entry that ends
+    in a hyphen stands for all flags that begin so.
+    """
+    for prefix in FLAG_PREFIXES_WITHOUT_EFFECT:
+        if not flag.startswith(prefix):
+            continue
+        next_character = flag[len(prefix) : len(prefix) + 1]
+        if prefix.endswith("-") or next_character in ("", "-", "_"):
+            return True
+    return False
 
 
 def settings_of(

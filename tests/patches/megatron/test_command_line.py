@@ -2,6 +2,7 @@
 each."""
 
 import json
+import tracemalloc
 
 import clusters
 import pytest
@@ -15,6 +16,7 @@ from holmes_ext.patches.megatron.command_line.flags import (
     SETTING_OF_KEY,
     VALUES_WITHOUT_EFFECT,
 )
+from holmes_ext.patches.megatron.command_line.refusals import refusals
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.shape import shape_of
@@ -32,6 +34,11 @@ GPT = (
 )
 BF16, ONE = f"{GPT} --bf16", GPT.replace("--pipeline-model-parallel-size 2", "") + " --bf16"
 MOE, DEEPSPEED = f"{BF16} --num-experts 8", f"{BF16} --deepspeed"
+LATENT = f"{BF16} --multi-latent-attention"
+NO_VOCABULARY = BF16.replace("--vocab-size 50257", "")
+#: Two names of a number are refused, so the row's flag replaces the number itself.
+NO_LAYERS = BF16.replace("--num-layers 8", "--encoder-num-layers 8")
+NO_SEQUENCE = BF16.replace("--seq-length 512", "--encoder-seq-length 512")
 #: Much to compute in a micro-batch: else nothing can be hidden under it.
 LONG = f"{ONE} --num-layers 4 --hidden-size 4096 --seq-length 4096 --global-batch-size 16"
 DS_MOE = f"{MOE} --deepspeed"
@@ -60,8 +67,26 @@ MOVES = [
     (BF16, "--padded-vocab-size 100000", "parameters", "up"),
     (BF16, "--make-vocab-size-divisible-by 8192", "parameters", "up"),
     (BF16, "--no-pad-vocab-size", "parameters", "down"),
+    (BF16, "--pad-vocab-size-to 250880", "parameters", "up"),
+    (NO_VOCABULARY, "--tokenizer-model /models/Meta-Llama-3-8B", "parameters", "up"),
+    (NO_VOCABULARY, "--tokenizer-name-or-path bigscience/bloom", "parameters", "up"),
+    (NO_VOCABULARY, "--patch-tokenizer-type LLama3Tokenizer", "parameters", "up"),
+    (f"pretrain_bert.py {NO_VOCABULARY}", "--tokenizer-type GPT2BPETokenizer", "parameters", "up"),
+    (NO_LAYERS, "--encoder-num-layers 16", "step", "up"),
+    (NO_SEQUENCE, "--encoder-seq-length 1024", "step", "up"),
+    (BF16, "--decoder-seq-length 1024", "step", "up"),
+    (BF16, "--glu-activation swiglu", "parameters", "up"),
+    (BF16, "--multi-latent-attention", "parameters", "up"),
+    (LATENT, "--q-lora-rank 64", "parameters", "down"),
+    (LATENT, "--kv-lora-rank 64", "parameters", "up"),
+    (LATENT, "--qk-head-dim 256", "parameters", "up"),
+    (LATENT, "--qk-nope-head-dim 256", "parameters", "up"),
+    (LATENT, "--qk-rope-head-dim 128", "step", "up"),
+    (LATENT, "--qk-pos-emb-head-dim 128", "step", "up"),
+    (LATENT, "--v-head-dim 256", "step", "up"),
     (f"{BF16} --ffn-hidden-size 4096", "--swiglu", "step", "up"),
     (BF16, "--quick-geglu", "step", "up"),
+    (BF16, "--geglu", "step", "up"),
     (BF16, "--disable-bias-linear", "parameters", "down"),
     (BF16, "--untie-embeddings-and-output-weights", "parameters", "up"),
     (BF16, "--position-embedding-type rope", "parameters", "down"),
@@ -72,6 +97,7 @@ MOVES = [
     (DS_MOE, "--topk 2", "step", "up"),
     (MOE, "--moe-ffn-hidden-size 8192", "step", "up"),
     (MOE, "--moe-shared-expert-intermediate-size 4096", "step", "up"),
+    (MOE, "--shared-moe-ffn-hidden-size 4096", "step", "up"),
     (MOE, "--moe-layer-freq ([0]+[1]*3)*2", "parameters", "down"),
     (DS_MOE, "--expert-interval 4", "parameters", "down"),
     (DS_MOE, "--mlp-type residual", "step", "up"),
@@ -318,6 +344,14 @@ def test_ds_config_counts_where_the_flags_differ(tmp_path):
     assert "ds.json: cannot be read as JSON: its settings are not counted" in said.not_counted
 
 
+def test_the_ds_config_of_a_trainer_is_read(tmp_path):
+    """transformers' Trainer takes the file as --deepspeed FILE."""
+    (tmp_path / "ds.json").write_text(json.dumps({**BASE, "zero_optimization": {"stage": 3}}))
+    described = describe(["train.py", "--deepspeed", str(tmp_path / "ds.json"), "--lr", "1"])
+    assert described.training["zero"] == 3 and described.training["micro_batch"] == 2
+    assert describe(["train.py", "--deepspeed", "--lr", "1"]).training == {}
+
+
 def test_no_name_is_in_two_tables():
     both = {
         "--optimizer-cpu-offload",
@@ -349,18 +383,124 @@ def test_layouts(text, layers):
 
 
 @pytest.mark.parametrize(
-    "text, routed", [("2", 4), ("([0]+[1]*3)*2", 6), ("[1]*8", 8), ("__import__('os')", 8)]
+    "text, routed", [("2", 4), ("([0]+[1]*3)*2", 6), ("2*([0]+[1]*3)", 6), ("[1]*8", 8)]
 )
 def test_how_often_layers_have_experts(text, routed):
     assert describe([*MOE.split(), "--moe-layer-freq", text]).model.expert_layers == routed
 
 
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ("3*4", "neither a number above 0 nor a list"),
+        ("0", "neither a number above 0 nor a list"),
+        ("[1]*9999*9999", "neither a number above 0 nor a list"),
+        ("9999*9999*[1]", "neither a number above 0 nor a list"),
+        ("[[1]*9999]*9999", "neither a number above 0 nor a list"),
+        ("[1]*-1*9999", "neither a number above 0 nor a list"),
+        ("[1]+1", "neither a number above 0 nor a list"),
+        ("[1.5]*8", "neither a number above 0 nor a list"),
+        ("(" * 500, "neither a number above 0 nor a list"),
+        ("__import__('os')", "neither a number above 0 nor a list"),
+        ("[1]*7", "the list has 7 entries for 8 layers"),
+    ],
+)
+def test_a_wrong_frequency_of_experts_is_refused_as_megatron_does(text, part):
+    """The list of a short expression is never built if it is longer than any model."""
+    described = describe([*MOE.split(), "--moe-layer-freq", text])
+    assert described.model is None and part in described.trouble
+
+
+def test_a_frequency_of_experts_far_too_long_fills_no_memory():
+    tracemalloc.start()
+    describe([*MOE.split(), "--moe-layer-freq", "*".join(["[1]", *["99999"] * 40])])
+    assert tracemalloc.get_traced_memory()[1] < 20e6
+    tracemalloc.stop()
+
+
+HYBRID = "a model with several kinds of layers"
+
+
+@pytest.mark.parametrize(
+    "words, part",
+    [
+        (f"{BF16} --is-hybrid-model", HYBRID),
+        (f"{BF16} --hybrid-override-pattern M-M-M-*-M-M-M-*-", HYBRID),
+        (f"{BF16} --hybrid-layer-pattern MEM*|MEM*/ME", HYBRID),
+        (f"{BF16} --hybrid-attention-ratio 0.08", HYBRID),
+        (f"{BF16} --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", HYBRID),
+        (f"pretrain_mamba.py {BF16}", HYBRID),
+        (f"/opt/megatron/pretrain_hybrid.py {BF16}", HYBRID),
+        (f"{NO_LAYERS} --decoder-num-layers 8", "--decoder-num-layers 8: a model with an encoder"),
+        (f"{NO_SEQUENCE} --decoder-seq-length 128", "a model with an encoder and a decoder"),
+        (f"pretrain_t5.py {BF16} --decoder-seq-length 128", "pretrain_t5.py: a model with an enc"),
+        (f"{BF16} --encoder-num-layers 8", "Megatron refuses --num-layers beside --encoder-num-"),
+        (f"{BF16} --encoder-seq-length 8", "Megatron refuses --seq-length beside --encoder-seq-"),
+    ],
+)
+def test_a_model_that_is_no_stack_of_equal_blocks_is_refused(words, part):
+    described = describe(words.split())
+    assert described.model is None and part in described.trouble
+    assert not described.unknown and "add it" not in described.trouble
+
+
+def test_a_batch_of_0_is_refused_with_its_flag():
+    described = describe([*BF16.split(), "--global-batch-size", "0"])
+    assert described.trouble == "--global-batch-size is 0; it must be 1 or more"
+
+
+def test_a_bert_is_counted_as_a_gpt_and_this_is_said():
+    described = describe(["pretrain_bert.py", *NO_VOCABULARY.split()])
+    assert described.model.vocabulary == 30720
+    assert any("heads of pretrain_bert.py are not counted" in line for line in described.assumed)
+
+
+def test_a_refusal_names_the_flag_of_layers_that_the_command_has():
+    words = NO_LAYERS.replace(
+        "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 3"
+    )
+    described = describe(words.split())
+    sizes = Sizes(pipeline=3, tensor=2, data=2)
+    (line,) = refusals(described, sizes, world=12)
+    assert line.startswith("--encoder-num-layers 8 does not divide by")
+
+
+def test_a_flag_is_harmless_by_its_whole_words_only():
+    """Flags of forks that begin with the letters of a harmless one are unknown."""
+    described = describe([*BF16.split(), "--save-interval", "5", "--saved-copies", "2"])
+    assert described.unknown == ("--saved-copies",)
+    assert describe([*BF16.split(), "--normalizer-width", "5"]).unknown == ("--normalizer-width",)
+
+
+def test_names_with_underscores_are_read():
+    """Megatron-LLM and ms-swift write Megatron's options with underscores."""
+    words = BF16.replace("-", "_").replace("__", "--").split()
+    assert describe(words) == describe(BF16.split())
+    other = describe(["--num_layers", "4", "--hidden_size", "8", "--bf16"])
+    assert other.framework == "", "a script that is not like Megatron keeps its names"
+
+
+@pytest.mark.parametrize(
+    "flags", [("--deepspeed_config",) * 2, ("--deepspeed_config", "--deepspeed-config")]
+)
+def test_the_last_of_two_equal_flags_counts(flags, tmp_path):
+    words = [*BF16.split(), "--num-layers", "16"]
+    for flag, stage in zip(flags, (2, 0)):
+        path = tmp_path / f"stage{stage}.json"
+        path.write_text(json.dumps({**BASE, "zero_optimization": {"stage": stage}}))
+        words += [flag, str(path)]
+    described = describe(words)
+    assert described.model.layers == 16 and described.zero == 0
+
+
 def test_what_is_assumed_is_said():
-    words = BF16.replace("--vocab-size 50257", "--tokenizer-type Llama2Tokenizer").replace(
+    words = BF16.replace("--vocab-size 50257", "--tokenizer-type SentencePieceTokenizer").replace(
         "--global-batch-size 64", ""
     )
     said = describe(words.split())
-    assert any("vocabulary 50257" in line and "Llama2Tokenizer" in line for line in said.assumed)
+    assert any(
+        "vocabulary 50257" in line and "SentencePieceTokenizer" in line for line in said.assumed
+    )
     assert (
         any("one micro-batch a step" in line for line in said.assumed)
         and said.model.micro_batches == 1

@@ -1,0 +1,116 @@
+"""Recognizes models that are no stack of equal transformer blocks, which holmes does not predict.
+
+Such a model is refused with the flag that shows it. Counted as a stack of equal blocks, its parameters and
+its step time could be wrong by a factor of two: a Mamba layer has neither an MLP nor attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.patches.megatron.command_line.flags import MODEL_OF_FLAG
+
+#: Beginning of a training script's name -> the model that the script trains.
+MODEL_OF_SCRIPT = {
+    "pretrain_t5": "an encoder and a decoder",
+    "pretrain_mamba": "several kinds of layers (Mamba, attention, MLP)",
+    "pretrain_hybrid": "several kinds of layers (Mamba, attention, MLP)",
+    "pretrain_retro": "a decoder with retrieval",
+    "pretrain_ict": "two encoders",
+    "pretrain_vision": "a model of images",
+    "pretrain_mimo": "several models, for text, images and sound",
+}
+#: Texts in the value of --spec that show layers of several kinds.
+_SPECS = ("mamba", "hybrid")
+
+
+def refuse_other_models(flags: Mapping[str, Sequence[str]], script: str) -> None:
+    """Raise HolmesError if a command line describes a model that holmes does not predict.
+
+    Args:
+        flags: Flag of the command line -> the words that follow it.
+        script: File name of the training script, "" if it is not known.
+
+    Raises:
+        HolmesError: The model has layers of several kinds, an encoder beside its decoder, or the
+            script trains another model than a stack of transformer blocks.
+    """
+    for flag, model in MODEL_OF_FLAG.items():
+        if flag in flags:
+            raise _refusal(" ".join([flag, *flags[flag]]), model)
+    spec = " ".join(flags.get("--spec", ()))
+    if any(text in spec.lower() for text in _SPECS):
+        raise _refusal(f"--spec {spec}", "several kinds of layers")
+    # T5 has a sequence of its encoder and another one of its decoder.
+    if "--encoder-seq-length" in flags and "--decoder-seq-length" in flags:
+        raise _refusal("--decoder-seq-length", "an encoder and a decoder")
+    for beginning, model in MODEL_OF_SCRIPT.items():
+        if script.startswith(beginning):
+            raise _refusal(script, model)
+
+
+def _refusal(shown_by: str, model: str) -> HolmesError:
+    """Return the error for a model that is not predicted.
+
+    Args:
+        shown_by: The flag with its value, or the script, that shows which model it is.
+        model: What the model consists of, in words.
+    """
+    return HolmesError(
+        f"{shown_by:.80}: a model with {model} is not predicted, only stacks of equal transformer "
+        "blocks; give one of about the same size with --holmes-model FILE"
+    )
+
+
+def with_task_of_script(
+    settings: Mapping[str, Any], script: str, assumed: list[str]
+) -> dict[str, Any]:
+    """Return the settings with those that follow from the task of the training script.
+
+    pretrain_bert.py trains the same transformer blocks as a GPT, with the vocabulary of BERT.
+
+    Args:
+        settings: Name of a setting -> value.
+        script: File name of the training script, "" if it is not known.
+        assumed: Lines for the user about assumptions; a line is appended for pretrain_bert.py.
+    """
+    if not script.startswith("pretrain_bert"):
+        return dict(settings)
+    assumed.append(f"a GPT of the same sizes: the pooler and the heads of {script} are not counted")
+    return {"tokenizer": "BertWordPieceLowerCase", **settings}
+
+
+def sequence_of_language_model(settings: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
+    """Return the settings with the layers and the sequence that Megatron's transformer blocks have.
+
+    --encoder-num-layers and --encoder-seq-length are other names of --num-layers and --seq-length.
+    --decoder-seq-length beside --seq-length is the sequence of the language model in a script that
+    trains on images and text, and --seq-length that of its vision encoder.
+
+    Args:
+        settings: Name of a setting -> value.
+        assumed: Lines for the user about assumptions; a line is appended if --decoder-seq-length counts.
+
+    Raises:
+        HolmesError: Both names of a number are given, which Megatron refuses.
+    """
+    changed = dict(settings)
+    names = (("layers", "--num-layers"), ("sequence", "--seq-length"))
+    for name, flag in names:
+        other_flag = flag.replace("--num", "--encoder-num").replace("--seq", "--encoder-seq")
+        value = changed.pop(f"encoder_{name}", None)
+        if value is None:
+            continue
+        if name in changed:
+            raise HolmesError(f"Megatron refuses {flag} beside {other_flag}; remove one of them")
+        changed[name] = value
+    decoder_sequence = changed.pop("decoder_sequence", None)
+    if decoder_sequence is not None and decoder_sequence != changed.get("sequence"):
+        assumed.append(
+            f"sequences of {decoder_sequence} tokens (--decoder-seq-length): only the language model "
+            "is counted, not the encoder of --seq-length"
+        )
+        changed["sequence"] = decoder_sequence
+    return changed
