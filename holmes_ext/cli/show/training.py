@@ -22,8 +22,9 @@ from holmes_ext.patches.engine.registry import disabled_features
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
 from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan.cost.model import Model, load_model, on_clusters
+from holmes_ext.plan.cost.training_state import Mode
 from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.shape import with_zero, zero_of
+from holmes_ext.plan.shape import with_mode, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
 from holmes_ext.words import did_you_mean
 
@@ -107,6 +108,8 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
         # Options give another number of stages than the command. Its layers of each stage, and its
         # virtual chunks of a stage (parts of the model on one rank), fit only its own number.
         command_line = replace(command_line, stage_layers=(), virtual=1)
+        if model is not None and model.state_of_mode:
+            model = with_mode(model, Mode(command_line.zero, sizes.pipeline > 1))
     # Only flags of holmes are checked. Others belong to the script.
     for word in command_line.unknown:
         near = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
@@ -222,7 +225,7 @@ def _with_values_of_command(model: Model, values: dict[str, Any]) -> Model:
         values["micro_batches"] = 0
     elif "micro_batches" in values:
         values["global_batch"] = 0
-    return with_zero(replace(model, **values), zero)
+    return with_mode(replace(model, **values), Mode(zero, has_pipeline=False))
 
 
 def _read_command(words: list[str]) -> CommandLine:

@@ -56,6 +56,7 @@ from typing import Any, NamedTuple
 from holmes_ext.cluster.spec import SiteSpec, accelerator_of
 from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.training_state import Mode, StateBytes, sharded_by
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import Workload
 
@@ -66,8 +67,6 @@ _MOST_LAYERS = 100_000  # every plan holds the cost of each layer
 _MOST_ELEMENTS = 10**12
 _MOST_BYTES_PER_PARAMETER = 1e6
 _TOO_LARGE = 1e30  # FLOP/s or bytes
-#: ZeRO stage from which on each part of a rank's state is sharded.
-_ZERO_OPTIMIZER, _ZERO_GRADIENTS, _ZERO_WEIGHTS = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -220,6 +219,11 @@ class Model:
     )
     gpu: Gpu = Gpu()
     gpus: dict[str, Gpu] = field(default_factory=dict)  # cluster -> its GPU, if it differs from gpu
+    #: ZeRO stage, and whether there is a pipeline -> bytes per parameter. Modes that the engine refuses
+    #: are missing. {}: every stage shards what ZeRO's paper says, out of state_bytes + sharded_bytes.
+    state_of_mode: dict[Mode, StateBytes] = field(default_factory=dict)
+    #: "fp32", "fp16" or "bf16"; "" if only activation_width is known.
+    precision: str = ""
     source: str = "model"  # file that the model was read from, for messages
 
     def __post_init__(self) -> None:
@@ -724,15 +728,28 @@ class Memory:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def states(model: Model) -> dict[str, float]:
-    """Return the bytes per parameter for "weights", "gradients" and "optimizer", without sharding.
+def accepts(model: Model, mode: Mode) -> bool:
+    """Return whether the engine can train the model with this ZeRO stage, with or without a pipeline."""
+    return not model.state_of_mode or mode in model.state_of_mode
 
-    Their sum is the model's state_bytes + sharded_bytes.
+
+def state_of(model: Model, mode: Mode) -> StateBytes:
+    """Return the bytes per parameter of weights, gradients and optimizer, and which of them are sharded.
+
+    If the engine gave no numbers for the mode, the parts are those of ZeRO's paper. They add up to the
+    model's state_bytes + sharded_bytes.
     """
+    if mode in model.state_of_mode:
+        return model.state_of_mode[mode]
     total = model.state_bytes + model.sharded_bytes
     weights = min(float(model.activation_width), total)
     gradients = min(float(model.gradient_width), total - weights)
-    return {"weights": weights, "gradients": gradients, "optimizer": total - weights - gradients}
+    return StateBytes(
+        weights=weights,
+        gradients=gradients,
+        optimizer=total - weights - gradients,
+        sharded=sharded_by(mode.zero),
+    )
 
 
 def state_bytes(model: Model, layer: Layer, shards: int, expert_shards: int) -> float:
@@ -792,7 +809,7 @@ def working_bytes(model: Model, tensor: int = 1, context: int = 1, expert: int =
 def stage_memory(
     model: Model,
     layers: Sequence[Layer],
-    zero: int = 0,
+    mode: Mode = Mode(zero=0, has_pipeline=False),
     shards: int = 1,
     expert_shards: int = 0,
     in_flight: float = 1.0,
@@ -803,30 +820,27 @@ def stage_memory(
     Args:
         model: Model with the bytes per parameter.
         layers: Layers of the stage, out of model.costs().
-        zero: ZeRO stage, 0 to 3.
-        shards: Number of ranks that ZeRO divides dense parameters among.
+        mode: ZeRO stage, and whether there is a pipeline.
+        shards: Number of ranks that dense parameters are sharded over.
         expert_shards: The same for parameters of experts; 0: as many as `shards`.
         in_flight: Micro-batches whose activations the stage holds at the same time.
         working: Bytes of buffers that exist for a moment.
     """
     expert_parameters = sum(layer.expert_parameters for layer in layers)
     dense_parameters = sum(layer.parameters for layer in layers) - expert_parameters
-    bytes_per_parameter = states(model)
+    state = state_of(model, mode)
+    parameters = dense_parameters + expert_parameters
+    parameters_of_shard = dense_parameters / shards + expert_parameters / (expert_shards or shards)
 
-    def state_part(name: str, sharded_from: int) -> float:
-        """Return the bytes of one part of the state, which ZeRO stages >= sharded_from divide."""
-        if zero < sharded_from:
-            parameters = dense_parameters + expert_parameters
-        else:
-            dense_share = dense_parameters / shards
-            expert_share = expert_parameters / (expert_shards or shards)
-            parameters = dense_share + expert_share
-        return bytes_per_parameter[name] * parameters
+    def part_bytes(part: str) -> float:
+        """Return the bytes of one part of the state on the rank, which may have a shard of it only."""
+        held_parameters = parameters_of_shard if part in state.sharded else parameters
+        return state.bytes_of(part) * held_parameters
 
     return Memory(
-        weights=state_part("weights", sharded_from=_ZERO_WEIGHTS),
-        gradients=state_part("gradients", sharded_from=_ZERO_GRADIENTS),
-        optimizer=state_part("optimizer", sharded_from=_ZERO_OPTIMIZER),
+        weights=part_bytes("weights"),
+        gradients=part_bytes("gradients"),
+        optimizer=part_bytes("optimizer"),
         activations=in_flight * sum(layer.kept_bytes for layer in layers),
         working=working,
     )

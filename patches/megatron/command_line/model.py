@@ -14,7 +14,16 @@ from math import ceil
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed.optimizers import (
+    NEWEST_READ,
+    WIDTHS,
+    TrainingTypes,
+    optimizer_of,
+    release,
+    state_of_mode,
+)
 from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.training_state import Mode
 
 #: Setting -> its flag, for settings without which there is no model.
 REQUIRED_FLAGS = {
@@ -83,7 +92,11 @@ def model_of(
     values["gated"] = settings.get("gated", False) or settings.get("geglu", False)
     values["positions"] = settings.get("positions", "learned")
     values |= _batch_fields(settings, assumed)
-    values |= _byte_fields(settings, zero_stage, is_deepspeed)
+    if is_deepspeed:
+        values |= _deepspeed_byte_fields(settings, zero_stage, assumed)
+    else:
+        values |= _byte_fields(settings, zero_stage)
+    values["precision"] = settings.get("precision", "fp32")
     has_experts = max(settings.get("experts", [0])) > 1
     if has_experts:
         values |= _expert_fields(settings, is_deepspeed, assumed)
@@ -174,27 +187,19 @@ def _is_attention_fused(
     return uses_transformer_engine
 
 
-def _byte_fields(
-    settings: Mapping[str, Any], zero_stage: int, is_deepspeed: bool
-) -> dict[str, Any]:
-    """Return the fields of Model that count bytes: of an activation, a gradient and a parameter's state.
+def _byte_fields(settings: Mapping[str, Any], zero_stage: int) -> dict[str, Any]:
+    """Return the fields of Model that count bytes under Megatron-LM: of activations, gradients and state.
 
-    The state of a parameter is its weight, its gradient and its share of the optimizer.
-
-    Sources of the defaults: Megatron-LM's arguments.py keeps and sends gradients in 32 bits with --bf16, and
-    in 16 bits with --fp16. DeepSpeed's engine.get_data_types uses the type of the model for both.
+    The state of a parameter is its weight, its gradient and its share of the optimizer. Megatron-LM's
+    arguments.py keeps and sends gradients in 32 bits with --bf16, and in 16 bits with --fp16.
 
     Args:
         settings: Name of a setting -> value.
         zero_stage: ZeRO stage, 0 to 3.
-        is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from
-            Megatron-LM's.
     """
     precision = settings.get("precision", "fp32")
-    weight_bytes = 4 if precision == "fp32" else 2
-    default_gradient_bytes = weight_bytes
-    if precision == "bf16" and not is_deepspeed:
-        default_gradient_bytes = 4
+    weight_bytes = WIDTHS[precision]
+    default_gradient_bytes = 4 if precision == "bf16" else weight_bytes
     # Two settings give bytes: "gradient_width" of a gradient as it is sent, "main_gradient_width"
     # of the sum that a rank keeps over the micro-batches. If only one is given, it holds for both.
     given_kept_bytes = settings.get("main_gradient_width")
@@ -220,8 +225,68 @@ def _byte_fields(
     }
 
 
+def _deepspeed_byte_fields(
+    settings: Mapping[str, Any], zero_stage: int, assumed: list[str]
+) -> dict[str, Any]:
+    """Return the fields of Model that count bytes under DeepSpeed: of activations, gradients and state.
+
+    What DeepSpeed keeps for a parameter depends on precision, ZeRO stage and pipeline, so the result has
+    a table of them. Gradients travel in the type of the weights unless communication_data_type is given.
+
+    Args:
+        settings: Name of a setting -> value.
+        zero_stage: ZeRO stage, 0 to 3.
+        assumed: Lines for the user; one is appended if releases of DeepSpeed differ for this job.
+    """
+    types = _deepspeed_types(settings)
+    version = release()
+    states = state_of_mode(types, version)
+    mode = _mode_of(settings, zero_stage)
+    # If DeepSpeed refuses the job's own mode, the job's numbers are those of another stage. They do not
+    # count, because `refusal_by_deepspeed` ends the planning of this layout.
+    state = states.get(mode) or next(iter(states.values()))
+    if types.precision == "bf16":
+        assumed.append(
+            f"DeepSpeed {version}, the release that is installed here (else {NEWEST_READ}): releases "
+            "differ in what they keep in bf16"
+        )
+    weight_bytes = WIDTHS[types.precision]
+    return {
+        "activation_width": weight_bytes,
+        "gradient_width": settings.get("communication_width", weight_bytes),
+        "state_bytes": state.total - state.sharded_bytes,
+        "sharded_bytes": state.sharded_bytes,
+        "state_of_mode": states,
+    }
+
+
+def refusal_by_deepspeed(settings: Mapping[str, Any], zero_stage: int) -> str:
+    """Return why DeepSpeed refuses the precision, ZeRO stage and offload of a job; "" if it accepts them."""
+    try:
+        optimizer_of(_deepspeed_types(settings), _mode_of(settings, zero_stage), release())
+    except HolmesError as error:
+        return str(error)
+    return ""
+
+
+def _deepspeed_types(settings: Mapping[str, Any]) -> TrainingTypes:
+    """Return the number formats and the offload of a DeepSpeed job, which decide on its optimizer."""
+    # --cpu-optimizer, without a ds_config that says where the states are.
+    offload_by_flag = "cpu" if settings.get("offloaded") else ""
+    return TrainingTypes(
+        precision=settings.get("precision", "fp32"),
+        sums=settings.get("sums", ""),
+        offload=settings.get("offload", offload_by_flag),
+        moment_bytes=_moment_bytes(settings),
+    )
+
+
+def _mode_of(settings: Mapping[str, Any], zero_stage: int) -> Mode:
+    return Mode(zero_stage, has_pipeline=settings.get("pipeline", 1) > 1)
+
+
 def _optimizer_bytes(settings: Mapping[str, Any], precision: str) -> float:
-    """Return the bytes of GPU memory that the optimizer needs for one parameter.
+    """Return the bytes of GPU memory that Megatron-LM's optimizer needs for one parameter.
 
     They are the moments, and a copy of the weight in 32 bits if the model has 16. The part of the optimizer
     that is offloaded to the host does not count.
@@ -229,18 +294,22 @@ def _optimizer_bytes(settings: Mapping[str, Any], precision: str) -> float:
     Args:
         precision: Type of the weights: "fp32", "bf16" or "fp16".
     """
-    optimizer = settings.get("optimizer", "adam").lower()
-    moment_bytes = MOMENT_BYTES.get(optimizer, ADAM_MOMENT_BYTES)
-    if "first_moment_width" in settings or "second_moment_width" in settings:
-        first_moment_bytes = settings.get("first_moment_width", 4)
-        second_moment_bytes = settings.get("second_moment_width", 4)
-        moment_bytes = float(first_moment_bytes + second_moment_bytes)
     main_weight_bytes = 0.0
     if precision != "fp32":
         main_weight_bytes = float(settings.get("main_weight_width", 4))
     is_offloaded = settings.get("offloaded", 0.0)  # 1.0 or 0.0
     offloaded_share = min(1.0, is_offloaded * settings.get("offload_fraction", 1.0))
-    return (main_weight_bytes + moment_bytes) * (1 - offloaded_share)
+    return (main_weight_bytes + _moment_bytes(settings)) * (1 - offloaded_share)
+
+
+def _moment_bytes(settings: Mapping[str, Any]) -> float:
+    """Return the bytes of the moments that the optimizer keeps for one parameter."""
+    if "first_moment_width" in settings or "second_moment_width" in settings:
+        first_moment_bytes = settings.get("first_moment_width", 4)
+        second_moment_bytes = settings.get("second_moment_width", 4)
+        return float(first_moment_bytes + second_moment_bytes)
+    optimizer = settings.get("optimizer", "adam").lower()
+    return MOMENT_BYTES.get(optimizer, ADAM_MOMENT_BYTES)
 
 
 def _expert_fields(
