@@ -9,7 +9,7 @@ in 16 bits: d is the data-parallel size, a the bytes of a sum of gradients (data
     BF16_Optimizer       bf16: ZeRO 0 with a pipeline; ZeRO 1     2        a + 2           12 / d
                          with grad_accum_dtype fp32
     ZeRO (stages 1, 2)   else, ZeRO 1                             2        2, or a + 2     12 / d
-                         ZeRO 2                                   2        a / d           12 / d
+                         ZeRO 2                                   2        (a + 2) / d     12 / d
     ZeRO (stage 3)       ZeRO 3                                   2 / d    a / d           12 / d
 
 Details behind the columns:
@@ -19,6 +19,8 @@ Details behind the columns:
                      shards optimizer states even at ZeRO 0, and ignores offload_optimizer.
     ZeRO 1           sums in .grad, or in a second tensor .grad_accum if the sums have another type
                      (stage_1_and_2.py: use_grad_accum_attribute).
+    ZeRO 2           keeps the micro-batch's own 16-bit gradients of its shard until the backward pass ends,
+                     and adds them to the sums then (independent_gradient_partition_epilogue).
     ZeRO in fp32     keeps its own 32-bit copy of the weights too (single_partition_of_fp32_groups).
     offload          ZeRO 1, 2 and 3 keep optimizer states in the host's memory, 2 and 3 also the sums of
                      gradients. ZeRO 0 cannot: DeepSpeedCPUAdam refuses parameters on a GPU.
@@ -35,7 +37,7 @@ from packaging.version import Version
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import UNKNOWN, installed_version, release_of
-from holmes_ext.plan.cost.training_state import Mode, StateBytes
+from holmes_ext.plan.cost.training_state import Mode, StateBytes, sharded_by
 
 #: Newest release whose source was read. It is assumed where DeepSpeed is not installed.
 NEWEST_READ = "0.19.8"
@@ -43,8 +45,8 @@ PRECISIONS = ("fp32", "fp16", "bf16")
 #: Bytes of an element.
 WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}
 PLAIN, FP16, BF16, ZERO = OPTIMIZERS = ("plain", "FP16_Optimizer", "BF16_Optimizer", "ZeRO")
-#: ZeRO stage that shards the weights.
-_ZERO_WEIGHTS = 3
+#: ZeRO stage that shards gradients, and the last one, which shards weights too.
+_ZERO_GRADIENTS, _ZERO_WEIGHTS = 2, 3
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,9 @@ def _state_of(name: str, types: TrainingTypes, mode: Mode, sums: str) -> StateBy
         gradients = width if sums == types.precision else sum_width + width
         return replace(state, gradients=gradients, sharded=("optimizer",))
     # ZeRO 2 and 3 sum in shards, with offload in the host's memory.
-    state = replace(state, gradients=0.0 if types.offload else sum_width)
-    if mode.zero == _ZERO_WEIGHTS:
-        return replace(state, sharded=("optimizer", "gradients", "weights"))
-    return replace(state, sharded=("optimizer", "gradients"))
+    sharded = sharded_by(mode.zero)
+    if types.offload:
+        return replace(state, gradients=0.0, sharded=sharded)
+    if mode.zero == _ZERO_GRADIENTS:
+        return replace(state, gradients=sum_width + width, sharded=sharded)
+    return replace(state, gradients=sum_width, sharded=sharded)

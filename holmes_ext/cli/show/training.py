@@ -22,6 +22,7 @@ from holmes_ext.patches.engine.registry import disabled_features
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
 from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan.cost.model import Model, load_model, on_clusters
+from holmes_ext.plan.cost.number_formats import lines_about_bfloat16
 from holmes_ext.plan.cost.training_state import Mode
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.shape import with_mode, zero_of
@@ -100,6 +101,7 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
         lines = [
             *_line_about_assumed_speed(args, model, spec),
             *_lines_about_unknown_gpus(spec),
+            *lines_about_bfloat16(model.precision, spec),
             *lines,
         ]
         model = on_clusters(model, spec)  # with the GPU of each cluster

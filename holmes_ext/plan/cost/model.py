@@ -56,6 +56,7 @@ from typing import Any, NamedTuple
 from holmes_ext.cluster.spec import SiteSpec, accelerator_of
 from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.number_formats import has_bfloat16
 from holmes_ext.plan.cost.training_state import Mode, StateBytes, sharded_by
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import Workload
@@ -67,6 +68,7 @@ _MOST_LAYERS = 100_000  # every plan holds the cost of each layer
 _MOST_ELEMENTS = 10**12
 _MOST_BYTES_PER_PARAMETER = 1e6
 _TOO_LARGE = 1e30  # FLOP/s or bytes
+_FP32_BYTES = 4  # of a number in 32 bits
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class Gpu:
     memory_bytes: float = 0.0  # 0: no limit is known
     #: Bits/s to the other GPUs of the node (NVLink), each way. 0: not known; that traffic then costs nothing.
     link_bps: float = 0.0
+    has_bfloat16: bool = True  # whether it computes in bfloat16; else in float16 and float32 only
 
     def __post_init__(self) -> None:
         if not 0 < self.flops < _TOO_LARGE:
@@ -665,10 +668,10 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
             model.gpu,
         )
         numbers: dict[str, Any] = {}
-        for item in fields(Gpu):
-            candidates = [getattr(source, item.name, 0.0) for source in sources]
-            numbers[item.name] = next(filter(None, candidates), 0.0)  # 0: the source lacks it
-        gpus[cluster.name] = Gpu(**numbers)
+        for name in ("flops", "memory_bytes", "link_bps"):
+            candidates = [getattr(source, name, 0.0) for source in sources]
+            numbers[name] = next(filter(None, candidates), 0.0)  # 0: the source lacks it
+        gpus[cluster.name] = Gpu(**numbers, has_bfloat16=has_bfloat16(cluster.gpu))
     return replace(model, gpus=gpus)
 
 
@@ -726,6 +729,20 @@ class Memory:
     def terms(self) -> dict[str, float]:
         """Return the bytes by the name of their purpose."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+def precision_of(model: Model) -> str:
+    """Return the number format of the model's weights: "fp32", "fp16" or "bf16".
+
+    If only their width is known, 16 bits are bfloat16. They are float16 if some GPU has no bfloat16,
+    whatever the model says.
+    """
+    gpus = model.gpus.values() or (model.gpu,)
+    default = "fp32" if model.activation_width == _FP32_BYTES else "bf16"
+    precision = model.precision or default
+    if precision == "bf16" and not all(gpu.has_bfloat16 for gpu in gpus):
+        return "fp16"
+    return precision
 
 
 def accepts(model: Model, mode: Mode) -> bool:

@@ -31,8 +31,8 @@ ROWS = [
     (("fp16", "fp32", "", 0, PIPELINE), REFUSED, None),
     (("fp16", "", "", 1, PIPELINE), "ZeRO", StateBytes(2, 2, 12, OPTIMIZER)),
     (("fp16", "fp32", "", 1, NO_PIPELINE), "ZeRO", StateBytes(2, 6, 12, OPTIMIZER)),
-    (("fp16", "", "", 2, NO_PIPELINE), "ZeRO", StateBytes(2, 2, 12, GRADIENTS)),
-    (("fp16", "fp32", "", 2, NO_PIPELINE), "ZeRO", StateBytes(2, 4, 12, GRADIENTS)),
+    (("fp16", "", "", 2, NO_PIPELINE), "ZeRO", StateBytes(2, 4, 12, GRADIENTS)),
+    (("fp16", "fp32", "", 2, NO_PIPELINE), "ZeRO", StateBytes(2, 6, 12, GRADIENTS)),
     (("fp16", "", "", 2, PIPELINE), REFUSED, None),
     (("fp16", "", "", 3, NO_PIPELINE), "ZeRO", StateBytes(2, 2, 12, ALL)),
     (("fp16", "", "", 3, PIPELINE), REFUSED, None),
@@ -46,7 +46,7 @@ ROWS = [
     (("bf16", "fp32", "", 1, NO_PIPELINE), "BF16_Optimizer", StateBytes(2, 6, 12, OPTIMIZER)),
     (("bf16", "fp32", "cpu", 1, PIPELINE), "ZeRO", StateBytes(2, 6, 0, OPTIMIZER)),
     (("bf16", "fp32", "nvme", 1, PIPELINE), "BF16_Optimizer", StateBytes(2, 6, 12, OPTIMIZER)),
-    (("bf16", "fp32", "", 2, NO_PIPELINE), "ZeRO", StateBytes(2, 4, 12, GRADIENTS)),
+    (("bf16", "fp32", "", 2, NO_PIPELINE), "ZeRO", StateBytes(2, 6, 12, GRADIENTS)),
     (("bf16", "", "", 3, NO_PIPELINE), "ZeRO", StateBytes(2, 2, 12, ALL)),
 ]
 SHARDED_FP32_SUMS = ("BF16_Optimizer", StateBytes(2, 6, 12, OPTIMIZER))
