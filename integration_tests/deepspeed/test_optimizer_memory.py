@@ -1,4 +1,4 @@
-"""Tests that the installed DeepSpeed keeps the bytes per parameter that patches/deepspeed/optimizers.py predicts.
+"""Tests that DeepSpeed keeps as many bytes per parameter as patches/deepspeed/optimizers.py predicts.
 
 Two data-parallel ranks on CPUs train a model of wide linear layers, whose activations are small. At the end
 of a backward pass, each rank adds up the memory of all its tensors.
