@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.model import Model, state_of
-from holmes_ext.plan.cost.training_state import Mode
+from holmes_ext.plan.cost.model import Mode, Model, state_of
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 
 _ZERO_STAGES = 4  # 0 to 3

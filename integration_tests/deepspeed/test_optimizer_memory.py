@@ -14,7 +14,7 @@ from carriers import gloo_only
 from ranks import run_cases
 
 from holmes_ext.patches.deepspeed.optimizers import TrainingTypes, optimizer_of, release
-from holmes_ext.plan.cost.training_state import Mode
+from holmes_ext.plan.cost.model import Mode
 
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")

@@ -37,7 +37,7 @@ from packaging.version import Version
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import UNKNOWN, installed_version, release_of
-from holmes_ext.plan.cost.training_state import Mode, StateBytes, sharded_by
+from holmes_ext.plan.cost.model import Mode, StateBytes, sharded_by
 
 #: Newest release whose source was read. It is assumed where DeepSpeed is not installed.
 NEWEST_READ = "0.19.8"

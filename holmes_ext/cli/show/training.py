@@ -21,9 +21,8 @@ from holmes_ext.patches import features
 from holmes_ext.patches.engine.registry import disabled_features
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
 from holmes_ext.patches.traits import engine_of
-from holmes_ext.plan.cost.model import Model, load_model, on_clusters
-from holmes_ext.plan.cost.number_formats import lines_about_bfloat16
-from holmes_ext.plan.cost.training_state import Mode
+from holmes_ext.plan.cost.model import Mode, Model, load_model, on_clusters
+from holmes_ext.plan.cost.number_formats import lines_about_bfloat16, with_number_formats
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.shape import with_mode, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
@@ -104,7 +103,7 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
             *lines_about_bfloat16(model.precision, spec),
             *lines,
         ]
-        model = on_clusters(model, spec)  # with the GPU of each cluster
+        model = with_number_formats(on_clusters(model, spec), spec)  # with the GPU of each cluster
     sizes = _sizes_of_job(args, command_line)  # sizes in options win over those in the command
     if sizes and command_line.sizes and sizes.pipeline != command_line.sizes.pipeline:
         # Options give another number of stages than the command. Its layers of each stage, and its

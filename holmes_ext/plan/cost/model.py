@@ -35,8 +35,10 @@ Special cases:
 
 Memory is the largest amount that a rank of a pipeline stage holds at any time:
 
-    weights, gradients, optimizer   ZeRO 1 divides the optimizer's part by the data-parallel size, ZeRO 2 the
-                                    gradients too, ZeRO 3 all of it
+    weights, gradients, optimizer   With Adam in 16 bits 2, 2 to 6, and 12 bytes a parameter. ZeRO 1 divides
+                                    the optimizer's part by the data-parallel size, ZeRO 2 the gradients
+                                    too, ZeRO 3 all of it. Engines differ: DeepSpeed's BF16_Optimizer divides
+                                    the optimizer's part at ZeRO 0 (patches/deepspeed/optimizers.py)
     activations                     bytes that each layer keeps per micro-batch x micro-batches in flight
     working                         activations of the layer that is recomputed at the moment, logits and
                                     their gradient, and gradient buckets of separate memory (plan/buckets.py)
@@ -56,8 +58,6 @@ from typing import Any, NamedTuple
 from holmes_ext.cluster.spec import SiteSpec, accelerator_of
 from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.number_formats import has_bfloat16
-from holmes_ext.plan.cost.training_state import Mode, StateBytes, sharded_by
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import Workload
 
@@ -69,6 +69,54 @@ _MOST_ELEMENTS = 10**12
 _MOST_BYTES_PER_PARAMETER = 1e6
 _TOO_LARGE = 1e30  # FLOP/s or bytes
 _FP32_BYTES = 4  # of a number in 32 bits
+
+
+#: Parts of the training state, in the order in which ZeRO stages 1, 2 and 3 shard them.
+ZERO_ORDER = ("optimizer", "gradients", "weights")
+
+
+class Mode(NamedTuple):
+    """ZeRO stage of a job, and whether it has pipeline parallelism: an engine may treat both differently."""
+
+    zero: int
+    has_pipeline: bool
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of GPU memory for one parameter, by part of the training state.
+
+    Offloaded parts are on the host, and have 0 bytes here.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    #: Parts that are divided among the data-parallel ranks, out of ZERO_ORDER.
+    sharded: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """Return the bytes of all parts, without sharding."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def sharded_bytes(self) -> float:
+        """Return the bytes of the sharded parts, before the division."""
+        return sum(self.bytes_of(part) for part in self.sharded)
+
+    def bytes_of(self, part: str) -> float:
+        """Return the bytes of one part: "weights", "gradients" or "optimizer"."""
+        part_bytes: float = getattr(self, part)
+        return part_bytes
+
+
+def sharded_by(zero: int) -> tuple[str, ...]:
+    """Return the parts of the training state that a ZeRO stage shards.
+
+    For example "optimizer" and "gradients" for stage 2.
+    """
+    return ZERO_ORDER[:zero]
 
 
 @dataclass(frozen=True)
@@ -671,7 +719,7 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
         for name in ("flops", "memory_bytes", "link_bps"):
             candidates = [getattr(source, name, 0.0) for source in sources]
             numbers[name] = next(filter(None, candidates), 0.0)  # 0: the source lacks it
-        gpus[cluster.name] = Gpu(**numbers, has_bfloat16=has_bfloat16(cluster.gpu))
+        gpus[cluster.name] = Gpu(**numbers)
     return replace(model, gpus=gpus)
 
 

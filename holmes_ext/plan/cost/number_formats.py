@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.plan.cost.model import Model
 
 #: Names of GPUs without bfloat16: Kepler to Turing of NVIDIA, and AMD's before the MI100.
 _WITHOUT_BFLOAT16 = re.compile(
@@ -44,3 +46,17 @@ def lines_about_bfloat16(precision: str, spec: SiteSpec) -> Iterator[str]:
                 f"not possible: bf16 on gpu {cluster.gpu!r} of cluster {cluster.name}, which has no "
                 "bfloat16; use fp16 (--fp16, or fp16 in ds_config)"
             )
+
+
+def with_number_formats(model: Model, spec: SiteSpec) -> Model:
+    """Return the model with the GPUs of each cluster, of which those without bfloat16 are marked.
+
+    Args:
+        model: The model, with the speed and memory of each cluster's GPUs.
+        spec: The clusters, with the names of their GPUs.
+    """
+    gpus = {}
+    for cluster in spec.clusters:
+        gpu = model.gpu_of(cluster.name)
+        gpus[cluster.name] = replace(gpu, has_bfloat16=has_bfloat16(cluster.gpu))
+    return replace(model, gpus=gpus)

@@ -26,9 +26,8 @@ from itertools import product
 from typing import Any, TypeVar
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.model import RECOMPUTE, Model, accepts
+from holmes_ext.plan.cost.model import RECOMPUTE, Mode, Model, accepts
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.training_state import Mode
 from holmes_ext.plan.engine import REDUCTIONS
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, divisors

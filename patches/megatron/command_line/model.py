@@ -22,8 +22,7 @@ from holmes_ext.patches.deepspeed.optimizers import (
     release,
     state_of_mode,
 )
-from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.training_state import Mode
+from holmes_ext.plan.cost.model import Mode, Model
 
 #: Setting -> its flag, for settings without which there is no model.
 REQUIRED_FLAGS = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holmes_ext.patches.megatron.command_line.describe import CommandLine
-from holmes_ext.plan.cost.model import accepts
-from holmes_ext.plan.cost.training_state import Mode
+from holmes_ext.plan.cost.model import Mode, accepts
 from holmes_ext.plan.sizes import Sizes, divisors
 
 

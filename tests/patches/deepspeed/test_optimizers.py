@@ -11,7 +11,7 @@ import pytest
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed import optimizers
 from holmes_ext.patches.deepspeed.optimizers import TrainingTypes, optimizer_of, state_of_mode
-from holmes_ext.plan.cost.training_state import Mode, StateBytes
+from holmes_ext.plan.cost.model import Mode, StateBytes
 
 OLDEST, NEWEST = "0.14.4", "0.19.8"
 PIPELINE, NO_PIPELINE = True, False

@@ -13,8 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from holmes_ext.plan.cost.model import Model, in_flight, stage_memory, working_bytes
-from holmes_ext.plan.cost.training_state import Mode
+from holmes_ext.plan.cost.model import Mode, Model, in_flight, stage_memory, working_bytes
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
