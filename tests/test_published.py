@@ -92,7 +92,7 @@ PARAMETERS = [
     ),
 ]
 #: Part of nvidia-smi's reading that the predicted memory must explain at least. The reading has the CUDA
-#: context (1.6 GiB in the same source), NCCL's buffers, DeepSpeed's flattened buckets and what torch's
+#: context (1.5 GiB in the same source), NCCL's buffers, DeepSpeed's flattened buckets and what torch's
 #: allocator keeps for later, too. A prediction above the reading would refuse jobs that run.
 LEAST_EXPLAINED = 0.7
 
