@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from clusters import spec as clusters_spec
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
@@ -34,13 +35,23 @@ RELEASES = ("0.14.4", "0.18.4", "0.19.8")
 class Job:
     """A job of tests/inputs, with its clusters and the layout of its command line."""
 
-    def __init__(self, folder, ds_config=None):
-        """Read the job, with another ds_config than its own if a path is given."""
+    def __init__(self, folder, ds_config=None, flags="", gpus=0):
+        """Read the job.
+
+        Args:
+            folder: Folder of tests/inputs.
+            ds_config: Path of another ds_config than the job's own.
+            flags: Flags that follow those of the job.
+            gpus: Number of GPUs, on one cluster in place of the job's own.
+        """
         own_clusters = INPUTS / folder / "cluster.toml"
         clusters = own_clusters if own_clusters.exists() else INPUTS / "two.toml"
         words = (INPUTS / folder / "command").read_text().split()
         words[words.index("ds.json")] = str(ds_config or INPUTS / folder / "ds.json")
+        words += flags.split()
         self.spec = load_spec(clusters)
+        if gpus:
+            self.spec = clusters_spec(f"c ib 800Gb/s n[1-{gpus // 8}] processes=8 gpu=A100")
         self.site = site_from_spec(self.spec)
         self.command_line = describe(words)
         self.sizes = self.command_line.sizes.complete(self.site.world_size, 8)
@@ -189,6 +200,16 @@ def test_experts_have_no_pipeline_and_their_sizes_are_searched():
     assert {shape.zero for shape in job.shapes} == {0, 1, 2}
     assert {shape.expert for shape in job.shapes} == {1, 2, 4, 8, 16, 32}
     assert job.layout.shape in job.shapes
+
+
+def test_expert_sizes_divide_the_experts_of_each_layer(tmp_path):
+    """Layers of 32 and of 64 experts (PR-MoE) count as 48 each, but 3 divides neither."""
+    config = tmp_path / "ds.json"  # 480 sequences are a multiple of 24 data-parallel ranks
+    config.write_text('{"train_batch_size": 480, "train_micro_batch_size_per_gpu": 4}')
+    flags = "--num-experts 32 32 32 32 32 32 64 64 64 64 64 64 --moe-expert-parallel-size 1"
+    job = Job("moe_pipeline", config, flags, gpus=24)
+    assert job.result.model.experts == 48
+    assert {shape.expert for shape in job.shapes} == {1, 2, 4, 8}
 
 
 def test_a_pipeline_of_experts_cannot_be_limited_to():

@@ -273,6 +273,9 @@ class Model:
     #: ZeRO stage, and whether there is a pipeline -> bytes per parameter. Modes that the engine refuses
     #: are missing. {}: every stage shards what ZeRO's paper says, out of state_bytes + sharded_bytes.
     state_of_mode: dict[Mode, StateBytes] = field(default_factory=dict)
+    #: Number that expert-parallel sizes must divide, if blocks have different numbers of experts: their
+    #: greatest common divisor. 0: `experts`.
+    expert_divisor: int = 0
     #: "fp32", "fp16" or "bf16"; "" if only activation_width is known.
     precision: str = ""
     source: str = "model"  # file that the model was read from, for messages

@@ -231,7 +231,7 @@ def _inner_shapes(
             of the model in each. Otherwise 1, as replicas would differ in size.
     """
     pipeline, _, context = sizes
-    experts = model.experts or 1
+    experts = model.expert_divisor or model.experts or 1
     expert_sizes = limits.of("expert", divisors(data * context) if model.experts else [1])
     has_pipeline = pipeline > 1
     zero_stages = [

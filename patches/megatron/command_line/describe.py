@@ -38,6 +38,7 @@ STEP_SETTINGS = (
     "global_batch",
     "recompute",
     "sequence_parallel",
+    "precision",
 )
 MAX_ZERO_STAGE = 3
 #: A layout is not expanded beyond this number of letters, so that a short text cannot fill the memory.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from math import ceil
+from math import ceil, gcd
 from typing import Any
 
 from holmes_ext.errors import HolmesError
@@ -346,6 +346,7 @@ def _expert_fields(
         "experts": experts,
         "experts_per_token": min(experts, settings.get("experts_per_token", default_per_token)),
         "expert_layers": expert_layers,
+        "expert_divisor": gcd(*counts) if len(set(counts)) > 1 else 0,
     }
     if settings.get("residual"):  # DeepSpeed's --mlp-type residual
         # Width of an MLP that all tokens use, beside the experts.
