@@ -17,10 +17,11 @@ from holmes_ext.patches.megatron.command_line import model as command_line_model
 from holmes_ext.patches.megatron.command_line.describe import describe
 from holmes_ext.patches.megatron.command_line.refusals import refusals
 from holmes_ext.patches.traits import engine_of
-from holmes_ext.plan.cost.model import Gpu, on_clusters, precision_of
+from holmes_ext.plan.cost.model import Gpu, Mode, StateBytes, on_clusters, precision_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.number_formats import has_bfloat16, lines_about_bfloat16
 from holmes_ext.plan.shape import shape_of
+from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.launch_flags import launches, limited
 from holmes_ext.planner.search.as_plan import layout_candidate
 from holmes_ext.planner.search.result import SearchResult
@@ -158,6 +159,20 @@ def test_offload_at_zero_0_is_refused(tmp_path):
     assert (
         "offload_optimizer needs ZeRO 1, 2 or 3" in line and "set zero_optimization.stage" in line
     )
+
+
+def test_megatron_lms_offload_needs_its_distributed_optimizer():
+    flags = (
+        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --micro-batch-size 1 "
+        "--global-batch-size 64 --vocab-size 50257 --bf16 --optimizer-cpu-offload"
+    )
+    for more, is_refused in (("", True), ("--use-distributed-optimizer", False)):
+        command_line = describe(f"{flags} {more}".split())
+        lines = [*refusals(command_line, Sizes(data=32), world=32)]
+        assert bool(lines) is is_refused
+        assert Mode(0, has_pipeline=False) not in command_line.model.state_of_mode
+    state = command_line.model.state_of_mode[Mode(1, has_pipeline=True)]
+    assert state == StateBytes(weights=2, gradients=4, optimizer=0, sharded=("optimizer",))
 
 
 def test_states_are_on_the_gpu_without_offload():

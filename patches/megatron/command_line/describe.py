@@ -112,14 +112,13 @@ def describe(argv: Sequence[str]) -> CommandLine:
     refused = ""
     if framework:
         # Imported here, because most jobs of other frameworks describe no model.
-        from holmes_ext.patches.megatron.command_line.model import model_of, refusal_by_deepspeed
+        from holmes_ext.patches.megatron.command_line.model import model_of, refusal_by_framework
 
         try:
             model = model_of(settings, zero_stage, is_deepspeed, assumed)
         except HolmesError as error:
             trouble = str(error)
-        if is_deepspeed:
-            refused = refusal_by_deepspeed(settings, zero_stage)
+        refused = refusal_by_framework(settings, zero_stage, is_deepspeed)
     layers = model.layers if model is not None else 0
     split = _split_of_layers(settings, layers, pipeline_size, assumed)
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
 from math import ceil, gcd
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.optimizers import (
-    NEWEST_READ,
     WIDTHS,
     TrainingTypes,
     optimizer_of,
     release,
     state_of_mode,
 )
-from holmes_ext.plan.cost.model import Mode, Model
+from holmes_ext.patches.engine.patch import installed_version
+from holmes_ext.plan.cost.model import Mode, Model, StateBytes, sharded_by
 
 #: Setting -> its flag, for settings without which there is no model.
 REQUIRED_FLAGS = {
@@ -216,12 +218,21 @@ def _byte_fields(settings: Mapping[str, Any], zero_stage: int) -> dict[str, Any]
         float(weight_bytes),
     ]
     sharded_bytes = sum(bytes_in_zero_order[:zero_stage])
-    return {
+    fields: dict[str, Any] = {
         "activation_width": weight_bytes,
         "gradient_width": sent_gradient_bytes,
         "state_bytes": sum(bytes_in_zero_order) - sharded_bytes,
         "sharded_bytes": sharded_bytes,
     }
+    if settings.get("offloaded"):
+        optimizer, gradients, weights = bytes_in_zero_order
+        state = StateBytes(weights, gradients, optimizer)
+        # Without ZeRO 0: see refusal_by_framework.
+        fields["state_of_mode"] = {
+            Mode(zero, has_pipeline): replace(state, sharded=sharded_by(zero))
+            for zero, has_pipeline in product((1, 2, 3), (False, True))
+        }
+    return fields
 
 
 def _deepspeed_byte_fields(
@@ -242,13 +253,11 @@ def _deepspeed_byte_fields(
     states = state_of_mode(types, version)
     mode = _mode_of(settings, zero_stage)
     # If DeepSpeed refuses the job's own mode, the job's numbers are those of another stage. They do not
-    # count, because `refusal_by_deepspeed` ends the planning of this layout.
+    # count, because `refusal_by_framework` ends the planning of this layout.
     state = states.get(mode) or next(iter(states.values()))
     if types.precision == "bf16":
-        assumed.append(
-            f"DeepSpeed {version}, the release that is installed here (else {NEWEST_READ}): releases "
-            "differ in what they keep in bf16"
-        )
+        origin = "installed here" if installed_version("deepspeed") else "none is installed here"
+        assumed.append(f"DeepSpeed {version} ({origin}): releases differ in what they keep in bf16")
     weight_bytes = WIDTHS[types.precision]
     return {
         "activation_width": weight_bytes,
@@ -259,12 +268,20 @@ def _deepspeed_byte_fields(
     }
 
 
-def refusal_by_deepspeed(settings: Mapping[str, Any], zero_stage: int) -> str:
-    """Return why DeepSpeed refuses the precision, ZeRO stage and offload of a job; "" if it accepts them."""
-    try:
-        optimizer_of(_deepspeed_types(settings), _mode_of(settings, zero_stage), release())
-    except HolmesError as error:
-        return str(error)
+def refusal_by_framework(settings: Mapping[str, Any], zero_stage: int, is_deepspeed: bool) -> str:
+    """Return why the framework refuses a job's precision, ZeRO stage or offload; "" if it accepts them."""
+    if is_deepspeed:
+        try:
+            optimizer_of(_deepspeed_types(settings), _mode_of(settings, zero_stage), release())
+        except HolmesError as error:
+            return str(error)
+        return ""
+    if settings.get("offloaded") and zero_stage == 0:
+        # Megatron-LM offloads in its precision-aware optimizer, which is a distributed optimizer.
+        return (
+            "--optimizer-cpu-offload needs --use-precision-aware-optimizer and "
+            "--use-distributed-optimizer; add them, or remove it"
+        )
     return ""
 
 
