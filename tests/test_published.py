@@ -91,9 +91,9 @@ PARAMETERS = [
         "--moe-router-topk 8 --padded-vocab-size 151936",
     ),
 ]
-#: Part of nvidia-smi's reading that the predicted memory must explain at least. The reading has the CUDA
-#: context (1.5 GiB in the same source), NCCL's buffers, DeepSpeed's flattened buckets and what torch's
-#: allocator keeps for later, too. A prediction above the reading would refuse jobs that run.
+#: Part of nvidia-smi's reading that the predicted memory must explain at least. The reading also has the
+#: CUDA context, NCCL's buffers, and what torch's allocator keeps for later. A prediction above the reading
+#: would refuse jobs that run.
 LEAST_EXPLAINED = 0.7
 
 
