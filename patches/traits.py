@@ -6,7 +6,7 @@ The planner reads from the traits what the engine can do, e.g. whether it overla
 from collections.abc import Sequence
 
 from holmes_ext.patches.deepspeed import ds_config
-from holmes_ext.patches.deepspeed.features import DEEPSPEED
+from holmes_ext.patches.deepspeed.features import DEEPSPEED, MEGATRON_DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
 from holmes_ext.patches.torch.features import DDP, FSDP2, LOOP, TORCHTITAN
 from holmes_ext.plan.engine import ABILITIES, EngineTraits
@@ -15,7 +15,7 @@ from holmes_ext.plan.engine import ABILITIES, EngineTraits
 ENGINES: dict[str, EngineTraits] = {
     "megatron-lm": MEGATRON,
     "deepspeed": DEEPSPEED,
-    "megatron-deepspeed": DEEPSPEED,
+    "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "ddp": DDP,
     "fsdp2": FSDP2,
     "torch": LOOP,

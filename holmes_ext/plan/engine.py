@@ -66,6 +66,8 @@ class EngineTraits:
     resplits: bool = True  # whether its checkpoints load if stages have other layers
     #: Choice of a search (NAMES of planner/search/space.py) -> values that the engine can run.
     limits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
+    #: Further limits for models with experts (mixture of experts).
+    limits_with_experts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     #: ZeRO stages under which the engine itself reduces hierarchically, by flags that apply to all stages
     #: on as many clusters. None: holmes does it, stage by stage.
     hierarchical_zero: tuple[int, ...] | None = None
@@ -81,6 +83,16 @@ class EngineTraits:
             if ability not in ABILITIES:
                 known = ", ".join(ABILITIES)
                 raise HolmesError(f"engine {self.name}: features {ability!r} is none of {known}")
+
+    def limits_for(self, has_experts: bool) -> Mapping[str, tuple[Any, ...]]:
+        """Return the values of each choice of a search that the engine can run.
+
+        Args:
+            has_experts: Whether the model has experts (mixture of experts).
+        """
+        if has_experts:
+            return {**self.limits, **self.limits_with_experts}
+        return self.limits
 
     def can(self, ability: str, off: Collection[str] = ()) -> bool:
         """Return whether the engine has an ability, if the features in `off` are disabled."""

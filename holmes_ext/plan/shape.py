@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.model import Model, states
+from holmes_ext.plan.cost.model import Mode, Model, state_of
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 from holmes_ext.words import counted
 
@@ -36,37 +36,54 @@ class Shape:
         """Return the parallel sizes, with an order of the axes."""
         return Sizes(self.pipeline, self.tensor, self.context, self.expert, self.data, order)
 
+    @property
+    def mode(self) -> Mode:
+        """Return the ZeRO stage, and whether there is more than one pipeline stage."""
+        return Mode(self.zero, has_pipeline=self.pipeline > 1)
+
     def model(self, model: Model) -> Model:
         """Return `model` with this micro-batch, recomputation and ZeRO stage."""
         return replace(
-            with_zero(model, self.zero),
+            with_mode(model, self.mode),
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
             global_batch=0,
             recompute=self.recompute,
         )
 
+    def traffic_zero(self, model: Model) -> int:
+        """Return the ZeRO stage whose collectives the data-parallel ranks run.
+
+        It is the shape's own stage, except for engines that shard optimizer states at stage 0
+        (DeepSpeed's BF16_Optimizer): their ranks gather the updated weights, as at stage 1.
+        """
+        if self.zero == 0 and state_of(model, self.mode).sharded:
+            return 1
+        return self.zero
+
 
 def zero_of(model: Model) -> int:
     """Return the ZeRO stage whose sharded bytes are nearest to the model's sharded_bytes."""
-    return min(
-        range(_ZERO_STAGES),
-        key=lambda stage: abs(_sharded_bytes(model, stage) - model.sharded_bytes),
+
+    def distance(zero: int) -> float:
+        sharded_bytes = state_of(model, Mode(zero, has_pipeline=False)).sharded_bytes
+        return abs(sharded_bytes - model.sharded_bytes)
+
+    return min(range(_ZERO_STAGES), key=distance)
+
+
+def with_mode(model: Model, mode: Mode) -> Model:
+    """Return `model` with state_bytes and sharded_bytes as a ZeRO stage divides them.
+
+    Args:
+        mode: The ZeRO stage, and whether there is a pipeline.
+    """
+    state = state_of(model, mode)
+    return replace(
+        model,
+        state_bytes=state.total - state.sharded_bytes,
+        sharded_bytes=state.sharded_bytes,
     )
-
-
-def with_zero(model: Model, zero: int) -> Model:
-    """Return `model` with state_bytes and sharded_bytes as a ZeRO stage divides them."""
-    total = model.state_bytes + model.sharded_bytes
-    sharded = _sharded_bytes(model, zero)
-    return replace(model, state_bytes=total - sharded, sharded_bytes=sharded)
-
-
-def _sharded_bytes(model: Model, zero: int) -> float:
-    """Return the bytes per parameter that a ZeRO stage shards."""
-    bytes_of = states(model)
-    sharded = ("optimizer", "gradients", "weights")[:zero]
-    return sum(bytes_of[name] for name in sharded)
 
 
 def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int = 1) -> Shape:

@@ -9,20 +9,20 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.traits import ENGINES
-from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model import Model, precision_of
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.sizes import PIPELINES_FIRST
 from holmes_ext.planner.command_edit import CommandEdit
 from holmes_ext.planner.search.result import Candidate
 from holmes_ext.planner.search.space import Limits
 
-#: Bytes of a bfloat16 number.
-BF16_BYTES = 2
 #: ZeRO stage that shards the weights.
 ZERO_WEIGHTS = 3
 
 
-def limited(limits: Limits, engine: EngineTraits, framework: str) -> Limits:
+def limited(
+    limits: Limits, engine: EngineTraits, framework: str, has_experts: bool = False
+) -> Limits:
     """Return the values of each size that both the user and the framework allow.
 
     Some frameworks can reduce gradients hierarchically by themselves, on all stages or on none.
@@ -36,12 +36,13 @@ def limited(limits: Limits, engine: EngineTraits, framework: str) -> Limits:
         limits: Limits of the user on the search space.
         engine: Properties of the framework, with the values of each size that it allows.
         framework: Name of the framework, for the error message.
+        has_experts: Whether the model has experts (mixture of experts).
 
     Raises:
         HolmesError: No value of a size is allowed by both.
     """
     allowed = dict(limits.allowed)
-    for name, values in engine.limits.items():
+    for name, values in engine.limits_for(has_experts).items():
         # Without a limit of the user, all values of the framework are allowed.
         allowed[name] = tuple(
             value for value in limits.allowed.get(name, values) if value in values
@@ -115,6 +116,7 @@ def launches(
     ds_flags += ["--holmes-sizes", sizes, *overlap_flags]
     megatron_ds_flags = _megatron_deepspeed(candidate, model, global_batch)
     megatron_ds_flags += [*overlap_flags, *holmes]
+    megatron_ds_lacks = _unsupported(candidate, "megatron-deepspeed", bool(model.experts))
     return {
         "megatron-lm": Launch(
             (*lm_flags, *holmes),
@@ -122,7 +124,7 @@ def launches(
             environment=_megatron_lm_environment(candidate),
         ),
         "deepspeed": Launch(tuple(ds_flags), {**config, **pipeline_config}, lacks),
-        "megatron-deepspeed": Launch(tuple(megatron_ds_flags), config, lacks),
+        "megatron-deepspeed": Launch(tuple(megatron_ds_flags), config, megatron_ds_lacks),
         "ddp": Launch(tuple(holmes), lacks=_unsupported(candidate, "ddp")),
         "fsdp2": _fsdp2(candidate, holmes),
         "torch": Launch(
@@ -257,20 +259,22 @@ def _ds_config(candidate: Candidate, model: Model, global_batch: int) -> dict[st
         "gradient_accumulation_steps": shape.micro_batches,
         "zero_optimization": {"stage": shape.zero},
     }
-    if model.activation_width == BF16_BYTES:
-        config["bf16"] = {"enabled": True}
+    precision = precision_of(model)
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
     return config
 
 
-def _unsupported(candidate: Candidate, name: str) -> tuple[str, ...]:
+def _unsupported(candidate: Candidate, name: str, has_experts: bool = False) -> tuple[str, ...]:
     """Return the properties of a plan that a framework does not support.
 
     Args:
         name: Name of the framework in ENGINES.
+        has_experts: Whether the model has experts (mixture of experts).
     """
     shape = candidate.shape
     order = candidate.placement.sizes.order
-    limits = ENGINES[name].limits
+    limits = ENGINES[name].limits_for(has_experts)
     lacks = []
     # The sizes; a Shape has no attribute "order", which follows below.
     for axis, allowed in limits.items():
@@ -411,7 +415,11 @@ def _megatron_deepspeed(candidate: Candidate, model: Model, global_batch: int) -
     if shape.pipeline == 1:
         flags.append("--no-pipeline-parallel")
     if model.experts:
+        if not model.expert_divisor:  # all blocks have the same number of experts
+            flags += ["--num-experts", str(model.experts)]
         flags += ["--moe-expert-parallel-size", str(shape.expert)]
+    if model.experts and model.experts_per_token > 1:
+        flags += ["--topk", str(model.experts_per_token)]
     if shape.recompute == "full":
         flags += ["--checkpoint-activations", "--deepspeed-activation-checkpointing"]
     return flags

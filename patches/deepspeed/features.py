@@ -1,5 +1,6 @@
 """Lists what holmes changes in DeepSpeed, for which versions, and the options that switch each change on."""
 
+from dataclasses import replace
 from functools import partial
 
 from holmes_ext.patches.engine.patch import Feature
@@ -77,6 +78,14 @@ DEEPSPEED = EngineTraits(
         "recompute": ("none", "full"),
         "order": (DEFAULT_ORDER,),
     },
+)
+#: Megatron-DeepSpeed trains models with experts, too. Its scripts start these without a pipeline ("Currently
+#: MoE is not compatible with pipeline parallel", examples_deepspeed/MoE), and DeepSpeed refuses experts
+#: under ZeRO 3 ("MoE not supported with Stage 3").
+MEGATRON_DEEPSPEED = replace(
+    DEEPSPEED,
+    limits={name: values for name, values in DEEPSPEED.limits.items() if name != "expert"},
+    limits_with_experts={"pipeline": (1,), "zero": (0, 1, 2)},
 )
 
 #: Module of this package -> features whose patches it has. The module is imported if one of them is on.

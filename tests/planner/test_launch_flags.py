@@ -39,8 +39,8 @@ def searched(name, model, batch, limits, seconds=inf):
     return search(result, seconds, prove=False)
 
 
-def within(framework, allowed):
-    return limited(Limits(allowed), ENGINES[framework], framework)
+def within(framework, allowed, has_experts=False):
+    return limited(Limits(allowed), ENGINES[framework], framework, has_experts)
 
 
 #: Sites where gradients best cross, and some stages lie in two clusters.
@@ -54,7 +54,9 @@ def test_no_row_of_a_framework_is_one_that_it_cannot_start(framework):
         {"recompute": ("none",), "micro_batch": (1,)},
     )
     for name in SITES:
-        for one in searched(name, model, 48, within(framework, few), seconds=0.5).candidates:
+        for one in searched(
+            name, model, 48, within(framework, few, has_experts=True), seconds=0.5
+        ).candidates:
             launch = launches(one, model, 48, False, "c.toml", "plan.json")[framework]
             assert not launch.lacks, (name, one)
 

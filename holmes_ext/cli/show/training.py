@@ -23,10 +23,11 @@ from holmes_ext.patches import features
 from holmes_ext.patches.engine.registry import disabled_features
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
 from holmes_ext.patches.traits import engine_of
-from holmes_ext.plan.cost.model import Model, load_model, on_clusters
+from holmes_ext.plan.cost.model import Mode, Model, load_model, on_clusters
+from holmes_ext.plan.cost.number_formats import lines_about_bfloat16, with_number_formats
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.reached import with_kernel_flops
-from holmes_ext.plan.shape import with_zero, zero_of
+from holmes_ext.plan.shape import with_mode, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
 from holmes_ext.words import counted, some_of
 
@@ -118,9 +119,10 @@ def _training_of(
         lines = [
             *_line_about_assumed_speed(args, model, spec),
             *_lines_about_unknown_gpus(spec),
+            *lines_about_bfloat16(model.precision, spec),
             *lines,
         ]
-        model = on_clusters(model, spec)  # with the GPU of each cluster
+        model = with_number_formats(on_clusters(model, spec), spec)  # with the GPU of each cluster
     sizes = _sizes_of_job(args, command_line)  # sizes in options win over those in the command
     if model is not None:
         # Clusters of which cluster.toml gives the speed of whole steps.
@@ -130,6 +132,8 @@ def _training_of(
         # Options give another number of stages than the command. Its layers of each stage, and its
         # virtual chunks of a stage (parts of the model on one rank), fit only its own number.
         command_line = replace(command_line, stage_layers=(), virtual=1)
+        if model is not None and model.state_of_mode:
+            model = with_mode(model, Mode(command_line.zero, sizes.pipeline > 1))
     # Only flags of holmes are checked. Others belong to the script.
     for word in command_line.unknown:
         near = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
@@ -270,7 +274,7 @@ def _with_values_of_command(model: Model, values: dict[str, Any]) -> Model:
         values["micro_batches"] = 0
     elif "micro_batches" in values:
         values["global_batch"] = 0
-    return with_zero(replace(model, **values), zero)
+    return with_mode(replace(model, **values), Mode(zero, has_pipeline=False))
 
 
 def _command_of(words: list[str]) -> Command:

@@ -37,8 +37,10 @@ Special cases:
 
 Memory is the largest amount that a rank of a pipeline stage holds at any time:
 
-    weights, gradients, optimizer   ZeRO 1 divides the optimizer's part by the data-parallel size, ZeRO 2 the
-                                    gradients too, ZeRO 3 all of it
+    weights, gradients, optimizer   With Adam in 16 bits 2, 2 to 6, and 12 bytes a parameter. ZeRO 1 divides
+                                    the optimizer's part by the data-parallel size, ZeRO 2 the gradients
+                                    too, ZeRO 3 all of it. Engines differ: DeepSpeed's BF16_Optimizer divides
+                                    the optimizer's part at ZeRO 0 (patches/deepspeed/optimizers.py)
     activations                     bytes that each layer keeps per micro-batch x micro-batches in flight
     working                         activations of the layer that is recomputed at the moment, logits and
                                     their gradient, and gradient buckets of separate memory (plan/buckets.py)
@@ -69,8 +71,55 @@ _MOST_LAYERS = 100_000  # every plan holds the cost of each layer
 _MOST_ELEMENTS = 10**12
 _MOST_BYTES_PER_PARAMETER = 1e6
 _TOO_LARGE = 1e30  # FLOP/s or bytes
-#: ZeRO stage from which on each part of a rank's state is sharded.
-_ZERO_OPTIMIZER, _ZERO_GRADIENTS, _ZERO_WEIGHTS = 1, 2, 3
+_FP32_BYTES = 4  # of a number in 32 bits
+
+
+#: Parts of the training state, in the order in which ZeRO stages 1, 2 and 3 shard them.
+ZERO_ORDER = ("optimizer", "gradients", "weights")
+
+
+class Mode(NamedTuple):
+    """ZeRO stage of a job, and whether it has pipeline parallelism: an engine may treat both differently."""
+
+    zero: int
+    has_pipeline: bool
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of GPU memory for one parameter, by part of the training state.
+
+    Offloaded parts are on the host, and have 0 bytes here.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    #: Parts that are divided among the data-parallel ranks, out of ZERO_ORDER.
+    sharded: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """Return the bytes of all parts, without sharding."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def sharded_bytes(self) -> float:
+        """Return the bytes of the sharded parts, before the division."""
+        return sum(self.bytes_of(part) for part in self.sharded)
+
+    def bytes_of(self, part: str) -> float:
+        """Return the bytes of one part: "weights", "gradients" or "optimizer"."""
+        part_bytes: float = getattr(self, part)
+        return part_bytes
+
+
+def sharded_by(zero: int) -> tuple[str, ...]:
+    """Return the parts of the training state that a ZeRO stage shards.
+
+    For example "optimizer" and "gradients" for stage 2.
+    """
+    return ZERO_ORDER[:zero]
 
 
 @dataclass(frozen=True)
@@ -126,6 +175,7 @@ class Gpu:
     memory_bytes: float = 0.0  # 0: no limit is known
     #: Bits/s to the other GPUs of the node (NVLink), each way. 0: not known; that traffic then costs nothing.
     link_bps: float = 0.0
+    has_bfloat16: bool = True  # whether it computes in bfloat16; else in float16 and float32 only
 
     def __post_init__(self) -> None:
         if not 0 < self.flops < _TOO_LARGE:
@@ -239,6 +289,14 @@ class Model:
     vocabulary_multiple: int = 0
     gpu: Gpu = Gpu()
     gpus: dict[str, Gpu] = field(default_factory=dict)  # cluster -> its GPU, if it differs from gpu
+    #: ZeRO stage, and whether there is a pipeline -> bytes per parameter. Modes that the engine refuses
+    #: are missing. {}: every stage shards what ZeRO's paper says, out of state_bytes + sharded_bytes.
+    state_of_mode: dict[Mode, StateBytes] = field(default_factory=dict)
+    #: Number that expert-parallel sizes must divide, if blocks have different numbers of experts: their
+    #: greatest common divisor. 0: `experts`.
+    expert_divisor: int = 0
+    #: "fp32", "fp16" or "bf16"; "" if only activation_width is known.
+    precision: str = ""
     source: str = "model"  # file that the model was read from, for messages
 
     def __post_init__(self) -> None:
@@ -742,11 +800,11 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
             model.gpu,
         )
         numbers: dict[str, Any] = {}
-        for item in fields(Gpu):
-            candidates = [getattr(source, item.name, 0.0) for source in sources]
-            if item.name == "flops":
+        for name in ("flops", "memory_bytes", "link_bps"):
+            candidates = [getattr(source, name, 0.0) for source in sources]
+            if name == "flops":
                 candidates[0] = cluster.accelerator.any_flops
-            numbers[item.name] = next(filter(None, candidates), 0.0)  # 0: the source lacks it
+            numbers[name] = next(filter(None, candidates), 0.0)  # 0: the source lacks it
         gpus[cluster.name] = Gpu(**numbers)
     return replace(model, gpus=gpus)
 
@@ -807,15 +865,42 @@ class Memory:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def states(model: Model) -> dict[str, float]:
-    """Return the bytes per parameter for "weights", "gradients" and "optimizer", without sharding.
+def precision_of(model: Model) -> str:
+    """Return the number format of the model's weights: "fp32", "fp16" or "bf16".
 
-    Their sum is the model's state_bytes + sharded_bytes.
+    If only their width is known, 16 bits are bfloat16. They are float16 if some GPU has no bfloat16,
+    whatever the model says.
     """
+    gpus = model.gpus.values() or (model.gpu,)
+    default = "fp32" if model.activation_width == _FP32_BYTES else "bf16"
+    precision = model.precision or default
+    if precision == "bf16" and not all(gpu.has_bfloat16 for gpu in gpus):
+        return "fp16"
+    return precision
+
+
+def accepts(model: Model, mode: Mode) -> bool:
+    """Return whether the engine can train the model with this ZeRO stage, with or without a pipeline."""
+    return not model.state_of_mode or mode in model.state_of_mode
+
+
+def state_of(model: Model, mode: Mode) -> StateBytes:
+    """Return the bytes per parameter of weights, gradients and optimizer, and which of them are sharded.
+
+    If the engine gave no numbers for the mode, the parts are those of ZeRO's paper. They add up to the
+    model's state_bytes + sharded_bytes.
+    """
+    if mode in model.state_of_mode:
+        return model.state_of_mode[mode]
     total = model.state_bytes + model.sharded_bytes
     weights = min(float(model.activation_width), total)
     gradients = min(float(model.gradient_width), total - weights)
-    return {"weights": weights, "gradients": gradients, "optimizer": total - weights - gradients}
+    return StateBytes(
+        weights=weights,
+        gradients=gradients,
+        optimizer=total - weights - gradients,
+        sharded=sharded_by(mode.zero),
+    )
 
 
 def state_bytes(model: Model, layer: Layer, shards: int, expert_shards: int) -> float:
@@ -875,7 +960,7 @@ def working_bytes(model: Model, tensor: int = 1, context: int = 1, expert: int =
 def stage_memory(
     model: Model,
     layers: Sequence[Layer],
-    zero: int = 0,
+    mode: Mode = Mode(zero=0, has_pipeline=False),
     shards: int = 1,
     expert_shards: int = 0,
     in_flight: float = 1.0,
@@ -886,30 +971,27 @@ def stage_memory(
     Args:
         model: Model with the bytes per parameter.
         layers: Layers of the stage, out of model.costs().
-        zero: ZeRO stage, 0 to 3.
-        shards: Number of ranks that ZeRO divides dense parameters among.
+        mode: ZeRO stage, and whether there is a pipeline.
+        shards: Number of ranks that dense parameters are sharded over.
         expert_shards: The same for parameters of experts; 0: as many as `shards`.
         in_flight: Micro-batches whose activations the stage holds at the same time.
         working: Bytes of buffers that exist for a moment.
     """
     expert_parameters = sum(layer.expert_parameters for layer in layers)
     dense_parameters = sum(layer.parameters for layer in layers) - expert_parameters
-    bytes_per_parameter = states(model)
+    state = state_of(model, mode)
+    parameters = dense_parameters + expert_parameters
+    parameters_of_shard = dense_parameters / shards + expert_parameters / (expert_shards or shards)
 
-    def state_part(name: str, sharded_from: int) -> float:
-        """Return the bytes of one part of the state, which ZeRO stages >= sharded_from divide."""
-        if zero < sharded_from:
-            parameters = dense_parameters + expert_parameters
-        else:
-            dense_share = dense_parameters / shards
-            expert_share = expert_parameters / (expert_shards or shards)
-            parameters = dense_share + expert_share
-        return bytes_per_parameter[name] * parameters
+    def part_bytes(part: str) -> float:
+        """Return the bytes of one part of the state on the rank, which may have a shard of it only."""
+        held_parameters = parameters_of_shard if part in state.sharded else parameters
+        return state.bytes_of(part) * held_parameters
 
     return Memory(
-        weights=state_part("weights", sharded_from=_ZERO_WEIGHTS),
-        gradients=state_part("gradients", sharded_from=_ZERO_GRADIENTS),
-        optimizer=state_part("optimizer", sharded_from=_ZERO_OPTIMIZER),
+        weights=part_bytes("weights"),
+        gradients=part_bytes("gradients"),
+        optimizer=part_bytes("optimizer"),
         activations=in_flight * sum(layer.kept_bytes for layer in layers),
         working=working,
     )

@@ -247,7 +247,7 @@ class SearchResult:
         rules = replace(
             self.rules,
             reductions=tuple(reductions),
-            zero=shape.zero,
+            zero=shape.traffic_zero(self.model),
             virtual=shape.virtual,
             memory_bytes=self.limits.memory_bytes,
             same_reductions=hierarchical_zero is not None,  # all stages use the same reduction
@@ -258,7 +258,7 @@ class SearchResult:
         # value depends on; the model itself is not hashable, so its id stands for it.
         remember = self.network.remember
         key = (id(self.model), shape.micro_batch, shape.recompute)
-        model_key = (*key, shape.micro_batches, shape.zero)
+        model_key = (*key, shape.micro_batches, shape.mode)
         model = remember(model_key, lambda: shape.model(self.model))
         # The layers of a rank, which also depend on the sizes that divide a layer, and on whether
         # one stage has all layers.

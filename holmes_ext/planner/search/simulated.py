@@ -71,7 +71,7 @@ def execution_of(
         direct=result.rules.direct,
         reductions=tuple(reductions),
         compress=result.rules.compress,
-        zero=0 if is_all_reduce else shape.zero,
+        zero=0 if is_all_reduce else shape.traffic_zero(result.model),
         replicas="clusters" if "hybrid" in reductions else "",
         prefetch=result.rules.prefetch,
         cut=result.rules.slices,
@@ -186,7 +186,7 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
     expert_shards = max(1, shards // sizes.expert)
     kept = _kept_micro_batches(candidate, stage)
     return stage_memory(
-        result.model, layers_held, shape.zero, shards, expert_shards, kept, job.working_bytes
+        result.model, layers_held, shape.mode, shards, expert_shards, kept, job.working_bytes
     )
 
 

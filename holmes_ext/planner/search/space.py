@@ -11,8 +11,9 @@ A shape must divide its job: in each row, the left number must be a multiple of 
     experts               expert
     data x context        expert
 
-Groups of ranks fill nodes evenly. ZeRO 2 and 3 need a single pipeline stage (DeepSpeed's rule). The
-user can limit the values of each size (--limit).
+Groups of ranks fill nodes evenly. ZeRO 2 and 3 need a single pipeline stage (DeepSpeed's rule), and
+each ZeRO stage must be one that the engine accepts for the model. The user can limit the values of
+each size (--limit).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.model import RECOMPUTE, Model
+from holmes_ext.plan.cost.model import RECOMPUTE, Mode, Model, accepts
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import REDUCTIONS
 from holmes_ext.plan.shape import Shape
@@ -243,9 +244,14 @@ def _inner_shapes(
             of the model in each. Otherwise 1, as replicas would differ in size.
     """
     pipeline, _, context = sizes
-    experts = model.experts or 1
+    experts = model.expert_divisor or model.experts or 1
     expert_sizes = limits.of("expert", divisors(data * context) if model.experts else [1])
-    zero_stages = limits.of("zero", (0, 1) if pipeline > 1 else ZERO_STAGES)
+    has_pipeline = pipeline > 1
+    zero_stages = [
+        zero
+        for zero in limits.of("zero", (0, 1) if has_pipeline else ZERO_STAGES)
+        if accepts(model, Mode(zero, has_pipeline))
+    ]
     micro_batches_allowed = limits.allowed.get("micro_batch", MICRO_BATCHES)
     for expert, micro_batch in product(expert_sizes, micro_batches_allowed):
         count = sequences // micro_batch  # micro-batches of a step

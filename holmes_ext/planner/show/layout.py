@@ -81,7 +81,9 @@ def limits_of(args: argparse.Namespace, job: Training) -> Limits:
     """Return the limits of the search: those of --limit and those of the framework, if one is named."""
     limits = parse_limits(args.limit)
     framework = args.framework or framework_of_command(args, job)
-    return limited(limits, job.engine, framework) if framework else limits
+    if not framework:
+        return limits
+    return limited(limits, job.engine, framework, has_experts=bool(job.known_model.experts))
 
 
 def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:

@@ -39,6 +39,7 @@ STEP_SETTINGS = (
     "global_batch",
     "recompute",
     "sequence_parallel",
+    "precision",
 )
 MAX_ZERO_STAGE = 3
 #: A layout is not expanded beyond this number of letters, so that a short text cannot fill the memory.
@@ -56,6 +57,8 @@ class CommandLine:
     model: Model | None = None
     #: Why the flags of a model do not make a complete one; "" if they do, or there are none.
     trouble: str = ""
+    #: Why the framework refuses the precision, ZeRO stage and offload; "" if it accepts them.
+    refused: str = ""
     zero: int = 0  # ZeRO stage
     virtual: int = 1  # chunks of layers on each stage (interleaved schedule), or 1
     #: Stages whose gradient reduction the framework itself overlaps with the backward pass: "off" for none,
@@ -110,9 +113,10 @@ def describe(argv: Sequence[str]) -> CommandLine:
 
     model = None
     trouble = ""
+    refused = ""
     if framework:
         # Imported here, because most jobs of other frameworks describe no model.
-        from holmes_ext.patches.megatron.command_line.model import model_of
+        from holmes_ext.patches.megatron.command_line.model import model_of, refusal_by_framework
 
         try:
             model = model_of(
@@ -125,6 +129,7 @@ def describe(argv: Sequence[str]) -> CommandLine:
             )
         except HolmesError as error:
             trouble = str(error)
+        refused = refusal_by_framework(settings, zero_stage, is_deepspeed)
     layers = model.layers if model is not None else 0
     split = _split_of_layers(settings, layers, pipeline_size, assumed)
 
@@ -136,6 +141,7 @@ def describe(argv: Sequence[str]) -> CommandLine:
         sizes=_sizes_of(settings),
         model=model,
         trouble=trouble,
+        refused=refused,
         zero=zero_stage,
         virtual=split.virtual,
         overlap=_overlapping_stages(settings, is_deepspeed, pipeline_size),

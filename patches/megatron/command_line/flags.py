@@ -27,6 +27,16 @@ from typing import Any, NamedTuple
 
 #: Name of a number format -> bytes of one element.
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+#: Names of a number format in DeepSpeed's data_types (DtypeEnum of its runtime/config.py) -> its short name.
+_PRECISIONS = {
+    alias: name
+    for name, aliases in {
+        "fp32": "fp32 float32 float torch.float32",
+        "fp16": "fp16 float16 half torch.float16",
+        "bf16": "bf16 bfloat16 torch.bfloat16",
+    }.items()
+    for alias in aliases.split()
+}
 
 
 class SettingRule(NamedTuple):
@@ -192,17 +202,17 @@ SETTING_OF_KEY = _table(
     ("micro_batches", int, "gradient_accumulation_steps"),
     ("precision", {True: "bf16"}, "bf16.enabled", "bfloat16.enabled"),
     ("precision", {True: "fp16"}, "fp16.enabled"),
-    ("gradient_width", _WIDTHS, "communication_data_type"),
-    ("main_gradient_width", _WIDTHS | {"float32": 4}, "data_types.grad_accum_dtype"),
+    ("communication_width", _WIDTHS, "communication_data_type"),
+    ("sums", _PRECISIONS, "data_types.grad_accum_dtype"),
     ("optimizer", str, "optimizer.type"),
     ("zero", int, "zero_optimization.stage"),
     ("overlap", {True: True, False: False}, "zero_optimization.overlap_comm"),
     (
-        "offloaded",
-        {"cpu": 1.0, "nvme": 1.0, "none": 0.0},
+        "offload",
+        {"cpu": "cpu", "nvme": "nvme", "none": ""},
         "zero_optimization.offload_optimizer.device",
     ),
-    ("offloaded", {True: 1.0}, "zero_optimization.cpu_offload"),
+    ("offload", {True: "cpu"}, "zero_optimization.cpu_offload"),
     ("pipeline", int, "pipeline.stages"),
     ("checkpoint_interval", int, "pipeline.activation_checkpoint_interval"),
     ("tensor", int, "tensor_parallel.autotp_size"),

@@ -9,9 +9,20 @@ line for the user.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import gcd
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed.optimizers import (
+    WIDTHS,
+    TrainingTypes,
+    optimizer_of,
+    release,
+    state_of_mode,
+)
+from holmes_ext.patches.engine.patch import installed_version
 from holmes_ext.patches.megatron.command_line.expert_layers import count_expert_layers
 from holmes_ext.patches.megatron.command_line.other_models import (
     refuse_other_models,
@@ -23,7 +34,7 @@ from holmes_ext.patches.megatron.command_line.vocabulary import (
     padding_fields,
     vocabulary_tokens,
 )
-from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model import Mode, Model, StateBytes, sharded_by
 
 #: Setting -> its flag, for settings without which there is no model.
 REQUIRED_FLAGS = {
@@ -107,7 +118,11 @@ def model_of(
     values["gated"] = settings.get("gated", False) or settings.get("geglu", False)
     values["positions"] = settings.get("positions", "learned")
     values |= _batch_fields(settings, assumed)
-    values |= _byte_fields(settings, zero_stage, is_deepspeed)
+    if is_deepspeed:
+        values |= _deepspeed_byte_fields(settings, zero_stage, assumed)
+    else:
+        values |= _byte_fields(settings, zero_stage)
+    values["precision"] = settings.get("precision", "fp32")
     has_experts = max(settings.get("experts", [0])) > 1
     if has_experts:
         values |= _expert_fields(settings, is_deepspeed, assumed)
@@ -193,27 +208,19 @@ def _is_attention_fused(
     return uses_transformer_engine
 
 
-def _byte_fields(
-    settings: Mapping[str, Any], zero_stage: int, is_deepspeed: bool
-) -> dict[str, Any]:
-    """Return the fields of Model that count bytes: of an activation, a gradient and a parameter's state.
+def _byte_fields(settings: Mapping[str, Any], zero_stage: int) -> dict[str, Any]:
+    """Return the fields of Model that count bytes under Megatron-LM: of activations, gradients and state.
 
-    The state of a parameter is its weight, its gradient and its share of the optimizer.
-
-    Sources of the defaults: Megatron-LM's arguments.py keeps and sends gradients in 32 bits with --bf16, and
-    in 16 bits with --fp16. DeepSpeed's engine.get_data_types uses the type of the model for both.
+    The state of a parameter is its weight, its gradient and its share of the optimizer. Megatron-LM's
+    arguments.py keeps and sends gradients in 32 bits with --bf16, and in 16 bits with --fp16.
 
     Args:
         settings: Name of a setting -> value.
         zero_stage: ZeRO stage, 0 to 3.
-        is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from
-            Megatron-LM's.
     """
     precision = settings.get("precision", "fp32")
-    weight_bytes = 4 if precision == "fp32" else 2
-    default_gradient_bytes = weight_bytes
-    if precision == "bf16" and not is_deepspeed:
-        default_gradient_bytes = 4
+    weight_bytes = WIDTHS[precision]
+    default_gradient_bytes = 4 if precision == "bf16" else weight_bytes
     # Two settings give bytes: "gradient_width" of a gradient as it is sent, "main_gradient_width"
     # of the sum that a rank keeps over the micro-batches. If only one is given, it holds for both.
     given_kept_bytes = settings.get("main_gradient_width")
@@ -231,16 +238,91 @@ def _byte_fields(
         float(weight_bytes),
     ]
     sharded_bytes = sum(bytes_in_zero_order[:zero_stage])
-    return {
+    fields: dict[str, Any] = {
         "activation_width": weight_bytes,
         "gradient_width": sent_gradient_bytes,
         "state_bytes": sum(bytes_in_zero_order) - sharded_bytes,
         "sharded_bytes": sharded_bytes,
     }
+    if settings.get("offloaded"):
+        optimizer, gradients, weights = bytes_in_zero_order
+        state = StateBytes(weights, gradients, optimizer)
+        # Without ZeRO 0: see refusal_by_framework.
+        fields["state_of_mode"] = {
+            Mode(zero, has_pipeline): replace(state, sharded=sharded_by(zero))
+            for zero, has_pipeline in product((1, 2, 3), (False, True))
+        }
+    return fields
+
+
+def _deepspeed_byte_fields(
+    settings: Mapping[str, Any], zero_stage: int, assumed: list[str]
+) -> dict[str, Any]:
+    """Return the fields of Model that count bytes under DeepSpeed: of activations, gradients and state.
+
+    What DeepSpeed keeps for a parameter depends on precision, ZeRO stage and pipeline, so the result has
+    a table of them. Gradients travel in the type of the weights unless communication_data_type is given.
+
+    Args:
+        settings: Name of a setting -> value.
+        zero_stage: ZeRO stage, 0 to 3.
+        assumed: Lines for the user; one is appended if releases of DeepSpeed differ for this job.
+    """
+    types = _deepspeed_types(settings)
+    version = release()
+    states = state_of_mode(types, version)
+    mode = _mode_of(settings, zero_stage)
+    # If DeepSpeed refuses the job's own mode, the job's numbers are those of another stage. They do not
+    # count, because `refusal_by_framework` ends the planning of this layout.
+    state = states.get(mode) or next(iter(states.values()))
+    if types.precision == "bf16":
+        origin = "installed here" if installed_version("deepspeed") else "none is installed here"
+        assumed.append(f"DeepSpeed {version} ({origin}): releases differ in what they keep in bf16")
+    weight_bytes = WIDTHS[types.precision]
+    return {
+        "activation_width": weight_bytes,
+        "gradient_width": settings.get("communication_width", weight_bytes),
+        "state_bytes": state.total - state.sharded_bytes,
+        "sharded_bytes": state.sharded_bytes,
+        "state_of_mode": states,
+    }
+
+
+def refusal_by_framework(settings: Mapping[str, Any], zero_stage: int, is_deepspeed: bool) -> str:
+    """Return why the framework refuses a job's precision, ZeRO stage or offload; "" if it accepts them."""
+    if is_deepspeed:
+        try:
+            optimizer_of(_deepspeed_types(settings), _mode_of(settings, zero_stage), release())
+        except HolmesError as error:
+            return str(error)
+        return ""
+    if settings.get("offloaded") and zero_stage == 0:
+        # Megatron-LM offloads in its precision-aware optimizer, which is a distributed optimizer.
+        return (
+            "--optimizer-cpu-offload needs --use-precision-aware-optimizer and "
+            "--use-distributed-optimizer; add them, or remove it"
+        )
+    return ""
+
+
+def _deepspeed_types(settings: Mapping[str, Any]) -> TrainingTypes:
+    """Return the number formats and the offload of a DeepSpeed job, which decide on its optimizer."""
+    # --cpu-optimizer, without a ds_config that says where the states are.
+    offload_by_flag = "cpu" if settings.get("offloaded") else ""
+    return TrainingTypes(
+        precision=settings.get("precision", "fp32"),
+        sums=settings.get("sums", ""),
+        offload=settings.get("offload", offload_by_flag),
+        moment_bytes=_moment_bytes(settings),
+    )
+
+
+def _mode_of(settings: Mapping[str, Any], zero_stage: int) -> Mode:
+    return Mode(zero_stage, has_pipeline=settings.get("pipeline", 1) > 1)
 
 
 def _optimizer_bytes(settings: Mapping[str, Any], precision: str) -> float:
-    """Return the bytes of GPU memory that the optimizer needs for one parameter.
+    """Return the bytes of GPU memory that Megatron-LM's optimizer needs for one parameter.
 
     They are the moments, and a copy of the weight in 32 bits if the model has 16. The part of the optimizer
     that is offloaded to the host does not count.
@@ -248,18 +330,22 @@ def _optimizer_bytes(settings: Mapping[str, Any], precision: str) -> float:
     Args:
         precision: Type of the weights: "fp32", "bf16" or "fp16".
     """
-    optimizer = settings.get("optimizer", "adam").lower()
-    moment_bytes = MOMENT_BYTES.get(optimizer, ADAM_MOMENT_BYTES)
-    if "first_moment_width" in settings or "second_moment_width" in settings:
-        first_moment_bytes = settings.get("first_moment_width", 4)
-        second_moment_bytes = settings.get("second_moment_width", 4)
-        moment_bytes = float(first_moment_bytes + second_moment_bytes)
     main_weight_bytes = 0.0
     if precision != "fp32":
         main_weight_bytes = float(settings.get("main_weight_width", 4))
     is_offloaded = settings.get("offloaded", 0.0)  # 1.0 or 0.0
     offloaded_share = min(1.0, is_offloaded * settings.get("offload_fraction", 1.0))
-    return (main_weight_bytes + moment_bytes) * (1 - offloaded_share)
+    return (main_weight_bytes + _moment_bytes(settings)) * (1 - offloaded_share)
+
+
+def _moment_bytes(settings: Mapping[str, Any]) -> float:
+    """Return the bytes of the moments that the optimizer keeps for one parameter."""
+    if "first_moment_width" in settings or "second_moment_width" in settings:
+        first_moment_bytes = settings.get("first_moment_width", 4)
+        second_moment_bytes = settings.get("second_moment_width", 4)
+        return float(first_moment_bytes + second_moment_bytes)
+    optimizer = settings.get("optimizer", "adam").lower()
+    return MOMENT_BYTES.get(optimizer, ADAM_MOMENT_BYTES)
 
 
 def _expert_fields(
@@ -297,6 +383,7 @@ def _expert_fields(
         "experts": experts,
         "experts_per_token": min(experts, settings.get("experts_per_token", default_per_token)),
         "expert_layers": expert_layers,
+        "expert_divisor": gcd(*counts) if len(set(counts)) > 1 else 0,
     }
     if settings.get("residual"):  # DeepSpeed's --mlp-type residual
         # Width of an MLP that all tokens use, beside the experts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holmes_ext.patches.megatron.command_line.describe import CommandLine
+from holmes_ext.plan.cost.model import Mode, accepts
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes, divisors
 
@@ -12,10 +13,11 @@ from holmes_ext.plan.sizes import Sizes, divisors
 def refusals(
     command_line: CommandLine, sizes: Sizes, world: int, partitioned: bool = False
 ) -> Iterator[str]:
-    """Yield a message for each count of the model that the parallel sizes do not divide.
+    """Yield a message for each reason why the framework would refuse the job.
 
-    The counts are attention heads, query groups and layers. The framework would refuse such sizes.
-    Each message is for the user, and names the nearest valid sizes.
+    A reason is a precision, ZeRO stage or offload that DeepSpeed does not accept, or a count of the
+    model that the parallel sizes do not divide. The counts are attention heads, query groups and
+    layers. Each message is for the user, and names a way out, such as the nearest valid sizes.
 
     Args:
         command_line: The job, with its model. If there is no model, nothing is yielded.
@@ -26,6 +28,8 @@ def refusals(
     model = command_line.model
     if model is None:
         return
+    if command_line.refused and not accepts(model, Mode(command_line.zero, sizes.pipeline > 1)):
+        yield command_line.refused
     tensor_flag = "--tensor-model-parallel-size"
     is_megatron_lm = command_line.framework == "megatron-lm"
     if is_megatron_lm and model.experts and sizes.tensor > 1 and not model.sequence_parallel:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from holmes_ext.plan.cost.model import Model, in_flight, stage_memory, working_bytes
+from holmes_ext.plan.cost.model import Mode, Model, in_flight, stage_memory, working_bytes
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -221,7 +221,7 @@ def test_states(zero, shards):
     def size(tensors):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    found = stage_memory(model, model.costs(), zero, shards)
+    found = stage_memory(model, model.costs(), Mode(zero, has_pipeline=False), shards)
     assert found.weights == pytest.approx(size(stage.parameters()), rel=1e-3)
     assert found.gradients == pytest.approx(
         size(parameter.grad for parameter in stage.parameters()), rel=1e-3
