@@ -256,7 +256,8 @@ def _remarks_about(nic: Nic, findings: Sequence[Finding]) -> list[str]:
     remarks = [text for text in (nic.skipped, *problems) if text]
     kind = KINDS[nic.plugin_kind or nic.kind]
     if kind.plugin and not kind.verbs:
-        remarks.append(f"{kind.title}: NCCL needs a plugin")
+        effect = "NCCL needs a plugin" if nic.fast else "fast with a plugin of NCCL only"
+        remarks.append(f"{kind.title}: {effect}")
     if nic.rdma:
         remarks.append(f"net device of {nic.rdma}")
     if nic.members:

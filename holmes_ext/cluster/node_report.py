@@ -179,7 +179,8 @@ def _remark_on_unused_nics(node: Node, report: NodeReport) -> str:
         problem = f"{report.nccl.plugin} is for the network {report.nccl.network!r}"
     nics = f"{some_of(names)} ({some_of(dict.fromkeys(titles))})"
     return (
-        f"NCCL needs a network plugin for {nics}, and {problem}; groups of the node go over sockets"
+        f"NCCL needs a network plugin for {nics}, and {problem}; groups of the node go over its other "
+        "networks"
     )
 
 

@@ -187,8 +187,12 @@ def _check_plugin_nics(
         is_captured: Whether the NICs are those of another machine than this one.
     """
     nics_of_kind = grouped((nic.plugin_kind or nic.kind, nic) for nic in nics if nic.usable)
+    has_verbs = any(KINDS[kind].verbs for kind in nics_of_kind)
     for kind, group in nics_of_kind.items():
         if KINDS[kind].verbs or not KINDS[kind].plugin:
+            continue
+        # Machines of Google Cloud with RoCE have gVNIC for all but training.
+        if kind == "gvnic" and has_verbs:
             continue
         reason = nccl_of_node.plugin_problem or "no network plugin of NCCL is installed"
         if nccl_of_node.has_plugin:
@@ -205,7 +209,8 @@ def _check_plugin_nics(
         yield make(
             some_of(nic.name for nic in group),
             what=f"{KINDS[kind].title}: NCCL needs a network plugin for these NICs, and {reason}",
-            why="all NCCL groups of this node go over TCP sockets",
+            why="NCCL groups of this node go over its other networks: TCP sockets where it has no InfiniBand "
+            "or RoCE",
             mend=advice,
         )
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 from damage import nic_of
-from sysfs_builder import aws_ena, container, dgx_a100, dual_port, ports_down, roce_lag
+from sysfs_builder import Sysfs, aws_ena, container, dgx_a100, dual_port, ports_down, roce_lag
 
 from holmes_ext.cli import discover
 from holmes_ext.cli.main import main
@@ -235,6 +235,13 @@ def test_captured_tree_of_this_machine_reads_the_same(tmp_path):
         )
         < 50e6
     )
+
+
+def test_a_network_device_that_a_plugin_uses_is_named(tmp_path, rows):
+    tree = Sysfs(tmp_path)
+    tree.net("hsn0", tree.pci("0000:01:00.0", "cxi_ss1"), addresses=["10.150.0.7/16"])
+    holmes("--sysfs", tree.save_addresses())
+    assert rows["hsn0"]["note"] == "Slingshot (HPE): fast with a plugin of NCCL only"
 
 
 def test_nics_of_a_plugin_are_named(tmp_path, rows):

@@ -145,6 +145,10 @@ def test_nics_without_their_plugin_are_named_with_what_to_install(nic, title, le
     assert finding.level == "note" and "on the node itself" in finding.mend
 
 
+def test_gvnic_beside_roce_is_not_for_training():
+    assert list(nccl.check_nccl(NO_PLUGIN, {}, [ROCE, GVE, ETHERNET])) == []
+
+
 def test_another_networks_plugin_does_not_use_efa():
     problem, *_ = nccl.check_nccl(replace(OFI, network="gIB"), {}, [EFA])
     assert "/opt/libnccl-net.so provides 'gIB', which does not use them" in problem.what
