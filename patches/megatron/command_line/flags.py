@@ -7,7 +7,7 @@ holmes predicts the step time of a job from its command line. The tables say how
     REASON_NOT_COUNTED
         Flags and keys that change the time or memory of a step, but are not counted in the
         prediction, with the reason. VALUES_WITHOUT_EFFECT has the values with which some of them
-        change nothing after all.
+        change nothing after all. REASON_OF_PREFIX has beginnings of such flags.
     MODEL_OF_FLAG
         Flags of models that holmes does not predict.
     FLAG_PREFIXES_WITHOUT_EFFECT, KEY_PREFIXES_WITHOUT_EFFECT
@@ -255,12 +255,11 @@ REASON_NOT_COUNTED: dict[str, str] = {
         sparse_attention""",
         "layers that predict further tokens are not counted": "--mtp-num-layers",
         "frozen layers are counted as trained": """
-        --freeze-all-layers --freeze-LM --freeze-ViT --freeze-sound-model --freeze-llm --freeze-vit
-        --freeze-aligner --freeze-parameters --freeze-parameters-ratio --bitfit""",
+        --freeze-all-layers --freeze-LM --freeze-ViT --bitfit""",
         "only the language model that the other flags describe is counted": """
         --model-provider --language-model-type --vision-model-type""",
         "adapters (LoRA) are counted as training of all weights": """
-        --train-type --tuner-type --lora-rank --lora-alpha --lora-dropout --target-modules --peft""",
+        --train-type --tuner-type --target-modules --peft""",
         "experts are counted as evenly used, their traffic as all-to-alls in 16 bits": """
         --moe-latent-size --moe-expert-capacity-factor --moe-train-capacity-factor
         --moe-pad-expert-input-to-capacity --moe-token-dispatcher-type --moe-enable-deepep
@@ -321,6 +320,12 @@ REASON_NOT_COUNTED: dict[str, str] = {
         "computing is counted as the other settings say": "amp",
     }.items()
     for name in names.split()
+}
+
+#: Beginning of flags of many forks -> why the prediction does not count such a flag.
+REASON_OF_PREFIX = {
+    "--freeze": "frozen layers are counted as trained",
+    "--lora": "adapters (LoRA) are counted as training of all weights",
 }
 
 #: Flag or key of REASON_NOT_COUNTED -> values with which it changes nothing. "tensor" stands for

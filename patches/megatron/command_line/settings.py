@@ -18,6 +18,7 @@ from holmes_ext.patches.megatron.command_line.flags import (
     KEY_PREFIXES_WITHOUT_EFFECT,
     MODEL_OF_FLAG,
     REASON_NOT_COUNTED,
+    REASON_OF_PREFIX,
     SETTING_OF_FLAG,
     SETTING_OF_KEY,
     VALUES_WITHOUT_EFFECT,
@@ -100,6 +101,8 @@ def read_settings(argv: Sequence[str]) -> Settings:
         if flag in REASON_NOT_COUNTED:
             if not _is_value_without_effect(flag, " ".join(following), tensor_size):
                 not_counted[flag] = REASON_NOT_COUNTED[flag]
+        elif _reason_of_prefix(flag):
+            not_counted[flag] = _reason_of_prefix(flag)
         elif flag not in SETTING_OF_FLAG and flag not in MODEL_OF_FLAG and not has_no_effect(flag):
             unknown.append(flag)
 
@@ -182,6 +185,14 @@ def _key_not_counted(key: str) -> str:
     for entry in REASON_NOT_COUNTED:
         if key == entry or key.startswith(f"{entry}."):
             return entry
+    return ""
+
+
+def _reason_of_prefix(flag: str) -> str:
+    """Return why a flag that begins like one of REASON_OF_PREFIX is not counted; "" for other flags."""
+    for prefix, reason in REASON_OF_PREFIX.items():
+        if flag.startswith(prefix):
+            return reason
     return ""
 
 

@@ -446,6 +446,14 @@ def test_a_model_that_is_no_stack_of_equal_blocks_is_refused(words, part):
     assert not described.unknown and "add it" not in described.trouble
 
 
+@pytest.mark.parametrize("flag", ["--freeze-LM", "--freeze-clip-vision-tower", "--lora-rank"])
+def test_frozen_parts_are_named(flag):
+    described = describe([*BF16.split(), flag, "8"])
+    assert not described.unknown
+    (line,) = [line for line in described.not_counted if flag in line]
+    assert "are counted as" in line
+
+
 def test_a_batch_of_0_is_refused_with_its_flag():
     described = describe([*BF16.split(), "--global-batch-size", "0"])
     assert described.trouble == "--global-batch-size is 0; it must be 1 or more"
