@@ -159,11 +159,17 @@ def test_a_bad_order_is_refused(lab, order, message):
         lab.run(["true"], order=order)
 
 
-def test_unequal_processes_are_refused():
+def test_each_node_runs_the_processes_of_its_cluster():
+    """The numbers are torchrun's for nodes with different numbers of processes."""
+    code = "import os; print(*(os.environ[name] for name in os.sys.argv[1:]))"
+    names = ("HOLMES_LAB_NODE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "WORLD_SIZE")
     with Lab(clusters.spec("a ib 2Gb/s a0,a1", "b roce 1Gb/s b0 processes=2")) as lab:
-        with pytest.raises(HolmesError, match="node 'a1' has 1 processes and node 'b0' has 2"):
-            lab.run(["true"])
-        assert lab.run(["true"], processes=1).returncode == 0
+        result = lab.run([*python(code), *names], order=("a0", "b0", "a1"))
+        lines = [result.stdout[rank].strip() for rank in range(4)]
+        assert lines == ["a0 0 1 0 4", "b0 0 2 1 4", "b0 1 2 1 4", "a1 0 1 2 4"], result.outputs
+        assert len(lab.run(["true"], processes=1).outputs) == 3
+        with pytest.raises(HolmesError, match="--processes: 0 is not 1 or more"):
+            lab.run(["true"], processes=0)
 
 
 def test_the_accelerator_reaches_the_ranks_and_the_result_says_so(lab):

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.cluster.wan import MeasuredLink
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime.measure import probe
 
 TEXT = """# ours, do not lose this comment
@@ -117,7 +119,7 @@ def test_curves_of_a_file_are_what_the_simulation_takes():
 
 def session_of(order, processes=1):
     site = site_from_spec(parse_spec(TEXT))
-    return SimpleNamespace(site=site, plan=SimpleNamespace(nodes=order, processes=processes))
+    return SimpleNamespace(site=site, plan=Plan("digest", tuple(order), processes))
 
 
 def test_who_is_measured():
@@ -128,6 +130,14 @@ def test_who_is_measured():
         session_of(("a0", "a1"))
     ) == {"a": (0, 1)}
     assert probe.pairs(session_of(("a0",))) == {} and probe.ring_members(session_of(("a0",))) == {}
+
+
+def test_the_first_rank_of_each_node_is_measured_where_nodes_have_different_numbers_of_ranks():
+    session = session_of(("a0", "a1", "b0", "b1"), 2)
+    processes_of = {"a0": 2, "a1": 2, "b0": 4, "b1": 4}
+    session.plan = replace(session.plan, processes_of=processes_of)
+    assert probe.pairs(session) == {"a": (0, 2), "ethernet": (0, 4), "b": (4, 8)}
+    assert probe.ring_members(session)["ethernet"] == (0, 2, 4, 8)
 
 
 @pytest.mark.parametrize(
