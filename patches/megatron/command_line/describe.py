@@ -114,19 +114,22 @@ def describe(argv: Sequence[str]) -> CommandLine:
     trouble = ""
     refused = ""
     states: dict[Mode, StateBytes] = {}
-    if framework:
+    if framework or "ds_config" in settings:
         # Imported here, because most jobs of other frameworks describe no model.
-        from holmes_ext.patches.megatron.command_line.model import model_of, refusal_by_framework
+        from holmes_ext.patches.megatron.command_line.model import (
+            deepspeed_states,
+            model_of,
+            refusal_by_framework,
+        )
 
-        try:
-            model = model_of(settings, zero_stage, is_deepspeed, assumed)
-        except HolmesError as error:
-            trouble = str(error)
-        refused = refusal_by_framework(settings, zero_stage, is_deepspeed)
-    elif "ds_config" in settings:
-        from holmes_ext.patches.megatron.command_line.model import deepspeed_states
-
-        states = deepspeed_states(settings)
+        if framework:
+            try:
+                model = model_of(settings, zero_stage, is_deepspeed, assumed)
+            except HolmesError as error:
+                trouble = str(error)
+            refused = refusal_by_framework(settings, zero_stage, is_deepspeed)
+        else:
+            states = deepspeed_states(settings)
     layers = model.layers if model is not None else 0
     split = _split_of_layers(settings, layers, pipeline_size, assumed)
 
