@@ -21,8 +21,8 @@ deepspeed = pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 
 RANKS = 2  # data-parallel
-WIDTH = 256
-LAYERS = 8
+WIDTH = 128
+LAYERS = 32  # many, because the gradients of one or two layers are on their way at any time
 STEPS = 2  # the first one creates the moments
 MICRO_BATCHES = 2
 PIPELINE, NO_PIPELINE = True, False

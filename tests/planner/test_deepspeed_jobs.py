@@ -3,12 +3,16 @@
 Each folder has the command line of a job, its ds_config, and the clusters if they are not those of two.toml.
 """
 
+import argparse
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from clusters import spec as clusters_spec
 
+from holmes_ext.cli import plan as plan_command
+from holmes_ext.cli.show.training import training_of
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
@@ -27,6 +31,7 @@ from holmes_ext.planner.search.as_plan import layout_candidate
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.simulated import memory_of
 from holmes_ext.planner.search.space import Limits, shapes
+from holmes_ext.samples import examples
 
 INPUTS = Path(__file__).parents[1] / "inputs"
 #: Releases of DeepSpeed that differ in bf16 at ZeRO 0.
@@ -159,6 +164,27 @@ def test_offload_at_zero_0_is_refused(tmp_path):
     assert (
         "offload_optimizer needs ZeRO 1, 2 or 3" in line and "set zero_optimization.stage" in line
     )
+
+
+@pytest.mark.parametrize("precision, is_read", [("fp16", True), ("", False)])
+def test_a_models_file_with_a_ds_config(tmp_path, precision, is_read):
+    """The ds_config says what DeepSpeed keeps, unless its precision is not that of the model's file."""
+    config = tmp_path / "ds.json"
+    content = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    if precision:
+        content[precision] = {"enabled": True}
+    config.write_text(json.dumps(content))
+    parser = argparse.ArgumentParser()
+    plan_command.add_parser(parser.add_subparsers())
+    clusters = str(INPUTS / "two.toml")
+    model_file = str(examples() / "models" / "gpt_7.5b.toml")
+    words = ["plan", "--cluster", clusters, "--model", model_file]
+    job = ["--", "train.py", "--deepspeed_config", str(config)]
+    model = training_of(parser.parse_args([*words, *job]), load_spec(clusters)).model
+    assert bool(model.state_of_mode) is is_read
+    if is_read:
+        assert (model.precision, model.state_bytes, model.sharded_bytes) == ("fp16", 2, 0)
+        assert Mode(0, has_pipeline=False) not in model.state_of_mode
 
 
 def test_megatron_lms_offload_needs_its_distributed_optimizer():

@@ -195,6 +195,11 @@ def _model_of_job(args: argparse.Namespace, command_line: CommandLine) -> Model 
         raise HolmesError(command_line.trouble.replace("--holmes-model", "--model"))
     if model is not None and args.command and args.model:
         model = _with_values_of_command(model, dict(command_line.training))
+        states = command_line.state_of_mode
+        # The widths agree if ds_config has the precision that the model's file assumes.
+        if states and next(iter(states.values())).weights == model.activation_width:
+            model = replace(model, state_of_mode=states)
+            model = with_mode(model, Mode(command_line.zero, has_pipeline=False))
     if args.global_batch is None:
         return model
     if args.global_batch < 1:

@@ -27,7 +27,7 @@ from holmes_ext.patches.megatron.command_line.settings import (
     settings_of,
     words_by_flag,
 )
-from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model import Mode, Model, StateBytes
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 from holmes_ext.words import some_of
@@ -75,6 +75,9 @@ class CommandLine:
     #: Field of Model, or "zero" -> value that the flags give for the step. They complete a model that is
     #: described elsewhere, such as in a file.
     training: dict[str, Any] = field(default_factory=dict)
+    #: ZeRO stage, and whether there is a pipeline -> bytes per parameter that DeepSpeed keeps for this
+    #: ds_config; {} without one. For a model that is described elsewhere.
+    state_of_mode: dict[Mode, StateBytes] = field(default_factory=dict)
     backend: str = ""  # of torch.distributed; "" if no flag names it
     instances: int = 1  # of Megatron-LM's distributed optimizer
     layers_flag: str = "--num-layers"  # that gives the number of layers
@@ -114,22 +117,30 @@ def describe(argv: Sequence[str]) -> CommandLine:
     model = None
     trouble = ""
     refused = ""
-    if framework:
+    states: dict[Mode, StateBytes] = {}
+    if framework or "ds_config" in settings:
         # Imported here, because most jobs of other frameworks describe no model.
-        from holmes_ext.patches.megatron.command_line.model import model_of, refusal_by_framework
+        from holmes_ext.patches.megatron.command_line.model import (
+            deepspeed_states,
+            model_of,
+            refusal_by_framework,
+        )
 
-        try:
-            model = model_of(
-                settings,
-                flags=command_line.flags,
-                script=_script_of(argv),
-                zero_stage=zero_stage,
-                is_deepspeed=is_deepspeed,
-                assumed=assumed,
-            )
-        except HolmesError as error:
-            trouble = str(error)
-        refused = refusal_by_framework(settings, zero_stage, is_deepspeed)
+        if framework:
+            try:
+                model = model_of(
+                    settings,
+                    flags=command_line.flags,
+                    script=_script_of(argv),
+                    zero_stage=zero_stage,
+                    is_deepspeed=is_deepspeed,
+                    assumed=assumed,
+                )
+            except HolmesError as error:
+                trouble = str(error)
+            refused = refusal_by_framework(settings, zero_stage, is_deepspeed)
+        else:
+            states = deepspeed_states(settings)
     layers = model.layers if model is not None else 0
     split = _split_of_layers(settings, layers, pipeline_size, assumed)
 
@@ -152,6 +163,7 @@ def describe(argv: Sequence[str]) -> CommandLine:
         not_counted=_lines_about_flags(command_line.not_counted),
         unknown=command_line.unknown,
         training=training,
+        state_of_mode=states,
         backend=backend_words[0] if backend_words else "",
         instances=settings.get("instances", 1),
         layers_flag="--encoder-num-layers" if "encoder_layers" in settings else "--num-layers",

@@ -270,7 +270,7 @@ def _deepspeed_byte_fields(
     """
     types = _deepspeed_types(settings)
     version = release()
-    states = state_of_mode(types, version)
+    states = deepspeed_states(settings)
     mode = _mode_of(settings, zero_stage)
     # If DeepSpeed refuses the job's own mode, the job's numbers are those of another stage. They do not
     # count, because `refusal_by_framework` ends the planning of this layout.
@@ -286,6 +286,15 @@ def _deepspeed_byte_fields(
         "sharded_bytes": state.sharded_bytes,
         "state_of_mode": states,
     }
+
+
+def deepspeed_states(settings: Mapping[str, Any]) -> dict[Mode, StateBytes]:
+    """Return the bytes per parameter that DeepSpeed keeps, for each ZeRO stage, with and without a pipeline.
+
+    Args:
+        settings: Name of a setting of the ds_config -> value.
+    """
+    return state_of_mode(_deepspeed_types(settings), release())
 
 
 def refusal_by_framework(settings: Mapping[str, Any], zero_stage: int, is_deepspeed: bool) -> str:
