@@ -392,9 +392,7 @@ def quoted(text: str) -> str:
 
 
 def read_text(path: str | Path, advice: str) -> str:
-    """Return the text of a UTF-8 file; a byte order mark at its start is left out.
-
-    A UTF-16 file with a byte order mark is read, too: PowerShell's `>` writes such files.
+    """Return the text of a file (see decode_text()).
 
     Args:
         path: The file.
@@ -409,8 +407,7 @@ def read_text(path: str | Path, advice: str) -> str:
 def decode_text(data: bytes) -> str:
     """Return the text of bytes in UTF-8, or in UTF-16 with a byte order mark, without the mark.
 
-    Raises:
-        UnicodeDecodeError: the bytes are something else.
+    PowerShell's `>` writes such UTF-16. Other bytes raise UnicodeDecodeError.
     """
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return data.decode("utf-16")

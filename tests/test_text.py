@@ -45,6 +45,7 @@ KEPT = {
         "version = 2",
     ): "a cluster.toml: tests/cluster/test_spec.py reads one with these keys",
     ("docs/clusters.md", "[[between]]"): "the same",
+    ("docs/clusters.md", 'gpu = "X1000"'): "the same",
     (
         "docs/schedulers/slurm.md",
         "PARTITION AVAIL",

@@ -16,7 +16,8 @@ from typing import Any
 
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
-from holmes_ext.words import counted, grouped, some_of
+from holmes_ext.report.coverage import note_on_coverage
+from holmes_ext.words import grouped, some_of
 
 VERSION = 1
 #: Steps at the start that do not count, because they load modules, connect ranks and fill
@@ -173,11 +174,9 @@ def load(directory: str | Path) -> Run:
     ranks = sorted((read(path) for path in files), key=lambda file: file.rank)
     _check_one_run(ranks)
     run = Run(ranks, [*notes, *_notes_on(ranks)])
-    run.notes += _note_on_coverage(run)
+    run.notes += note_on_coverage(run.steps, ranks)
     if not run.steps:
-        raise HolmesError(
-            f"{files[0].parent}: no step is finished on all of its {counted(len(ranks), 'rank')}"
-        )
+        raise HolmesError(f"{files[0].parent}: no step is finished on all of its ranks")
     return run
 
 
@@ -217,27 +216,6 @@ def _notes_on(ranks: list[RankFile]) -> list[str]:
             "says what they carried"
         )
     return notes
-
-
-def _note_on_coverage(run: Run) -> list[str]:
-    """Return a line that says which steps the report covers, if a rank has not closed its file; else [].
-
-    A rank does not close its file while the job runs, if it was killed, or if the disk was full.
-    """
-    unclosed = [file for file in run.ranks if not file.closed]
-    if not unclosed or not run.steps:
-        return []
-    last_steps = {file.rank: max(file.steps, default=-1) for file in run.ranks}
-    subject = "rank" if len(unclosed) == 1 else "ranks"
-    note = (
-        f"{subject} {some_of(file.rank for file in unclosed)} did not close the file (the job still "
-        f"runs, was killed, or the disk was full): the report covers {counted(len(run.steps), 'step')}, "
-        f"{run.steps[0]} to {run.steps[-1]}"
-    )
-    last_rank = max(last_steps, key=lambda rank: last_steps[rank])
-    if last_steps[last_rank] > run.steps[-1]:
-        note += f"; rank {last_rank} has steps up to {last_steps[last_rank]}"
-    return [note]
 
 
 def read(path: Path) -> RankFile:

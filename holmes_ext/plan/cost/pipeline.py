@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.schedule import passes
-from holmes_ext.words import counted
 
 if TYPE_CHECKING:
     from holmes_ext.options import Options
@@ -56,7 +55,7 @@ def uniform(layers: int, parts: int) -> tuple[int, ...]:
     """
     if layers < parts:
         raise HolmesError(
-            f"{counted(layers, 'layer', 'are')} too few for {parts} pipeline stages; every stage needs one"
+            f"{layers} layers are too few for {parts} pipeline stages; every stage needs one"
         )
     return tuple(layers // parts + (part < layers % parts) for part in range(parts))
 

@@ -44,7 +44,6 @@ from holmes_ext.planner.search.space import Limits
 from holmes_ext.planner.search.subset import Counts, Priced, Subsets, best_subset
 from holmes_ext.planner.show.layout import asked_for, global_batch, limits_of
 from holmes_ext.units import format_seconds
-from holmes_ext.words import counted
 
 #: Output formats of --as.
 FORMS = ("sbatch", "hetjob", "hostfile", "kubernetes")
@@ -236,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.nodes <= total:
         idle = " that are idle" if args.idle else ""
         raise HolmesError(
-            f"--nodes {args.nodes}: {spec.source} has {counted(total, 'node')}{idle}; ask for 1 to {total}"
+            f"--nodes {args.nodes}: {spec.source} has {total} nodes{idle}; ask for 1 to {total}"
         )
     with lines_before_error(job.lines):
         available = _available_nodes(args, spec, job)

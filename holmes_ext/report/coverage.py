@@ -1,0 +1,43 @@
+"""Line of a report that says which steps it covers, if the telemetry of a rank ends early."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from holmes_ext.words import counted, some_of
+
+
+class RankSteps(Protocol):
+    """Steps in the telemetry file of a rank, as files.RankFile has them."""
+
+    steps: dict[int, dict[str, Any]]  # number of a step -> its line
+    closed: bool  # whether the job has closed the file
+
+    @property
+    def rank(self) -> int:
+        """The rank that has written the file."""
+
+
+def note_on_coverage(covered: Sequence[int], files: Sequence[RankSteps]) -> list[str]:
+    """Return a line that says which steps a report covers, if a rank has not closed its file; else [].
+
+    A rank does not close its file while the job runs, if it was killed, or if the disk was full.
+
+    Args:
+        covered: Numbers of the steps in the report.
+        files: Telemetry of all ranks.
+    """
+    unclosed = [file.rank for file in files if not file.closed]
+    if not unclosed or not covered:
+        return []
+    subject = "rank" if len(unclosed) == 1 else "ranks"
+    note = (
+        f"{subject} {some_of(unclosed)} did not close the file (the job still runs, was killed, or the "
+        f"disk was full): the report covers {counted(len(covered), 'step')}, {covered[0]} to {covered[-1]}"
+    )
+    last_steps: Mapping[int, int] = {file.rank: max(file.steps, default=-1) for file in files}
+    last_rank = max(last_steps, key=lambda rank: last_steps[rank])
+    if last_steps[last_rank] > covered[-1]:
+        note += f"; rank {last_rank} has steps up to {last_steps[last_rank]}"
+    return [note]
