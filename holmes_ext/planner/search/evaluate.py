@@ -105,10 +105,13 @@ class Evaluator:
 
         Args:
             result: The request.
-            end: Moment of time.monotonic() after which a placement gets no further splits.
+            end: Moment of time.monotonic() after which a placement gets no further splits, and at which
+                simulations have to end.
         """
         self.result = result
         self.end = end
+        #: Longest time of a simulation so far, in seconds for each pass of the step.
+        self.pass_s = 0.0
         self.orders = Orders(result.network, result.gpus)
 
     def process(self, item: Item, bound_s: float, best_s: float) -> Outcome:
@@ -253,14 +256,17 @@ class Evaluator:
             is_over = bool(simulated) and time.monotonic() > self.end
             if split not in simulated and not is_over and stages.fits(split):
                 candidate = result.candidate(shape, placement, split)
+                begin = time.monotonic()
                 simulated_s = folded_s(job_of(result, candidate))
+                self.pass_s = max(self.pass_s, (time.monotonic() - begin) / step_passes)
                 timed = replace(candidate, simulated_s=simulated_s)
                 # with the number of micro-batches in flight that makes the plan fastest
                 simulated[split] = with_flight(result, timed)
             return simulated[split].simulated_s if split in simulated else inf
 
         step_passes = passes(shape, result.model.layers)
-        if step_passes > MAX_PASSES:
+        ends_late = time.monotonic() + step_passes * self.pass_s > self.end
+        if step_passes > MAX_PASSES or ends_late:
             return Outcome(items=[], candidates=[], remaining_s=bound_s)
         if shape.virtual > 1 or shape.pipeline == 1:
             seconds_of(uniform(stages.layer_count, stages.stage_count))  # adds it to `simulated`

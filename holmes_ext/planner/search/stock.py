@@ -8,8 +8,8 @@ from math import inf
 
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.planner.search.result import Candidate, SearchResult
-from holmes_ext.planner.search.simulated import job_of, simulated, timed
-from holmes_ext.planner.simulate.repeat import folded_s
+from holmes_ext.planner.search.simulated import job_of, timed
+from holmes_ext.planner.simulate.repeat import folded_causes, folded_s
 
 #: Most shapes of a schedule (1F1B, interleaved) that are simulated to find the best stock plan.
 MAX_STOCKS = 3
@@ -40,7 +40,7 @@ def _compute_causes(result: SearchResult, candidate: Candidate) -> dict[str, flo
     stages = candidate.placement.stages  # of each: the clusters that it lies on
     stage_count = len(stages)
     if candidate.simulated_s:
-        seconds |= simulated(result, candidate).causes
+        seconds |= folded_causes(job_of(result, candidate), candidate.simulated_s)
     else:
         step = estimate(result.costs(candidate), candidate.split)
         seconds["compute"] = sum(step.compute_s) / stage_count

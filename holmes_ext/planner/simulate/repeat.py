@@ -18,12 +18,15 @@ tests/planner/simulate/test_repeat.py compares with full simulations.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from holmes_ext.planner.simulate.events import Span
 from holmes_ext.planner.simulate.step import JobStep, end_of
 
 #: Longest period that is tried, in micro-batches (interleaved: in rounds of one for each stage).
 MAX_PERIOD = 4
+#: Least multiple of all these periods.
+ALL_PERIODS = 12
 #: Factor on the number of simulated micro-batches if the middle did not repeat, and the share of
 #: all micro-batches from which on all are simulated.
 GROWTH = 3
@@ -35,6 +38,8 @@ FEW_DEPTHS_INTERLEAVED = 6
 FEW_MORE = 4
 #: Fraction of a step up to which moments are equal.
 ROUNDING = 1e-11
+#: Fraction of a step up to which the sum of all causes is the step time.
+SUM_ROUNDING = 1e-9
 _PASSES = ("forward", "backward")
 
 
@@ -44,10 +49,56 @@ def folded_s(job: JobStep) -> float:
     The time equals that of a full simulation but for rounding. If the middle of the step does not
     repeat, more micro-batches are simulated, and in the end all.
     """
-    stages = job.costs.stages
     total = job.costs.micro_batches
     if job.run.schedule:  # a written order of passes, for just so many micro-batches
         return job.step().step_s
+    few, round_size = _few(job)
+    while few < MAX_SHARE * total:  # with more, a full simulation takes hardly longer
+        step_s = _from_few_s(job, few, round_size)
+        if step_s:  # 0: the middle did not repeat
+            return step_s
+        few *= GROWTH
+    return end_of(job.simulation(total).run())
+
+
+def folded_causes(job: JobStep, step_s: float) -> dict[str, float]:
+    """Return the mean seconds of a rank by cause in a step, from simulations of few micro-batches.
+
+    If the middle of the step repeats, each cause grows by the same seconds with each period. So two
+    simulations give the growth for all micro-batches. If the sum of the causes is not the step
+    time, the middle does not repeat, and all micro-batches are simulated.
+
+    Args:
+        job: The step.
+        step_s: Time of the step, as folded_s() returns it.
+    """
+    total = job.costs.micro_batches
+    few, round_size = _few(job)
+    period = ALL_PERIODS * round_size  # of every length up to MAX_PERIOD
+    first = total - (total - few) // period * period
+    second = first + period
+    if not job.run.schedule and second < MAX_SHARE * total:
+        at_first = job.step(first).causes
+        at_second = job.step(second).causes
+        periods = (total - first) // period
+        causes = {}
+        for name, seconds in at_first.items():
+            causes[name] = seconds + periods * (at_second[name] - seconds)
+        if abs(sum(causes.values()) - step_s) <= SUM_ROUNDING * step_s:
+            return causes
+    return job.step().causes
+
+
+class _Few(NamedTuple):
+    """Number of micro-batches that are simulated first, and of those in a round of the schedule."""
+
+    micro_batches: int
+    round_size: int
+
+
+def _few(job: JobStep) -> _Few:
+    """Return how many micro-batches to simulate first, for the middle of the step to show its period."""
+    stages = job.costs.stages
     # An interleaved schedule passes `stages` micro-batches through a chunk before the next chunk,
     # so its period is a multiple of these.
     is_interleaved = job.run.virtual > 1
@@ -55,13 +106,7 @@ def folded_s(job: JobStep) -> float:
     # Largest warm-up depth of a stage: 1F1B's is the number of stages on the first one.
     warm_up = max((*job.run.in_flight, stages))
     depths = FEW_DEPTHS_INTERLEAVED if round_size > 1 else FEW_DEPTHS
-    few = depths * warm_up + FEW_MORE
-    while few < MAX_SHARE * total:  # with more, a full simulation takes hardly longer
-        step_s = _from_few_s(job, few, round_size)
-        if step_s:  # 0: the middle did not repeat
-            return step_s
-        few *= GROWTH
-    return end_of(job.simulation(total).run())
+    return _Few(depths * warm_up + FEW_MORE, round_size)
 
 
 def _from_few_s(job: JobStep, few: int, round_size: int) -> float:

@@ -355,9 +355,9 @@ class JobStep:
             groups.append(joined)
         return [group.pipeline_classes for group in groups]
 
-    def step(self) -> Step:
-        """Simulate the step with all micro-batches."""
-        simulation = self.simulation(self.costs.micro_batches)
+    def step(self, micro_batches: int = 0) -> Step:
+        """Simulate the step with so many micro-batches; 0: all."""
+        simulation = self.simulation(micro_batches or self.costs.micro_batches)
         timelines = []
         for (pipeline_class, stage), spans in zip(self.actors, simulation.run()):
             cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))

@@ -13,7 +13,7 @@ from holmes_ext.cli.main import _process_begin
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
-from holmes_ext.planner.search import sketch
+from holmes_ext.planner.search import evaluate, sketch
 from holmes_ext.planner.search.evaluate import Evaluator, PlacedShape
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search
@@ -55,16 +55,27 @@ def test_only_one_plan_is_simulated_after_the_end():
     assert len(simulated) == len(result.candidates)
 
 
-def test_a_placement_gets_one_split_after_the_end():
+def test_a_placement_gets_one_split_if_the_time_ends_meanwhile(monkeypatch):
     result = search(request(), prove=False)
     shape = next(s for s in result.ideals if s.pipeline == 4 and s.virtual == 1)
     placement = Evaluator(result).placements(shape).listed[0]
     item = PlacedShape(shape, placement, is_tightened=True)
-    plans = {}
-    for end in (PAST, inf):
-        outcome = Evaluator(result, end).process(item, bound_s=0.0, best_s=inf)
-        plans[end] = len(outcome.candidates)
-    assert plans[PAST] == 1 < plans[inf]
+    whole = Evaluator(result).process(item, bound_s=0.0, best_s=inf)
+    moments = iter([0.0, 0.0, 0.0])  # at the start, and around the first simulation
+    monkeypatch.setattr(evaluate.time, "monotonic", lambda: next(moments, 1e9))
+    cut = Evaluator(result, end=1.0).process(item, bound_s=0.0, best_s=inf)
+    assert len(cut.candidates) == 1 < len(whole.candidates)
+
+
+def test_a_placement_is_left_out_if_its_simulation_would_end_too_late():
+    """Its lower bound stays, so the optimality gap counts it."""
+    result = search(request(), prove=False)
+    shape = next(s for s in result.ideals if s.pipeline == 4 and s.virtual == 1)
+    placement = Evaluator(result).placements(shape).listed[0]
+    evaluator = Evaluator(result, end=time.monotonic() + 1000.0)
+    evaluator.pass_s = 1e6
+    outcome = evaluator.process(PlacedShape(shape, placement, is_tightened=True), 0.5, inf)
+    assert not outcome.candidates and outcome.remaining_s == 0.5
 
 
 def test_no_order_of_passes_is_sought_after_the_end():
@@ -75,11 +86,12 @@ def test_no_order_of_passes_is_sought_after_the_end():
 def test_seconds_by_cause_are_computed_once(monkeypatch):
     result = search(request(), prove=False)
     first = causes(result, result.best)
-    monkeypatch.setattr("holmes_ext.planner.search.stock.simulated", None)
+    monkeypatch.setattr("holmes_ext.planner.search.stock.folded_causes", None)
     assert causes(result, result.best) == first
     with pytest.raises(TypeError):  # other rules are another job
         causes(result.on(result.network), result.best)
 
 
 def test_process_began_before_this_moment():
-    assert 0 <= time.monotonic() - _process_begin()
+    begin = _process_begin()
+    assert begin <= time.monotonic()

@@ -10,10 +10,15 @@ from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.torch.features import LOOP
 from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.search.as_plan import layout_candidate
+from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.planner.search.simulated import job_of
 from holmes_ext.planner.simulate import repeat
 from holmes_ext.planner.simulate.execution import Execution
-from holmes_ext.planner.simulate.repeat import folded_s
+from holmes_ext.planner.simulate.repeat import folded_causes, folded_s
 from holmes_ext.planner.simulate.step import JobStep
 
 CASES = [
@@ -115,3 +120,17 @@ def test_what_does_not_repeat_is_simulated_whole(monkeypatch):
     monkeypatch.setattr(repeat, "_period_s", lambda spans, stages, period: 0.0)
     one = job(Sizes(pipeline=2), Execution(), 64, "1Gb/s")
     assert folded_s(one) == one.step().step_s
+
+
+@pytest.mark.parametrize("virtual, micro_batches", [(1, 400), (2, 800), (1, 12)])
+def test_seconds_by_cause_are_those_of_a_full_simulation(virtual, micro_batches):
+    model = Model(
+        layers=8, hidden=512, heads=8, sequence=128, vocabulary=8000, global_batch=4 * micro_batches
+    )
+    result = SearchResult(Network(clusters.example("two_clusters_8")), model, 4 * micro_batches)
+    sizes = Sizes(2, 1, data=4).complete(8, 1)
+    shape = shape_of(replace(model, micro_batch=1), sizes, zero=0, virtual=virtual)
+    job = job_of(result, layout_candidate(result, sizes, shape))
+    folded = folded_causes(job, folded_s(job))
+    full = job.step().causes
+    assert folded == pytest.approx(full, rel=1e-6, abs=1e-9 * sum(full.values()))
