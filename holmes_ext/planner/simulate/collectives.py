@@ -441,12 +441,8 @@ class Collectives:
     def _norm(self, pipeline_class: int) -> Transfer:
         """Return the all-reduce of one number among a pipeline's stages over gloo's ring.
 
-        The number goes around the ring twice, each time over all links but one (_number_summed):
-
-            first time     last stage -> ... -> second stage -> first stage
-            second time    first stage -> last stage -> ... -> second stage
-
-        Before that, the receiver of the first message sends a notice that it is ready.
+        It goes around the ring twice, each time over all links but one (see _number_summed), after
+        the receiver of the first message has sent a notice that it is ready.
         """
         stages = self.stages
         # Message of one number from each stage to the one before, and from the first to the last.
