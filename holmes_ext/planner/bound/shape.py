@@ -386,6 +386,7 @@ class ShapeBound:
         """
         shape = self.shape
         network = self.network
+        processes = network.processes
         if shape.zero > 1:  # ZeRO 2 and 3 sum the gradients of each micro-batch, not once a step
             return 0.0
         # Stages that do not fill nodes share them, and may have groups inside a node, which cost
@@ -397,17 +398,19 @@ class ShapeBound:
         group_ranks = shape.data * shape.context  # of a data parallel group
         processes = network.widths[node_type]
         node_ranks = max(1, min(processes, self.stage_ranks) // shape.tensor)  # on a node
-        rings_on_node = processes // node_ranks
+        rings_on_node = processes // node_ranks  # they share the node's NIC
+
+        def ring_byte_s(fabric: Fabric, ranks: int) -> float:
+            """Return the seconds for each byte of gradients in a ring all-reduce of so many ranks."""
+            if ranks <= node_ranks:  # inside a node
+                return 0.0
+            return self._ring_byte_s(fabric, ranks, rings_on_node)
 
         def least_byte_s() -> float:
             """Return the seconds for each byte of gradients, by the cheaper of the two rings."""
             ranks_inside = max(1, group_ranks // len(node_types))
-            inside_s = self._ring_byte_s(
-                network.fabric([node_type]), ranks_inside, node_ranks, rings_on_node
-            )
-            across_s = self._ring_byte_s(
-                network.fabric(node_types), group_ranks, node_ranks, rings_on_node
-            )
+            inside_s = ring_byte_s(network.fabric([node_type]), ranks_inside)
+            across_s = ring_byte_s(network.fabric(node_types), group_ranks)
             return min(inside_s, across_s)
 
         key = ("least reduction", node_type, group_ranks, node_ranks)
@@ -416,19 +419,14 @@ class ShapeBound:
         _, block_bytes, _ = self.job.reduced_bytes  # of embedding, block and output layer
         return byte_s * block_bytes * share
 
-    def _ring_byte_s(
-        self, fabric: Fabric, ranks: int, node_ranks: int, rings_on_node: int
-    ) -> float:
-        """Return the seconds for each byte of gradients in a ring all-reduce.
+    def _ring_byte_s(self, fabric: Fabric, ranks: int, rings_on_node: int) -> float:
+        """Return the seconds for each byte of gradients in a ring all-reduce between nodes.
 
         Args:
             fabric: Network of the ring.
             ranks: Ranks of the ring.
-            node_ranks: Ranks of the ring on each node.
             rings_on_node: Rings that share the NIC of a node.
         """
-        if ranks <= node_ranks:  # inside a node
-            return 0.0
         sent_bytes = 2 * (ranks - 1) / ranks  # by each rank, for each byte of gradients
         # line(): the fabric with its measured rate
         return 8 * sent_bytes * rings_on_node / self.network.line(fabric).rate_bps

@@ -441,24 +441,19 @@ class Collectives:
     def _norm(self, pipeline_class: int) -> Transfer:
         """Return the all-reduce of one number among a pipeline's stages over gloo's ring.
 
-        The number goes around the ring twice, each time over all links but one (_number_summed):
-
-            first time     last stage -> ... -> second stage -> first stage
-            second time    first stage -> last stage -> ... -> second stage
-
-        Before that, the receiver of the first message sends a notice that it is ready.
+        It goes around the ring twice, each time over all links but one (see _number_summed), after
+        the receiver of the first message has sent a notice that it is ready.
         """
         stages = self.stages
-        # Message of one number from each stage to the one before, and from the first to the last.
-        hops = [
-            self._number(pipeline_class, stage, (stage - 1) % stages) for stage in range(stages)
-        ]
+        # Message of one number from each stage to the one before; stage 0 sends to the last one.
+        receivers = (stages - 1, *range(stages - 1))
+        hops = [self._number(pipeline_class, *pair) for pair in enumerate(receivers)]
         hops_s = [hop.fixed_s + hop.latency_s for hop in hops]
         # The first time omits the message of the first stage, the second time that of the second.
         twice_around_s = 2 * sum(hops_s) - hops_s[0] - hops_s[1]
         notice_s = hops[-1].latency_s  # back over the link of the last stage's message
-        is_across = any(hop.across for hop in hops)
-        return Transfer(parties=stages, fixed_s=twice_around_s + notice_s, across=is_across)
+        across = any(hop.across for hop in hops)
+        return Transfer(parties=stages, fixed_s=twice_around_s + notice_s, across=across)
 
     def _number_summed(self, family: GroupFamily, ring: Load) -> Transfer:
         """Return the all-reduce of one number over gloo's ring (gloo/allreduce.cc).
