@@ -386,7 +386,6 @@ class ShapeBound:
         """
         shape = self.shape
         network = self.network
-        processes = network.processes
         if shape.zero > 1:  # ZeRO 2 and 3 sum the gradients of each micro-batch, not once a step
             return 0.0
         # Stages that do not fill nodes share them, and may have groups inside a node, which cost
