@@ -228,9 +228,11 @@ def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Itera
         processes = 1
         for number in numbers:
             processes *= number or 1
-        wrong = [cluster for cluster in part.clusters if cluster.processes != processes]
+        # If the command names no hosts, they may be any nodes of the file.
+        possible = part.clusters if _known_hosts(launches, spec) else spec.clusters
+        wrong = [cluster for cluster in possible if cluster.processes != processes]
         # Nodes with different numbers of GPUs have a torchrun command of their own each.
-        is_of_some_node = launches[0].launcher == "torchrun" and len(wrong) < len(part.clusters)
+        is_of_some_node = launches[0].launcher == "torchrun" and len(wrong) < len(possible)
         if wrong and not is_of_some_node:
             yield problem(
                 " x ".join(flags),

@@ -161,6 +161,7 @@ class Sketch:
 
         Shapes whose layers fit no memory are only counted. If the time ends, the shapes that are
         left are not examined; the time of the computation alone is the lower bound of all of them.
+        MIN_RANKED shapes are examined even then, as far as that takes FLOOR_S seconds.
 
         Args:
             end: Moment of time.monotonic() at which to stop.
@@ -172,13 +173,16 @@ class Sketch:
         result.shapes += len(listed)
         strided = [shape for start in range(STRIDE) for shape in listed[start::STRIDE]]
         bounds_s: dict[Shape, float] = {}
-        has_fitting = False  # a shape whose layers fit the memory was examined
-        for shape in strided:
-            if has_fitting and time.monotonic() > end:
+        fitting = 0  # examined shapes whose layers fit the memory
+        floor_end = time.monotonic() + FLOOR_S
+        for number, shape in enumerate(strided):
+            least_end = end if fitting >= MIN_RANKED else max(end, floor_end)
+            if fitting and time.monotonic() > least_end:
                 result.unbounded_s = result.computing_s
+                result.skipped = len(strided) - number
                 break
             bounds_s[shape] = ShapeBound(result.network, result.prices(shape), shape).seconds
-            has_fitting = has_fitting or bounds_s[shape] < inf
+            fitting += bounds_s[shape] < inf
         for shape in listed:  # in this order, whatever the stride
             ideal_s = bounds_s.get(shape)
             if ideal_s is None:
@@ -214,7 +218,7 @@ class Sketch:
                 break
             least_end = end if ranked >= MIN_RANKED else max(end, floor_end)
             if result.candidates and time.monotonic() > least_end:
-                result.skipped = sum(map(self._may_be_faster, ordered[number:]))
+                result.skipped += sum(map(self._may_be_faster, ordered[number:]))
                 break
             ranked += 1
             previous_best_s = self.best_s
