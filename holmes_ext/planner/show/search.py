@@ -70,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--seconds",
         type=float,
-        default=10.0,
+        default=8.0,
         metavar="S",
-        help="time limit; ends early once the best is proven (default: 10); Ctrl-C: the best so far",
+        help="time limit; ends early once the best is proven (default: 8); Ctrl-C: the best so far",
     )
     add("--rows", type=int, default=10, metavar="N", help="rows of the table (default: 10)")
     add(

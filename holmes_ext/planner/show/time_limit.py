@@ -12,7 +12,9 @@ from holmes_ext.planner.show.search_table import reasons
 from holmes_ext.planner.show.start import step_without_plan_file
 
 #: Seconds in which the tables are drawn and the process ends.
-OUTPUT_S = 0.15
+OUTPUT_S = 0.4
+#: Factor on the time of the simulations: those of a better plan, with more micro-batches, may take longer.
+MARGIN = 1.5
 
 
 @dataclass(frozen=True)
@@ -50,4 +52,4 @@ class TimeLimit:
         step_without(result, result.best)
         step_without_plan_file(result)
         simulations_s = time.monotonic() - begin
-        return self.end - simulations_s - OUTPUT_S
+        return self.end - MARGIN * simulations_s - OUTPUT_S
