@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from holmes_ext import banner, extensions, patches
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options, from_environment, options_from, parse_flags
-from holmes_ext.patches.conflicts import WITH_GIL, without_gil
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron.command_line.describe import (
     describe,
@@ -23,7 +22,6 @@ from holmes_ext.patches.megatron.command_line.describe import (
 )
 from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan import maker
-from holmes_ext.plan.experts import load_order
 from holmes_ext.plan.maker import PlanRequest
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
@@ -195,10 +193,10 @@ def plan_request(options: Options, argv: list[str]) -> PlanRequest:
     Raises:
         HolmesError: the sizes or the model are missing, or Python runs without the GIL.
     """
-    python_without_gil = without_gil()  # a message; "" for Python with the GIL
+    python_without_gil = patches.without_gil()  # a message; "" for Python with the GIL
     if python_without_gil:
         raise HolmesError(
-            f"{python_without_gil} (free-threaded), with which nobody tried holmes: {WITH_GIL}"
+            f"{python_without_gil} (free-threaded), with which nobody tried holmes: {patches.WITH_GIL}"
         )
     # What the plan must take into account of the framework.
     engine = engine_of(describe(argv).framework, argv)
@@ -248,6 +246,7 @@ def _start(
             request = plan_request(options, argv)
             extension_lines = [*extensions.problems(), *extensions.on_options(options)]
             if options.experts:
+                load_order = extensions.load("holmes_ext.plan.experts:load_order")
                 agreed["content of the --holmes-experts file"] = load_order(options.experts).digest
             registry.add(patches.extension_patches(options))
             registry.enable_for_options(options)

@@ -12,6 +12,7 @@ imports the framework that the patches change. Such a module imports the framewo
 """
 
 import functools
+import sys
 from collections.abc import Iterable, Mapping
 
 from holmes_ext import extensions
@@ -24,6 +25,7 @@ from holmes_ext.patches.megatron import features as megatron
 from holmes_ext.patches.torch import features as torch
 
 __all__ = [
+    "WITH_GIL",
     "Feature",
     "Patch",
     "PatchModule",
@@ -36,6 +38,7 @@ __all__ = [
     "features",
     "installed_versions",
     "registry",
+    "without_gil",
 ]
 
 _FRAMEWORKS: Mapping[str, Mapping[str, tuple[Feature, ...]]] = {
@@ -54,6 +57,9 @@ MODULES = tuple(
     for framework, modules in _FRAMEWORKS.items()
     for module, module_features in modules.items()
 )
+
+#: Advice for a user whose Python runs without the global interpreter lock.
+WITH_GIL = "set PYTHON_GIL=1, or use a Python that has this lock"
 
 
 def core_features() -> tuple[Feature, ...]:
@@ -123,3 +129,14 @@ def installed_versions(features: Iterable[Feature]) -> dict[str, str]:
         if version:
             version_by_name[feature.requirement.name] = version
     return dict(sorted(version_by_name.items()))
+
+
+def without_gil() -> str:
+    """Return the reason why holmes refuses a job if this Python has no global interpreter lock; else "".
+
+    The text is part of an error message: "this Python runs without the global interpreter lock".
+    """
+    is_gil_enabled = getattr(sys, "_is_gil_enabled", None)  # only Python 3.13 and newer have it
+    if is_gil_enabled is None or is_gil_enabled():
+        return ""
+    return "this Python runs without the global interpreter lock"

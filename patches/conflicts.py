@@ -1,14 +1,12 @@
 """Finds installed versions of two packages that do not work together, with or without holmes.
 
 Two sources are read: a list of combinations that failed when they were run, and the requirements that the
-packages' own metadata states. The module also detects a Python without the global interpreter lock (GIL),
-on which holmes refuses to run a job.
+packages' own metadata states.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -56,19 +54,6 @@ FAILING_COMBINATIONS = (
 )
 #: Packages that holmes patches, whose stated requirements are compared with the installed versions.
 PACKAGES_WITH_REQUIREMENTS = ("deepspeed", "megatron-core")
-#: Advice for a user whose Python runs without the global interpreter lock.
-WITH_GIL = "set PYTHON_GIL=1, or use a Python that has this lock"
-
-
-def without_gil() -> str:
-    """Return the reason why holmes refuses a job if this Python has no global interpreter lock; else "".
-
-    The text is part of an error message: "this Python runs without the global interpreter lock".
-    """
-    is_gil_enabled = getattr(sys, "_is_gil_enabled", None)  # only Python 3.13 and newer have it
-    if is_gil_enabled is None or is_gil_enabled():
-        return ""
-    return "this Python runs without the global interpreter lock"
 
 
 def conflicts(

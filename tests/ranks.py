@@ -45,6 +45,7 @@ _preloaded = [
     "pytest",
     "holmes_ext.job",
     "holmes_ext.runtime.reduce.reducer",
+    "holmes_ext.runtime.reduce.hierarchical",
     "holmes_ext.runtime.reduce.hierarchical_nccl",
 ]
 _parent: Any = None  # in a rank: its end of the pipe to run_ranks

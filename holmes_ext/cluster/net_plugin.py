@@ -23,8 +23,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from holmes_ext.cluster.elf import Library
+from holmes_ext import extensions
 from holmes_ext.cluster.fabric import is_built_in, kinds_of_network
 from holmes_ext.cluster.nccl import (
     LAB_PLUGIN,
@@ -35,6 +36,9 @@ from holmes_ext.cluster.nccl import (
 )
 from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.words import some_of
+
+if TYPE_CHECKING:
+    from holmes_ext.cluster.elf import Library
 
 #: Table of a plugin. NCCL takes the highest version that it knows.
 _TABLE = re.compile("ncclNetPlugin_v([0-9]{1,2})")
@@ -170,7 +174,7 @@ def network_of(path: str) -> str:
         path: File of the plugin, which is read and not loaded.
     """
     try:
-        library = Library(path)
+        library = _library(path)
     except (OSError, ValueError):
         return ""
     tables = {}  # version -> address of the table
@@ -183,6 +187,17 @@ def network_of(path: str) -> str:
         if name and name.isprintable():
             return name
     return ""
+
+
+def _library(path: str) -> Library:
+    """Return the reader of a library's file. The module that reads it is loaded on nodes with a plugin only.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is no library for 64-bit Linux.
+    """
+    reader: type[Library] = extensions.load("holmes_ext.cluster.elf:Library")
+    return reader(path)
 
 
 def _plugin_path(environ: Mapping[str, str], requested: str) -> str:
@@ -249,7 +264,7 @@ def _missing_libraries(path: str, environ: Mapping[str, str]) -> str:
     tracing = {**environ, "LD_TRACE_LOADED_OBJECTS": "1"}
     tracing.pop("LD_PRELOAD", None)
     try:
-        loader = Library(sys.executable).interpreter
+        loader = _library(sys.executable).interpreter
         listed = subprocess.run(
             [loader, path],
             env=tracing,

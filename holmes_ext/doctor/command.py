@@ -19,13 +19,14 @@ from holmes_ext.doctor.command_words import split_command
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.forwarded import check_forwarded
 from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
-from holmes_ext.doctor.launch import LaunchedNodes, exported_variables, read_launches
+from holmes_ext.doctor.launch import LaunchedNodes, read_launches
 from holmes_ext.doctor.launch_check import (
     check_launch,
     check_launchers,
     node_count,
     started_part,
 )
+from holmes_ext.doctor.launch_options import exported_variables
 from holmes_ext.doctor.no_file import check_prefix_of_job
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, Options, misspelt_flag, parse_flags

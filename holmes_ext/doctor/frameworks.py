@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holmes_ext.doctor.finding import Finding, note, problem
-from holmes_ext.patches.conflicts import WITH_GIL, conflicts, without_gil
+from holmes_ext.patches import WITH_GIL, without_gil
+from holmes_ext.patches.conflicts import conflicts
 from holmes_ext.patches.engine import location
 from holmes_ext.patches.engine.location import find_module, source_misfit
 from holmes_ext.patches.engine.patch import Feature, Patch

@@ -16,7 +16,23 @@ from pathlib import Path
 
 from holmes_ext.cluster.sources.hostfile import read_hostfile
 from holmes_ext.cluster.sources.hostlist import expand
+from holmes_ext.doctor.command_words import Command
 from holmes_ext.doctor.deepspeed_hosts import ResourceError, active_hosts
+from holmes_ext.doctor.launch_options import (
+    DEEPSPEED,
+    MAX_DIGITS,
+    MPIRUN,
+    NAMES_OF_LAUNCHER,
+    SRUN,
+    TORCHRUN,
+    LauncherWords,
+    OptionNames,
+    WrittenOption,
+    by_name,
+    find_launchers,
+    number_in,
+    written_options,
+)
 from holmes_ext.errors import HolmesError
 
 #: Name of an option without its dashes, with "-" for "_" -> its values, in their order.
@@ -46,75 +62,18 @@ def read_launches(words: Sequence[str], environ: Mapping[str, str]) -> list[Laun
         words: The command up to the script, which holds the launchers and their options.
         environ: Environment variables of the command.
     """
-    starts: list[tuple[int, str]] = []  # position of a launcher's last word, its name
-    for position, word in enumerate(words):
-        program = word.rpartition("/")[2]
-        name = _LAUNCHER_OF_WORD.get(program, "")
-        if program == "accelerate" and words[position + 1 : position + 2] != ["launch"]:
-            continue  # "accelerate config", for example
-        if name:
-            starts.append((position, name))
-    if not starts:  # a wrapper with options like those of torchrun
-        options = _options(words)
+    found = find_launchers(words, _READERS)
+    if not found:  # a wrapper with options like those of torchrun
+        options = by_name(written_options(words))
         return [_read_torchrun(options, {})] if "nnodes" in options else []
-    ends = [position for position, _ in starts[1:]] + [len(words)]
     launches = []
-    for (position, name), end in zip(starts, ends):
-        options = _options(words[position + 1 : end])
+    for name, launcher_words in found:
+        options = by_name(written_options(launcher_words))
         try:
             launches.append(replace(_READERS[name](options, environ), launcher=name))
         except HolmesError as error:
             launches.append(LaunchedNodes(name, error=str(error)))
     return launches
-
-
-def exported_variables(words: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that a command sets for its ranks.
-
-    They are those of `env NAME=VALUE`, `mpirun -x NAME=VALUE`, `mpiexec -genv NAME VALUE` and
-    `srun --export=ALL,NAME=VALUE`.
-
-    Args:
-        words: The command up to the script.
-    """
-    variables = {}
-    for position, word in enumerate(words):
-        match = _ASSIGNMENT.fullmatch(word)
-        previous = words[position - 1] if position else "env"
-        is_after_env = previous == "env" or _ASSIGNMENT.fullmatch(previous) is not None
-        if match and (is_after_env or previous == "-x"):
-            variables[match[1]] = match[2]
-        elif word in ("-genv", "-env") and position + 2 < len(words):
-            variables[words[position + 1]] = words[position + 2]
-        elif word.startswith("--export="):
-            for item in word.removeprefix("--export=").split(","):
-                exported = _ASSIGNMENT.fullmatch(item)
-                if exported:
-                    variables[exported[1]] = exported[2]
-    return variables
-
-
-_ASSIGNMENT = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)")
-#: Options whose number may follow without a space: "-N4", "-n32".
-_JOINED = re.compile(r"-([NnHwc])([0-9].*)")
-
-
-def _options(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the options among some words: name -> its values, in their order.
-
-    The value is in the same word (--nnodes=2, -N2) or in the next one. An option without a value gets the
-    next word as its value, too: which options have one differs between launchers.
-    """
-    options: dict[str, list[str]] = {}
-    for word, next_word in zip(words, [*words[1:], ""]):
-        joined = _JOINED.fullmatch(word)
-        if joined:
-            options.setdefault(joined[1], []).append(joined[2])
-        elif word.startswith("-"):
-            name, equals, value = word.partition("=")
-            key = name.lstrip("-").replace("_", "-")
-            options.setdefault(key, []).append(value if equals else next_word)
-    return options
 
 
 @dataclass(frozen=True)
@@ -134,7 +93,7 @@ def _number(options: Options, *names: str) -> _Number:
     """
     for name in names:
         value = options.get(name, [""])[-1]
-        if value.isdecimal():
+        if value.isdecimal() and len(value) <= MAX_DIGITS:
             dashes = "--" if len(name) > 1 and name not in _SINGLE_DASH else "-"
             return _Number(int(value), f"{dashes}{name}")
     return _Number()
@@ -151,11 +110,8 @@ def _read_torchrun(options: Options, environ: Mapping[str, str]) -> LaunchedNode
         environ: Environment variables. PET_NNODES and PET_NPROC_PER_NODE are defaults of its options.
     """
     nodes_text = options.get("nnodes", [environ.get("PET_NNODES", "")])[-1]
-    fewest, colon, most = nodes_text.partition(":")
-    if colon and fewest != most:  # elastic: the number is not known before the job starts
-        fewest = ""
-    nodes = int(fewest) if fewest.isdecimal() else 0
-    processes = _number(options, "nproc-per-node")
+    nodes = number_in(nodes_text)  # 0 for an elastic job: the number is not known before it starts
+    processes = _number(options, *TORCHRUN.processes)
     if not processes.value and environ.get("PET_NPROC_PER_NODE", "").isdecimal():
         processes = _Number(int(environ["PET_NPROC_PER_NODE"]), "PET_NPROC_PER_NODE")
     return LaunchedNodes(
@@ -183,8 +139,8 @@ def _read_deepspeed(options: Options, environ: Mapping[str, str]) -> LaunchedNod
     """
     path = options.get("hostfile", options.get("H", [_DEFAULT_HOSTFILE]))[-1] or _DEFAULT_HOSTFILE
     include = options.get("include", options.get("i", [""]))[-1]
-    node_limit = _number(options, "num-nodes")
-    processes = _number(options, "num-gpus", "num-accelerators")
+    node_limit = _number(options, *DEEPSPEED.nodes)
+    processes = _number(options, *DEEPSPEED.processes)
     if not Path(path).is_file():
         if include and not processes.value:  # "localhost:0,1,2"
             processes = _Number(include.count(",") + 1, "--include")
@@ -234,15 +190,15 @@ def _read_mpirun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     Raises:
         HolmesError: The hostfile cannot be read.
     """
-    total = _number(options, "np", "n", "c")
-    per_node = _number(options, "npernode", "N", "ppn", "perhost")
+    total = _number(options, *MPIRUN.total)
+    per_node = _number(options, *MPIRUN.processes)
     for value in options.get("map-by", []):
         pieces = value.split(":")
         if pieces[0] == "ppr" and pieces[2:3] == ["node"] and pieces[1].isdecimal():
             per_node = _Number(int(pieces[1]), f"--map-by {value}")
     slots: dict[str, int] = {}
     host_flag = ""
-    for name in ("H", "host", "hosts"):
+    for name in MPIRUN.hosts:
         for value in options.get(name, []):
             host_flag = f"-{name}" if name == "H" else f"--{name}"
             _add_slots(slots, value)
@@ -322,10 +278,9 @@ def _read_srun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
         HolmesError: --nodelist is no list of hosts.
     """
     nodes_text = options.get("nodes", options.get("N", [""]))[-1]
-    fewest, dash, most = nodes_text.partition("-")
-    nodes = int(fewest) if fewest.isdecimal() and (not dash or fewest == most) else 0
-    tasks = _number(options, "ntasks", "n")
-    per_node = _number(options, "ntasks-per-node")
+    nodes = number_in(nodes_text)
+    tasks = _number(options, *SRUN.total)
+    per_node = _number(options, *SRUN.processes)
     names: list[str] = []
     for value in options.get("nodelist", options.get("w", [])):
         if "/" not in value:  # else it is a file
@@ -376,9 +331,13 @@ def _read_accelerate(options: Options, environ: Mapping[str, str]) -> LaunchedNo
         return options.get(name.replace("_", "-"), [config.get(name, "")])[-1]
 
     nodes_text = value_of("num_machines")
-    world_text = value_of("num_processes")
-    nodes = int(nodes_text) if nodes_text.isdecimal() else 1
-    world_size = int(world_text) if world_text.isdecimal() else 0
+    nodes = number_in(nodes_text) if nodes_text else 1
+    world_size = number_in(value_of("num_processes"))
+    if not nodes:  # a variable, for example
+        error = "--num_machines is 0, and must be at least 1" if nodes_text == "0" else ""
+        return LaunchedNodes(
+            "accelerate", world_size=world_size, world_flag="--num_processes", error=error
+        )
     hostfile = value_of("deepspeed_hostfile")
     is_standard = value_of("deepspeed_multinode_launcher") == "standard"
     if hostfile and nodes > 1 and not is_standard:
@@ -431,15 +390,97 @@ _READERS: dict[str, Callable[[Options, Mapping[str, str]], LaunchedNodes]] = {
     "srun": _read_srun,
     "accelerate": _read_accelerate,
 }
-#: Word of a command -> the launcher that it starts.
-_LAUNCHER_OF_WORD = {
-    **dict.fromkeys(("torchrun", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
-    **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), "deepspeed"),
-    **dict.fromkeys(
-        ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "horovodrun"), "mpirun"
-    ),
-    "srun": "srun",
-    **dict.fromkeys(
-        ("accelerate", "accelerate-launch", "accelerate.commands.launch"), "accelerate"
-    ),
-}
+
+
+@dataclass(frozen=True)
+class StatedNodes:
+    """Nodes and processes that a command's options state. What launchers add to them is left out.
+
+    For example, deepspeed without a hostfile starts one node, whatever --num_nodes states.
+    """
+
+    nodes: int = 0  # 0: not stated
+    processes: int = 0  # on each node; 0: not stated
+    hosts: tuple[str, ...] = ()  # names of the nodes; () if they are not stated
+    nodes_option: str = ""  # that states `nodes`, with its value: "--nnodes 4"
+    processes_option: str = ""  # that states `processes`
+
+
+#: Variables that a command may set for its launcher (NNODES=2 megatron sft ...), for ms-swift and others.
+_VARIABLES = {"NNODES": "nodes", "NPROC_PER_NODE": "processes"}
+
+
+def stated_nodes(command: Command) -> StatedNodes:
+    """Return the nodes and processes that the options in a command state.
+
+    If several launchers are in a command, each number is that of the last launcher that states it: srun
+    starts one torchrun on each node, which starts the processes. A value that is no number, such as
+    $SLURM_NNODES or 2:4, counts as not stated, but its option is kept.
+    """
+    words = list(command.launcher)
+    if command.hidden_model:
+        words = list(command.words)  # a console command is its own launcher: tune run --nnodes 2
+    found = find_launchers(words, NAMES_OF_LAUNCHER)
+    in_launchers = sum(len(launcher_words) + 1 for _, launcher_words in found)
+    before = tuple(words[: len(words) - in_launchers])
+    result = StatedNodes()
+    for name, launcher_words in [LauncherWords("", before), *found]:
+        names = NAMES_OF_LAUNCHER.get(name, OptionNames())
+        result = _stated_inside(_options_by_meaning(launcher_words, names), result)
+    # The scheduler may have more hosts than the launcher inside uses.
+    return result if len(result.hosts) == result.nodes else replace(result, hosts=())
+
+
+def _options_by_meaning(words: Sequence[str], names: OptionNames) -> dict[str, WrittenOption]:
+    """Return the last option or variable of each meaning ("nodes", "processes", ...) among some words."""
+    options = {}
+    for option in written_options(words):
+        meaning = names.meaning_of(option.name)
+        if meaning:
+            options[meaning] = option
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and name in _VARIABLES:
+            options[_VARIABLES[name]] = WrittenOption(name, value, text=word)
+    return options
+
+
+def _stated_inside(options: Mapping[str, WrittenOption], outer: StatedNodes) -> StatedNodes:
+    """Return what a launcher's options state, together with the launchers around it.
+
+    Args:
+        options: "nodes", "processes", "total" or "hosts" -> the launcher's option.
+        outer: What the options of the launchers around it state.
+    """
+    nodes = options.get("nodes", WrittenOption())
+    processes = options.get("processes", WrittenOption())
+    total = options.get("total", WrittenOption())
+    total_number = number_in(total.value)
+    per_node = number_in(processes.value)
+    hosts = _stated_hosts(options["hosts"].value) if "hosts" in options else outer.hosts
+    result = StatedNodes(outer.nodes, hosts=hosts, nodes_option=outer.nodes_option)
+    if nodes.text:
+        result = replace(result, nodes=number_in(nodes.value), nodes_option=nodes.text)
+    elif "hosts" in options and hosts:
+        result = replace(result, nodes=len(hosts), nodes_option=options["hosts"].text)
+    elif total_number and per_node:
+        text = f"{total.text} {processes.text}"
+        result = replace(result, nodes=total_number // per_node, nodes_option=text)
+    if processes.text:
+        return replace(result, processes=per_node, processes_option=processes.text)
+    if total_number and result.nodes and total_number % result.nodes == 0:
+        count = total_number // result.nodes
+        return replace(result, processes=count, processes_option=total.text)
+    return result
+
+
+def _stated_hosts(text: str) -> tuple[str, ...]:
+    """Return the hosts of a list such as a[1-2] or a1:8,a2:8; () if the text is no list of hosts."""
+    try:
+        items = expand(text, "hosts") if text else []
+    except HolmesError:
+        return ()
+    names = [item.partition(":")[0] for item in items]
+    if not all(name and name[0].isalnum() for name in names):
+        return ()
+    return tuple(dict.fromkeys(names))

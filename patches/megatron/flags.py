@@ -16,6 +16,7 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.megatron.command_line.refusals import refused_first_rank
 from holmes_ext.patches.megatron.features import LM, MEGATRON_DEEPSPEED_FLAGS
+from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.session import Session
 from holmes_ext.words import nearest
@@ -92,6 +93,15 @@ def _add_flags_to_megatron_lm(current: Session, call: Call, instance: Any) -> An
     return parser
 
 
+def _check_first_ranks(plan: Plan) -> None:
+    """Raise HolmesError if Megatron-DeepSpeed would choose other GPUs than the local ranks."""
+    import torch
+
+    refusal = refused_first_rank(plan)
+    if refusal and torch.cuda.is_available():
+        raise told_once(HolmesError(refusal))
+
+
 @with_session
 @by_name
 def _add_flags_to_megatron_deepspeed(
@@ -106,11 +116,7 @@ def _add_flags_to_megatron_deepspeed(
     Raises:
         HolmesError: Megatron-DeepSpeed would choose other GPUs than the local ranks.
     """
-    import torch
-
-    refusal = refused_first_rank(current.plan)
-    if refusal and torch.cuda.is_available():
-        raise told_once(HolmesError(refusal))
+    _check_first_ranks(current.plan)
 
     def provider(parser, *args, **kwargs):
         """Add the program's arguments to the parser, then the --holmes flags."""

@@ -8,8 +8,10 @@ import pytest
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.doctor.command import check_command
-from holmes_ext.doctor.launch import exported_variables, read_launches
+from holmes_ext.doctor.command_words import split_command
+from holmes_ext.doctor.launch import read_launches, stated_nodes
 from holmes_ext.doctor.launch_check import check_launch, check_launchers, started_part
+from holmes_ext.doctor.launch_options import exported_variables
 
 #: Four nodes with 8 GPUs each, and a hostfile for them.
 SPEC = clusters.spec("ib ib 1600Gb/s a[1-2]", "roce roce 800Gb/s b[1-2]", processes=8)
@@ -65,6 +67,7 @@ def findings(command, environ=None):
         "accelerate launch --config_file machines.yaml",
         "accelerate launch --num_machines 4 --num_processes 32 --use_deepspeed",
         "accelerate config",
+        "accelerate launch --num_machines $NODES --num_processes 32",
         "python -m accelerate.commands.launch --num_machines 4 --num_processes 32",
         "horovodrun -np 32 -H a1:8,a2:8,b1:8,b2:8 python",
         # As public scripts have them (horovod, nccl-tests, mscclpp, LLaMA-Factory).
@@ -201,6 +204,10 @@ def test_a_command_may_start_fewer_nodes_than_the_file_has(command, nodes):
             "problem --nnodes: is 1, but srun starts torchrun 4 times",
         ),
         (
+            "accelerate launch --num_machines 0 --num_processes 48",
+            "problem accelerate: --num_machines is 0, and must be at least 1",
+        ),
+        (
             "accelerate launch --num_machines 6 --num_processes 48",
             "problem --num_machines: is 6, but the clusters have 4 nodes",
         ),
@@ -295,6 +302,14 @@ def command_findings(command, spec):
     return [f"{f.level} {f.what}" for f in found if "there is no such program" not in f.what]
 
 
+def test_nodes_of_accelerate_are_compared_in_a_whole_command():
+    """The number of nodes is not compared if it is a variable."""
+    command = "accelerate launch --num_machines 5 --num_processes 40 train.py --holmes"
+    assert "problem is 5, but the clusters have 4 nodes" in command_findings(command, SPEC)
+    found = command_findings(command.replace("5", "$NODES").replace("40", "32"), SPEC)
+    assert not [line for line in found if "nodes" in line]
+
+
 def test_a_hostfile_with_other_hosts_and_slots(monkeypatch):
     """Input ds_hostfile_unchecked: names, number and slots contradict the file."""
     monkeypatch.chdir(INPUTS / "ds_hostfile_unchecked")
@@ -313,3 +328,34 @@ def test_a_job_on_fewer_nodes_than_the_file_has(monkeypatch):
     assert command_findings("torchrun --nnodes 1 train.py --holmes", spec) == [
         "note the job has 1 of the 2 nodes of cluster.toml"
     ]
+
+
+#: Command -> nodes, processes on each node, hosts that its options state (0 or (): not stated).
+STATED = {
+    "python a.py": (0, 0, ()),
+    "torchrun --nnodes=4 --nproc_per_node 8 a.py": (4, 8, ()),
+    "torchrun --nnodes 2:4 --nproc-per-node gpu a.py": (0, 0, ()),
+    "torchrun --nnodes 4:4 a.py": (4, 0, ()),
+    "srun --nodes=4 --ntasks-per-node=8 python a.py": (4, 8, ()),
+    "srun -N4 -n32 python a.py": (4, 8, ()),
+    "srun -N 2-4 python a.py": (0, 0, ()),
+    "srun -n 32 --ntasks-per-node 8 python a.py": (4, 8, ()),
+    "srun -w gpu[1-4] --ntasks-per-node 8 python a.py": (4, 8, ("gpu1", "gpu2", "gpu3", "gpu4")),
+    "srun --nodes 4 --ntasks-per-node 1 torchrun --nnodes 4 --nproc-per-node 8 a.py": (4, 8, ()),
+    "srun --nodes 4 -w gpu[1-4] torchrun --nnodes 2 a.py": (2, 0, ()),
+    "deepspeed --num_nodes 2 --num_gpus 8 a.py": (2, 8, ()),
+    "accelerate launch --num_machines 2 --num_processes 16 a.py": (2, 8, ()),
+    "mpirun -np 16 -npernode 8 python a.py": (2, 8, ()),
+    "mpirun -np 16 -H a1:8,a2:8 python a.py": (2, 8, ("a1", "a2")),
+    "mpirun --np 16 --host a1,a2 python a.py": (2, 8, ("a1", "a2")),
+    "horovodrun -np 16 -H a1:8,a2:8 python a.py": (2, 8, ("a1", "a2")),
+    "NNODES=2 NPROC_PER_NODE=8 megatron sft --model x": (2, 8, ()),
+    "tune run --nnodes 2 --nproc_per_node 8 recipe --config x": (2, 8, ()),
+    "python -m torch.distributed.launch --nnodes 2 --nproc_per_node=4 a.py --nnodes 9": (2, 4, ()),
+}
+
+
+@pytest.mark.parametrize("line", STATED)
+def test_nodes_and_processes_are_those_that_the_options_state(line):
+    start = stated_nodes(split_command(line.split()))
+    assert (start.nodes, start.processes, start.hosts) == STATED[line]

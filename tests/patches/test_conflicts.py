@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from holmes_ext import job
+from holmes_ext import job, patches
 from holmes_ext.doctor import frameworks
 from holmes_ext.patches import conflicts as rules
 
@@ -65,7 +65,7 @@ def test_a_free_threaded_python_is_refused_in_one_line(monkeypatch, capsys):
     assert ended.value.code == 2 and told.count("\n") == 1 and "PYTHON_GIL=1" in told
     assert "PYTHON_GIL=1" in next(frameworks.check_version_conflicts()).mend
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True)
-    assert not rules.without_gil()
+    assert not patches.without_gil()
 
 
 def test_what_cannot_be_imported_is_the_frameworks_own_trouble():

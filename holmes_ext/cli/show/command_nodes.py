@@ -10,7 +10,7 @@ from typing import NamedTuple
 from holmes_ext.cli.show.training import Training, lines_before_error, training_of
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.command_words import split_command
-from holmes_ext.doctor.launched import Launched, count_launched
+from holmes_ext.doctor.launch import StatedNodes, stated_nodes
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import some_of
 
@@ -54,7 +54,7 @@ def nodes_of_command(words: Sequence[str], spec: SiteSpec) -> NodesOfCommand:
         spec: Content of cluster.toml.
     """
     try:
-        start = count_launched(split_command(words))
+        start = stated_nodes(split_command(words))
     except HolmesError:  # only the arguments of a script: there is no launcher
         return NodesOfCommand(spec, ())
     lines = []
@@ -81,7 +81,7 @@ def _all_nodes(count: int) -> str:
     return f"the plan is for {nodes} of cluster.toml; --nodelist LIST before -- names the job's"
 
 
-def _lines_about_processes(start: Launched, spec: SiteSpec) -> list[str]:
+def _lines_about_processes(start: StatedNodes, spec: SiteSpec) -> list[str]:
     """Return a line if clusters have another number of processes on each node than the command starts."""
     others = [
         f"{cluster.processes} in {cluster.name}"

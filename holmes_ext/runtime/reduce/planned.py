@@ -7,21 +7,26 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from holmes_ext import extensions
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.buckets import bucket_bytes as bucket_bytes_of
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import hooks, session
 from holmes_ext.runtime.backend import backend_of, network_api_of, one_hardware_queue
 from holmes_ext.runtime.reduce import flat_bucket
-from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
-from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 from holmes_ext.runtime.reduce.reduction import FlatReduction
 from holmes_ext.runtime.session import tell
 
 if TYPE_CHECKING:
     from holmes_ext.cluster.fabric import Fabric
     from holmes_ext.plan.traffic import ReductionSpec
+    from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
+    from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
     from holmes_ext.runtime.reduce.reduction import Reduction
+
+#: Classes of the hierarchical all-reduce. A job loads one if its groups span clusters.
+_OVER_NCCL = "holmes_ext.runtime.reduce.hierarchical_nccl:HierarchicalCollectives"
+_OVER_GLOO = "holmes_ext.runtime.reduce.hierarchical:HierarchicalAllReduce"
 
 
 class PlannedReduction:
@@ -204,7 +209,8 @@ def hierarchical_over(
         if one_hardware_queue():
             tell(session.require(), _NO_OVERLAP_WARNING, once=_NO_OVERLAP_WARNING)
         # Between clusters, NCCL chooses the algorithm itself, so `spec.across` is not used.
-        return HierarchicalCollectives(
+        over_nccl: type[HierarchicalCollectives] = extensions.load(_OVER_NCCL)
+        return over_nccl(
             clusters, chunk_bytes=spec.chunk_bytes, compress=spec.compress, purpose=purpose
         )
     # gloo: how sums pass between clusters. A ring or tree of clusters; None for a direct exchange,
@@ -212,7 +218,8 @@ def hierarchical_over(
     across = spec.across
     if across is not None and set(across.order) != set(ranks_by_cluster):
         across = None  # it was planned for other clusters than these
-    return HierarchicalAllReduce(
+    over_gloo: type[HierarchicalAllReduce] = extensions.load(_OVER_GLOO)
+    return over_gloo(
         clusters,
         chunk_bytes=spec.chunk_bytes,
         compress=spec.compress,
