@@ -76,6 +76,7 @@ def _check_options(
         wanted.append("HOLMES")
     lost = sorted(name for name in wanted if environ.get(name) and name not in passed)
     if lost:
+        # PREFIX is "--holmes". Ranks with neither the flag nor HOLMES=1 run without holmes.
         yield problem(
             ", ".join(lost),
             what=f"set here, but {launcher} does not pass it to the other nodes",

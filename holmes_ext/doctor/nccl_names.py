@@ -188,7 +188,7 @@ def _note_or_problem_on_networks(value: str, network_of: Mapping[str, str]) -> F
         return note(
             variable,
             what=f"{value!r} selects {', '.join(network_of)}",
-            why=LEFT_ALONE,
+            why=LEFT_ALONE,  # "holmes keeps your setting"
             mend=f"unset {variable} unless it is meant so",
         )
     words = "; ".join(f"{', '.join(names)} ({network})" for network, names in names_of.items())
@@ -329,6 +329,6 @@ def _check_selected_hcas(
         yield note(
             variable,
             what=f"{value!r} selects {some_of((nic.name for nic in selected), _MOST_NAMED)}{prefixes}",
-            why=LEFT_ALONE,
+            why=LEFT_ALONE,  # "holmes keeps your setting"
             mend=f"unset {variable} unless it is meant so",
         )
