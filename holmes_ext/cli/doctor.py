@@ -292,7 +292,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     """
     is_live = os.path.realpath(args.sysfs) == "/sys"
     has_captured_addresses = not is_live and captured_addresses(args.sysfs) is not None
-    environ = dict(os.environ)
+    environ = dict(os.environ)  # for code that finds a captured tree by HOLMES_SYSFS
     if not is_live:
         environ["HOLMES_SYSFS"] = args.sysfs
     name = node_name(os.environ)
@@ -300,7 +300,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     node = NodeReport(
         name,
         identity=node_identity(),
-        # There is no master. For loopback, it returns the device of the default route.
+        # No job, so no master: for loopback, egress_interface() returns the default route's device.
         ethernet=egress_interface("127.0.0.1") if is_live else "",
         nics=nics,
         nccl=nccl_of_node(environ, nics),

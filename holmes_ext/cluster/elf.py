@@ -100,7 +100,10 @@ class Library:
         return ""
 
     def text_pointed_to(self, address: int) -> str:
-        """Return the text to which a pointer in the library's data refers, "" if it is not fixed.
+        """Return the text to which a pointer in the library's data refers.
+
+        The result is "" if the file does not show the text, for example because the library's code sets
+        the pointer when it runs.
 
         Args:
             address: Address of the pointer, from the base address of the library.
@@ -122,7 +125,8 @@ class Library:
                 kind, symbol = info & 0xFFFFFFFF, info >> 32
                 base = 0 if kind in _RELATIVE else self.symbols[symbol].address
                 return base + int(addend)
-        # Without an entry of its own (DT_RELR, a compact form), the file has the value in its place.
+        # No relocation in the usual format has the address. It may have one in the compact format,
+        # DT_RELR. There the addend is not in the relocation, but in the file at the address itself.
         (value,) = _POINTER.unpack_from(self._data, self._offset_of(address))
         return int(value)
 

@@ -87,6 +87,8 @@ def variables_of(node: Node) -> dict[str, str]:
 
     A variable with an empty value is to stay unset.
     """
+    # `verbs`: NCCL's network "IB" can use NICs of this kind. `no_verbs`: the reason why it cannot use
+    # those of this node all the same, "" if it can.
     rdma_ports = [
         port
         for port in node.ports

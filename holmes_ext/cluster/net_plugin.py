@@ -136,7 +136,10 @@ def may_carry(network: str, kind: str) -> bool:
     A network whose name is not known may use any kind that needs a plugin, except gVNIC: all of
     Google's machines have gVNIC, and most have no plugin for it.
     """
-    if kind == "plugin" or is_built_in(network):  # "IB": the plugin of `holmes lab`
+    if kind == "plugin":  # the user's word for NICs that the installed plugin uses
+        return True
+    # The network of only one plugin is called "IB": that of `holmes lab`, which emulates all kinds.
+    if is_built_in(network):
         return True
     kinds = kinds_of_network(network)
     if kinds:
@@ -177,7 +180,9 @@ def network_of(path: str) -> str:
         library = _library(path)
     except (OSError, ValueError):
         return ""
-    tables = {}  # version -> address of the table
+    # Version N -> address of the table ncclNetPlugin_vN. The first field of the table, at the same
+    # address, points to the network's name.
+    tables = {}
     for symbol in library.symbols:
         match = _TABLE.fullmatch(symbol.name)
         if match and symbol.address:
@@ -254,7 +259,10 @@ def _plugins_with_suffix(environ: Mapping[str, str]) -> list[str]:
 
 
 def _missing_libraries(path: str, environ: Mapping[str, str]) -> str:
-    """Return that a plugin needs libraries, or versions, which the loader does not find, or "".
+    """Return a sentence about libraries that a plugin needs and the loader does not find, else "".
+
+    A library also counts as missing if it is too old. The libraries of CUDA and NCCL do not count: torch
+    has loaded them before NCCL loads the plugin.
 
     Args:
         path: File of the plugin.

@@ -320,7 +320,12 @@ class Nic:
 
     @property
     def plugin_kind(self) -> str:
-        """Kind that this network device is for a network plugin of NCCL, "" for any other NIC."""
+        """Kind of NIC as which a network plugin of NCCL uses this network device, such as "slingshot".
+
+        It is "" for NICs that are not such a device. The driver shows the kind. In a container, the
+        device may be a macvlan or veth in front of the NIC, whose driver is hidden. Then the name
+        decides ("hsn0").
+        """
         if self.kind != "ethernet":
             return ""
         has_driver = self.driver not in ("", "macvlan", "veth")
@@ -334,8 +339,8 @@ class Nic:
     def gid_index(self) -> int | None:
         """Index of the GID for NCCL_IB_GID_INDEX, None if NCCL needs none or the port has none.
 
-        The GIDs of eRDMA have no RoCE version, by which NCCL would choose one: that of the port's
-        IPv4 address is the right one.
+        NCCL chooses a GID by its RoCE version, and the GIDs of eRDMA have none. The right GID of an
+        eRDMA port is the one that stands for the port's IPv4 address.
         """
         if self.kind == "roce":
             return self.roce_v2_index

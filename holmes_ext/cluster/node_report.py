@@ -138,7 +138,9 @@ def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
     nodes_of_remark: dict[str, list[str]] = defaultdict(list)
     # Nodes with the same remark share a sentence.
     for node, report in zip(site.nodes, reports):
-        remarks = [_remark_on_unused_nics(node, report)]
+        remarks = [_remark_on_missing_plugin(node, report)]
+        # A node with Ethernet alone. On others, a plugin is for the fast fabrics, which
+        # _nccl_remarks_of_port() checks.
         if len(node.ports) == 1:
             remarks.append(_remark_on_plugin(site.fabric_by_name[ETHERNET], report))
         for port in node.ports:
@@ -152,8 +154,10 @@ def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
     return sentences
 
 
-def _remark_on_unused_nics(node: Node, report: NodeReport) -> str:
-    """Return a sentence about NICs that need a network plugin where none is installed, or "".
+def _remark_on_missing_plugin(node: Node, report: NodeReport) -> str:
+    """Return a sentence about NICs that need a network plugin of NCCL which the node lacks, or "".
+
+    The node has no plugin, or one for other NICs, or NCCL cannot load its plugin.
 
     Args:
         node: The node.

@@ -39,8 +39,9 @@ def nics_of_kind(nics: Iterable[Nic], kind: str, ethernet: str = "") -> list[Nic
     Args:
         nics: NICs of the node that jobs may use.
         kind: Kind of NIC.
-        ethernet: Network device towards the master, "" for none. Of several gVNIC devices, it is left
-            out: the plugin has one for each pair of GPUs or for each GPU, and the machine one more.
+        ethernet: Network device towards the master, "" for none. It matters for gVNIC only:
+            machines with a plugin have one gVNIC device for each GPU or pair of GPUs, which the plugin
+            uses, and one more for everything else. The latter is left out unless it is the only one.
     """
     nics = [nic for nic in nics if not nic.skipped]
     matching = [nic for nic in nics if nic.kind == kind]
@@ -71,9 +72,10 @@ def declared_nics(nics: Iterable[Nic], kind: str, ethernet: str = "") -> list[Ni
 
 
 def plugin_kinds(reports: Iterable[NodeReport]) -> list[str]:
-    """Return the kinds of NICs that the network plugins of some nodes certainly use.
+    """Return the kinds of NICs that the network plugins of some nodes use, as far as their names show.
 
-    The kind "plugin" is not among them: it is not known which plugin uses such NICs.
+    A plugin whose network's name is not known counts for every kind that may_carry() allows. The kind
+    "plugin" is left out: it is not known which plugin uses such NICs.
     """
     networks = {report.nccl.network for report in reports if report.nccl.has_plugin}
     return [
@@ -101,7 +103,10 @@ def kinds_to_write(nics: Iterable[Nic]) -> str:
 
 
 def with_plugins(site: Site, reports: Sequence[NodeReport]) -> Site:
-    """Return a site whose fabrics have the names of the networks of the installed plugins.
+    """Return a site in which each fabric that goes over a plugin names the plugin's network.
+
+    The name is the fabric's `net`; "" means a network of NCCL itself. A node that lacks the plugin of a
+    fabric gets the reason in `no_verbs` of its port on that fabric.
 
     Args:
         site: Site that was resolved from the reports.
@@ -119,8 +124,11 @@ def with_plugins(site: Site, reports: Sequence[NodeReport]) -> Site:
             if any(port.fabric == fabric.name for port in node.ports)
         }
         if fabric.name == ETHERNET:
-            is_alone = len(site.fabrics) == 1
-            fabrics.append(replace(fabric, net=_requested_net(settings) if is_alone else ""))
+            # With a fast fabric, the plugin is for its NICs. Ethernet then goes over NCCL's "Socket".
+            net = ""
+            if len(site.fabrics) == 1:
+                net = _requested_net(settings)
+            fabrics.append(replace(fabric, net=net))
             continue
         choice = _choose(fabric, settings)
         fabrics.append(replace(fabric, net=choice.net))
@@ -145,19 +153,23 @@ def _requested_net(settings: dict[str, NcclOfNode]) -> str:
         settings: Node -> its NCCL settings.
     """
     for nccl in settings.values():
-        is_plugins = nccl.has_plugin and not is_built_in(nccl.requested_net)
-        if not nccl.requested_net or not is_plugins:
+        if not nccl.requested_net or is_built_in(nccl.requested_net) or not nccl.has_plugin:
             return ""
         if nccl.request_name and not is_same_network(nccl.request_name, nccl.requested_net):
             return ""
-    # A plugin whose name is not known may have the requested name only after its start, when it is too
-    # late for NCCL (nccl-rdma-sharp-plugins). NCCL prefers a plugin if it may choose.
+    # Some plugins get their network's name when they start (nccl-rdma-sharp-plugins), so the name is not
+    # known here (request_name is ""). NCCL looks for a requested name before that, and would not find
+    # it. With AUTO no name is requested, and NCCL then prefers the plugin.
     names = {nccl.request_name or AUTO for nccl in settings.values()}
     return names.pop() if len(names) == 1 else ""
 
 
 def _choose(fabric: Fabric, settings: dict[str, NcclOfNode]) -> _Choice:
     """Return the network of a fast fabric's groups, and the nodes that do not have it.
+
+    The network is that of the installed plugin if NICs of this kind use one, or if the user chooses
+    it. Its name is AUTO, "NCCL chooses", if a plugin is used and its name is not known. It is "" for
+    NCCL's own network.
 
     Args:
         fabric: The fabric. Its `net` is the user's choice in cluster.toml, "" without one.
@@ -167,16 +179,17 @@ def _choose(fabric: Fabric, settings: dict[str, NcclOfNode]) -> _Choice:
         HolmesError: the nodes have plugins with different networks.
     """
     kind = KINDS[fabric.kind]
-    if fabric.net and is_built_in(fabric.net):
+    if fabric.net and is_built_in(fabric.net):  # cluster.toml chooses "IB" or "Socket"
         return _Choice(fabric.net, {})
     net = fabric.net or _requested_net(settings)
-    if not net and not kind.plugin:
+    if not net and not kind.plugin:  # neither the user nor the kind of NIC wants a plugin
         return _Choice("", {})
     reasons = {node: _why_no_plugin(nccl, net, fabric.kind) for node, nccl in settings.items()}
     problems = {node: reason for node, reason in reasons.items() if reason}
     # NCCL's own "IB" can use these NICs, too, and the user did not choose a plugin.
     if kind.verbs and problems and not fabric.net:
         return _Choice("", {})
+    # No node has a plugin, and cluster.toml leaves the choice to NCCL: it takes its own "IB".
     if kind.verbs and fabric.net == AUTO and len(problems) == len(settings):
         return _Choice(AUTO, {})
     nodes_of_network = grouped(
@@ -189,7 +202,10 @@ def _choose(fabric: Fabric, settings: dict[str, NcclOfNode]) -> _Choice:
             f"the nodes of fabric {fabric.name!r} have NCCL plugins with different networks ({listed}), "
             "which cannot connect to each other; install the same version of the plugin on all of them"
         )
-    if net == AUTO or not networks:
+    if net == AUTO:
+        return _Choice(AUTO, problems)
+    # If no plugin shows its network's name, the user's name counts. Without one, NCCL chooses.
+    if not networks:
         return _Choice(net or AUTO, problems)
     return _Choice(networks[0], problems)
 
@@ -204,24 +220,27 @@ def _why_no_plugin(nccl: NcclOfNode, net: str, kind: str) -> str:
     """
     if not nccl.has_plugin:
         return nccl.plugin_problem or "no network plugin of NCCL is installed"
-    if not nccl.network or is_built_in(nccl.network):
-        return ""  # only NCCL can tell, or the plugin of `holmes lab` takes the place of any other
+    if not nccl.network:  # the plugin's file does not show which network it provides
+        return ""
+    if is_built_in(nccl.network):  # the plugin of `holmes lab`, which stands for any plugin
+        return ""
     provides = f"{nccl.plugin} provides the network {nccl.network!r}"
     if net in ("", AUTO):
         if may_carry(nccl.network, kind):
             return ""
         return f"{provides}, which does not use NICs of kind {kind}"
+    # request_name is "" if the plugin may change the name in its file when it starts.
     if not nccl.request_name or is_same_network(nccl.request_name, net):
         return ""
     return f"{provides}, not {net!r}"
 
 
 def plugins_of(site: Site, fabrics: Iterable[str]) -> list[str]:
-    """Return one line for each fabric whose groups go over the network of a plugin.
+    """Return lines of the preflight: for each fabric with a plugin, how many of its nodes have the plugin.
 
     Args:
-        site: Site of with_plugins(): the plugin was found on each node whose port has no reason in
-            `no_verbs`.
+        site: Site that with_plugins() has returned. A node lacks the plugin if its port on the fabric
+            has a reason in `no_verbs`.
         fabrics: Names of the fabrics of planned groups.
     """
     lines = []
@@ -239,7 +258,10 @@ def plugins_of(site: Site, fabrics: Iterable[str]) -> list[str]:
 
 
 def without_plugin(site: Site) -> list[str]:
-    """Return one line for each reason why nodes lack the plugin of one of their fabrics."""
+    """Return one line for each reason why nodes of the site lack the plugin of one of their fabrics.
+
+    with_plugins() has written the reason into `no_verbs` of the node's port on the fabric.
+    """
     nodes_of_reason: dict[str, list[str]] = {}
     for node in site.nodes:
         for port in node.ports:

@@ -75,12 +75,15 @@ def resolve_site(
     fallback: bool = False,
     counted: bool = True,
 ) -> Site:
-    """Return the site of the nodes that reported, in the order of their reports.
+    """Return the site (nodes and fabrics of a job) of the nodes that reported, in the reports' order.
+
+    `fallback` and `counted` matter only with a cluster.toml, which a report may contradict.
 
     Args:
         reports: Reports of all nodes.
         spec: Content of cluster.toml, which may describe more nodes; None without one.
-        fallback: Accept a node whose fast NICs are down: its Port gets a fault, it uses Ethernet.
+        fallback: Accept a node whose fast NICs are down. The reason is then in `fault` of the node's
+            port on the fast fabric, and the node uses Ethernet.
         counted: Require that each node has started as many processes as cluster.toml says.
 
     Raises:
@@ -291,7 +294,10 @@ def _fast_port(
         selected = select(report.nics, include, exclude)
     except HolmesError as error:
         raise HolmesError(f"{spec.source}: node {report.name!r}: {error}") from None
-    nics = declared_nics(selected, cluster.kind, ethernet="" if include else report.ethernet)
+    # `include` may choose any NIC. Otherwise the network device for Ethernet is kept out of the fast
+    # fabric where it is of the same kind as the fast NICs (gVNIC).
+    ethernet = "" if include else report.ethernet
+    nics = declared_nics(selected, cluster.kind, ethernet)
     nics_up = [nic for nic in nics if nic.up]
     nics_down = [nic for nic in nics if not nic.up]
     states = ", ".join(f"{nic.name} is {nic.state_text}" for nic in nics_down)
@@ -304,11 +310,13 @@ def _fast_port(
             f"the cluster's kind or include to what it has{'' if nics else kinds_to_write(report.nics)}"
         )
     port = Port.of_nics(cluster.fabric, nics_up or nics, cluster.rate_bps, cluster.kind)
-    if port.verbs and not cluster.net:  # verbs do not matter to an NCCL plugin
+    # report.nccl.no_verbs: reason why NCCL's network "IB" has no device on the node. With a plugin
+    # (`net` in cluster.toml), it does not matter.
+    if port.verbs and not cluster.net:
         port = replace(port, no_verbs=report.nccl.no_verbs)
     if not nics_down:
         return port
-    if nics_up and not include:
+    if nics_up and not include:  # the file names no NIC that must be up
         return port
     if fallback:
         return replace(port, fault=states, usable=bool(nics_up))
@@ -369,7 +377,8 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
         if report.nccl.no_verbs:  # NCCL here uses no RDMA at all: nothing to choose among ports
             rdma_ports = [replace(port, no_verbs=report.nccl.no_verbs) for port in rdma_ports]
         elif len(rdma_ports) > 1:
-            # NCCL takes any RDMA NIC of a node for any group, so it may use only one fabric.
+            # NCCL takes any RDMA NIC of a node for any group, so the node must use a single RDMA
+            # fabric: the fastest that also has other nodes.
             rdma_ports = _one_rdma_fabric(rdma_ports, nodes_on)
         by_fabric = {port.fabric: port for port in rdma_ports}
         ports = [by_fabric.get(port.fabric, port) for port in ports]
@@ -384,16 +393,17 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
 
 @dataclass
 class _FastFabrics:
-    """InfiniBand and RoCE fabrics of a site ("fast"), and the ports of the nodes on them."""
+    """Fabrics of a site other than Ethernet ("fast"), and the ports of the nodes on them."""
 
     fabrics: list[Fabric] = field(default_factory=list)
     ports: dict[str, list[Port]] = field(default_factory=dict)  # node -> its ports
 
 
 def _merge_rails(by_subnet: Mapping[Subnet, NicsOfNodes]) -> _FastFabrics:
-    """Return the fast fabrics and the ports of the nodes on them.
+    """Return the fast fabrics of a site, and for each node its ports on them.
 
-    Subnets of one kind (InfiniBand or RoCE) with the same nodes form one fabric (its rails).
+    Subnets of one kind (InfiniBand or RoCE) with the same nodes form one fabric (its rails). The rate
+    of a fabric is that of its slowest node.
 
     Args:
         by_subnet: Subnet -> node -> NICs of the node on the subnet.
@@ -412,6 +422,7 @@ def _merge_rails(by_subnet: Mapping[Subnet, NicsOfNodes]) -> _FastFabrics:
             # With "-", because "ib0" could be a network device.
             first_node = next(iter(nics_on_fabric))
             name = f"{kind}-{first_node}"
+        # NICs of virtual machines may state no rate. Predictions need one, so a low one is assumed.
         rates = {
             node: sum(nic.rate_bps for nic in nics) or UNKNOWN_ETHERNET_BPS
             for node, nics in nics_on_fabric.items()

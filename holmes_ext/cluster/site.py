@@ -76,7 +76,9 @@ class Port:
         indices = {nic.gid_index for nic in nics}
         if len(indices) == 1:
             (gid_index,) = indices
-        hcas = tuple(nic.name for nic in nics if KINDS[kind].usable)
+        hcas: tuple[str, ...] = ()
+        if KINDS[kind].usable:  # by NCCL, with verbs or a network plugin, and not by sockets alone
+            hcas = tuple(nic.name for nic in nics)
         port = cls(
             fabric, hcas=hcas, gid_index=gid_index, rate_bps=rate_bps, verbs=KINDS[kind].verbs
         )

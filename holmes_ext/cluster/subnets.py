@@ -33,10 +33,14 @@ NicsOfNodes = dict[str, list[Nic]]
 def subnet_of(report: NodeReport, nic: Nic, kind: str) -> Subnet:
     """Return the subnet of a fast NIC.
 
+    NICs without verbs, such as EFA, have no address that shows their network. For these, it is the
+    subnet of the node's Ethernet interface: nodes in one subnet are in one data center.
+
     Args:
         report: Report of the node.
         nic: A NIC of the node.
-        kind: Kind of fast NIC as which it is used.
+        kind: Kind of the fast NIC. It differs from nic.kind for a network device that a network plugin
+            uses: nic.kind is "ethernet", and `kind` is "gvnic", for example.
 
     Raises:
         HolmesError: a RoCE NIC has no IPv4 address with a subnet.

@@ -161,7 +161,7 @@ def _check_plan(
     else:
         sizes = sizes_from_arguments(rest)
     config = ds_config.from_arguments(rest)
-    if config is not None and not config.digest:
+    if config is not None and not config.digest:  # an empty digest: the file could not be read
         yield problem(
             config.path,
             what="cannot be read as JSON",
@@ -176,13 +176,16 @@ def _check_plan(
             mend="give --cluster FILE",
         )
         return
-    site = site_from_spec(started_part(spec, launches))
+    # The command may start fewer nodes than cluster.toml has. The sizes must fit the started ones.
+    started_spec = started_part(spec, launches)
+    site = site_from_spec(started_spec)
     if options.plan:
         plan = check_plan(load_plan(options.plan), site)
     else:
         plan = build_plan(site, sizes)
-    has_own_partition = bool(options.plan) or options.partition != "uniform"
-    yield from _check_layout([script, *rest], plan, has_own_partition)
+    # A plan file may set the number of layers of each pipeline stage, and so may --holmes-partition.
+    is_split_by_holmes = bool(options.plan) or options.partition != "uniform"
+    yield from _check_layout([script, *rest], plan, is_split_by_holmes)
     if config is not None and config.digest:
         for line in ds_config.check(config, plan, options.overlap):
             yield note(config.path, what=line, why="the setting does nothing", mend="remove it")
@@ -195,7 +198,7 @@ def _check_plan(
         )
 
 
-def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Finding]:
+def _check_layout(rest: list[str], plan: Plan, is_split_by_holmes: bool) -> Iterator[Finding]:
     """Yield findings about the training script's own arguments, compared with the plan.
 
     One finding is a model (layers, heads, ...) that the plan's parallel sizes cannot divide. The
@@ -204,7 +207,8 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
     Args:
         rest: The script and its arguments without the flags that holmes knows.
         plan: The plan of the job.
-        partitioned: Whether holmes assigns the layers to pipeline stages, instead of the framework.
+        is_split_by_holmes: Whether holmes, instead of the framework, decides how many layers each
+            pipeline stage gets.
     """
     described = describe(rest)
     first_rank = refused_first_rank(plan)
@@ -233,7 +237,7 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
         )
     if described.model is not None and plan.sizes is not None:
         # refusals(): one sentence for each check of the framework that these sizes fail.
-        for line in refusals(described, plan.sizes, plan.world_size, partitioned):
+        for line in refusals(described, plan.sizes, plan.world_size, is_split_by_holmes):
             yield problem(
                 "the command",
                 what=line,

@@ -59,7 +59,10 @@ def _check_options(
     has_flag: bool,
     advice: str,
 ) -> Iterator[Finding]:
-    """Yield a finding about options of holmes that are set by variables which ranks do not get.
+    """Yield a finding if variables of holmes are set here that the ranks on other nodes do not get.
+
+    Each option has a variable: HOLMES_FALLBACK sets --holmes-fallback. HOLMES=1 switches holmes on,
+    like the flag --holmes.
 
     Args:
         launcher: Name of the launcher.
@@ -68,11 +71,12 @@ def _check_options(
         has_flag: Whether --holmes is among the script's arguments.
         advice: How to pass a variable on.
     """
-    wanted = [variable(name) for name in names()]
+    wanted = [variable(name) for name in names()]  # of all options of holmes
     if not has_flag:
         wanted.append("HOLMES")
     lost = sorted(name for name in wanted if environ.get(name) and name not in passed)
     if lost:
+        # PREFIX is "--holmes". Ranks with neither the flag nor HOLMES=1 run without holmes.
         yield problem(
             ", ".join(lost),
             what=f"set here, but {launcher} does not pass it to the other nodes",
@@ -84,12 +88,17 @@ def _check_options(
 def _check_master_address(words: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding if the ranks that mpirun starts on several nodes may not find rank 0.
 
+    MASTER_ADDR names the host of rank 0. A job in Slurm does not need the variable: rank 0 is on the
+    first node in Slurm's list of the job's nodes.
+
     Args:
         words: The command up to the script.
-        environ: Environment variables of the command; in a Slurm job, its list of nodes names rank 0's.
+        environ: Environment variables of the command.
     """
     is_passed = "MASTER_ADDR" in _names_after(words, "-x")
-    if is_passed or "SLURM_JOB_ID" in environ or ("MASTER_ADDR" in environ and "-x" not in words):
+    # -x is an option of Open MPI. Without it, this may be MPICH, whose mpirun passes all variables.
+    may_be_mpich = "-x" not in words
+    if is_passed or "SLURM_JOB_ID" in environ or ("MASTER_ADDR" in environ and may_be_mpich):
         return
     yield note(
         "MASTER_ADDR",

@@ -22,7 +22,9 @@ from holmes_ext.errors import HolmesError
 def check_used_nics(
     root: str | Path, nics: Sequence[Nic], is_live: bool, is_in_cluster: bool
 ) -> list[Finding]:
-    """Return findings about the NICs of a node that the job uses, one for NICs with the same fault.
+    """Return findings about the NICs of a node that the job uses.
+
+    NICs with the same fault share one finding, which names them all.
 
     Args:
         root: Folder of /sys, or of a captured one.
@@ -34,15 +36,16 @@ def check_used_nics(
     if is_in_cluster:  # the file says which nodes belong together, instead of the subnet prefix
         findings = [finding for finding in findings if finding.what != DEFAULT_PREFIX]
     if is_live:
-        findings += rdma_limits(nics)
+        findings += rdma_limits(nics)  # what RDMA needs of this machine, such as locked memory
     return merged(findings)
 
 
 def mark_unused(nics: Sequence[Nic], node: str, spec: SiteSpec | None) -> tuple[Nic, ...]:
     """Return all NICs of a node, with a reason in `skipped` for those that the job does not use.
 
-    The net device of a RoCE port that `exclude` names keeps its entry of kind "ethernet": the job may
-    reach the other nodes over it.
+    A RoCE port is in the list twice: with kind "roce", and its net device with kind "ethernet". If
+    `exclude` names the port, only the entry of kind "roce" gets a reason. The job may still reach the
+    other nodes over the net device.
 
     Args:
         nics: All NICs of the node.
@@ -77,10 +80,17 @@ def mark_unused(nics: Sequence[Nic], node: str, spec: SiteSpec | None) -> tuple[
 def _may_be_left_out(nic: Nic, include: Sequence[str]) -> bool:
     """Return whether `include` and `exclude` of cluster.toml may leave out a NIC.
 
-    They are for fast NICs. Ethernet that has an address may be what reaches all nodes, whatever they say.
+    Both keys choose among the fast NICs. An Ethernet NIC may be the one over which a node reaches all
+    others, even if `include` does not list it or `exclude` does.
 
     Args:
         nic: The NIC.
         include: Patterns of `include`.
     """
-    return nic.fast or not (nic.rdma or nic.addresses or include)
+    if nic.fast:
+        return True
+    if include:  # it lists fast NICs, so Ethernet that is not in the list is not left out thereby
+        return False
+    # Sockets use a net device with an address, and that of a RoCE port.
+    may_reach_nodes = bool(nic.addresses or nic.rdma)
+    return not may_reach_nodes

@@ -91,7 +91,8 @@ def check_nccl(
         environ: Environment variables of the node.
         nics: The NICs of the node.
     """
-    # NICs of a captured /sys belong to another machine, whose plugins are not known here.
+    # NICs of a captured /sys belong to another machine, whose plugins are not known here. In
+    # `holmes lab`, HOLMES_SYSFS names emulated NICs of this machine instead.
     is_captured = bool(environ.get("HOLMES_SYSFS")) and not environ.get("HOLMES_LAB_NODE")
     yield from _check_plugin_nics(nccl_of_node, nics, is_captured)
     yield from _check_iwarp(nics)
@@ -104,7 +105,7 @@ def check_nccl(
             mend="take the line out of the file",
         )
     for name, (value, file) in file_settings(environ).items():
-        if name == SHARED and value != "0":
+        if name == SHARED and value != "0":  # NCCL_COMM_SPLIT_SHARE_RESOURCES
             yield problem(
                 file,
                 what=f"sets {name}={value}",
@@ -123,6 +124,7 @@ def check_nccl(
         yield _note_on_plugin(nccl_of_node, nics)
         _, version = installed_nccl()
         is_kept = environ.get(KEEP_PLUGIN, "0") != "0"
+        # FORGETS_PLUGINS, FREES_TWICE: versions of NCCL with a bug in how they handle plugins.
         if version is not None and version in FORGETS_PLUGINS and not is_kept:
             yield problem(
                 nccl_of_node.plugin,
@@ -143,10 +145,14 @@ def check_nccl(
 def _note_on_plugin(nccl_of_node: NcclOfNode, nics: Sequence[Nic]) -> Finding:
     """Return a note about the network plugin that NCCL would load.
 
+    The note says which groups use the plugin; if none does, how to make groups use it.
+
     Args:
         nccl_of_node: NCCL's settings and libraries on the node.
         nics: The NICs of the node.
     """
+    # `network` is the name in the plugin's file. A plugin may change that name when it starts; then
+    # groups cannot request it, and `request_name` is "".
     network = nccl_of_node.request_name
     named = f" (network {network!r})" if network else ""
     what = f"NCCL would load this network plugin{named}"

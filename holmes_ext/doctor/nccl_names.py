@@ -49,7 +49,7 @@ class ListedName(NamedTuple):
 
     @property
     def is_family(self) -> bool:
-        """True for the common start of several names, such as "mlx5_" or "bnxt_re"."""
+        """True for the common start of the names of a vendor's HCAs, such as "mlx5_" or "bnxt_re"."""
         return self.port == _ANY_PORT and not self.name[-1].isdigit()
 
 
@@ -61,7 +61,9 @@ class NameList(NamedTuple):
     exact: bool  # the names are whole names, not prefixes
 
     def names_match(self, listed: ListedName, device: str, port: int = _ANY_PORT) -> bool:
-        """Return whether one name of the list fits a device, whatever the list does with it.
+        """Return whether one name of the list fits a device.
+
+        The answer is the same for a list of devices to use and for one of devices not to use ("^").
 
         Args:
             listed: One of `names`.
@@ -119,7 +121,9 @@ def missing_interfaces(
 def check_socket_names(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
     """Yield a finding about NCCL_SOCKET_IFNAME.
 
-    NCCL uses every interface that the variable selects, and that is up and has an address.
+    NCCL uses every interface that the variable selects, and that is up and has an address. It is a
+    problem if there is no such interface, or if they are not all on one network that reaches other
+    nodes. Otherwise the finding is a note that holmes keeps the setting.
 
     Args:
         value: Value of the variable, "" if it is not set.
@@ -136,14 +140,15 @@ def check_socket_names(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
         missing = [item.text for item in listed.names] or ["all"]
         yield missing_interfaces(variable, value, missing, existing)
         return
-    # In a captured tree, addresses may be unknown.
+    # In a copy of another machine's /sys (a captured tree), the addresses may be missing.
     are_addresses_known = any(nic.addresses for nic in nics)
-    states = {name: _socket_state(nic_of.get(name), are_addresses_known) for name in named}
-    selected = [name for name, state in states.items() if not state]
-    if selected:
-        yield _judge_sockets(value, {name: _socket_kind(nic_of.get(name)) for name in selected})
+    obstacles = {name: _socket_obstacle(nic_of.get(name), are_addresses_known) for name in named}
+    usable = [name for name, obstacle in obstacles.items() if not obstacle]
+    if usable:
+        network_of = {name: _network_in_words(nic_of.get(name)) for name in usable}
+        yield _note_or_problem_on_networks(value, network_of)
     else:
-        listed_states = ", ".join(f"{name} ({state})" for name, state in states.items())
+        listed_states = ", ".join(f"{name} ({obstacle})" for name, obstacle in obstacles.items())
         yield problem(
             variable,
             what=f"{value!r} selects only {listed_states}",
@@ -152,7 +157,7 @@ def check_socket_names(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
         )
 
 
-def _socket_state(nic: Nic | None, are_addresses_known: bool) -> str:
+def _socket_obstacle(nic: Nic | None, are_addresses_known: bool) -> str:
     """Return why NCCL cannot open sockets on an interface, "" if it can.
 
     Args:
@@ -166,24 +171,28 @@ def _socket_state(nic: Nic | None, are_addresses_known: bool) -> str:
     return "" if nic.addresses or not are_addresses_known else "no IP address"
 
 
-def _judge_sockets(value: str, kind_of: Mapping[str, str]) -> Finding:
-    """Return the finding about the interfaces that NCCL_SOCKET_IFNAME selects.
+def _note_or_problem_on_networks(value: str, network_of: Mapping[str, str]) -> Finding:
+    """Return a note on NCCL_SOCKET_IFNAME, or a problem if other nodes cannot be reached by it.
+
+    It is a problem if an interface reaches only this node, or if the interfaces are on several
+    networks.
 
     Args:
         value: Value of the variable.
-        kind_of: Interface on which NCCL opens sockets -> what it reaches, in words.
+        network_of: Interface on which NCCL opens sockets -> its network: _ETHERNET,
+            "IP over InfiniBand" or _LOCAL.
     """
     variable = "NCCL_SOCKET_IFNAME"
-    names_of = grouped((kind, name) for name, kind in kind_of.items())
+    names_of = grouped((network, name) for name, network in network_of.items())
     if len(names_of) == 1 and _LOCAL not in names_of:
         return note(
             variable,
-            what=f"{value!r} selects {', '.join(kind_of)}",
-            why=LEFT_ALONE,
+            what=f"{value!r} selects {', '.join(network_of)}",
+            why=LEFT_ALONE,  # "holmes keeps your setting"
             mend=f"unset {variable} unless it is meant so",
         )
-    words = "; ".join(f"{', '.join(names)} ({kind})" for kind, names in names_of.items())
-    best = names_of.get(_ETHERNET, ["DEVICE"])[0]
+    words = "; ".join(f"{', '.join(names)} ({network})" for network, names in names_of.items())
+    best = names_of.get(_ETHERNET, ["DEVICE"])[0]  # "DEVICE" stands for a name that is not known
     return problem(
         variable,
         what=f"{value!r} selects {words}",
@@ -194,8 +203,10 @@ def _judge_sockets(value: str, kind_of: Mapping[str, str]) -> Finding:
     )
 
 
-def _socket_kind(nic: Nic | None) -> str:
-    """Return what an interface reaches, in words.
+def _network_in_words(nic: Nic | None) -> str:
+    """Return the network of an interface: "Ethernet", "IP over InfiniBand" or "inside this node only".
+
+    Loopback, container bridges and other virtual devices do not reach other nodes.
 
     Args:
         nic: The NIC with the interface; None for loopback.
@@ -206,7 +217,10 @@ def _socket_kind(nic: Nic | None) -> str:
 
 
 def check_hca_names(value: str, nics: Sequence[Nic], unused: Collection[str]) -> Iterator[Finding]:
-    """Yield a finding about NCCL_IB_HCA.
+    """Yield at most one finding about NCCL_IB_HCA: the first of these that applies.
+
+    The list names HCAs that the node does not have. It names HCAs that are down. Or the finding is
+    about the HCAs that the list selects, or about a list that excludes all HCAs.
 
     Args:
         value: Value of the variable, "" if it is not set.
@@ -230,8 +244,10 @@ def check_hca_names(value: str, nics: Sequence[Nic], unused: Collection[str]) ->
         elif not any(nic.up for nic in matched):
             down.append(item.text)
     selected = [nic for nic in verbs_nics if nic.up and listed.selects(nic.device, nic.port)]
-    # The start of a name may be one of several alternatives: "mlx5,bnxt_re".
-    unwanted = [item.text for item in missing if not selected or listed.exact or not item.is_family]
+    # "mlx5_,bnxt_re" is meant for nodes with HCAs of either vendor. So the start of a vendor's names
+    # may match no HCA of this node, if another name of the list does.
+    are_families_alternatives = bool(selected) and not listed.exact
+    unwanted = [item.text for item in missing if not (are_families_alternatives and item.is_family)]
     if unwanted:
         yield problem(
             variable,
@@ -265,6 +281,9 @@ def _check_selected_hcas(
     value: str, listed: NameList, selected: Sequence[Nic], unused: Collection[str]
 ) -> Iterator[Finding]:
     """Yield a finding about the HCAs that NCCL_IB_HCA selects.
+
+    Faults are HCAs of several kinds, in another network namespace, or left out by cluster.toml. A list
+    without a fault gives a note that holmes keeps the setting.
 
     Args:
         value: Value of the variable.
@@ -305,11 +324,11 @@ def _check_selected_hcas(
             mend=f"unset {variable}: holmes sets it on each node",
         )
     elif listed.excludes:
-        return
+        return  # a list of HCAs not to use fits every node, so it needs no note
     else:
         yield note(
             variable,
             what=f"{value!r} selects {some_of((nic.name for nic in selected), _MOST_NAMED)}{prefixes}",
-            why=LEFT_ALONE,
+            why=LEFT_ALONE,  # "holmes keeps your setting"
             mend=f"unset {variable} unless it is meant so",
         )

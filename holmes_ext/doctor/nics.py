@@ -66,14 +66,16 @@ def check_nics(nics: Sequence[Nic], board_of: Mapping[str, str] | None = None) -
     """Yield findings about the NICs of one node.
 
     Args:
-        nics: All NICs of the node. Those that a job does not use (`skipped`) get few checks.
+        nics: All NICs of the node. Of those that a job does not use (`skipped`), only bonds, network
+            namespaces and kernel modules are checked.
         board_of: HCA -> GUID of its card (see read_boards()), None if unknown.
     """
     in_use = [nic for nic in nics if not nic.skipped]
     for nic in in_use:
         yield from _check_state(nic)
     yield from _check_pcie(in_use, board_of or {})
-    # Kinds with a link layer in /sys/class/infiniband are the fast ones, with RDMA: not Ethernet.
+    # Kinds with RDMA: `layer` is the link layer of their ports in /sys/class/infiniband, which is
+    # "Ethernet" for RoCE. The kind "ethernet" (network devices for sockets) has no such port.
     fast_kinds = [name for name, nic_kind in KINDS.items() if nic_kind.layer]
     for kind in fast_kinds:
         up = [nic for nic in in_use if nic.kind == kind and nic.up]
@@ -170,8 +172,9 @@ def _check_state(nic: Nic) -> Iterator[Finding]:
 def _check_pcie(nics: Sequence[Nic], board_of: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding for each fast NIC whose PCIe slots are slower than its link.
 
-    Some cards reach one link over several slots (Socket Direct, DGX Spark): their rates add up. It is a
-    note for NICs of 800 Gb/s, which may reach the GPUs over a PCIe function of their own.
+    Some cards reach one link over several slots (Socket Direct, DGX Spark): the slots' rates add up.
+    The finding is only a note for NICs of 800 Gb/s or more. They may have a second PCIe function for
+    GPU memory ("data direct"), whose rate is not known here.
 
     Args:
         nics: NICs of the node.
@@ -179,6 +182,8 @@ def _check_pcie(nics: Sequence[Nic], board_of: Mapping[str, str]) -> Iterator[Fi
     """
     fast_nics = [nic for nic in nics if nic.fast]
     for nic in fast_nics:
+        if not nic.max_rate_bps:  # the rate of the NIC's PCIe slot is not known
+            continue
         board = board_of.get(nic.device, nic.device)
         slots = {  # PCI address without the function -> rate of the slot
             other.pci.rpartition(".")[0]: other.max_rate_bps
@@ -186,7 +191,7 @@ def _check_pcie(nics: Sequence[Nic], board_of: Mapping[str, str]) -> Iterator[Fi
             if board_of.get(other.device, other.device) == board
         }
         pcie_bps = sum(slots.values())
-        if nic.max_rate_bps and pcie_bps < nic.rate_bps:
+        if pcie_bps < nic.rate_bps:
             make = note if nic.rate_bps >= _DATA_DIRECT_BPS else problem
             yield make(
                 nic.name,
@@ -297,8 +302,12 @@ def _check_ip_subnets(nics: Sequence[Nic]) -> Iterator[Finding]:
     """Yield a finding for each IP subnet in which a node has several NICs."""
     names_in: dict[str, dict[str, None]] = {}  # subnet -> net devices, or ports without one
     for nic in nics:
-        # The net device of a RoCE port is listed twice, and IPoIB needs no route for verbs.
-        if not nic.up or nic.rdma or KINDS[nic.kind].infiniband:
+        if not nic.up:
+            continue
+        # A RoCE port is in the list twice. Its second entry, the net device, names the port in `rdma`.
+        is_second_entry = bool(nic.rdma)
+        # InfiniBand addresses its ports by LID: the IP addresses (IPoIB) do not matter to verbs.
+        if is_second_entry or KINDS[nic.kind].infiniband:
             continue
         for subnet in ip_subnets(nic):
             names_in.setdefault(subnet, {})[nic.ifname or nic.name] = None

@@ -40,13 +40,15 @@ def check_fabric(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:
     yield from _check_vendors(title, nics_of)
 
 
-def _separate_subnets(subnets_of: Mapping[str, Collection[str]]) -> str:
-    """Return the subnets of the nodes in words if two nodes have each one that the other lacks, else "".
+def _describe_if_apart(subnets_of: Mapping[str, Collection[str]]) -> str:
+    """Return the subnets of all nodes in words if two nodes are apart, else "".
 
-    With rails, NIC i of every node is in subnet i. A node may lack one of them: a NIC that is down.
+    Two nodes are apart if each of them has a subnet that the other lacks. {1, 2} and {1} are not apart:
+    with rails, NIC i of every node is in subnet i, and a node lacks a subnet if a NIC is down.
 
     Args:
-        subnets_of: Node -> subnets of its NICs; nodes without a subnet are ignored.
+        subnets_of: Node -> subnets of its NICs, or other names that nodes of one fabric share. Nodes
+            without any are ignored.
     """
     nodes_of = grouped(
         (tuple(sorted(subnets)), node) for node, subnets in subnets_of.items() if subnets
@@ -63,7 +65,7 @@ def _separate_subnets(subnets_of: Mapping[str, Collection[str]]) -> str:
 
 def _check_infiniband_subnets(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:
     """Yield a finding if the InfiniBand ports of the nodes are not in the same subnets."""
-    listed = _separate_subnets(
+    listed = _describe_if_apart(
         {
             node: {nic.subnet_prefix for nic in nics if nic.subnet_prefix}
             for node, nics in nics_of.items()
@@ -98,7 +100,10 @@ def _has_flid(nic: Nic) -> bool:
 
 
 def _check_subnet_managers(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:
-    """Yield a finding if ports with the same subnet prefix have different subnet managers."""
+    """Yield a finding if nodes have different subnet managers in one InfiniBand subnet.
+
+    Each of two nodes must have a manager that the other lacks.
+    """
     ports_in = grouped(
         (nic.subnet_prefix, (node, nic.sm_lid))
         for node, nics in nics_of.items()
@@ -107,7 +112,8 @@ def _check_subnet_managers(title: str, nics_of: NicsOfNodes) -> Iterator[Finding
     )
     for prefix, ports in ports_in.items():
         managers_of = grouped(ports)
-        listed = _separate_subnets(
+        # A subnet manager is named by the LID of its port.
+        listed = _describe_if_apart(
             {node: {f"LID {lid}" for lid in lids} for node, lids in managers_of.items()}
         )
         if listed:
@@ -142,7 +148,7 @@ def _check_lids(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:
 
 def _check_roce_subnets(title: str, nics_of: NicsOfNodes) -> Iterator[Finding]:
     """Yield a finding if the RoCE ports of the nodes are not in the same IP subnets."""
-    listed = _separate_subnets(
+    listed = _describe_if_apart(
         {
             node: {subnet for nic in nics if nic.kind == "roce" for subnet in ip_subnets(nic)}
             for node, nics in nics_of.items()

@@ -69,11 +69,12 @@ def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]
             job uses. If it is None, nodes with the same kind of fast NIC are compared.
     """
     findings: list[Finding] = []
-    used = [_with_used_nics(check, spec) for check in checks]
+    marked = [_with_unused_nics_marked(check, spec) for check in checks]
     # Nodes of one cluster should have equal NICs, and all nodes equal versions and variables.
-    for title, members in _comparable_nodes(used, spec):
+    for title, members in _comparable_nodes(marked, spec):
         for fact in _FACTS:
             values = {check.node.name: fact.value_of(check) for check in members}
+            # fact.make is problem() or note().
             findings += _finding_if_different(
                 fact.make, title, values, what=fact.what, why=fact.why, mend=fact.mend
             )
@@ -84,22 +85,24 @@ def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]
         findings += _finding_if_different(
             problem, "all nodes", values, what=f"version of {name}", why=why, mend=mend
         )
+    # `settings` are environment variables.
     for name in sorted({name for check in checks for name in check.settings}):
         values = {check.node.name: check.settings.get(name, "unset") for check in checks}
         why = "groups hang when only some ranks set a NIC or network"
         mend = f"set {name} alike on all nodes, or nowhere"
         findings += _finding_if_different(note, "all nodes", values, what=name, why=why, mend=mend)
     if spec is not None:
-        findings += _check_fabrics(used, spec)
+        findings += _check_fabrics(marked, spec)
         findings += _check_spec(checks, spec)
     else:
+        # One node may be a laptop. Results of several nodes are compared because a job is to run on them.
         is_job = len(checks) > 1
         findings += check_without_file([check.node for check in checks], is_job)
     return findings
 
 
-def _with_used_nics(check: NodeCheck, spec: SiteSpec | None) -> NodeCheck:
-    """Return the check of a node, with the NICs marked that a job with cluster.toml does not use."""
+def _with_unused_nics_marked(check: NodeCheck, spec: SiteSpec | None) -> NodeCheck:
+    """Return a node's results, with a reason in `skipped` for NICs that cluster.toml leaves out."""
     nics = mark_unused(check.node.nics, check.node.name, spec)
     return replace(check, node=replace(check.node, nics=nics))
 
@@ -266,7 +269,10 @@ def _finding_if_different(
 
 
 def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding]:
-    """Yield findings about nodes that cluster.toml does not describe as they are.
+    """Yield findings about differences between nodes and what cluster.toml says about them.
+
+    Findings are about nodes of the file that were not checked, checked nodes that are not in the file,
+    reports that contradict the file, and rates that differ from those in the file.
 
     Args:
         checks: Results of each node.
@@ -292,7 +298,8 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
                 mend="run `holmes doctor` on the nodes too",
             )
             continue
-        # No job runs here that has started processes, so the file's number of them is taken.
+        # No job has started processes, so the number of processes in the file cannot be checked. The
+        # node is given that number.
         processes = cluster.processes if cluster else 1
         node = replace(check.node, processes=processes)
         try:
@@ -312,6 +319,7 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
                 why="the plan counts on the file's rate: groups on this NIC take longer",
                 mend="check cable, switch port and PCIe slot, or write the lower rate into the file",
             )
+        # The file may give the rate of one NIC, where it needs that of all fast NICs of a node.
         for text in rate_of_one_nic(site, node):
             yield note(
                 node.name,

@@ -57,6 +57,12 @@ def check_variables(
 ) -> Iterator[Finding]:
     """Yield findings about environment variables on a node.
 
+    There are findings about three groups of variables:
+        NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_IB_GID_INDEX, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME:
+            they must select NICs or GIDs of this node that reach the other nodes
+        NCCL_IB_DISABLE, NCCL_NET, ...: they override the networks that holmes chooses for groups
+        HOLMES_...: variables that holmes does not read, for example misspelt ones
+
     Args:
         environ: The environment variables.
         nics: The NICs of the node.
@@ -71,8 +77,8 @@ def check_variables(
     yield from check_hca_names(environ.get("NCCL_IB_HCA", ""), fast_nics, unused)
     yield from _check_gid_index(environ.get("NCCL_IB_GID_INDEX", ""), roce_nics)
     verbs_nics = [nic.name for nic in fast_nics if nic.usable and KINDS[nic.kind].verbs]
-    yield from _check_switches(environ, verbs_nics)
-    yield from _check_names(environ)
+    yield from _check_network_overrides(environ, verbs_nics)
+    yield from _check_unknown_variables(environ)
 
 
 def _check_whole_names(variable: str, value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
@@ -130,7 +136,9 @@ def _check_gid_index(value: str, roce_nics: Sequence[Nic]) -> Iterator[Finding]:
         )
 
 
-def _check_switches(environ: Mapping[str, str], rdma_nics: Sequence[str]) -> Iterator[Finding]:
+def _check_network_overrides(
+    environ: Mapping[str, str], rdma_nics: Sequence[str]
+) -> Iterator[Finding]:
     """Yield findings about environment variables that override the networks of NCCL's groups.
 
     They are NCCL_IB_DISABLE, NCCL_NET, NCCL_COMM_ID and NCCL_COMM_SPLIT_SHARE_RESOURCES. The last
@@ -185,7 +193,7 @@ def _check_switches(environ: Mapping[str, str], rdma_nics: Sequence[str]) -> Ite
 _INTERNAL_PREFIXES = ("HOLMES_TEST", "HOLMES_LAB", "HOLMES_GPU_", "HOLMES_NCCL_SOURCE")
 
 
-def _check_names(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _check_unknown_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding for each variable HOLMES_... that holmes does not read, e.g. because it is misspelt."""
     set_by_holmes = "HOLMES_WORKER_PID"
     known = sorted({*map(variable_of_flag, names()), *variables(), set_by_holmes})

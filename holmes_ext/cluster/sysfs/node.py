@@ -68,7 +68,7 @@ def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> 
             addresses = interface_addresses()
         else:
             addresses = captured_addresses(root)
-    rdma_ports = _read_rdma_ports(tree, devices, addresses)
+    rdma_ports = _rdma_ports_with_addresses(tree, devices, addresses)
     port_of_netdev: dict[str, Nic] = {}  # network device -> its RoCE port
     for port in rdma_ports:
         if port.fast and not KINDS[port.kind].infiniband:
@@ -85,10 +85,12 @@ def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> 
     return tuple(nics)
 
 
-def _read_rdma_ports(
+def _rdma_ports_with_addresses(
     tree: Tree, devices: dict[str, NetDevice], addresses: Addresses | None
 ) -> list[Nic]:
     """Return the RDMA ports of a tree with their IP addresses.
+
+    RoCE ports that this network namespace cannot use get the reason in `skipped`.
 
     Args:
         tree: The /sys tree.
@@ -97,14 +99,16 @@ def _read_rdma_ports(
     """
     ports = [_with_addresses(port, addresses, devices) for port in read_rdma_ports(tree, devices)]
     if tree.names("class/net"):  # without the folder, nothing is known about net devices
-        ports = [_without_foreign(port) for port in ports]
+        ports = [_mark_if_foreign(port) for port in ports]
     # A virtual function's `parent` is a PCI address here. If an HCA is there, its name is better.
     hca_at: dict[str, str] = {port.pci: port.device for port in ports if port.pci}
     return [replace(port, parent=hca_at.get(port.parent, port.parent)) for port in ports]
 
 
-def _without_foreign(port: Nic) -> Nic:
-    """Return a port; a RoCE port without a net device in this network namespace is skipped.
+def _mark_if_foreign(port: Nic) -> Nic:
+    """Return a port, with FOREIGN in `skipped` if its net device is in another network namespace.
+
+    Only RoCE ports need a net device. A port that already has a reason in `skipped` keeps it.
 
     In a container, /sys shows all HCAs of the host, but only the net devices of the container. If
     the net device of a RoCE port is not among them, the kernel refuses connections on that port with
@@ -145,7 +149,9 @@ def _check_namespace(tree: Tree) -> None:
 def _with_addresses(port: Nic, addresses: Addresses | None, devices: dict[str, NetDevice]) -> Nic:
     """Return an RDMA port with the addresses and MTU of its network devices.
 
-    The network devices are sorted: those with addresses first, then those that are up.
+    The network devices are sorted: those with addresses first, then those that are up. A port whose
+    name, or whose network device's name, shows that it is not for training ("storage0") gets the
+    reason in `skipped`.
 
     Args:
         port: An InfiniBand or RoCE port.

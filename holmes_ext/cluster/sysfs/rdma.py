@@ -135,7 +135,7 @@ def _read_port(
         hca: Name of the HCA.
         port: Number of the port, from 1.
         port_count: Number of ports of the HCA.
-        kind: Kind of NIC if the kernel driver does not show it.
+        kind: Kind of NIC by link layer. The kernel driver of the NIC may show another one.
         devices: All network devices by name.
 
     Raises:
@@ -149,10 +149,11 @@ def _read_port(
     state = _read_state(tree, path)
     has_link = state.physical == "LinkUp" or state.logical == "ACTIVE"
     gids = _read_gids(tree, path, kind)
+    # A port's network devices are in the folder of its PCI function, and beside its GIDs.
     names = [gid.netdev for gid in gids]
     if is_physical:
         names = _netdevs_of_function(tree, f"{hca_path}/device", port, port_count, devices) + names
-    netdevs = _top_netdevs(names, kind, devices)
+    netdevs = _top_netdevs(names, kind, devices)  # with the bond instead of its members
     members: list[str] = []
     for netdev in netdevs:
         if devices[netdev].category in ("bond", "team"):

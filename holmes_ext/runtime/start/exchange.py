@@ -67,11 +67,9 @@ _LEAST_WAIT_S = 0.1
 _PEER_CREDENTIALS = struct.Struct("3i")  # process id, user id, group id: struct ucred of unix(7)
 
 _ROUND_KEY = "holmes/round"
-#: First byte of a verdict with a document, and of one with an error message.
-_GOOD = b"+"
-_BAD = b"!"
-#: Value of a verdict's key if the next round began before there was a verdict.
-_OVER = b"over"
+_GOOD = b"+"  # first byte of a verdict with a document
+_BAD = b"!"  # first byte of a verdict with an error message
+_OVER = b"over"  # value of a verdict's key if the next round began before there was a verdict
 #: Seconds that a rank waits for the next round if the current one has a verdict without the rank's report.
 #: After that, an error counts: rank 0 gave this rank up because its report came too late.
 _LEFTOVER_SECONDS = 10.0
@@ -281,10 +279,8 @@ def receive_from_leader(connection: socket.socket, seconds: float) -> LeaderMess
 
 def _user_at_other_end(connection: socket.socket) -> int:
     """Return the user id of the process at the other end of a Unix socket."""
-    credentials = connection.getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
-    )
-    _, user, _ = _PEER_CREDENTIALS.unpack(credentials)
+    ucred = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    _, user, _ = _PEER_CREDENTIALS.unpack(ucred)
     return int(user)
 
 
@@ -453,7 +449,11 @@ def _collect_reports(
 
 
 def _make_document(reports: list[dict[str, Any]], decide: Decide) -> dict[str, Any]:
-    """Return the verdict's document, or raise the error that a rank has reported."""
+    """Return the JSON document for all ranks, such as the plan, that `decide` makes of all ranks' reports.
+
+    Raises:
+        HolmesError: A rank has reported an error, or the reports contradict each other.
+    """
     for report in reports:
         if "error" in report:
             reporter = f"the launcher's rank {report['rank']} on {report['node']}"

@@ -249,8 +249,7 @@ class NodeListeners:
             try:
                 listening = listen(address, 0)  # on any free TCP port
             except OSError as error:
-                reason = f"cannot listen on its own address {address}: {error.strerror}"
-                self.ports[fabric] = reason
+                self.ports[fabric] = f"cannot listen on its own address {address}: {error.strerror}"
                 continue
             listener = Listener(
                 listening,
@@ -322,9 +321,8 @@ def tcp_warning(plan: Plan, site: Site, host: str) -> str:
     ethernet_bps = site.fabric_by_name[ETHERNET].rate_bps
     cluster = site.node_by_name[host].cluster
     streams = sockets(os.environ)  # parallel TCP connections that NCCL opens between two ranks
-    shortages = list(
-        shortfalls(plan.wan, ethernet_bps, node_counts, cluster, read_limits(), streams)
-    )
+    limits = read_limits()
+    shortages = list(shortfalls(plan.wan, ethernet_bps, node_counts, cluster, limits, streams))
     if not shortages:
         return ""
     worst = min(shortages, key=lambda shortage: shortage.carries_bps / shortage.rate_bps)
@@ -364,8 +362,11 @@ def decide(
     """Decide from all connection tests which NIC ports are excluded, or that the job must end.
 
     Args:
-        site, plan, options, engine, maker: As for run(), to make the plan without these ports.
-        pairs, results: Tested pairs of nodes; each node's connection attempts and their errors.
+        site, plan: The nodes with their ports, and the plan that was tested.
+        pairs: The pairs of nodes that were tested.
+        results: Each node's connection attempts and their errors.
+        options, engine, maker: The maker makes the plan without the excluded ports, from the options of
+            holmes and the traits of the framework's engine.
 
     Returns:
         JSON: "faults", [node, fabric, reason] of each port to exclude, and "lines" for the user.
@@ -373,7 +374,8 @@ def decide(
     Raises:
         HolmesError: Ethernet failed, or a fast network and the user forbids a fallback.
     """
-    lines = [*_untested_fabrics(site, pairs), *plugins_of(site, [pair.fabric for pair in pairs])]
+    lines_on_plugins = plugins_of(site, [pair.fabric for pair in pairs])
+    lines = [*_untested_fabrics(site, pairs), *lines_on_plugins]
     warnings = [result.tcp_warning for result in results if result.tcp_warning]
     if warnings:  # one line is enough: nodes usually have the same settings
         count = f" ({len(warnings)} nodes are short of it)" if len(warnings) > 1 else ""
@@ -489,9 +491,8 @@ def _untested_fabrics(site: Site, pairs: Iterable[NeighbourPair]) -> list[str]:
     for fabric, port_of in ports_without_address.items():
         node, port_name = next(iter(port_of.items()))
         more = len(port_of) - 1  # the message names one node, and counts the others
-        others = ""
-        if more:
-            others = f", and {more} more {'nodes have' if more > 1 else 'node has'} none"
+        verb = "nodes have" if more > 1 else "node has"
+        others = f", and {more} more {verb} none" if more else ""
         lines.append(
             f"preflight: not tried on {fabric}: {node} ({port_name}) has no IP address there{others}; "
             f"the ports are up, no more is known"
