@@ -151,7 +151,7 @@ def _check_plan(
     Args:
         script: Path of the training script; "" without one.
         launches: What the launchers of the command start.
-        options: The flags of holmes in the command.
+        options: Values of holmes's flags (--holmes-...) in the command.
         rest: The other arguments of the script.
         spec: Content of cluster.toml; None if there is none.
     """
@@ -160,8 +160,9 @@ def _check_plan(
         sizes = parse_sizes(options.sizes, "--holmes-sizes")
     else:
         sizes = sizes_from_arguments(rest)
-    config = ds_config.from_arguments(rest)
-    if config is not None and not config.digest:  # an empty digest: the file could not be read
+    config = ds_config.from_arguments(rest)  # DeepSpeed's file; None if no argument names one
+    is_config_read = config is not None and bool(config.digest)  # else missing or no JSON
+    if config is not None and not is_config_read:
         yield problem(
             config.path,
             what="cannot be read as JSON",
@@ -183,10 +184,12 @@ def _check_plan(
         plan = check_plan(load_plan(options.plan), site)
     else:
         plan = build_plan(site, sizes)
-    # A plan file may set the number of layers of each pipeline stage, and so may --holmes-partition.
-    is_split_by_holmes = bool(options.plan) or options.partition != "uniform"
-    yield from _check_layout([script, *rest], plan, is_split_by_holmes)
-    if config is not None and config.digest:
+    # With a plan or --holmes-partition, holmes assigns the layers to stages, not the framework.
+    is_partitioned_by_holmes = bool(options.plan) or options.partition != "uniform"
+    yield from _check_layout([script, *rest], plan, is_partitioned_by_holmes)
+    if config is not None and is_config_read:
+        # check() returns a line for each setting without effect. It raises HolmesError, which
+        # check_command() reports, for a setting that contradicts the plan.
         for line in ds_config.check(config, plan, options.overlap):
             yield note(config.path, what=line, why="the setting does nothing", mend="remove it")
     for spanning in plan.spanning:

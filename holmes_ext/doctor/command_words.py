@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from holmes_ext.doctor.shell_text import has_variable, simple_commands
 from holmes_ext.errors import HolmesError
@@ -53,17 +54,20 @@ _ELSEWHERE = (
 #: Assignment before a program: NNODES=2 megatron sft ...
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _LAUNCHERS = ("torchrun", "deepspeed", "accelerate", "mpirun", "mpiexec", "horovodrun", "srun")
-#: Shells may start shells; deeper texts stay as they are.
+#: Texts inside of texts (bash -c "ssh a 'bash -c ...'") are read to this depth; deeper ones stay as they are.
 _MAX_DEPTH = 4
 #: Options of a shell before its text; the last one may be "-c", "-lc", "-exc", ...
 _SHELL_OPTION = re.compile(r"[-+][A-Za-z]+|--[a-z]+")
 #: Options of ssh that have a value in the next word (ssh(1)).
 _SSH_OPTIONS_WITH_VALUE = "BbcDEeFIiJLlmOopQRSWw"
 
+# Where a program takes its model from: the part of a sentence that follows the program's name, as in
+# "megatron sft takes the model from a checkpoint" (see _message_about_model).
 _CHECKPOINT = "takes the model from a checkpoint"
 _FILE = "takes the model and its settings from a file"
 _RECIPE = "takes the model and its settings from a recipe"
-#: Console command -> its subcommands that train, and where the model comes from.
+#: Console command -> its subcommands that train, and where the model comes from. Without subcommands, the
+#: command itself trains.
 CONSOLE_COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "megatron": (("sft", "pt", "rlhf"), _CHECKPOINT),  # ms-swift
     "swift": (("sft", "pt", "rlhf"), _CHECKPOINT),
@@ -88,7 +92,7 @@ CONSOLE_MODULES = {
     "swift.cli.sft": _CHECKPOINT,
     "oumi": _FILE,
 }
-#: End of a script's path -> where the model comes from.
+#: End of a script's path -> where the model comes from, for scripts that belong to a framework.
 CONSOLE_SCRIPTS = {
     "deepy.py": _FILE,  # GPT-NeoX
     "swift/cli/sft.py": _CHECKPOINT,
@@ -106,32 +110,44 @@ class Command:
     """A training command, split at its script."""
 
     launcher: tuple[str, ...]  # words before the script, e.g. torchrun and its options
-    script: str  # "" if the command starts a module or a console command
-    arguments: tuple[str, ...]  # of the script or module
+    #: "" if the command starts a module or a console command; its name is then the last word of `launcher`.
+    script: str
+    arguments: tuple[str, ...]  # of the script, module or console command
     #: Message with the way out if the program takes its model from a checkpoint, a file or a recipe, which
     #: holmes does not read; "" if its arguments describe the model.
     hidden_model: str = ""
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All words of the command, with those of a shell's text."""
+        """All words of the command.
+
+        In place of a text for a shell (bash -c TEXT), they have the words of its training command.
+        """
         script = (self.script,) if self.script else ()
         return (*self.launcher, *script, *self.arguments)
 
     @property
     def program(self) -> str:
-        """The program that the command starts, "" if it has only a script."""
-        programs = [word for word in self.launcher if not _ASSIGNMENT.fullmatch(word)]
-        return programs[0] if programs else ""
+        """The first program of the command, such as "env" in `NNODES=2 env torchrun train.py`.
+
+        It is the first word before the script that assigns no variable; "" if the command begins
+        with the script.
+        """
+        for word in self.launcher:
+            if not _ASSIGNMENT.fullmatch(word):
+                return word
+        return ""
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether the script's path may mean another file than here.
+        """Whether the script's path cannot be looked up from the current folder of this machine.
 
-        This is so in a container, on another host, and after `cd` in the text of a shell.
+        This is so in a container and on another host. It is also assumed for the text of each shell
+        (bash -c TEXT), which may begin with `cd`.
         """
         names = {PurePosixPath(word).name for word in self.launcher}
         has_shell = not names.isdisjoint(SHELLS)
+        # srun --container-image=...: a container without one of the programs of _ELSEWHERE
         has_image = any(word.startswith("--container-image") for word in self.launcher)
         return has_shell or has_image or not names.isdisjoint(_ELSEWHERE)
 
@@ -148,7 +164,10 @@ class Command:
 
     @property
     def configured(self) -> tuple[str, ...]:
-        """Arguments that are no flags but values for keys of a configuration file (KEY.KEY=VALUE)."""
+        """Arguments of the script that set a key of its configuration, such as trainer.num_nodes=4.
+
+        Scripts with Hydra take such words in place of flags.
+        """
         return tuple(word for word in self.arguments if _CONFIGURED.fullmatch(word))
 
 
@@ -156,18 +175,27 @@ def split_command(words: Sequence[str]) -> Command:
     """Split a training command at its script, module or console command.
 
     The first of these in the command counts: a word that ends in .py, a module after -m that is no
-    launcher, or a console command that trains (CONSOLE_COMMANDS). The name of a module or console command
-    stays among the launcher's words.
+    launcher, or a console command that trains (CONSOLE_COMMANDS).
+
+    Only a .py file becomes `script` of the result. The name of a module or console command is the last word
+    of `launcher`, and `script` is "":
+
+        torchrun train.py --x           launcher: torchrun             script: train.py   arguments: --x
+        torchrun -m my.train --x        launcher: torchrun -m my.train                    arguments: --x
+        swift sft --x                   launcher: swift                                   arguments: sft --x
+
+    If the program is one of CONSOLE_COMMANDS, CONSOLE_MODULES or CONSOLE_SCRIPTS, its arguments do not
+    describe the model, and `hidden_model` of the result is the message about that.
 
     Raises:
-        HolmesError: The command has none of them.
+        HolmesError: The command has no script, module or console command.
     """
     words = _with_shell_text(list(words), os.environ, depth=0)
     for number, word in enumerate(words):
         before = tuple(words[:number])
         after = tuple(words[number + 1 :])
         if word.endswith(".py") and not word.startswith("-"):
-            message = _message_about_model(word, _origin_of_script(word))
+            message = _message_about_model(word, _model_source_of_script(word))
             return Command(before, script=word, arguments=after, hidden_model=message)
         if word in ("-m", "--module") and after and _is_module(after[0]):
             module = after[0]
@@ -176,11 +204,11 @@ def split_command(words: Sequence[str]) -> Command:
             message = _message_about_model(f"-m {module}", CONSOLE_MODULES.get(module, ""))
             launcher = (*before, word, module)
             return Command(launcher, script="", arguments=after[1:], hidden_model=message)
-        subcommands, origin = CONSOLE_COMMANDS.get(PurePosixPath(word).name, ((), ""))
+        subcommands, model_source = CONSOLE_COMMANDS.get(PurePosixPath(word).name, ((), ""))
         has_subcommand = bool(after) and after[0] in subcommands
-        if origin and (has_subcommand or not subcommands):
+        if model_source and (has_subcommand or not subcommands):
             program = f"{word} {after[0]}" if has_subcommand else word
-            message = _message_about_model(program, origin)
+            message = _message_about_model(program, model_source)
             return Command((*before, word), script="", arguments=after, hidden_model=message)
     text = " ".join(words)[:80]
     scripts = [word for word in words if word.endswith(SCRIPT_ENDS)]
@@ -194,116 +222,171 @@ def split_command(words: Sequence[str]) -> Command:
     )
 
 
-def _origin_of_script(path: str) -> str:
-    """Return where the model of a script in CONSOLE_SCRIPTS comes from; "" for other scripts."""
-    for end, origin in CONSOLE_SCRIPTS.items():
+def _model_source_of_script(path: str) -> str:
+    """Return where a script takes its model from, "" for a script that is not in CONSOLE_SCRIPTS.
+
+    The result is the part of a sentence after the script's name. For deepy.py it is "takes the model and its
+    settings from a file".
+    """
+    for end, model_source in CONSOLE_SCRIPTS.items():
         if f"/{path}".endswith(f"/{end}"):
-            return origin
+            return model_source
     return ""
 
 
 def _is_module(word: str) -> bool:
-    """Return whether a word can be a module's name, which other values of -m (--multi ...) are not."""
+    """Return whether the word after -m can be the name of a Python module, such as my.train.
+
+    Each part between dots is then a Python identifier. Other programs have an option -m, too: the word
+    after it is a number in `numactl -m 0`, and no module.
+    """
     return all(part.isidentifier() for part in word.split("."))
 
 
-def _message_about_model(program: str, origin: str) -> str:
-    """Return the message about a program whose model is elsewhere, "" for an empty origin.
+def _message_about_model(program: str, model_source: str) -> str:
+    """Return the message that a program's arguments do not describe its model; "" if they do.
 
     Args:
         program: The program as in the command, such as "megatron sft".
-        origin: Where it takes the model from: an entry of CONSOLE_COMMANDS or the like, or "".
+        model_source: Words that continue the sentence after the program's name, such as "takes the model
+            from a checkpoint". "" if the arguments describe the model.
     """
-    if not origin:
+    if not model_source:
         return ""
     return (
-        f"{program} {origin}, which holmes does not read; give --model FILE, --sizes "
+        f"{program} {model_source}, which holmes does not read; give --model FILE, --sizes "
         "pipeline=N,tensor=N and --global-batch N before --"
     )
 
 
-def _with_shell_text(words: list[str], environ: Mapping[str, str], depth: int) -> list[str]:
-    """Return the words of a command with those of a shell's text (bash -c TEXT) in place of the text.
+class _ShellText(NamedTuple):
+    """Commands in the syntax of a shell, in the words of a command: TEXT of `bash -c TEXT`."""
 
-    The text of `ssh HOST COMMAND`, `sbatch --wrap TEXT` and `eval TEXT` is one, too, and so is a command
-    that is a single word. If the text has several commands, only the one that trains counts.
+    text: str
+    start: int  # the text is words[start:end] of the command
+    end: int
+
+
+def _with_shell_text(words: list[str], environ: Mapping[str, str], depth: int) -> list[str]:
+    """Return a command in which the first text for a shell is replaced by the words of its training command.
+
+    For example `srun bash -c "cd /work; torchrun train.py"` becomes `srun bash -c torchrun train.py`. A
+    command of one quoted word ("torchrun train.py") is such a text as a whole. Words without a text for a
+    shell are returned as they are.
+
+    Args:
+        words: The words of the command.
+        environ: Environment variables, for variables in the text.
+        depth: Number of texts around these words; nothing is replaced at depth _MAX_DEPTH.
     """
     if depth == _MAX_DEPTH:
         return words
     if len(words) == 1 and " " in words[0].strip():  # the whole command between quotes
         return _training_command(words[0], environ, depth)
-    for number, word in enumerate(words):
-        name = PurePosixPath(word).name
-        text_number = 0
-        end = len(words)
-        if name in SHELLS:
-            text_number = _number_of_shell_text(words, number)
-            text = words[text_number] if text_number else ""
-        elif word in ("--wrap", "eval") and number + 1 < len(words):
-            text_number = number + 1
-            text = words[text_number]
-            end = text_number + 1
-        elif word.startswith("--wrap="):
-            return [
-                *words[:number],
-                *_training_command(word.partition("=")[2], environ, depth),
-            ]
-        elif name == "ssh" and number == 0:
-            text_number = _number_of_remote_command(words)
-            text = " ".join(words[text_number:]) if text_number else ""
-        if text_number:
-            return [*words[:text_number], *_training_command(text, environ, depth), *words[end:]]
+    for index in range(len(words)):
+        shell_text = _shell_text_at(words, index)
+        if shell_text is not None:
+            before = words[: shell_text.start]
+            after = words[shell_text.end :]
+            return [*before, *_training_command(shell_text.text, environ, depth), *after]
     return words
 
 
-def _number_of_shell_text(words: Sequence[str], shell: int) -> int:
-    """Return the number of the word with the text of a shell, after -c or the like; 0 if there is none.
+def _shell_text_at(words: list[str], index: int) -> _ShellText | None:
+    """Return the text for a shell that a word of a command introduces, or None if it introduces none.
+
+    The texts are TEXT of `bash -c TEXT` (and other shells), `sbatch --wrap TEXT` and `eval TEXT`, and the
+    words after the host in `ssh HOST WORD ...`.
+
+    Args:
+        words: All words of the command.
+        index: Index of the word, such as that of "bash".
+    """
+    word = words[index]
+    name = PurePosixPath(word).name
+    length = len(words)
+    if name in SHELLS:
+        start = _index_of_shell_text(words, index)
+        if start is None:
+            return None
+        # The words after the text are arguments of the shell ($0, $1, ...), and are dropped.
+        return _ShellText(words[start], start, end=length)
+    if word in ("--wrap", "eval") and index + 1 < length:
+        return _ShellText(words[index + 1], start=index + 1, end=index + 2)
+    if word.startswith("--wrap="):
+        return _ShellText(word.partition("=")[2], start=index, end=length)
+    if name == "ssh" and index == 0:
+        start = _index_of_remote_command(words)
+        if start is None:
+            return None
+        return _ShellText(" ".join(words[start:]), start, end=length)
+    return None
+
+
+def _index_of_shell_text(words: Sequence[str], shell: int) -> int | None:
+    """Return the index of TEXT in `bash -c TEXT`; None if the shell has no option -c.
+
+    The option may be one of several letters in a word, as in `bash -lc TEXT`.
 
     Args:
         words: All words of a command.
-        shell: Number of the word that names the shell.
+        shell: Index of the word that names the shell.
     """
     has_text = False
-    number = shell + 1
-    while number < len(words) and _SHELL_OPTION.fullmatch(words[number]):
-        option = words[number]
+    index = shell + 1
+    while index < len(words) and _SHELL_OPTION.fullmatch(words[index]):
+        option = words[index]
         has_text = has_text or ("c" in option and not option.startswith("--"))
         # The options -o and -O (also at the end, as in -euo) have a value in the next word.
         has_value = option == "--rcfile" or option[-1] in "oO" and not option.startswith("--")
-        number += 2 if has_value else 1
-    return number if has_text and number < len(words) else 0
+        index += 2 if has_value else 1
+    return index if has_text and index < len(words) else None
 
 
-def _number_of_remote_command(words: Sequence[str]) -> int:
-    """Return the number of the first word that ssh runs on the other host; 0 if there is none."""
-    number = 1
-    while number < len(words) and words[number].startswith("-"):
-        option = words[number].removeprefix(
-            "-"
-        )  # -p 22 has the value in the next word, -p22 has not
-        number += 2 if option in tuple(_SSH_OPTIONS_WITH_VALUE) else 1
-    number += 1  # the host
-    return number if number < len(words) else 0
+def _index_of_remote_command(words: Sequence[str]) -> int | None:
+    """Return the index of the first word of COMMAND in `ssh OPTIONS HOST COMMAND ...`.
+
+    None if the words end with the host.
+    """
+    index = 1
+    while index < len(words) and words[index].startswith("-"):
+        option = words[index].removeprefix("-")
+        # -p 22 has the value in the next word, -p22 has not.
+        index += 2 if option in tuple(_SSH_OPTIONS_WITH_VALUE) else 1
+    index += 1  # the host
+    return index if index < len(words) else None
 
 
 def _training_command(text: str, environ: Mapping[str, str], depth: int) -> list[str]:
-    """Return the words of the command in a shell's text that trains; [] if the text has no command.
+    """Return the words of the training command in a text for a shell; [] if the text has no command.
 
-    The last command with a launcher and a script counts, otherwise the last one with a script, and
-    otherwise the last one.
+    The text may have several commands, as in "cd /work; python prepare.py; torchrun train.py". The command
+    is chosen by these rules, in this order:
+
+    1. A command with a script, module or console command (CONSOLE_COMMANDS) precedes others.
+    2. A command with a launcher, such as torchrun, precedes others.
+    3. The last one counts.
+
+    Args:
+        text: The text.
+        environ: Environment variables, for variables in the text.
+        depth: Number of other texts around this one (see _with_shell_text).
     """
     candidates = [
-        _with_shell_text(words, environ, depth + 1) for words in simple_commands(text, environ)
+        # A command of the text may have a text for a shell itself.
+        _with_shell_text(words, environ, depth + 1)
+        for words in simple_commands(text, environ)
     ]
     if not candidates:
         return []
 
     def rank(item: tuple[int, list[str]]) -> tuple[bool, bool, int]:
-        number, words = item
+        """Return the sort key of a command, given with its index in the text. The highest counts."""
+        index, words = item
         names = [PurePosixPath(word).name for word in words]
         has_script = any(word.endswith(".py") or word == "-m" for word in words)
         has_console = any(name in CONSOLE_COMMANDS for name in names)
         has_launcher = any(name in _LAUNCHERS or name.startswith("torch.dist") for name in names)
-        return (has_script or has_console, has_launcher, number)
+        return (has_script or has_console, has_launcher, index)
 
     return max(enumerate(candidates), key=rank)[1]

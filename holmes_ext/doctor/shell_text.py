@@ -66,7 +66,10 @@ class _Reader:
     words: list[str] = field(default_factory=list)
 
     def commands(self) -> Iterator[list[str]]:
-        """Yield the words of each simple command."""
+        """Yield the words of each simple command.
+
+        A list is empty where the text has no command, such as between the two characters of "&&".
+        """
         while self.position < len(self.text):
             character = self.text[self.position]
             if character in "'\"":
@@ -77,7 +80,7 @@ class _Reader:
             elif character in "<>" or self.text.startswith("&>", self.position):
                 self._skip_redirection()
             elif character == "$" or character == "`":
-                self._read_expansion(splits=True)
+                self._read_expansion(is_quoted=False)
             elif character == "#" and not self.has_word:
                 end = self.text.find("\n", self.position)
                 self.position = len(self.text) if end < 0 else end
@@ -86,13 +89,13 @@ class _Reader:
                 self.position += 1
             elif character in _SEPARATORS:
                 self._end_word()
-                yield self._taken_words()
+                yield self._pop_words()
                 self.position += 1
             else:
                 self._add(character)
                 self.position += 1
         self._end_word()
-        yield self._taken_words()
+        yield self._pop_words()
 
     def _add(self, text: str) -> None:
         self.word += text
@@ -104,7 +107,8 @@ class _Reader:
         self.word = ""
         self.has_word = False
 
-    def _taken_words(self) -> list[str]:
+    def _pop_words(self) -> list[str]:
+        """Return the words since the last separator, and begin the next command without words."""
         words = self.words
         self.words = []
         return words
@@ -116,7 +120,7 @@ class _Reader:
         while self.position < len(self.text) and self.text[self.position] != quote:
             character = self.text[self.position]
             if quote == '"' and character in "$`":
-                self._read_expansion(splits=False)
+                self._read_expansion(is_quoted=True)
                 continue
             if quote == '"' and character == "\\" and self.text[self.position + 1 :][:1] in '"\\$`':
                 self.position += 1
@@ -125,11 +129,14 @@ class _Reader:
             self.position += 1
         self.position += 1
 
-    def _read_expansion(self, splits: bool) -> None:
-        """Read a variable, or a command in $(...) or `...`, which stays as it is.
+    def _read_expansion(self, is_quoted: bool) -> None:
+        """Read a variable, and add its value to the current word.
+
+        A variable without a value, or a command in $(...) or `...`, is added as it is.
 
         Args:
-            splits: Whether blanks in the variable's value end a word, as outside of quotes.
+            is_quoted: Whether the variable stands between double quotes. If not, blanks in its value end
+                the current word.
         """
         match = _VARIABLE.match(self.text, self.position)
         if match is None:
@@ -141,11 +148,11 @@ class _Reader:
         value = self.variables.get(match[1] or match[2], match[3])
         if value is None:
             self._add(match[0])  # without a value here
-        elif not splits:
+        elif is_quoted:
             self._add(value)
         else:
             for number, part in enumerate(re.split(r"\s+", value)):
-                if number:
+                if number > 0:  # blanks stood before this part
                     self._end_word()
                 if part:
                     self._add(part)

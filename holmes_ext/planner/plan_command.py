@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the part of the planner that the arguments name; without any, print the plan of the given sizes.
+    """Run `holmes plan`: choose nodes, place experts, search for sizes, or show the plan of given sizes.
+
+    The arguments decide which of the four it is. --nodes chooses nodes; _run_with() has the other rules.
 
     Returns:
         The exit status.
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         HolmesError: the input is bad.
     """
-    if subset.wanted(args):  # --nodes: choose the nodes
+    if subset.wanted(args):  # --nodes is given
         return subset.run(args)
     spec, job = inputs(args)
     with lines_before_error(job.lines):
@@ -56,19 +58,34 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_with(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
-    """Run the part of the planner that the arguments name, for clusters and a job that were read."""
+    """Run `holmes plan` without --nodes, and return the exit status.
+
+    The first rule that applies decides what it does:
+
+        --experts                       place the experts
+        search.wanted()                 search for sizes, because of --search or a job without sizes
+        --explain, --picture, a model   print the plan of the given sizes, with its simulated step or
+                                        the times of its stages (see _show)
+        else                            print the plan of the given sizes
+
+    Args:
+        args: Arguments of `holmes plan`.
+        spec: The clusters.
+        job: The training job that the arguments describe.
+    """
     if args.experts:
         site, links = site_from_spec(spec), Links.of_spec(spec)
         return experts.run(args, build_plan(site, job.sizes, workload(args), links=links))
     search.check_pictures(args, job)  # raises before the search if a picture cannot be drawn
     if search.wanted(args):
         return search.run(args, spec, job)
-    explains = bool(args.explain or args.picture)  # times and memory of each stage
+    # Both options show times and memory of each stage, which need a model or a measured profile.
+    explains = bool(args.explain or args.picture)
     if explains and job.model is None and not args.profile:
         advice = "give --model FILE (examples/models has some) or --profile FILE"
         raise HolmesError(f"--explain and --picture need to know the model: {advice}")
     _check_partition(args, job)
-    given = given_sizes(args, spec, job)
+    given = given_sizes(args, spec, job)  # plan and costs for the sizes
     if job.model is None and not explains:
         return show_given_sizes(given, args)
     return _show(args, given, explains)

@@ -24,15 +24,18 @@ class DsConfig:
     """A ds_config file: the configuration of DeepSpeed, in JSON."""
 
     path: str
-    content: dict[str, Any]  # {} if the file could not be read; DeepSpeed itself reports the reason
-    digest: str  # of the file's bytes; "" if it could not be read
+    content: dict[str, Any]  # {} if the file could not be read, or has no JSON object
+    digest: str  # of the file's bytes; "" if the file could not be read, or is no JSON
 
 
 def from_arguments(argv: list[str]) -> DsConfig | None:
     """Return the ds_config file that a command line names, or None if it names none.
 
-    If several flags name a file, the last one counts, as in argparse. A file that cannot be read, or is
-    no JSON, gets empty content and digest. DeepSpeed itself reports it.
+    If several flags name a file, the last one counts, as in argparse.
+
+    No error is raised for a bad file, because DeepSpeed itself reports it. If the file cannot be read, or is
+    no JSON, the result has content {} and digest "". If its JSON is no object (such as a list), only the
+    content is {}.
     """
     path = None
     for item, following in zip(argv, [*argv[1:], ""]):

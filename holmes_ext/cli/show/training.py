@@ -77,14 +77,15 @@ def sizes_given(args: argparse.Namespace) -> bool:
 
 
 def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
-    """Return the job that the arguments of `holmes plan` describe, with lines to print about it.
+    """Return the training job that the arguments of `holmes plan` describe, with lines to print about it.
 
     Args:
-        args: Arguments of `holmes plan`.
+        args: Arguments of `holmes plan`: its options, and the job's command after --, if there is one.
         spec: The clusters, which say how fast their GPUs are.
 
     Raises:
-        HolmesError: an argument or file is wrong, or the command names only a part of a model.
+        HolmesError: an argument or file is wrong, or the command has some flags of a model and lacks
+            others that every model needs (--num-layers without --hidden-size).
     """
     command = _command_of(args.command or [])
     command_line = _read_command(command)
@@ -100,45 +101,36 @@ def _training_of(
     command_line: CommandLine,
     lines: list[str],
 ) -> Training:
-    """Return the job of the arguments of `holmes plan`, as training_of() does.
+    """Return the training job of the arguments of `holmes plan`, as training_of() does.
 
     Args:
         args: Arguments of `holmes plan`.
         spec: The clusters.
-        command: The training command; without words if there is none.
-        command_line: What was read from the command.
-        lines: Lines for the user about what was read.
+        command: The training command, as words before, at and after its script; no words if there
+            is no command.
+        command_line: What the flags among these words mean: model, sizes and settings of the job.
+        lines: Lines for the user about what was read from the command.
     """
     model = _model_of_job(args, command_line)
     if model is None and command.hidden_model:
         raise HolmesError(command.hidden_model)
-    # Lines for the user, in the order of the output: assumed speed of GPUs, GPUs that are not
-    # known, what was read from the command, and what in it does not count.
     if model is not None:
-        # How fast the GPUs are comes from the model's file or from cluster.toml.
-        lines = [
-            *_line_about_assumed_speed(args, model, spec),
-            *_lines_about_unknown_gpus(spec),
-            *lines_about_bfloat16(model.precision, spec),
-            *lines,
-        ]
-        model = with_number_formats(on_clusters(model, spec), spec)  # with the GPU of each cluster
-    sizes = _sizes_of_job(args, command_line)  # sizes in options win over those in the command
+        # The user reads about the GPUs first, and then about the command.
+        lines = [*_lines_about_gpus(args, model, spec), *lines]
+        # The speed of each cluster's GPUs comes from the model's file or from cluster.toml.
+        model = with_number_formats(on_clusters(model, spec), spec)
+    sizes = _sizes_of_job(args, command_line)
     if model is not None:
-        # Clusters of which cluster.toml gives the speed of whole steps.
+        # cluster.toml may give the speed of whole steps. The model has the speed of kernels.
         model, lines_about_steps = with_kernel_flops(model, spec, sizes)
         lines = [*lines_about_steps, *lines]
     if sizes and command_line.sizes and sizes.pipeline != command_line.sizes.pipeline:
-        # Options give another number of stages than the command. Its layers of each stage, and its
-        # virtual chunks of a stage (parts of the model on one rank), fit only its own number.
+        # An option (--pipeline N, --sizes ...) replaces the command's number of pipeline stages. The
+        # command's layers of each stage, and its chunks of a stage, fit only its own number.
         command_line = replace(command_line, stage_layers=(), virtual=1)
         if model is not None and model.state_of_mode:
             model = with_mode(model, Mode(command_line.zero, sizes.pipeline > 1))
-    # Only flags of holmes are checked. Others belong to the script.
-    for word in command_line.unknown:
-        near = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
-        if near:
-            raise HolmesError(f"{word}: did you mean {near}?")
+    _refuse_misspelt_flags(command_line)
     options = _options_of_job(args, command)
     return Training(
         model=model,
@@ -146,6 +138,7 @@ def _training_of(
         command_line=command_line,
         lines=tuple(lines),
         options=options,
+        # If nothing names the framework, a ds_config file among the command's words shows DeepSpeed.
         engine=engine_of(args.framework or command_line.framework, command.words),
         is_gloo=command_line.backend == "gloo",  # else NCCL
         # Gradients are reduced during the backward pass, unless --overlap off of `holmes plan` or
@@ -186,8 +179,8 @@ def _model_of_job(args: argparse.Namespace, command_line: CommandLine) -> Model 
     --global-batch, if given, replaces the global batch in each case.
 
     Raises:
-        HolmesError: the model file or --global-batch is wrong, or the command names only a part of
-            a model.
+        HolmesError: the model file or --global-batch is wrong, or the command has only some of the
+            flags of a model.
     """
     model = load_model(args.model) if args.model else command_line.model
     if model is None and command_line.trouble:
@@ -208,6 +201,26 @@ def _model_of_job(args: argparse.Namespace, command_line: CommandLine) -> Model 
         # 0: the number of micro-batches follows from the global batch.
         model = replace(model, global_batch=args.global_batch, micro_batches=0)
     return model
+
+
+def _refuse_misspelt_flags(command_line: CommandLine) -> None:
+    """Raise HolmesError if an unknown flag of the command is nearly a flag of holmes.
+
+    Other unknown flags belong to the script.
+    """
+    for word in command_line.unknown:
+        near = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
+        if near:
+            raise HolmesError(f"{word}: did you mean {near}?")
+
+
+def _lines_about_gpus(args: argparse.Namespace, model: Model, spec: SiteSpec) -> list[str]:
+    """Return the lines about GPUs whose speed is assumed, whose model is unknown, or without bfloat16."""
+    return [
+        *_line_about_assumed_speed(args, model, spec),
+        *_lines_about_unknown_gpus(spec),
+        *lines_about_bfloat16(model.precision, spec),
+    ]
 
 
 def _line_about_assumed_speed(
@@ -257,13 +270,23 @@ def _lines_about_unknown_gpus(spec: SiteSpec) -> Iterator[str]:
 
 
 def _options_of_job(args: argparse.Namespace, command: Command) -> Options:
-    """Return holmes's options: flags in the command, HOLMES_DISABLE, --inflight, --schedule."""
+    """Return holmes's options that the job would have, for the prediction of its step.
+
+    Three sources give them. A later one wins:
+
+    1. Variables HOLMES_... of the environment, e.g. HOLMES_INFLIGHT for --holmes-inflight. One of
+       them, HOLMES_DISABLE, names features of holmes that are switched off (`off` of the result).
+    2. Flags --holmes-... in the training command.
+    3. The options --inflight off and --schedule auto of `holmes plan`, which stand for the job's
+       --holmes-inflight and --holmes-schedule. Their other values change nothing.
+    """
     options, _ = parse_flags(list(command.words), os.environ)
     if args.inflight == "off":
         options = replace(options, inflight="off")
     if args.schedule == "auto":
         options = replace(options, schedule="auto")
-    return replace(options, off=disabled_features(os.environ, features()))
+    disabled = disabled_features(os.environ, features())  # features(): the names of all of them
+    return replace(options, off=disabled)
 
 
 def _with_values_of_command(model: Model, values: dict[str, Any]) -> Model:
@@ -290,7 +313,8 @@ def _command_of(words: list[str]) -> Command:
             arguments alone; [] if there is no command.
 
     Raises:
-        HolmesError: The words are neither: the command hides its script, such as in a shell script.
+        HolmesError: The words have no script, and no flags of a training job either. For example, a
+            shell script (train.sh) contains the command.
     """
     arguments_alone = Command(launcher=(), script="", arguments=tuple(words))
     if not words or words[0].startswith("-"):
@@ -298,8 +322,10 @@ def _command_of(words: list[str]) -> Command:
     try:
         return split_command(words)
     except HolmesError:
+        # The user's program may be no Python script (./train --num-layers 24). Megatron's flags of a
+        # model or of parallel sizes are enough to plan the job.
         described = describe(words)
-        if described.framework or described.sizes:  # a program of the user with Megatron's flags
+        if described.framework or described.sizes:
             return arguments_alone
         raise
 
@@ -346,9 +372,10 @@ def _lines_about_command(command: Command, command_line: CommandLine, model_file
     """Return lines for the user: what was read from the training command, and what was not.
 
     Args:
-        command: The training command; there are no lines if it has no words.
-        command_line: What was read from the command.
-        model_file: File of --model, "" if the command names the model.
+        command: The training command, as words before, at and after its script. There are no lines
+            if it has no words.
+        command_line: What the flags among these words mean: model, sizes and settings of the job.
+        model_file: File of --model, "" if the command describes the model.
     """
     lines: list[str] = []
     if not command.words:
@@ -356,7 +383,8 @@ def _lines_about_command(command: Command, command_line: CommandLine, model_file
     if model_file:
         # Example: "read: the model from a.toml, from the command line sizes, micro batch 4".
         line = f"read: the model from {model_file}, from the command line sizes"
-        # training: field of Model, such as "micro_batch", or "zero" -> value in the command.
+        # Settings of a step in the command, such as "micro_batch" -> 4 or "zero" -> 1. They count
+        # together with the file's model.
         for name, value in command_line.training.items():
             line += f", {name.replace('_', ' ')} {value}"
         lines.append(line)
@@ -369,8 +397,10 @@ def _lines_about_command(command: Command, command_line: CommandLine, model_file
     lines += [f"not counted: {line}" for line in command_line.not_counted]
     if command.unread:
         words = some_of(command.unread, MAX_LISTED)
+        # Words with a shell's variables that have no value here, such as $NODES, or with $(...).
         lines.append(f"not read: {words}: a variable without a value here; write the value")
     if command.configured:
+        # Words such as trainer.num_nodes=4 set keys of a configuration (Hydra). holmes reads flags.
         words = some_of(command.configured, MAX_LISTED)
         lines.append(
             f"not read: {words}: only flags are; give --model, --sizes and --global-batch before --"

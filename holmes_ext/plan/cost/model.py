@@ -213,7 +213,7 @@ class _BlockFlops(NamedTuple):
     """FLOPs of a transformer block on a rank, for a micro-batch."""
 
     forward: float
-    scores: float  # part of `forward` that computes attention scores and applies them
+    scores: float  # part of `forward` for attention scores, and for their product with the values
     recomputed: float  # computed again in the backward pass
 
 
@@ -341,11 +341,17 @@ class Model:
                 raise self._error(name, f"{value!r} is not one of {', '.join(choices)}")
 
     def _check_heads(self) -> None:
+        """Raise HolmesError if hidden size, heads and key-value heads (key 'groups') do not fit together.
+
+        The hidden size has to be a multiple of the heads, unless key 'head_size' gives the width of a head.
+        The heads have to be a multiple of the key-value heads: equally many heads share each of these.
+        """
         if self.key_value_rank and self.groups not in (0, self.heads):
             raise self._error("groups", "latent attention (key_value_rank) has no shared heads")
-        is_hidden_divided = bool(self.head_size) or self.hidden % self.heads == 0
+        has_valid_head_size = bool(self.head_size) or self.hidden % self.heads == 0
         key_value_heads = self.groups or self.heads
-        if not is_hidden_divided or self.heads % key_value_heads:
+        has_valid_groups = self.heads % key_value_heads == 0
+        if not has_valid_head_size or not has_valid_groups:
             problem = f"{self.heads} heads must divide hidden {self.hidden}"
             raise self._error("heads", f"{problem}, and key 'groups' the heads")
 
@@ -445,11 +451,11 @@ class Model:
         flops = self._block_flops(widths, tokens, tensor)
         traffic = self._block_traffic(widths, tokens, tensor, context, expert)
         # A split backward pass can delay the weight gradients, which take as many FLOPs as the forward pass
-        # without the attention scores, because these have no weights. None are counted with experts or
-        # recomputation.
+        # without the attention scores, because scores have no weights. With experts or recomputation, no
+        # FLOPs are counted that can be delayed.
         weight_flops = 0.0
         if self.recompute == "none" and not self.experts:
-            weight_flops = flops.forward - flops.scores / tensor  # `scores` is of all tensor ranks
+            weight_flops = flops.forward - flops.scores
         # _kept_per_element counts bytes as for elements of 2 bytes (16 bits).
         kept_bytes = hidden_bytes / 2 * self._kept_per_element(widths, tensor)
         return Layer(
@@ -469,15 +475,17 @@ class Model:
     def _block_widths(self) -> _BlockWidths:
         """Return the widths of a block's matrices, with defaults in place of optional sizes.
 
-        `dense_mlp` is the inner width of the MLP that every token passes through. `token_mlp` adds
-        the widths of the experts that a token is routed to. In a block with experts, the shared
-        expert (width shared_ffn, 0: none) takes the place of the dense MLP (width ffn). If only
-        some blocks have experts, both widths are means over all blocks.
+        Every token of a block without experts passes through the dense MLP (width ffn). In a block
+        with experts, it passes through the shared expert (width shared_ffn, 0: none) instead, and
+        through the experts that it is routed to.
+
+        If only some blocks have experts, `dense_mlp` and `token_mlp` of the result are means over
+        all blocks. For example, if half of the blocks have experts and none is shared, `dense_mlp`
+        is half of ffn.
         """
         head_size = self.head_size or self.hidden // self.heads
-        key_value_heads = (
-            self.groups or self.heads
-        )  # grouped-query attention has fewer than `heads`
+        # Grouped-query attention has fewer key-value heads than heads.
+        key_value_heads = self.groups or self.heads
         expert_share = 0.0  # of the blocks
         active_experts = 0  # of a token
         if self.experts:
@@ -488,9 +496,13 @@ class Model:
         query: float = self.heads * head_size
         key_value: float = key_value_heads * head_size
         if self.key_value_rank:
-            # In latent attention, query and key have one width and the value has another. Attention
-            # multiplies and keeps as much as with the mean of both widths for all three.
-            query = self.heads * (head_size + self.rotary_size + self._value_size) / 2
+            # In latent attention, query and key have one width, and value and output have another. The
+            # mean of both widths stands for all four here. FLOPs and kept bytes stay the same, because
+            # they are linear in the widths, and half of them belong to each width: the product
+            # query x key has the first, the product scores x value has the second.
+            query_key_width = self.heads * (head_size + self.rotary_size)
+            value_width = self.heads * self._value_size
+            query = (query_key_width + value_width) / 2
             key_value = query
         return _BlockWidths(
             query=query,
@@ -521,10 +533,14 @@ class Model:
         )
 
     def _block_tensors(self, widths: _BlockWidths, tensor: int) -> tuple[float, ...]:
-        """Return the number of elements of each parameter of a block on a rank, without experts.
+        """Return the number of elements of each parameter of a block on a rank, without routed experts.
 
-        The parameters are in the order of the forward pass. If only some blocks have experts, the
-        numbers of router and MLP are means over all blocks, and need not be whole.
+        The parameters are in the order of the forward pass. The router, which assigns tokens to
+        experts, and the shared expert are included. _expert_parameters() counts the routed experts.
+
+        All blocks of a model have the same numbers. If only some blocks have experts, the numbers of
+        the router and of the dense MLP are means over all blocks, and need not be whole: a router of
+        1000 elements in every third block counts as 333.3 in each.
 
         Args:
             widths: Widths of the block's matrices.
@@ -550,13 +566,19 @@ class Model:
     def _attention_tensors(self, widths: _BlockWidths, tensor: int) -> tuple[float, ...]:
         """Return the number of elements of each parameter of attention on a tensor-parallel rank.
 
-        Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) compresses the input of a block to
-        two latent vectors, which have norms. Query, keys and values are computed from the latents.
-        Every tensor-parallel rank has the whole matrices that compress.
+        Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) has two steps, both without bias:
+
+        1. Matrices compress the input of a block to two latent vectors: one for the query, one for
+           keys and values. A norm follows. Each tensor-parallel rank has these matrices whole.
+        2. Matrices compute query, keys and values from the latent vectors. They are divided among
+           the tensor-parallel ranks by heads, like the matrix of the output.
+
+        Without query_rank, the query is computed from the input itself.
         """
         h = self.hidden
         if not self.key_value_rank:
             return (
+                # One matrix computes query, keys and values; another one computes the output.
                 *self._linear_tensors(h, widths.query + 2 * widths.key_value, tensor),
                 *self._linear_tensors(widths.query, h, tensor),
             )
@@ -566,16 +588,17 @@ class Model:
         query_tensors: tuple[float, ...] = (h * query_width / tensor,)
         if self.query_rank:
             query_tensors = (
-                h * self.query_rank,
+                h * self.query_rank,  # step 1
                 self.query_rank,  # norm
                 self.query_rank * query_width / tensor,
             )
         return (
             *query_tensors,
-            h * (self.key_value_rank + self.rotary_size),  # all heads share the position part
+            # Step 1, and the part of the keys for positions (rotary), which all heads share.
+            h * (self.key_value_rank + self.rotary_size),
             self.key_value_rank,  # norm
             self.key_value_rank * key_value_width / tensor,
-            self.heads * self._value_size * h / tensor,  # of the output
+            self.heads * self._value_size * h / tensor,  # the matrix of the output
         )
 
     def _expert_parameters(self, widths: _BlockWidths, tensor: int, expert: int) -> float:
@@ -589,7 +612,7 @@ class Model:
         Args:
             widths: Widths of the block's matrices.
             tokens: Tokens of a micro-batch on the rank.
-            tensor: Tensor-parallel size, which divides all FLOPs of the result except `scores`.
+            tensor: Tensor-parallel size, which divides all FLOPs.
         """
         attention_parameters = 2 * self.hidden * (widths.query + widths.key_value)
         if self.key_value_rank:
@@ -599,6 +622,7 @@ class Model:
         matrix_flops = 2 * tokens * (attention_parameters + mlp_parameters)
         # Two matrix products over the sequence: scores, and scores times values.
         scores_flops = 4 * tokens * self.sequence * widths.query
+        # Up to here the FLOPs are those of all tensor-parallel ranks together.
         forward_flops = (matrix_flops + scores_flops) / tensor
         recomputed_flops = 0.0
         if self.recompute == "selective":
@@ -608,7 +632,9 @@ class Model:
         if self.flash:
             # The backward pass computes one of the two products again (arXiv 2205.14135, algorithm 4).
             recomputed_flops += scores_flops / 2 / tensor
-        return _BlockFlops(forward=forward_flops, scores=scores_flops, recomputed=recomputed_flops)
+        return _BlockFlops(
+            forward=forward_flops, scores=scores_flops / tensor, recomputed=recomputed_flops
+        )
 
     def _kept_per_element(self, widths: _BlockWidths, tensor: int) -> float:
         """Return the bytes that a block keeps for each of its s b h input elements, in 16 bits.

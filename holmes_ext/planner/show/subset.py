@@ -45,14 +45,12 @@ from holmes_ext.planner.search.subset import Counts, Priced, Subsets, best_subse
 from holmes_ext.planner.show.layout import asked_for, global_batch, limits_of
 from holmes_ext.units import format_seconds
 
-#: Output formats of --as.
-FORMS = ("sbatch", "hetjob", "hostfile", "kubernetes")
+FORMS = ("sbatch", "hetjob", "hostfile", "kubernetes")  # output formats of --as
 #: Shares of the time limit, if the parallel sizes are free: for sizes on ideal nodes, and again for sizes on
 #: the best subsets in the end. If the sizes are given: for the best subsets in the end.
 SIZES_SHARE = 0.3
 TABLE_SHARE = 0.05
-#: Pipeline sizes with which every subset is priced.
-MAX_SHAPES = 6
+MAX_SHAPES = 6  # pipeline sizes with which every subset is priced
 MAX_SIMULATED = 4  # subsets that are simulated in the end, and shown
 WIDEST = 4  # largest number of bytes of an activation's element
 UNLIMITED_S = 1e9  # no time limit
@@ -110,15 +108,11 @@ class AvailableNodes:
 
     spec: SiteSpec
     job: Training
-    #: Sequences of a step.
-    batch: int
+    batch: int  # sequences of a step
     limits: Limits
-    #: Shapes (parallel sizes) with which subsets are priced; () for all.
-    shapes: tuple[Shape, ...] = ()
-    #: Number of nodes to choose.
-    count: int = 0
-    #: Lower bound on the step time of every subset, in seconds.
-    floor_s: float = 0.0
+    shapes: tuple[Shape, ...] = ()  # parallel sizes with which subsets are priced; () for all
+    count: int = 0  # number of nodes to choose
+    floor_s: float = 0.0  # lower bound on the step time of every subset, in seconds
 
     def names(self, counts: Counts) -> list[str]:
         """Return the names of a subset's nodes: the first ones of each cluster."""
@@ -220,6 +214,8 @@ def in_closed_form(
 def run(args: argparse.Namespace) -> int:
     """Choose the nodes and print them; return the exit status 0.
 
+    The best subsets by the closed form are found first. Then a simulation of their steps ranks them.
+
     Raises:
         HolmesError: The input is bad, or no plan fits.
     """
@@ -239,10 +235,11 @@ def run(args: argparse.Namespace) -> int:
         )
     with lines_before_error(job.lines):
         available = _available_nodes(args, spec, job)
-        # Kept for the end: a search over all sizes on the best subsets (several shapes), or simulation.
+        # The search for subsets leaves time for the rest. If the sizes are free (several shapes), each
+        # of the best subsets is searched with all sizes before it is simulated, which takes longer.
         reserved_share = SIZES_SHARE if len(available.shapes) > 1 else TABLE_SHARE
         subsets = available.best(end - reserved_share * args.seconds)
-    ranked = _simulate_best(subsets, available, end)
+    ranked = _ranked_by_simulation(subsets, available, end)
     parts = [_chosen_nodes(spec, all_nodes, subset.counts) for subset in ranked]
     if args.output:
         result = ranked[0].result
@@ -322,8 +319,10 @@ def _shapes_of_depths(result: SearchResult) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys([result.best.shape, *others]))
 
 
-def _simulate_best(subsets: Subsets, available: AvailableNodes, end: float) -> list[RankedSubset]:
-    """Simulate the best plans of the fastest subsets, and return these subsets, the fastest first.
+def _ranked_by_simulation(
+    subsets: Subsets, available: AvailableNodes, end: float
+) -> list[RankedSubset]:
+    """Simulate the best plan of each of the fastest subsets; return these subsets, the fastest first.
 
     If the user gave no parallel sizes, each subset is searched again with all sizes, until the moment `end`.
     """

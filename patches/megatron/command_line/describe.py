@@ -222,7 +222,7 @@ def overlaps(option: str, argv: Sequence[str]) -> bool:
 
 
 def _script_of(argv: Sequence[str]) -> str:
-    """Return the file name of the script with which a command line begins, or "" if it has none."""
+    """Return the file name of the script: the first word, if it ends in .py; "" otherwise."""
     first = argv[0] if argv else ""
     return Path(first).name if first.endswith(".py") else ""
 

@@ -80,18 +80,26 @@ def _number(value: int | list[int]) -> int:
 
 
 def _sum(left: int | list[int], right: int | list[int]) -> int | list[int]:
-    """Return the sum of two numbers, or the concatenation of two lists."""
+    """Return the sum of two numbers, or the concatenation of two lists.
+
+    Raises:
+        ValueError: One is a number and the other a list, or the list would be too long.
+    """
     if isinstance(left, list) and isinstance(right, list):
         if len(left) + len(right) > MAX_PATTERN_LENGTH:
             raise ValueError("the list is too long")
         return left + right
-    return _number(left) + _number(right)
+    return _number(left) + _number(right)  # _number() raises ValueError for a list beside a number
 
 
 def _product(left: int | list[int], right: int | list[int]) -> int | list[int]:
-    """Return the product of two numbers, or a list repeated as often as the other value says."""
+    """Return the product of two numbers, or of a list and the number of its repetitions.
+
+    Raises:
+        ValueError: Both are lists, or the result would be too large.
+    """
     if isinstance(right, list):
-        left, right = right, left
+        left, right = right, left  # a list, if there is one, is at the left
     times = _number(right)
     length = len(left) if isinstance(left, list) else left
     if length * times > MAX_PATTERN_LENGTH:

@@ -220,8 +220,8 @@ SETTING_OF_KEY = _table(
 )
 
 _SEVERAL_KINDS = "several kinds of layers (Mamba, attention, MLP)"
-#: Flag -> the model that it shows, which is no stack of equal transformer blocks. holmes predicts no
-#: such model (other_models.py).
+#: Flag -> what a model with this flag consists of, in words for a message. It is no stack of equal
+#: transformer blocks, and holmes predicts no such model (other_models.py).
 MODEL_OF_FLAG = {
     "--hybrid-layer-pattern": _SEVERAL_KINDS,
     "--hybrid-override-pattern": _SEVERAL_KINDS,

@@ -97,12 +97,13 @@ def model_of(
             transformer blocks, or Model refuses the values.
     """
     refuse_other_models(flags, script)
-    settings = with_task_of_script(settings, script, assumed)
+    settings = with_task_of_script(settings, script, assumed)  # pretrain_bert.py: BERT's vocabulary
     settings = sequence_of_language_model(settings, assumed)
     for name, flag in REQUIRED_FLAGS.items():
         if name not in settings:
             way_out = "add it, or give the model with --holmes-model FILE"
             raise HolmesError(f"the command line describes a model, but not {flag}; {way_out}")
+    # Fields of Model -> value.
     values: dict[str, Any] = {name: settings[name] for name in REQUIRED_FLAGS}
     values |= {name: settings[name] for name in MODEL_FIELDS if name in settings}
 
@@ -118,11 +119,13 @@ def model_of(
     values["gated"] = settings.get("gated", False) or settings.get("geglu", False)
     values["positions"] = settings.get("positions", "learned")
     values |= _batch_fields(settings, assumed)
+    # Bytes of each activation, gradient and parameter: engines differ in what they keep.
     if is_deepspeed:
         values |= _deepspeed_byte_fields(settings, zero_stage, assumed)
     else:
         values |= _byte_fields(settings, zero_stage)
     values["precision"] = settings.get("precision", "fp32")
+    # --num-experts takes a list: Megatron-DeepSpeed's layers may have different numbers of experts.
     has_experts = max(settings.get("experts", [0])) > 1
     if has_experts:
         values |= _expert_fields(settings, is_deepspeed, assumed)
@@ -360,15 +363,21 @@ def _moment_bytes(settings: Mapping[str, Any]) -> float:
 def _expert_fields(
     settings: Mapping[str, Any], is_deepspeed: bool, assumed: list[str]
 ) -> dict[str, Any]:
-    """Return the fields of Model that describe the experts of its mixture-of-experts layers.
+    """Return the fields of Model about the number of experts, their layers, and experts per token.
 
-    Model has a single number of experts for all layers with experts. If the settings give them
-    different numbers, the mean is used. If not all layers have experts, Model counts every layer
-    with the same cost: the mean over all layers. The user gets a line about each simplification.
+    The widths "expert_ffn" and "shared_ffn" are not among these fields, because model_of() copies
+    them from the settings (MODEL_FIELDS). The exception is DeepSpeed's --mlp-type residual: a dense
+    MLP beside the experts, which counts as a shared expert of the width "ffn".
+
+    Model simplifies in two ways, and the user gets a line about each:
+
+    - All layers with experts have the same number of experts. If the settings give different
+      numbers, it is their mean.
+    - If only some layers have experts, the cost of every layer is the mean over all layers.
 
     Args:
-        settings: Name of a setting -> value. "experts" is a list: the experts of each layer that
-            has some, or one number for all of them.
+        settings: Name of a setting -> value. "experts" is a list with the number of experts of each
+            layer that has experts, or with a single number for all these layers.
         is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from
             Megatron-LM's.
         assumed: Lines for the user about assumptions, to which this function appends.
@@ -395,6 +404,6 @@ def _expert_fields(
         "expert_divisor": gcd(*counts) if len(set(counts)) > 1 else 0,
     }
     if settings.get("residual"):  # DeepSpeed's --mlp-type residual
-        # Width of an MLP that all tokens use, beside the experts.
+        # Width of the MLP that all tokens use, beside the experts; Megatron's default is 4 x hidden.
         fields["shared_ffn"] = settings.get("ffn") or 4 * settings["hidden"]
     return fields

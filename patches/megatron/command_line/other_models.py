@@ -12,7 +12,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.command_line.flags import MODEL_OF_FLAG
 
-#: Beginning of a training script's name -> the model that the script trains.
+#: Beginning of a training script's name -> what the model consists of, in words for a message.
 MODEL_OF_SCRIPT = {
     "pretrain_t5": "an encoder and a decoder",
     "pretrain_mamba": "several kinds of layers (Mamba, attention, MLP)",
@@ -22,12 +22,17 @@ MODEL_OF_SCRIPT = {
     "pretrain_vision": "a model of images",
     "pretrain_mimo": "several models, for text, images and sound",
 }
-#: Texts in the value of --spec that show layers of several kinds.
+#: Texts in the value of --spec (a Python module or function with the layers of a model) that show layers of
+#: several kinds. Example: --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec
 _SPECS = ("mamba", "hybrid")
 
 
 def refuse_other_models(flags: Mapping[str, Sequence[str]], script: str) -> None:
     """Raise HolmesError if a command line describes a model that holmes does not predict.
+
+    Signs of such a model are a flag of MODEL_OF_FLAG, a text of _SPECS in the value of --spec, sequences of
+    both an encoder and a decoder, and the name of a script of MODEL_OF_SCRIPT. The message quotes the sign,
+    and says what the model consists of.
 
     Args:
         flags: Flag of the command line -> the words that follow it.
@@ -83,11 +88,15 @@ def with_task_of_script(
 
 
 def sequence_of_language_model(settings: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
-    """Return the settings with the layers and the sequence that Megatron's transformer blocks have.
+    """Return the settings with "layers" and "sequence" of the model's language part.
 
-    --encoder-num-layers and --encoder-seq-length are other names of --num-layers and --seq-length.
-    --decoder-seq-length beside --seq-length is the sequence of the language model in a script that
-    trains on images and text, and --seq-length that of its vision encoder.
+    Other flags than --num-layers and --seq-length may give the two numbers:
+
+    - --encoder-num-layers and --encoder-seq-length are Megatron's other names of these flags.
+    - In a script that trains on images and text, --decoder-seq-length is the sequence of the
+      language model, and --seq-length is the sequence of the vision encoder. The former counts.
+
+    Their settings ("encoder_layers", "encoder_sequence", "decoder_sequence") are removed.
 
     Args:
         settings: Name of a setting -> value.
@@ -97,9 +106,11 @@ def sequence_of_language_model(settings: Mapping[str, Any], assumed: list[str]) 
         HolmesError: Both names of a number are given, which Megatron refuses.
     """
     changed = dict(settings)
-    names = (("layers", "--num-layers"), ("sequence", "--seq-length"))
-    for name, flag in names:
-        other_flag = flag.replace("--num", "--encoder-num").replace("--seq", "--encoder-seq")
+    names = (
+        ("layers", "--num-layers", "--encoder-num-layers"),
+        ("sequence", "--seq-length", "--encoder-seq-length"),
+    )
+    for name, flag, other_flag in names:
         value = changed.pop(f"encoder_{name}", None)
         if value is None:
             continue

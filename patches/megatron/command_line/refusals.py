@@ -15,15 +15,22 @@ def refusals(
 ) -> Iterator[str]:
     """Yield a message for each reason why the framework would refuse the job.
 
-    A reason is a precision, ZeRO stage or offload that DeepSpeed does not accept, or a count of the
-    model that the parallel sizes do not divide. The counts are attention heads, query groups and
-    layers. Each message is for the user, and names a way out, such as the nearest valid sizes.
+    The reasons are:
+
+    - a precision, ZeRO stage or offload that the framework does not accept
+    - experts with tensor parallelism, but without sequence parallelism (Megatron-LM)
+    - a number of attention heads or query groups that the tensor-parallel size does not divide
+    - a number of layers that cannot be divided evenly among the pipeline stages and their chunks.
+      This counts only for Megatron-LM, and only if all stages shall have equally many layers.
+
+    Each message is for the user, and names a way out, such as the nearest valid sizes.
 
     Args:
         command_line: The job, with its model. If there is no model, nothing is yielded.
         sizes: The parallel sizes, including the data-parallel size.
         world: Number of ranks.
-        partitioned: Whether holmes decides how many layers each pipeline stage gets.
+        partitioned: Whether holmes decides how many layers each pipeline stage gets. Stages may then
+            have unequal numbers. By default the framework decides.
     """
     model = command_line.model
     if model is None:
@@ -37,6 +44,7 @@ def refusals(
             f"experts with {tensor_flag} {sizes.tensor}: Megatron-LM ends with an error at the first step; "
             "add --sequence-parallel"
         )
+    # chunks=1: only layers are divided into chunks.
     yield from _line_if_indivisible(
         "--num-attention-heads", model.heads, tensor_flag, sizes.tensor, chunks=1, world=world
     )
@@ -46,10 +54,10 @@ def refusals(
         yield from _line_if_indivisible(
             "--num-query-groups", groups, tensor_flag, sizes.tensor, chunks=1, world=world
         )
-    splits_layers = bool(command_line.stage_layers) or partitioned
-    if command_line.framework != "megatron-lm" or splits_layers or sizes.pipeline <= 1:
+    may_be_unequal = bool(command_line.stage_layers) or partitioned
+    if not is_megatron_lm or may_be_unequal or sizes.pipeline <= 1:
         return
-    # Without a split of the layers, Megatron-LM gives each chunk of each stage the same number.
+    # Megatron-LM gives each chunk of each stage the same number of layers.
     lines = _line_if_indivisible(
         command_line.layers_flag,
         model.layers,

@@ -57,12 +57,18 @@ class Settings:
 def words_by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
     """Return each flag of a command line with the words that follow it.
 
+    Example: ["--bf16", "--split", "9", "-1", "--lr=0.1"] gives {"--bf16": [], "--split": ["9", "-1"],
+    "--lr": ["0.1"]}. Only words that begin with two hyphens are flags. Others, such as -1 or -x, belong to
+    the flag before them.
+
     If a flag is given twice, the last one counts, as in argparse. Names such as --num_layers become
     --num-layers if the command line has one of FLAGS_WITH_UNDERSCORES.
     """
     has_underscores = any(word.partition("=")[0] in FLAGS_WITH_UNDERSCORES for word in argv)
     words_of: dict[str, list[str]] = {}
-    following: list[str] = []  # words after the latest flag; those before the first are dropped
+    # Words after the latest flag. It is the list in words_of, so a word added here is added there. Words
+    # before the first flag go to a list that is dropped.
+    following: list[str] = []
     for word in argv:
         flag, equals, value = word.partition("=")
         is_flag = flag.startswith("--") and flag != "--" and " " not in flag
@@ -189,7 +195,10 @@ def _key_not_counted(key: str) -> str:
 
 
 def _reason_of_prefix(flag: str) -> str:
-    """Return why a flag that begins like one of REASON_OF_PREFIX is not counted; "" for other flags."""
+    """Return why the prediction of a step does not count a flag such as --lora-rank.
+
+    The flag begins with an entry of REASON_OF_PREFIX ("--lora"). The result is "" for other flags.
+    """
     for prefix, reason in REASON_OF_PREFIX.items():
         if flag.startswith(prefix):
             return reason
@@ -197,10 +206,11 @@ def _reason_of_prefix(flag: str) -> str:
 
 
 def has_no_effect(flag: str) -> bool:
-    """Return whether FLAG_PREFIXES_WITHOUT_EFFECT has a flag, or the first of its words.
+    """Return whether a flag changes neither the time nor the memory of a step.
 
-    The entry --save stands for --save and --save-interval, but not for --saved. An entry that ends
-    in a hyphen stands for all flags that begin so.
+    FLAG_PREFIXES_WITHOUT_EFFECT lists the beginnings of such flags. A beginning has to end where a word of
+    the flag's name ends: --save stands for --save and --save-interval, but not for --saved. If it ends in a
+    hyphen itself (--log-), it stands for all flags that begin so.
     """
     for prefix in FLAG_PREFIXES_WITHOUT_EFFECT:
         if not flag.startswith(prefix):
